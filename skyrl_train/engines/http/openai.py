@@ -216,7 +216,7 @@ class Translator:
 
     # -- responses ---------------------------------------------------------------------------------------------------
 
-    def answer(
+    def to_response(
         self, call: CompletionCall, completions: Sequence[Completion], prompt_logprobs: Sequence[Sequence[float]] = ()
     ) -> dict[str, Any]:
         """Return the complete response of a call, as JSON-like values.
@@ -245,10 +245,10 @@ class Translator:
         """Yield the response as the chunks of a stream: two for each choice, then the token counts if requested.
 
         The first chunk of a choice contains its whole text, the second one its finish_reason. Arguments and errors are
-        those of `answer`.
+        those of `to_response`.
         """
         head = _head(call, "chat.completion.chunk" if call.chat else "text_completion")
-        for choice in self.answer(call, completions, prompt_logprobs)["choices"]:
+        for choice in self.to_response(call, completions, prompt_logprobs)["choices"]:
             reason = choice["finish_reason"]
             content = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
             end: dict[str, Any] = {"index": choice["index"], "logprobs": None, "finish_reason": reason}

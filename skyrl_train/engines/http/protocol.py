@@ -286,7 +286,7 @@ class RemoteMethod:
         return f"/{self.path or self.method}"
 
     @property
-    def answer(self) -> Any:
+    def response_type(self) -> Any:
         """The type of the response: a Result of the method's result type."""
         generic: Any = Result
         return generic[self.result]
@@ -418,12 +418,12 @@ def encode_error(error: SkyRLError) -> tuple[int, dict[str, Any]]:
     return status, error_body(status, str(error), kind.__name__, detail=detail)
 
 
-def decode_error(status: int, answer: Any, engine: str) -> SkyRLError:
+def decode_error(status: int, body: Any, engine: str) -> SkyRLError:
     """Return the exception for a response with an error status.
 
     Args:
         status: HTTP status.
-        answer: Parsed body; anything if it is not a body of `encode_error`.
+        body: Parsed body; any value if it is not a body of `encode_error`.
         engine: Name of the engine, for messages.
 
     Returns:
@@ -434,7 +434,7 @@ def decode_error(status: int, answer: Any, engine: str) -> SkyRLError:
         return EngineError(
             f"Engine {engine!r} does not accept this token (HTTP status 401): set {API_KEY_ENV} to the server's token."
         )
-    error = answer.get("error") if isinstance(answer, dict) else None
+    error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return EngineError(
             f"Engine {engine!r} responded with HTTP status {status} and no reason; see the server's log."

@@ -247,14 +247,14 @@ class RemoteEngine:
     async def _once(self, call: RemoteMethod, body: bytes) -> Any:
         status, raw = await self._connection.request(call.verb, call.route, body)
         if status != 200:
-            answer = None
+            error_body = None
             with suppress(ValueError):
-                answer = json.loads(raw)
-            raise decode_error(status, answer, self.name)
+                error_body = json.loads(raw)
+            raise decode_error(status, error_body, self.name)
         if call.result is None:
             return None
         try:
-            return parse_body(call.answer, raw).result
+            return parse_body(call.response_type, raw).result
         except InvalidBodyError as error:
             raise EngineError(
                 f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error} "

@@ -377,7 +377,7 @@ class HttpEndpoint:
             completions = await self._sample(call.requests)
             if not call.body.stream:
                 return _json(
-                    await self._run_in_thread(lambda: write_json(translator.answer(call, completions, scores)))
+                    await self._run_in_thread(lambda: write_json(translator.to_response(call, completions, scores)))
                 )
             chunks = await self._run_in_thread(
                 lambda: list(map(write_json, translator.chunks(call, completions, scores)))

@@ -18,8 +18,8 @@ def work(name):
     time.sleep(600)
 
 if __name__ == "__main__":
-    held = SharedMemory(create=True, size=64)
-    multiprocessing.get_context("spawn").Process(target=work, args=(held.name,)).start()
+    segment = SharedMemory(create=True, size=64)
+    multiprocessing.get_context("spawn").Process(target=work, args=(segment.name,)).start()
     time.sleep(600)
 """
 
@@ -33,8 +33,8 @@ def test_stopped_server_leaves_no_processes_or_shared_memory(tmp_path: Path):
     with server.stdout:
         segments = [Path("/dev/shm") / name for name in server.stdout.readline().split()]
     assert all(segment.exists() for segment in segments)
-    family = psutil.Process(server.pid).children(recursive=True)
+    children = psutil.Process(server.pid).children(recursive=True)
     end(server)
     end(server)
-    assert not any(member.is_running() for member in family)
+    assert not any(child.is_running() for child in children)
     assert not any(segment.exists() for segment in segments)

@@ -1,4 +1,4 @@
-"""Many engines as one: who gets what, what happens when one dies, calls to all."""
+"""EngineClient: routing of requests, handling of dead engines, and calls to all engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _engines(count: int = 2, **options: Any) -> list[ScriptedEngine]:
     return [ScriptedEngine(name=f"e{index}", **options) for index in range(count)]
 
 
-def _served(engine: ScriptedEngine) -> list[str]:
+def _request_ids(engine: ScriptedEngine) -> list[str]:
     return [request.request_id for batch in engine.batches for request in batch]
 
 
@@ -38,8 +38,8 @@ def test_one_call_per_engine_and_completions_in_order():
     completions = asyncio.run(client.generate(requests))
     assert [c.request_id for c in completions] == [r.request_id for r in requests]
     assert [len(engine.batches) for engine in engines] == [1, 1]
-    assert _served(engines[0]) == ["r0", "r1", "r4", "r5"]
-    assert _served(engines[1]) == ["r2", "r3", "r6", "r7"]
+    assert _request_ids(engines[0]) == ["r0", "r1", "r4", "r5"]
+    assert _request_ids(engines[1]) == ["r2", "r3", "r6", "r7"]
 
 
 def test_split_depends_only_on_requests():
@@ -48,7 +48,7 @@ def test_split_depends_only_on_requests():
     for delays in ([0.0, 0.0, 0.0], [0.02, 0.0, 0.01]):
         engines = [ScriptedEngine(name=f"e{index}", delay_s=delay) for index, delay in enumerate(delays)]
         asyncio.run(EngineClient(engines, deadline_s=5).generate(requests))
-        splits.append([_served(engine) for engine in engines])
+        splits.append([_request_ids(engine) for engine in engines])
     assert splits[0] == splits[1]
     assert sorted(map(len, splits[0])) == [6, 6, 8]
 
@@ -62,42 +62,44 @@ def test_session_stays_on_engine_with_its_history():
             await client.generate([_request(f"{name}{turn}", session=name) for name in ("a", "b", "c")])
 
     asyncio.run(run())
-    assert [_served(engine) for engine in engines] == [[f"{name}{t}" for t in range(3)] for name in ("a", "b", "c")]
+    assert [_request_ids(engine) for engine in engines] == [
+        [f"{name}{t}" for t in range(3)] for name in ("a", "b", "c")
+    ]
 
 
 @pytest.mark.defect("conversations-beyond-65536-lost-their-engine")
 @pytest.mark.parametrize("at_once", [True, False])
 def test_routing_entry_lasts_until_conversation_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
-    """As `ConversationGenerator` asks: first turns of all groups at once, or group by group, later ones alone."""
+    """Like ConversationGenerator, send the first turns of all groups together or by group, and later turns singly."""
     monkeypatch.setattr(client_module, "MAX_STICKY", 4)
-    engines, goes_on = _engines(3, delay_s=0.001), random.Random(0)
+    engines, random_source = _engines(3, delay_s=0.001), random.Random(0)
     client = EngineClient(engines, deadline_s=5)
     names = [[f"{group}.{sample}" for sample in range(8)] for group in range(20)]
 
-    async def turn(number: int, those: list[str]) -> None:
-        requests = [_request(f"{one} {number}", session=one, group=one.partition(".")[0]) for one in those]
+    async def turn(number: int, sessions: list[str]) -> None:
+        requests = [_request(f"{name} {number}", session=name, group=name.partition(".")[0]) for name in sessions]
         await client.generate(requests)
 
-    async def later(name: str) -> None:
+    async def continue_conversation(name: str) -> None:
         async with client.episode():
-            await asyncio.sleep(goes_on.random() / 100)
+            await asyncio.sleep(random_source.random() / 100)
             await turn(1, [name])
 
     async def run() -> None:
-        flat = [one for group in names for one in group]
+        flat = [name for group in names for name in group]
         await asyncio.gather(*(turn(0, group) for group in ([flat] if at_once else names)))
-        await asyncio.gather(*map(later, flat))
-        for number in range(1300):  # more than the routing table keeps
+        await asyncio.gather(*map(continue_conversation, flat))
+        for number in range(1300):  # more than the capacity of the routing table
             await client.generate([_request("other", session=f"other {number}")])
-        for group in names:  # ended long ago, so they go to the first of the idle engines
+        for group in names:  # their entries are gone, so they go to the first idle engine
             await turn(2, group[:1])
 
     asyncio.run(run())
     for engine in engines:
-        turns = [one.split() for one in _served(engine) if one != "other"]
+        turns = [name.split() for name in _request_ids(engine) if name != "other"]
         assert {name for name, number in turns if number == "0"} == {name for name, number in turns if number == "1"}
-    again = [{name for name in _served(engine) if name.endswith(" 2")} for engine in engines]
-    assert list(map(len, again)) == [20, 0, 0], "what has ended is forgotten"
+    resumed = [{name for name in _request_ids(engine) if name.endswith(" 2")} for engine in engines]
+    assert list(map(len, resumed)) == [20, 0, 0], "entries of finished conversations are dropped"
 
 
 def test_unrouted_request_goes_to_least_loaded_engine():
@@ -113,8 +115,8 @@ def test_unrouted_request_goes_to_least_loaded_engine():
         await client.generate([_request("z")])
 
     asyncio.run(run())
-    assert _served(engines[0]) == ["long", "z"]
-    assert _served(engines[1]) == ["x", "y"]
+    assert _request_ids(engines[0]) == ["long", "z"]
+    assert _request_ids(engines[1]) == ["x", "y"]
 
 
 @pytest.mark.fault("F29")
@@ -131,7 +133,7 @@ def test_requests_of_dead_engine_are_retried_once(death):
 
     completions, dead, alive = asyncio.run(run())
     assert [c.request_id for c in completions] == ["r0", "r1", "r2", "r3"]
-    assert _served(engines[1]) == ["r1", "r3", "r0", "r2", "later"]
+    assert _request_ids(engines[1]) == ["r1", "r3", "r0", "r2", "later"]
     assert list(dead) == ["e0"]
     assert str(death) in dead["e0"]
     assert alive == [engines[1]]
@@ -140,11 +142,11 @@ def test_requests_of_dead_engine_are_retried_once(death):
 @pytest.mark.fault("F29")
 def test_hanging_engine_is_abandoned_after_request_deadline(monkeypatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 1.0)
-    hung, sound = _engines(2)
-    hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
+    hanging, healthy = _engines(2)
+    hanging.abort = hanging.generate = _never  # type: ignore[method-assign,assignment]
 
     async def run():
-        client = EngineClient([hung, sound], deadline_s=1.0)
+        client = EngineClient([hanging, healthy], deadline_s=1.0)
         completions = await client.generate([replace(_request(f"r{n}"), deadline_s=1.0) for n in range(2)])
         dead = client.dead_engines
         await client.close()
@@ -174,10 +176,10 @@ def test_replacement_engine_gets_requests():
     client = EngineClient(engines, deadline_s=5)
     with pytest.raises(EngineError):
         asyncio.run(client.generate([_request("a")]))
-    fresh = ScriptedEngine(name="e0")
-    client.replace("e0", fresh)
+    replacement = ScriptedEngine(name="e0")
+    client.replace("e0", replacement)
     asyncio.run(client.generate([_request("b")]))
-    assert _served(fresh) == ["b"]
+    assert _request_ids(replacement) == ["b"]
     assert client.dead_engines == {}
 
 
@@ -221,7 +223,7 @@ def test_cancelled_requests_do_not_count_as_load(ticks: int):
         await client.generate([_request("x")])
 
     asyncio.run(run())
-    assert "x" in _served(engines[0])
+    assert "x" in _request_ids(engines[0])
 
 
 def test_calls_reach_every_live_engine():
@@ -236,7 +238,7 @@ def test_calls_reach_every_live_engine():
         await client.wake_up()
         await client.abort(["x"])
         await client.reset_prefix_cache()
-        names = [one.name for one in await client.health()]
+        names = [health.name for health in await client.health()]
         await client.close()
         return freed, names
 
@@ -244,8 +246,8 @@ def test_calls_reach_every_live_engine():
     assert freed == 0
     assert names == ["e0", "e1", "e2"]
     for engine in engines:
-        wanted = ["pause", "resume", "sleep", "wake_up", "wake_up", "abort", "reset_prefix_cache", "health", "close"]
-        assert [call for call in engine.calls if call != "abort"] == [call for call in wanted if call != "abort"]
+        expected = ["pause", "resume", "sleep", "wake_up", "wake_up", "abort", "reset_prefix_cache", "health", "close"]
+        assert [call for call in engine.calls if call != "abort"] == [call for call in expected if call != "abort"]
 
 
 def test_engine_that_hangs_in_call_is_marked_dead():
@@ -259,9 +261,7 @@ def test_engine_that_hangs_in_call_is_marked_dead():
 
 @pytest.mark.defect("a-pause-waits-for-the-dead")
 @pytest.mark.parametrize("method", ["pause", "resume"])
-def test_pause_has_same_timeout_for_hanging_engine(
-    method: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_pause_has_same_timeout_for_hanging_engine(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     engines = _engines(2)
     setattr(engines[1], method, _never)
@@ -278,16 +278,14 @@ def test_pause_has_same_timeout_for_hanging_engine(
 
 @pytest.mark.defect("a-long-step-taken-for-a-death")
 @pytest.mark.parametrize("method", ["pause", "resume"])
-def test_responsive_engine_in_long_step_stays_alive(
-    method: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_responsive_engine_in_long_step_stays_alive(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     engines = _engines(2)
-    plain = getattr(engines[1], method)
+    original = getattr(engines[1], method)
 
-    async def late(*args: object) -> None:
-        await asyncio.sleep(0.6)  # longer than an engine may take for a health check
-        await plain(*args)
+    async def finish_late(*args: object) -> None:
+        await asyncio.sleep(0.6)  # longer than the timeout of a health check
+        await original(*args)
 
     async def run() -> dict[str, str]:
         client = EngineClient(engines, deadline_s=1800, health_check_interval_s=0.1)
@@ -295,7 +293,7 @@ def test_responsive_engine_in_long_step_stays_alive(
             pass
         return client.dead_engines
 
-    setattr(engines[1], method, late)
+    setattr(engines[1], method, finish_late)
     assert asyncio.run(run()) == {}
     monkeypatch.setattr(client_module, "MAX_STEP_S", 0.3)
     assert list(asyncio.run(run())) == ["e1"]
@@ -305,18 +303,18 @@ def test_cancelled_restart_ends_and_no_other_starts():
     begun: list[bool] = []
     ended: list[bool] = []
 
-    async def revive() -> None:
+    async def restart() -> None:
         begun.append(True)
         try:
             await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(0.01)  # it lets go of what it holds
+            await asyncio.sleep(0.01)  # releases its resources
             ended.append(True)
 
     async def run() -> None:
         engines = _engines(2)
         client = EngineClient(engines, deadline_s=5)
-        client.restart_dead_engines = revive
+        client.restart_dead_engines = restart
         engines[0].failures["health"] = EngineError("gone")
         await client.health()
         client.start_restart()
@@ -342,7 +340,11 @@ def test_tokens_per_second_counts_only_busy_time():
         client = EngineClient(_engines(2, delay_s=0.05), deadline_s=60)
         completions = await client.generate([_request(f"r{n}") for n in range(4)])
         await asyncio.sleep(3)
-        return sum(len(one.token_ids) for one in completions), await client.metrics(), await client.metrics()
+        return (
+            sum(len(completion.token_ids) for completion in completions),
+            await client.metrics(),
+            await client.metrics(),
+        )
 
     tokens, metrics, later = asyncio.run(run())
     assert tokens / 2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
@@ -350,8 +352,8 @@ def test_tokens_per_second_counts_only_busy_time():
     assert later["engines/tokens_per_s"] == 0
 
 
-class _Counting(ScriptedEngine):
-    """Says how much memory it needed."""
+class _MemoryReportingEngine(ScriptedEngine):
+    """An engine that reports its peak memory."""
 
     peak_gib = 0.0
 
@@ -360,7 +362,7 @@ class _Counting(ScriptedEngine):
 
 
 def test_memory_is_maximum_over_engines():
-    engines = [_Counting(name="e0"), _Counting(name="e1"), ScriptedEngine(name="e2")]
+    engines = [_MemoryReportingEngine(name="e0"), _MemoryReportingEngine(name="e1"), ScriptedEngine(name="e2")]
     engines[0].peak_gib, engines[1].peak_gib = 1.5, 0.5  # type: ignore[attr-defined]
     metrics = asyncio.run(EngineClient(engines, deadline_s=5).metrics())
     assert {name: value for name, value in metrics.items() if "gib" in name} == {"memory/engine_peak_rss_gib": 1.5}
@@ -379,7 +381,7 @@ def test_request_error_of_healthy_engine_is_retried_once():
         return completions, client.dead_engines
 
     completions, dead = asyncio.run(run())
-    assert [one.request_id for one in completions] == ["a"]
+    assert [completion.request_id for completion in completions] == ["a"]
     assert dead == {}
 
 
@@ -407,13 +409,13 @@ def test_late_failure_of_replaced_engine_spares_replacement():
 def test_short_deadline_does_not_kill_busy_engine(monkeypatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     (engine,) = _engines(1)
-    answer = engine.generate
+    generate = engine.generate
 
-    async def waits_for_others(requests: Any) -> Any:
-        await asyncio.sleep(0.6)  # and no counter moves: tokens are counted when a request is done
-        return await answer(requests)
+    async def generate_slowly(requests: Any) -> Any:
+        await asyncio.sleep(0.6)  # no counter changes: tokens are counted when a request finishes
+        return await generate(requests)
 
-    engine.generate = waits_for_others  # type: ignore[method-assign]
+    engine.generate = generate_slowly  # type: ignore[method-assign]
 
     async def run():
         client = EngineClient([engine], deadline_s=30)
@@ -433,8 +435,8 @@ def test_paused_requests_continue_and_new_ones_wait():
         async with client.pause_requests("keep"):
             late = asyncio.ensure_future(client.generate([_request("c")]))
             await asyncio.sleep(0.1)
-            waited = not first.done() and not any("c" in _served(engine) for engine in engines)
-        return waited, [one.stop_reason for one in (*await first, *await late)]
+            waited = not first.done() and not any("c" in _request_ids(engine) for engine in engines)
+        return waited, [completion.stop_reason for completion in (*await first, *await late)]
 
     waited, reasons = asyncio.run(run())
     assert waited
@@ -446,20 +448,20 @@ def test_aborted_requests_are_resampled_with_same_seed():
 
     async def run() -> tuple[list[Any], dict[str, float]]:
         client = EngineClient(engines, deadline_s=5)
-        under_way = asyncio.ensure_future(client.generate([_request("a"), _request("b", deadline_s=30.0)]))
+        running = asyncio.ensure_future(client.generate([_request("a"), _request("b", deadline_s=30.0)]))
         await asyncio.sleep(0.01)
         async with client.pause_requests("abort"):
             for engine in engines:
                 engine.version = 7
-        return await under_way, await client.metrics()
+        return await running, await client.metrics()
 
     completions, metrics = asyncio.run(run())
-    assert [(one.request_id, one.stop_reason, one.versions[0].version) for one in completions] == [
+    assert [(done.request_id, done.stop_reason, done.versions[0].version) for done in completions] == [
         ("a", "stop", 7),
         ("b", "stop", 7),
     ]
-    assert [_served(engine) for engine in engines] == [["a", "a"], ["b", "b"]]
-    assert metrics["engines/wasted_tokens"] == 0, "these had none yet"
+    assert [_request_ids(engine) for engine in engines] == [["a", "a"], ["b", "b"]]
+    assert metrics["engines/wasted_tokens"] == 0, "no token was sampled before the pause"
 
 
 def test_request_ended_by_deadline_is_not_resampled():
@@ -467,12 +469,12 @@ def test_request_ended_by_deadline_is_not_resampled():
 
     async def run() -> list[Any]:
         client = EngineClient([engine], deadline_s=5)
-        under_way = asyncio.ensure_future(client.generate([_request("a", deadline_s=0.02)]))
+        running = asyncio.ensure_future(client.generate([_request("a", deadline_s=0.02)]))
         await asyncio.sleep(0.1)
         async with client.pause_requests("abort"):
             pass
-        return await under_way
+        return await running
 
     (completion,) = asyncio.run(run())
     assert completion.stop_reason == "abort"
-    assert _served(engine) == ["a"]
+    assert _request_ids(engine) == ["a"]

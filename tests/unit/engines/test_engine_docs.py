@@ -27,15 +27,15 @@ def test_table_matches_code(script: str, page: str):
 def test_all_token_level_routes_and_arguments_are_documented():
     text = (ROOT / "docs" / "serving.md").read_text()
     table = text.partition("## The token-level routes")[2].partition("\n```")[0]
-    told = {}
+    documented = {}
     for row in re.findall(r"^\| `.*$", table, re.MULTILINE):
         routes, arguments, result = (cell.strip() for cell in row[1:-1].split("|"))
         verb, groups = routes[1:].partition(" ")[0], [*arguments.split(";"), ""]
         for route, names in zip(re.findall(r"(/\w+)`", routes), groups, strict=False):
-            told[verb, route] = set(re.findall(r"`(\w+)`", names)), "*control*" in result
-    of_requests = {field.name for field in fields(SampleRequest)}
+            documented[verb, route] = set(re.findall(r"`(\w+)`", names)), "*control*" in result
+    request_fields = {field.name for field in fields(SampleRequest)}
     for call in REMOTE_METHODS.values():
         kind: Any = call.arguments
-        names = {field.name for field in fields(kind)} | (of_requests if call.method == "generate" else set())
-        assert told.pop((call.verb, call.route)) == (names, call.control), call.route
-    assert not told
+        names = {field.name for field in fields(kind)} | (request_fields if call.method == "generate" else set())
+        assert documented.pop((call.verb, call.route)) == (names, call.control), call.route
+    assert not documented

@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions over a scripted engine: what it is asked, what the client gets."""
+"""OpenAI's chat and text completions over a scripted engine: its requests, and the responses to the client."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ def test_last_message_is_continued_on_request(role: str, options: dict[str, Any]
 def test_messages_exclude_reasoning_between_special_tokens(continues: bool):
     tokenizer: Any = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    said = "41?</think>42" if continues else "<think>41?</think>42"
-    engine = ScriptedEngine(lambda request: tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False))
+    text = "41?</think>42" if continues else "<think>41?</think>42"
+    engine = ScriptedEngine(lambda request: tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False))
     translator = Translator(tokenizer, limits=Limits(), default_max_tokens=99, deadline_s=9.0)
     messages = [{"role": "user", "content": "6 * 7?"}]
-    if continues:  # with the client's beginning of the message, its answer must be the complete message
+    if continues:  # the client's part of the message and the response must join to the complete message
         messages.append({"role": "assistant", "content": "<think>\n"})
     call = translator.chat({"model": "m", "messages": messages, "continue_final_message": continues}, None)
-    answer = translator.answer(call, asyncio.run(engine.generate(call.requests)))
-    assert answer["choices"][0]["message"]["content"] == (said if continues else "42")
+    answer = translator.to_response(call, asyncio.run(engine.generate(call.requests)))
+    assert answer["choices"][0]["message"]["content"] == (text if continues else "42")
 
 
 def test_chats_end_at_template_end_of_turn():
@@ -112,7 +112,11 @@ def test_message_cannot_imitate_another_role():
 
     serve(test, engine)
     controls = [token for token in engine.batches[0][0].token_ids if token < 3]
-    assert controls == [1, 2, 1]  # the turn's start and end, and the answer's start: the template's own
+    assert controls == [
+        1,
+        2,
+        1,
+    ]  # start and end of the user's turn, and start of the assistant's: those of the template
 
 
 def test_seeds_are_reproducible_or_random_by_default():
@@ -124,7 +128,7 @@ def test_seeds_are_reproducible_or_random_by_default():
 
     serve(test, engine)
     seeds = [tuple(request.seed for request in batch) for batch in engine.batches]
-    assert seeds[0] == seeds[1] and len(set(seeds)) == 4 and all(one != two for one, two in seeds)
+    assert seeds[0] == seeds[1] and len(set(seeds)) == 4 and all(first != second for first, second in seeds)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +191,8 @@ def test_stream_matches_complete_response():
             assert response.headers["Content-Type"] == "text/event-stream"
             return (await response.text()).split("\n\n")
 
-    *events, done, rest = serve(test)
-    assert (done, rest) == ("data: [DONE]", "")
+    *events, done, after_done = serve(test)
+    assert (done, after_done) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
     text = {0: "", 1: ""}
@@ -200,8 +204,8 @@ def test_stream_matches_complete_response():
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12
 
 
-class WithAdapters(ScriptedEngine):
-    """Takes adapters and forgets them."""
+class AdapterEngine(ScriptedEngine):
+    """An engine that accepts adapters and ignores them."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         if path == "bad":
@@ -212,7 +216,7 @@ class WithAdapters(ScriptedEngine):
 
 
 def test_loaded_adapter_is_a_model():
-    engine = WithAdapters(answers_with("x"))
+    engine = AdapterEngine(answers_with("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         async def chat() -> int:
@@ -234,19 +238,19 @@ def test_loaded_adapter_is_a_model():
 # -- token strings, bytes and offsets --------------------------------------------------------------------------------
 
 
-def completed(tokens: list[str], kind: str, **body: Any) -> Any:
-    """Return the choice of a completion of which the engine samples these tokens, given as the vocabulary has them."""
+def sample_completion(tokens: list[str], kind: str, **body: Any) -> Any:
+    """Return the choice of a text completion for which the engine samples these vocabulary entries."""
     return _choice("/v1/completions", {"prompt": "the cat", "logprobs": 0}, tokens, kind, body)
 
 
-def chatted(tokens: list[str], kind: str, **body: Any) -> Any:
+def sample_chat(tokens: list[str], kind: str, **body: Any) -> Any:
     messages = [{"role": "user", "content": "the cat"}]
     return _choice("/v1/chat/completions", {"messages": messages, "logprobs": True}, tokens, kind, body)
 
 
 def _choice(path: str, defaults: Any, tokens: list[str], kind: str, body: Any) -> Any:
     tokenizer: Any = KINDS[kind]()
-    engine = StopsAtStrings(lambda request: tokenizer.convert_tokens_to_ids(tokens))
+    engine = StopTextEngine(lambda request: tokenizer.convert_tokens_to_ids(tokens))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
         status, answer = await ask(session, path, {"model": "m"} | defaults | body)
@@ -256,8 +260,8 @@ def _choice(path: str, defaults: Any, tokens: list[str], kind: str, body: Any) -
     return serve(test, engine, tokenizer=tokenizer)
 
 
-class StopsAtStrings(ScriptedEngine):
-    """Reports the first stop string of a request as what ended its answer."""
+class StopTextEngine(ScriptedEngine):
+    """An engine that reports the first stop string of a request as the stop text of its completion."""
 
     async def generate(self, requests: Any) -> Any:
         stops = requests[0].sampling.stop
@@ -274,30 +278,30 @@ SPLIT = {
 @pytest.mark.parametrize("kind", [*SPLIT])
 def test_split_character_belongs_to_last_token(kind: str):
     tokens, text = SPLIT[kind]
-    choice = chatted(tokens, kind)
+    choice = sample_chat(tokens, kind)
     rows = choice["logprobs"]["content"]
     assert choice["message"]["content"] == text
     assert [row["token"] for row in rows] == ["n", " ", "", "\u00e9", "s", ""]
     assert [bytes(row["bytes"]) for row in rows] == [b"n", b" ", b"\xc3", b"\xa9", b"s", b""]
-    choice = completed(tokens, kind)
+    choice = sample_completion(tokens, kind)
     assert choice["text"] == text
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 3, 4]
 
 
 def test_invalid_byte_fallback_tokens_have_offsets():
-    choice = completed(["n", "<0xE2>", "<0x0A>", "s", "<0xC3>"], "byte fallback")
+    choice = sample_completion(["n", "<0xE2>", "<0x0A>", "s", "<0xC3>"], "byte fallback")
     assert choice["text"] == "n\ufffd\ufffds\ufffd"
     assert choice["logprobs"]["tokens"] == ["n", "\ufffd", "\ufffd", "s", "\ufffd"]
 
 
 def test_completion_keeps_leading_space_and_chat_drops_it():
     tokens = ["\u2581sat", "</s>", "\u2581on", "t"]
-    text = completed(tokens, "sentencepiece")
+    text = sample_completion(tokens, "sentencepiece")
     assert text["text"] == " sat ont"
     assert text["logprobs"]["tokens"] == [" sat", "", " on", "t"]
     assert text["logprobs"]["text_offset"] == [0, 4, 4, 7]
-    assert completed(tokens, "sentencepiece", prompt="the</s>")["text"] == "sat ont"
-    chat = chatted(tokens, "sentencepiece")
+    assert sample_completion(tokens, "sentencepiece", prompt="the</s>")["text"] == "sat ont"
+    chat = sample_chat(tokens, "sentencepiece")
     assert chat["message"]["content"] == "sat ont"
     assert [row["token"] for row in chat["logprobs"]["content"]] == ["sat", "", " on", "t"]
     assert [bytes(row["bytes"]) for row in chat["logprobs"]["content"]] == [b"sat", b"", b" on", b"t"]
@@ -305,7 +309,7 @@ def test_completion_keeps_leading_space_and_chat_drops_it():
 
 def test_continued_message_keeps_leading_space():
     messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]
-    chat = chatted(["\u2581sat"], "sentencepiece", messages=messages, continue_final_message=True)
+    chat = sample_chat(["\u2581sat"], "sentencepiece", messages=messages, continue_final_message=True)
     assert chat["message"]["content"] == " sat"
     assert [row["token"] for row in chat["logprobs"]["content"]] == [" sat"]
 
@@ -315,7 +319,7 @@ def test_logprobs_exclude_reasoning_between_control_tokens(stop: str | None):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     ids = tokenizer.encode("<think>\u00e9x</think>\n\n\u00e9x" + ("y" if stop else ""))
-    engine = StopsAtStrings(lambda request: ids)
+    engine = StopTextEngine(lambda request: ids)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
         return (await ask(session, "/v1/chat/completions", CHAT | {"logprobs": True, "stop": stop}))[1]["choices"][0]
@@ -331,7 +335,7 @@ def test_logprobs_exclude_reasoning_between_control_tokens(stop: str | None):
 @pytest.mark.parametrize("echo", [False, True])
 def test_stop_string_truncates_tokens_and_text(echo: bool):
     tokens = ["\u2581sat", "\u2581on", "\u2581mat"]
-    choice = completed(tokens, "sentencepiece", stop="n m", echo=echo)
+    choice = sample_completion(tokens, "sentencepiece", stop="n m", echo=echo)
     prompt = (["the", " cat"], [0, 3], [None, -1.0]) if echo else ([], [], [])
     start = 7 if echo else 0
     assert choice["text"] == ("the cat" if echo else "") + " sat o"
@@ -341,8 +345,8 @@ def test_stop_string_truncates_tokens_and_text(echo: bool):
 
 
 def test_text_ends_at_first_completed_stop_string():
-    assert completed(["a", "\u2581papa"], "sentencepiece", stop="pa")["text"] == "a "
-    chat = chatted(["\u2581and", "\u2581cat"], "sentencepiece", stop="d c")
+    assert sample_completion(["a", "\u2581papa"], "sentencepiece", stop="pa")["text"] == "a "
+    chat = sample_chat(["\u2581and", "\u2581cat"], "sentencepiece", stop="d c")
     assert chat["message"]["content"] == "an"
     assert [bytes(row["bytes"]) for row in chat["logprobs"]["content"]] == [b"an", b""]
 
@@ -396,4 +400,4 @@ def test_echo_with_logprobs_is_rejected_for_adapter():
         assert (status, answer["error"]["param"]) == (400, "echo")
         assert (await ask(session, "/v1/models/poet"))[1]["id"] == "poet"
 
-    serve(test, WithAdapters(answers_with("x")))
+    serve(test, AdapterEngine(answers_with("x")))

@@ -1,4 +1,4 @@
-"""What a server reads off the network: a value, or an error that names the place. Never anything else."""
+"""Parsing of received data returns a value, or raises an error that names the invalid member, and nothing else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _arguments(method: str, body: Any) -> Any:
 
 
 def _result(kind: Any, value: Any) -> Any:
-    """Return the value as the other end reads it."""
+    """Return the value as the receiver reads it."""
     generic: Any = Result
     return parse_body(generic[kind], write_json(Result(value))).result
 
@@ -171,8 +171,8 @@ def test_weight_sync_messages_are_read_back():
     assert _arguments("begin_weights", _json(BeginWeights(manifest))).manifest == manifest
     bucket = Bucket(0, ("a.b",), (-1,), handles=(SharedHandle(0, 16, "/proc/1/fd/7"),))
     assert _arguments("receive_weights", _json(ReceiveWeights(bucket))).bucket == bucket
-    served = ServerInfo("m", Capabilities("e", frozenset({"top_p"}), refusals={"lora": "no"}), LIMITS)
-    assert _result(ServerInfo, served) == served
+    info = ServerInfo("m", Capabilities("e", frozenset({"top_p"}), refusals={"lora": "no"}), LIMITS)
+    assert _result(ServerInfo, info) == info
 
 
 def test_non_finite_numbers_are_sent_as_null():
@@ -184,9 +184,9 @@ def test_non_finite_numbers_are_sent_as_null():
 
 
 @pytest.mark.parametrize("answer", ["", "{", '{"result": "\\ud800"}', "[" * 300 + "]" * 300, '{"result": NaN}', "null"])
-def test_invalid_response_raises_invalid_body_error(answer: str):
+def test_invalid_response_raises_invalid_body_error(body: str):
     with pytest.raises(InvalidBodyError):
-        parse_body(REMOTE_METHODS["generate"].answer, answer.encode())
+        parse_body(REMOTE_METHODS["generate"].response_type, body.encode())
 
 
 def test_tensors_cannot_be_sent():
@@ -253,18 +253,18 @@ def test_in_process_weight_route_is_rejected_by_name():
 @pytest.mark.parametrize("kind", [UnsupportedParameter, EngineError, WeightSyncError, WorkerDied])
 def test_errors_keep_their_type(kind: type[SkyRLError]):
     status, body = encode_error(kind("engine 'x' cannot"))
-    again = decode_error(status, json.loads(json.dumps(body)), "remote")
-    assert type(again) is kind and str(again) == "engine 'x' cannot"
+    decoded = decode_error(status, json.loads(json.dumps(body)), "remote")
+    assert type(decoded) is kind and str(decoded) == "engine 'x' cannot"
 
 
 def test_deadline_error_keeps_its_fields():
-    again = decode_error(*encode_error(DeadlineExceeded("engine 3", 1.5)), "remote")
-    assert isinstance(again, DeadlineExceeded) and (again.waited_for, again.seconds) == ("engine 3", 1.5)
+    decoded = decode_error(*encode_error(DeadlineExceeded("engine 3", 1.5)), "remote")
+    assert isinstance(decoded, DeadlineExceeded) and (decoded.waited_for, decoded.seconds) == ("engine 3", 1.5)
 
 
 @pytest.mark.parametrize("answer", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
-def test_malformed_error_body_is_engine_error(answer: Any):
-    assert type(decode_error(500, answer, "remote")) is EngineError
+def test_malformed_error_body_is_engine_error(body: Any):
+    assert type(decode_error(500, body, "remote")) is EngineError
 
 
 def test_chat_content_has_no_reasoning_between_special_tokens():
@@ -275,6 +275,6 @@ def test_chat_content_has_no_reasoning_between_special_tokens():
     zeros = np.zeros(len(ids), np.float32)
     done = Completion("0", ids, zeros, zeros, "stop", [])
     chat = translator.chat({"model": "m", "messages": [{"role": "user", "content": "?"}]}, None)
-    assert translator.answer(chat, [done])["choices"][0]["message"]["content"] == "b"
+    assert translator.to_response(chat, [done])["choices"][0]["message"]["content"] == "b"
     text = translator.text({"model": "m", "prompt": "?"}, None)
-    assert translator.answer(text, [done])["choices"][0]["text"] == "[THINK]a[/THINK]b"
+    assert translator.to_response(text, [done])["choices"][0]["text"] == "[THINK]a[/THINK]b"

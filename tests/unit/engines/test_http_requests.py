@@ -1,4 +1,4 @@
-"""The endpoint over a scripted engine or a client: what happens to requests that were let in."""
+"""The endpoint over a scripted engine or a client: how it handles accepted requests."""
 
 from __future__ import annotations
 
@@ -82,21 +82,21 @@ def test_oversized_texts_are_rejected_before_tokenization(prompt: Any):
 @pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
 @pytest.mark.parametrize("several", [False, True])
 def test_chat_beyond_context_length_is_rejected_before_rendering(several: bool):
-    longest = len("<|endoftext|>")
+    max_token_chars = len("<|endoftext|>")
 
     def chat(characters: int) -> Any:
-        characters -= len("user") * (1 + several)  # roles count too
+        characters -= len("user") * (1 + several)  # the text of roles counts, too
         contents = ["y", "x" * (characters - 1)] if several else ["x" * characters]
         return CHAT | {"messages": [{"role": "user", "content": content} for content in contents]}
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        said = []
-        for characters in (40 * longest, 40 * longest + 1):
+        messages = []
+        for characters in (40 * max_token_chars, 40 * max_token_chars + 1):
             status, answer = await ask(session, "/v1/chat/completions", chat(characters))
             assert (status, answer["error"]["param"]) == (400, "messages")
-            said.append(answer["error"]["message"])
-        assert "40 tokens, got" in said[0]  # what was rendered is still too long
-        assert "characters (at most 40 tokens per prompt and 13 characters per token), got 521." in said[1]
+            messages.append(answer["error"]["message"])
+        assert "40 tokens, got" in messages[0]  # short enough to render, but too many tokens
+        assert "characters (at most 40 tokens per prompt and 13 characters per token), got 521." in messages[1]
 
     engines = [
         ScriptedEngine(answers_with("hello"), name=name, capabilities=replace(ALL_CAPABILITIES, max_model_len=length))
@@ -151,11 +151,11 @@ def test_health_reflects_engines():
     gone = EngineError("gone")
     dead = ScriptedEngine(failures={"generate": gone, "health": gone})
 
-    async def bury(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
+    async def kill_engine(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
         assert (await ask(session, "/generate", CALL))[0] == 503
         return await ask(session, "/health")
 
-    assert serve(bury, EngineClient([dead], deadline_s=5))[0] == 503
+    assert serve(kill_engine, EngineClient([dead], deadline_s=5))[0] == 503
 
 
 def test_client_endpoint_lacks_single_engine_routes():
@@ -186,8 +186,8 @@ def test_without_control_only_sampling_is_allowed():
     assert engine.calls == ["generate", "generate"]
 
 
-class NotesAborts(ScriptedEngine):
-    """Keeps the ids that it was asked to abort."""
+class AbortRecordingEngine(ScriptedEngine):
+    """An engine that records the ids that it aborts."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -199,7 +199,7 @@ class NotesAborts(ScriptedEngine):
 
 
 def test_sampling_only_ids_cannot_collide():
-    engine = NotesAborts(delay_s=60)
+    engine = AbortRecordingEngine(delay_s=60)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         for _ in range(2):
@@ -209,9 +209,9 @@ def test_sampling_only_ids_cannot_collide():
             await asyncio.sleep(0.01)
 
     serve(test, engine, control=False)
-    asked = [batch[0].request_id for batch in engine.batches]
-    assert sorted(asked) == sorted(engine.aborted) and len({"r", *asked}) == 3
-    engine = NotesAborts(delay_s=60)
+    sent_ids = [batch[0].request_id for batch in engine.batches]
+    assert sorted(sent_ids) == sorted(engine.aborted) and len({"r", *sent_ids}) == 3
+    engine = AbortRecordingEngine(delay_s=60)
     serve(test, engine)
     assert engine.aborted == ["r", "r"]
 
@@ -228,7 +228,7 @@ def test_sampling_only_keeps_ids_and_sessions():
         }
         for _ in range(2):
             status, answer = await ask(session, "/generate", body)
-            assert status == 200 and [one["request_id"] for one in answer["result"]] == ["r", "t"]
+            assert status == 200 and [completion["request_id"] for completion in answer["result"]] == ["r", "t"]
 
     serve(test, engine, control=False)
     (first, other), (second, _) = engine.batches
@@ -257,21 +257,21 @@ def test_requests_wait_during_sleep_and_weight_sync():
 
 
 def test_engine_that_rejects_before_sleep_stays_alive():
-    asked, may_refuse = asyncio.Event(), asyncio.Event()
+    request_arrived, may_continue = asyncio.Event(), asyncio.Event()
 
-    class Late(ScriptedEngine):
+    class SlowRejectingEngine(ScriptedEngine):
         async def generate(self, requests: Any) -> Any:
-            asked.set()
-            await may_refuse.wait()
+            request_arrived.set()
+            await may_continue.wait()
             return await super().generate(requests)
 
-    client = EngineClient([Late(answers_with("x"))], deadline_s=30)
+    client = EngineClient([SlowRejectingEngine(answers_with("x"))], deadline_s=30)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         call = asyncio.ensure_future(ask(session, "/v1/chat/completions", CHAT))
-        await asked.wait()
+        await request_arrived.wait()
         await client.sleep()
-        may_refuse.set()
+        may_continue.set()
         await asyncio.sleep(0.1)
         assert not call.done() and client.dead_engines == {}
         await client.wake_up()

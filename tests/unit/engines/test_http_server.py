@@ -1,4 +1,4 @@
-"""The endpoint over a scripted engine: who is let in, what is refused, what is answered."""
+"""The endpoint over a scripted engine: authentication, rejected requests, and error responses."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ ROUTES += [
 ]
 
 
-# -- who is let in ---------------------------------------------------------------------------------------------------
+# -- authentication --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("F27")
 def test_all_routes_require_token():
-    wrong = [
+    invalid_headers = [
         {},
         {"Authorization": ""},
         {"Authorization": "Bearer"},
@@ -60,10 +60,10 @@ def test_all_routes_require_token():
     ]
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        async with aiohttp.ClientSession(endpoint.url) as stranger:
+        async with aiohttp.ClientSession(endpoint.url) as anonymous_session:
             for verb, route in [*ROUTES, ("GET", "/"), ("DELETE", "/generate"), ("POST", "/nowhere")]:
-                for headers in wrong:
-                    async with stranger.request(verb, route, headers=headers, json=CHAT) as response:
+                for headers in invalid_headers:
+                    async with anonymous_session.request(verb, route, headers=headers, json=CHAT) as response:
                         assert response.status == 401, (verb, route, headers)
                         assert (await response.json())["error"]["type"] == "authentication_error"
 
@@ -72,8 +72,8 @@ def test_all_routes_require_token():
     assert engine.calls == []
 
 
-async def first_line(endpoint: HttpEndpoint, head: str) -> bytes:
-    """What a request without a body is answered first."""
+async def read_status_line(endpoint: HttpEndpoint, head: str) -> bytes:
+    """Send the head of a request and return the first line of the response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
     writer.write(head.encode() + b"\r\n\r\n")
     try:
@@ -90,9 +90,9 @@ def test_expect_header_is_handled_after_token(expected: str):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         for verb, route in routes:
             head = f"{verb} {route} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: {expected}"
-            assert b" 401 " in await first_line(endpoint, head), (verb, route)
+            assert b" 401 " in await read_status_line(endpoint, head), (verb, route)
         head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: {expected}"
-        first = await first_line(endpoint, f"{head}\r\nAuthorization: Bearer {TOKEN}")
+        first = await read_status_line(endpoint, f"{head}\r\nAuthorization: Bearer {TOKEN}")
         assert (b" 100 " if expected == "100-continue" else b" 400 ") in first
 
     serve(test)
@@ -173,24 +173,24 @@ def test_port_in_use_is_rejected_before_engines_start(host: str, monkeypatch: py
     check_endpoint(cfg)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- rejected requests -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("F28")
 @pytest.mark.parametrize("length", [b"Content-Length: 1073741824", b"Transfer-Encoding: chunked"])
 def test_gigabyte_body_is_rejected_early(length: bytes):
-    sent = 0
+    num_sent = 0
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> bytes:
-        nonlocal sent
+        nonlocal num_sent
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writer.write(head + f"Authorization: Bearer {TOKEN}\r\n".encode() + length + b"\r\n\r\n")
         answer = asyncio.ensure_future(reader.readline())
         piece = b" " * (1 << 16)
-        while not answer.done() and sent < 1 << 30:
+        while not answer.done() and num_sent < 1 << 30:
             writer.write(b"10000\r\n" + piece + b"\r\n" if b"chunked" in length else piece)
-            sent += len(piece)
+            num_sent += len(piece)
             await writer.drain()
             await asyncio.sleep(0)
         writer.close()
@@ -198,7 +198,7 @@ def test_gigabyte_body_is_rejected_early(length: bytes):
         return await answer
 
     assert b" 413 " in serve(test)
-    assert sent < 64 << 20
+    assert num_sent < 64 << 20
 
 
 @pytest.mark.fault("F28")
@@ -343,15 +343,15 @@ def test_unknown_routes_and_verbs_have_error_bodies():
     [
         (UnsupportedParameter("engine x does not support top_k"), 400),
         (WeightSyncError("model.w is stale"), 409),
-        (EngineError("engine x is torn"), 503),
+        (EngineError("engine x is partially loaded"), 503),
         (DeadlineExceeded("engine x.generate", 3), 504),
     ],
 )
 def test_engine_errors_reach_client_with_name(error: Exception, status: int):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         for path, body in (("/v1/chat/completions", CHAT), ("/generate", CALL)):
-            got, answer = await ask(session, path, body)
-            assert (got, answer["error"]["code"]) == (status, type(error).__name__)
+            received, answer = await ask(session, path, body)
+            assert (received, answer["error"]["code"]) == (status, type(error).__name__)
             assert str(error) in answer["error"]["message"]
 
     serve(test, ScriptedEngine(failures={"generate": error}))
@@ -403,4 +403,4 @@ def test_no_json_crashes_the_server():
         await asyncio.to_thread(send)
 
     serve(test, ScriptedEngine(answers_with("x")))
-    assert {200, 400} <= statuses <= {200, 400, 404, 409}  # 404: another model; 409: no such weight route
+    assert {200, 400} <= statuses <= {200, 400, 404, 409}  # 404: unknown model; 409: unknown weight route

@@ -1,4 +1,4 @@
-"""Sampling parameters mean one thing for every engine; wrong ones are refused by name; seeds are stable."""
+"""Sampling parameters have one meaning, invalid ones are rejected by name, and seeds are stable."""
 
 from __future__ import annotations
 
@@ -104,29 +104,32 @@ def test_min_tokens_above_max_tokens_is_rejected():
 
 
 def test_unsupported_parameter_is_named():
-    weak = Capabilities(name="weak", sampling=frozenset({"temperature"}))
-    check_supported(SamplingParams(4, temperature=0.5), weak)
-    with pytest.raises(UnsupportedParameter, match=r"'weak'.*min_p=0.1"):
-        check_supported(SamplingParams(4, min_p=0.1), weak)
+    limited = Capabilities(name="limited", sampling=frozenset({"temperature"}))
+    check_supported(SamplingParams(4, temperature=0.5), limited)
+    with pytest.raises(UnsupportedParameter, match=r"'limited'.*min_p=0.1"):
+        check_supported(SamplingParams(4, min_p=0.1), limited)
 
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"temperature": 1e-40}, r"'able' does not support temperature=1e-40; allowed: 0 \(greedy\) or .* 0\.01"),
-        ({"repetition_penalty": 1e-40}, r"'able' does not support repetition_penalty=1e-40; allowed: from 0\.01 to 100"),
+        ({"temperature": 1e-40}, r"'complete' does not support temperature=1e-40; allowed: 0 \(greedy\) or .* 0\.01"),
+        (
+            {"repetition_penalty": 1e-40},
+            r"'complete' does not support repetition_penalty=1e-40; allowed: from 0\.01 to 100",
+        ),
         ({"temperature": float("nan")}, "temperature=nan"),
     ],
 )
-def test_engine_rejects_value_out_of_range(wrong, named):
-    able = Capabilities(name="able", sampling=SAMPLING_PARAM_NAMES)
-    check_supported(SamplingParams(4, temperature=0, repetition_penalty=2), able)
-    with pytest.raises(UnsupportedParameter, match=named):
-        check_supported(SamplingParams(4, **wrong), able)
+def test_engine_rejects_value_out_of_range(options, match):
+    complete = Capabilities(name="complete", sampling=SAMPLING_PARAM_NAMES)
+    check_supported(SamplingParams(4, temperature=0, repetition_penalty=2), complete)
+    with pytest.raises(UnsupportedParameter, match=match):
+        check_supported(SamplingParams(4, **options), complete)
 
 
 def test_seeds_are_pinned():
-    # A run that is resumed after an upgrade must sample what it would have sampled.
+    # A run that is resumed after an upgrade must sample the same tokens.
     assert request_seed(1, "row-7", 2, 0, 30) == 16064284880719529871
 
 
@@ -136,6 +139,6 @@ def test_seeds_are_pinned():
     )
 )
 def test_seeds_differ_wherever_an_argument_does(arguments):
-    seeds = {request_seed(*each) for each in arguments}
+    seeds = {request_seed(*argument) for argument in arguments}
     assert len(seeds) == len(arguments)
     assert all(0 <= seed < 2**64 for seed in seeds)
