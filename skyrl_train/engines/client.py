@@ -63,7 +63,7 @@ class EngineClient:
 
     A session stays on the engine that has its history, and a group on the engine that has its prompt. Other requests go
     to the engine with the least load. Routing depends on the order of calls and not on time. An engine that dies gets
-    no more requests until `replace`. Use the client on one event loop only.
+    no more requests until `replace`. The client is not thread-safe.
     """
 
     def __init__(

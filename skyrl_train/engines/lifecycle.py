@@ -69,7 +69,7 @@ class EngineState(StrEnum):
 class Lifecycle:
     """The state of one engine, its transitions, and the errors of calls that the state does not allow.
 
-    Only the thread that runs the engine's steps changes the state, one change at a time. Every thread may read it, and
+    The engine changes the state only where it runs its steps, one change at a time. Every thread may read the state, and
     may call `fail` and `close`.
     """
 
