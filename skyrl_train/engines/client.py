@@ -23,7 +23,14 @@ from skyrl_train import trace
 from skyrl_train.aio import mark_exception_retrieved, with_timeout
 from skyrl_train.clock import now
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
-from skyrl_train.engines.base import Completion, EngineHealth, PauseMode, SampleRequest, StopReason
+from skyrl_train.engines.base import (
+    Completion,
+    EngineHealth,
+    InferenceEngine,
+    PauseMode,
+    SampleRequest,
+    StopReason,
+)
 from skyrl_train.engines.lifecycle import MemoryTag
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 
@@ -68,7 +75,7 @@ class EngineClient:
 
     def __init__(
         self,
-        engines: Sequence[Any],
+        engines: Sequence[InferenceEngine],
         *,
         deadline_s: float,
         health_check_interval_s: float = HEALTH_CHECK_INTERVAL_S,
@@ -115,7 +122,7 @@ class EngineClient:
         """True if the client calls `restart_dead_engines` as soon as an engine dies, while the others continue."""
 
     @property
-    def engines(self) -> list[Any]:
+    def engines(self) -> list[InferenceEngine]:
         """The live engines, in order. Retired engines with requests are included and must receive weights, too."""
         return [record.engine for record in self._all if record.death_cause is None]
 
@@ -161,7 +168,7 @@ class EngineClient:
         else:
             self._in_background(with_timeout(HEALTH_TIMEOUT_S, engine.close()))
 
-    def replace(self, name: str, engine: Any) -> None:
+    def replace(self, name: str, engine: InferenceEngine) -> None:
         """Replace the dead engine `name` by a new engine, which must already have the current weights.
 
         The new engine keeps the sessions and groups of the old one and gets requests from now on.
@@ -173,7 +180,7 @@ class EngineClient:
         self._sticky = OrderedDict((key, new if record is old else record) for key, record in self._sticky.items())
         self._start_serving(new)
 
-    def add(self, name: str, engine: Any) -> None:
+    def add(self, name: str, engine: InferenceEngine) -> None:
         """Add an engine under a new name. It must already have the current weights and gets requests from now on."""
         assert name not in self.engine_names, f"an engine named {name} already exists"
         self._all.append(self._new_record(engine, name))
@@ -201,7 +208,7 @@ class EngineClient:
         record.drained = None
         self._start_serving(record)
 
-    def remove(self, name: str) -> Any:
+    def remove(self, name: str) -> InferenceEngine:
         """Remove the retired engine `name` from the client and return it without closing it.
 
         Requests that it still has are sent to other engines as soon as its calls fail.
@@ -229,7 +236,7 @@ class EngineClient:
         self._removed_busy_s += record.busy_clock.seconds
         self._removed_alive_s += now() - record.created_at
 
-    def _new_record(self, engine: Any, name: str) -> EngineRecord:
+    def _new_record(self, engine: InferenceEngine, name: str) -> EngineRecord:
         return EngineRecord(
             engine, name, ProgressWatchdog(name, lambda: engine.health(), self._health_check_interval_s), BusyClock()
         )
@@ -691,7 +698,7 @@ class EngineClient:
 class EngineRecord:
     """An engine and its state in the client. A replacement under the same name gets a new record."""
 
-    engine: Any
+    engine: InferenceEngine
     name: str
     watchdog: ProgressWatchdog
     busy_clock: BusyClock
