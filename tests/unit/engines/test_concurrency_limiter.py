@@ -136,7 +136,7 @@ def test_added_and_retired_engines_reroute_waiting_calls():
     run_with_client(work, engines=1, max_calls=1)
 
 
-@pytest.mark.parametrize("revives", [True, False])
+@pytest.mark.parametrize("restarts", [True, False])
 def test_calls_waiting_for_dead_engine_move_on(restarts: bool):
     async def work(client: EngineClient, dying: GatedEngine, other: GatedEngine) -> None:
         replacement = GatedEngine("e0")

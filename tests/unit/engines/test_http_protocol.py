@@ -183,7 +183,7 @@ def test_non_finite_numbers_are_sent_as_null():
     assert np.array_equal(_result(Completion, completion).logprobs, numbers, equal_nan=True)
 
 
-@pytest.mark.parametrize("answer", ["", "{", '{"result": "\\ud800"}', "[" * 300 + "]" * 300, '{"result": NaN}', "null"])
+@pytest.mark.parametrize("body", ["", "{", '{"result": "\\ud800"}', "[" * 300 + "]" * 300, '{"result": NaN}', "null"])
 def test_invalid_response_raises_invalid_body_error(body: str):
     with pytest.raises(InvalidBodyError):
         parse_body(REMOTE_METHODS["generate"].response_type, body.encode())
@@ -262,7 +262,7 @@ def test_deadline_error_keeps_its_fields():
     assert isinstance(decoded, DeadlineExceeded) and (decoded.waited_for, decoded.seconds) == ("engine 3", 1.5)
 
 
-@pytest.mark.parametrize("answer", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
+@pytest.mark.parametrize("body", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
 def test_malformed_error_body_is_engine_error(body: Any):
     assert type(decode_error(500, body, "remote")) is EngineError
 

@@ -42,7 +42,7 @@ def make_lifecycle(*changes: str) -> Lifecycle:
 
 
 @pytest.mark.parametrize(
-    ("changes", "state", "refusal"),
+    ("changes", "state", "error"),
     [
         ("", EngineState.RUNNING, None),
         ("drain", EngineState.DRAINING, None),

@@ -34,7 +34,7 @@ def write(store: CheckpointWeightStore, seed: int, tensors_per_bucket: int, **mo
     [{}, {"tied": False}, {"kind": "qwen3_moe", "tied": False}],
     ids=["tied", "untied", "mixture of experts"],
 )
-@pytest.mark.parametrize("tensors_a_bucket", [1, 1000], ids=["many files", "one file"])
+@pytest.mark.parametrize("tensors_per_bucket", [1, 1000], ids=["many files", "one file"])
 def test_server_gets_complete_bitwise_equal_checkpoint(tmp_path: Path, tensors_per_bucket: int, model: dict[str, Any]):
     loaded_folders: list[str] = []
 

@@ -111,7 +111,7 @@ def test_unsupported_parameter_is_named():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("options", "match"),
     [
         ({"temperature": 1e-40}, r"'complete' does not support temperature=1e-40; allowed: 0 \(greedy\) or .* 0\.01"),
         (
