@@ -1,4 +1,4 @@
-"""A poisoned context on a real device: in a process of its own, as it stays poisoned."""
+"""A device error on a real device, in a separate process because the device stays broken in its process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.gpu
-POISONED = """
+BROKEN_DEVICE = """
 import torch
-from skyrl_train.engines.step_loop import DeviceMonitor, compute
+from skyrl_train.engines.step_loop import DeviceMonitor, check_device
 from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.errors import EngineError
 device = torch.device("cuda")
 lifecycle = Lifecycle("a")
-monitor = DeviceMonitor(lifecycle, lambda: compute(device))
+monitor = DeviceMonitor(lifecycle, lambda: check_device(device))
 monitor.check()
 lifecycle.check_alive()
 def step():
@@ -33,6 +33,6 @@ except EngineError:
 """
 
 
-def test_an_assertion_in_a_kernel_is_the_death_of_an_engine():
-    done = subprocess.run([sys.executable, "-c", POISONED], capture_output=True, text=True, timeout=300, check=False)
+def test_assertion_in_kernel_kills_engine():
+    done = subprocess.run([sys.executable, "-c", BROKEN_DEVICE], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "dead"), done.stderr

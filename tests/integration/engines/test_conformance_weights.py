@@ -50,7 +50,7 @@ def assert_serves(bench: EngineHarness, reference: Reference) -> None:
 def assert_partially_loaded(bench: EngineHarness) -> None:
     assert bench.run(bench.engine.health()).torn
     for call in (bench.engine.generate([bench.request(PROMPT)]), bench.engine.score([[1, 2, 3]])):
-        with pytest.raises(EngineError, match="half of a weight transfer"):
+        with pytest.raises(EngineError, match="is not fully loaded"):
             bench.run(call)
 
 

@@ -66,7 +66,7 @@ def test_requests_have_arrays_and_what_is_scored_python_s_own_integers(ids: Any)
     ],
 )
 def test_a_request_refuses_what_are_no_token_ids(ids: Any):
-    with pytest.raises(UnsupportedParameter, match=r"request 'a': token_ids must be one list of whole numbers"):
+    with pytest.raises(UnsupportedParameter, match=r"request 'a': token_ids must be one flat list of integers"):
         SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
 
 

@@ -72,10 +72,10 @@ def test_the_last_engine_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"apart": False}, "(trainer.placement.colocate_all=true). End the run and start it again"),
+        ({"apart": False}, "(trainer.placement.colocate_all=true). Stop the run and start it again"),
         (
             {"local": False},
-            "(generator.run_engines_locally=false), which it neither starts nor ends. End the run, change",
+            "(generator.run_engines_locally=false), which the run neither starts nor stops. Stop the run, change",
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_it_does_not_understand_is_said(arguments: tuple[str, ...], capsys:
 )
 def test_a_file_that_says_no_number_is_refused_with_what_to_write(text: str, tmp_path: Path):
     (tmp_path / ENGINES_FILE).write_text(text)
-    with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, with a whole N of at least 1\.'):
+    with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, where N is an integer of at least 1\.'):
         read_target(tmp_path)
 
 

@@ -221,7 +221,8 @@ class Watched:
             nonlocal syncs
             syncs += 1
             if syncs == number and len(self.run.client.engines) > 1:
-                self.run.client.engines[0].die()
+                engines: list[Any] = self.run.client.engines
+                engines[0].die()
                 raise WeightSyncError("an engine was lost")
             return await sync_all(version)  # type: ignore[no-any-return]
 

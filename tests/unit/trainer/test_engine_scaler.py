@@ -114,7 +114,8 @@ async def test_newcomers_get_weights_before_requests_and_those_that_came_last_le
     run = ScalerHarness(1)
     assert await run.to(3) == ["engine 0", "engine 1", "engine 2"]
     await run.client.generate([request(str(number)) for number in range(9)])
-    assert all(engine.batches for engine in run.client.engines), "a newcomer gets its share"
+    engines: list[Any] = run.client.engines
+    assert all(engine.batches for engine in engines), "a newcomer gets its share"
     assert await run.to(1) == ["engine 0"]
     assert sorted(run.gone) == ["engine 1", "engine 2"]
     assert await run.to(2) == ["engine 0", "engine 1"]
@@ -168,7 +169,8 @@ async def test_whoever_is_wanted_again_before_it_is_gone_stays():
     assert run.client.engine_names == ["engine 0", "engine 1"]
     assert run.gone == run.client.retired_names == []
     await run.client.generate([request("c"), request("d")])
-    assert all(len(engine.batches) == 2 for engine in run.client.engines)
+    engines: list[Any] = run.client.engines
+    assert all(len(engine.batches) == 2 for engine in engines)
 
 
 @scaled
@@ -342,4 +344,4 @@ def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.Cap
 
     asyncio.run(check())
     (line,) = capsys.readouterr().out.splitlines()
-    assert "engines.json changes nothing: its engines take turns with the trainer" in line
+    assert "its engines are time-shared with the trainer" in line
