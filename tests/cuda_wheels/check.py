@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--names", action="store_true", help="only names and signatures: on a CPU build too")
     given = parser.parse_args()
     if given.engine == "sglang" and find_spec("torchvision") is None:
-        sys.path.insert(0, str(touched.PACKAGE / "engines/sglang/stand_ins"))
+        sys.path.insert(0, str(touched.PACKAGE / "engines/sglang/stubs"))
     kinds: list[Callable[[str], Iterator[Check]]] = [checks_of_names, checks_of_overrides]
     if not given.names:
         kinds += [checks_of_imports, checks_of_starts]

@@ -13,7 +13,7 @@ import psutil
 import skyrl_train.engines
 from skyrl_train.cluster.addresses import free_address
 
-STAND_INS = Path(skyrl_train.engines.__file__).parent / "sglang" / "stand_ins"
+STUBS = Path(skyrl_train.engines.__file__).parent / "sglang" / "stubs"
 TOKEN = "a-token-of-the-tests"
 
 _VLLM = """
@@ -33,7 +33,7 @@ _SGLANG = """
 """
 _ENVIRONMENT = {
     "vllm": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"},
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STAND_INS), "PYTHONWARNINGS": "ignore"},
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STUBS), "PYTHONWARNINGS": "ignore"},
 }
 SPARE = 6
 """Places that SGLang wants beyond the longest request."""

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.native_servers import STAND_INS
+from tests.support.native_servers import STUBS
 from tests.support.sampler_runs import REQUESTS, STEPS, sampled_by_rows
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, Any]:
     """By package: what its process printed."""
-    paths = os.pathsep.join([*sys.path, str(STAND_INS)])
+    paths = os.pathsep.join([*sys.path, str(STUBS)])
     environment = os.environ | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
     processes = {
         package: subprocess.Popen(

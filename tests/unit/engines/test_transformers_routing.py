@@ -85,8 +85,8 @@ def test_a_request_that_ends_at_once_tells_of_its_prompt(tokens: int) -> None:
         assert completion.routing.shape == (len(prompt) + tokens - 1, 2, 2)
 
 
-def test_a_model_without_experts_cannot_tell() -> None:
-    with pytest.raises(EngineError, match="Qwen2ForCausalLM has no routers whose choices it could keep"):
+def test_model_without_experts_cannot_record_routing() -> None:
+    with pytest.raises(EngineError, match="cannot record expert routing: Qwen2ForCausalLM has no routers"):
         TransformersEngine(tiny_model(), keeps_routing=True)
 
 
