@@ -164,6 +164,7 @@ class SGLangEngine:
         return await self._run_on_loop(self._requests.score(plain), shielded=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests and wait until they have ended; see `InferenceEngine.abort`."""
         await self._run_on_loop(self._requests.abort(request_ids))
 
     # -- pausing and memory ------------------------------------------------------------------------------------------
@@ -177,6 +178,7 @@ class SGLangEngine:
         await self._run_on_loop(self._requests.pause(mode))
 
     async def resume(self) -> None:
+        """Continue after `pause`; see `InferenceEngine.resume`."""
         await self._run_on_loop(self._requests.resume())
 
     async def sleep(self, level: int = 1) -> int:
@@ -184,19 +186,23 @@ class SGLangEngine:
         return await self._run_on_loop(self._requests.sleep(level), shielded=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory that `sleep` freed; see `InferenceEngine.wake_up`."""
         self._checks.check_wake_up(tags)
         await self._run_on_loop(self._requests.wake_up(tags), shielded=True)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Join the trainer's transfer group; see `InferenceEngine.connect_weights`."""
         await self._call_receiver(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
+        """Check the manifest of a weight sync; see `InferenceEngine.begin_weights`."""
         self.lifecycle.check_can_load(manifest)
         await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
+        """Receive and load one bucket of weights; see `InferenceEngine.receive_weights`."""
         await self._call_receiver(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
@@ -211,6 +217,7 @@ class SGLangEngine:
         self._wait(self._requests.activate_weights(version))
 
     async def reset_prefix_cache(self) -> None:
+        """Drop cached prompts; see `InferenceEngine.reset_prefix_cache`."""
         await self._run_on_loop(self._requests.reset_prefix_cache())
 
     async def load_adapter(self, name: str, path: str) -> None:

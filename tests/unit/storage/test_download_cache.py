@@ -117,7 +117,7 @@ def test_a_folder_that_changes_while_it_is_fetched_is_refused(server: S3Server):
         assert server.is_blocking.wait(20)
         store.write("a.json", b"new")
         server.unblock()
-        with pytest.raises(StorageError, match="was changed while it was fetched"):
+        with pytest.raises(StorageError, match="was changed while it was downloaded"):
             copying.result(20)
 
 
@@ -167,10 +167,10 @@ def test_one_of_two_writers_is_told_that_it_has_not_written(server: S3Server, st
 
 
 def test_an_address_with_nothing_and_a_server_that_refuses_are_named(server: S3Server):
-    with pytest.raises(StorageError, match="s3://runs/nothing: there is nothing at this address"):
+    with pytest.raises(StorageError, match="s3://runs/nothing: there is no file or folder at this URI"):
         local_copy(f"s3://{BUCKET}/nothing")
     server.reject_pattern = "."
-    with pytest.raises(StorageError, match=r"s3://runs/x: cannot be looked at.*come from AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StorageError, match=r"s3://runs/x: its properties cannot be read.*come from AWS_ACCESS_KEY_ID"):
         local_copy(f"s3://{BUCKET}/x")
 
 

@@ -248,7 +248,7 @@ def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplo
             store.delete([".lock"])
             here.save(10 + deleted)
             wait_until(lambda step=10 + deleted: step in here.mirror.remote_steps())  # type: ignore[misc]
-            assert f"{address}/.lock was deleted: it is written again" in caplog.text
+            assert f"{address}/.lock was deleted. It is written again" in caplog.text
             assert json.loads(store.read(".lock") or b"")["folder"].endswith((here.folder / ".folder").read_text())
         here.mirror.finish(20)
         with pytest.raises(RunFolderError, match="is in use by process"):
