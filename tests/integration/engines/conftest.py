@@ -57,11 +57,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kinds = KINDS + (UNTIED if "weights" in metafunc.module.__name__ else [])
     if "wrappers" in metafunc.module.__name__:
         kinds = list(ENGINES)  # the others are the same to a wrapper
-    arrival = metafunc.function.__name__ == "test_after_every_sync_the_engine_serves_the_new_weights"
+    arrival = metafunc.function.__name__ == "test_engine_serves_new_weights_after_every_sync"
     kinds += MOE if arrival else []
     routes = sorted(WEIGHT_ROUTES) if "route" in metafunc.fixturenames else [""]
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
-    with_steps_under_way = metafunc.function.__name__ == "test_pause_keep_goes_on_with_the_new_weights_where_it_stood"
+    with_steps_under_way = metafunc.function.__name__ == "test_pause_keep_continues_with_new_weights"
     marks = {pair: _marks(*pair, every_route=arrival, overlapped=with_steps_under_way) for pair in pairs}
     if routes == [""]:
         params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]

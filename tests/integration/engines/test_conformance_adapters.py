@@ -40,7 +40,7 @@ def nbytes(trainer: AdaptedTrainer) -> int:
     return sum(tensor.nbytes for tensor in trainer.tensors.values())
 
 
-def test_after_every_sync_the_engine_serves_the_new_adapter(bench: EngineHarness, route: str, trainer: AdaptedTrainer):
+def test_engine_serves_new_adapter_after_every_sync(bench: EngineHarness, route: str, trainer: AdaptedTrainer):
     async def run() -> None:
         async with bench.syncing(route, trainer=trainer) as weight_sync:
             metrics = await weight_sync.self_test(await bench.next_version())
@@ -61,7 +61,7 @@ def test_after_every_sync_the_engine_serves_the_new_adapter(bench: EngineHarness
     assert_serves(bench, Reference(trainer.model))
 
 
-def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: EngineHarness, trainer: AdaptedTrainer):
+def test_unsupported_adapter_sync_is_rejected(bench: EngineHarness, trainer: AdaptedTrainer):
     if not lacks_it(bench):
         rank = bench.capabilities.synced_adapter_rank + 1
         if rank > 1 << 10:
@@ -77,7 +77,7 @@ def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: EngineHarne
     assert_serves(bench, Reference(bench.model))
 
 
-def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: EngineHarness, trainer: AdaptedTrainer):
+def test_running_request_continues_with_new_adapter(bench: EngineHarness, trainer: AdaptedTrainer):
     async def run(request: Any) -> tuple[Any, int]:
         async with bench.syncing(trainer=trainer) as weight_sync:
             first = await bench.next_version()
@@ -105,7 +105,7 @@ def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: EngineHa
     assert largest_difference(completion.full_logprobs[change:], after) <= TOLERANCE
 
 
-def test_a_named_adapter_acts_on_the_model_itself(bench: EngineHarness, trainer: AdaptedTrainer, tmp_path: Any):
+def test_named_adapter_applies_to_base_model(bench: EngineHarness, trainer: AdaptedTrainer, tmp_path: Any):
     async def sync() -> None:
         async with bench.syncing(trainer=trainer) as weight_sync:
             await weight_sync.sync_all(await bench.next_version())

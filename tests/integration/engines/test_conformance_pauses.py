@@ -66,7 +66,7 @@ def assert_new_weights(bench: EngineHarness, late: Any, version: int) -> None:
     assert late.versions[0].version == version
 
 
-def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: EngineHarness, reference: Reference):
+def test_pause_keep_continues_with_new_weights(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "keep"):
         return
     requests = long_requests(bench)
@@ -85,7 +85,7 @@ def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: EngineHar
         assert largest_difference(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
 
 
-def test_pause_retract_reads_everything_again_with_the_new_weights(bench: EngineHarness, reference: Reference):
+def test_pause_retract_prefills_again_with_new_weights(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "retract"):
         return
     requests = long_requests(bench)
@@ -102,7 +102,7 @@ def test_pause_retract_reads_everything_again_with_the_new_weights(bench: Engine
         assert largest_difference(completion.full_logprobs, wanted) <= TOLERANCE
 
 
-def test_pause_abort_returns_what_there_is(bench: EngineHarness, reference: Reference):
+def test_pause_abort_returns_tokens_so_far(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "abort"):
         return
     requests = long_requests(bench)
@@ -115,7 +115,7 @@ def test_pause_abort_returns_what_there_is(bench: EngineHarness, reference: Refe
         assert_logprobs(reference, request, completion)
 
 
-def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: EngineHarness, reference: Reference):
+def test_pause_wait_finishes_running_requests_with_old_weights(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "wait"):
         return
     requests = long_requests(bench)
@@ -128,7 +128,7 @@ def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: EngineHarness
 
 
 @pytest.mark.parametrize("on_sync", ["keep", "recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
-def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(
+def test_sync_loses_none_of_64_active_requests(
     bench: EngineHarness, reference: Reference, on_sync: str
 ):
     """As a run syncs that samples meanwhile: 16 of them have begun, the others wait for room."""
@@ -174,7 +174,7 @@ def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(
         ]
 
 
-def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: EngineHarness, reference: Reference):
+def test_queued_request_uses_only_new_weights(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "keep"):
         return
     running = [bench.request(LONG_PROMPT, seed=n, max_tokens=400) for n in range(MAX_NUM_SEQS)]
@@ -196,7 +196,7 @@ def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: EngineHarne
     assert_logprobs(Reference(bench.model), queued, completion)
 
 
-def test_pause_and_resume_change_nothing_by_themselves(bench: EngineHarness, reference: Reference):
+def test_pause_and_resume_do_not_change_results(bench: EngineHarness, reference: Reference):
     for mode in sorted(bench.capabilities.pause_modes - {"abort"}):
         request = bench.request(PROMPT, seed=5, max_tokens=LONGEST)
 
@@ -212,7 +212,7 @@ def test_pause_and_resume_change_nothing_by_themselves(bench: EngineHarness, ref
         assert_logprobs(reference, request, completion)
 
 
-def test_an_unknown_pause_mode_is_refused_by_name(bench: EngineHarness):
+def test_unknown_pause_mode_is_rejected_by_name(bench: EngineHarness):
     with pytest.raises(UnsupportedParameter, match="later"):
         bench.run(bench.engine.pause("later"))
     assert not bench.run(bench.engine.health()).paused

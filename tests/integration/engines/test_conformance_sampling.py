@@ -46,7 +46,7 @@ def refused(bench: EngineHarness, parameter: str, **sampling: Any) -> None:
 # -- tokens and log-probs ---------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_are_hugging_faces(bench: EngineHarness, reference: Reference):
+def test_greedy_tokens_match_hugging_face(bench: EngineHarness, reference: Reference):
     requests = [bench.request(prompt, temperature=0.0, max_tokens=24) for prompt in PROMPTS]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert completion.request_id == request.request_id
@@ -59,7 +59,7 @@ def test_greedy_tokens_are_hugging_faces(bench: EngineHarness, reference: Refere
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_the_references(bench: EngineHarness, reference: Reference, temperature: float):
+def test_logprobs_match_reference(bench: EngineHarness, reference: Reference, temperature: float):
     requests = [
         bench.request(prompt, seed=seed, temperature=temperature, max_tokens=20)
         for prompt in PROMPTS
@@ -96,7 +96,7 @@ def test_logprobs_are_of_the_distribution_really_sampled_from(
         assert_logprobs(reference, request, completion)
 
 
-def test_one_batch_may_mix_all_ways_of_sampling(bench: EngineHarness, reference: Reference):
+def test_batch_mixes_all_sampling_parameters(bench: EngineHarness, reference: Reference):
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7},
@@ -110,7 +110,7 @@ def test_one_batch_may_mix_all_ways_of_sampling(bench: EngineHarness, reference:
         assert_logprobs(reference, request, completion)
 
 
-def test_scores_are_the_references(bench: EngineHarness, reference: Reference):
+def test_scores_match_reference(bench: EngineHarness, reference: Reference):
     sequences = [list(range(3, 43)), [9, 2], [200, 100, 50, 25, 12], [7]]
     for temperature in (1.0, 0.7):
         if temperature != 1.0 and not bench.capabilities.score_temperature:
@@ -126,7 +126,7 @@ def test_scores_are_the_references(bench: EngineHarness, reference: Reference):
 # -- groups and seeds -------------------------------------------------------------------------------------------------
 
 
-def test_samples_of_a_group_differ_and_come_in_request_order(bench: EngineHarness, reference: Reference):
+def test_group_samples_differ_and_keep_request_order(bench: EngineHarness, reference: Reference):
     requests = [bench.request(PROMPTS[1], name=f"sample-{n}", group="one", seed=n, max_tokens=8 + n) for n in range(8)]
     completions = bench.generate(*requests)
     assert [c.request_id for c in completions] == [r.request_id for r in requests]
@@ -136,7 +136,7 @@ def test_samples_of_a_group_differ_and_come_in_request_order(bench: EngineHarnes
         assert_logprobs(reference, request, completion)
 
 
-def test_a_seed_decides_the_tokens_whatever_else_runs(bench: EngineHarness, reference: Reference):
+def test_seed_determines_tokens_in_any_batch(bench: EngineHarness, reference: Reference):
     if not bench.capabilities.seeds:
         assert bench.refusal_reason("seed")
         return
@@ -175,13 +175,13 @@ def test_max_tokens_ends_with_length(speller: EngineHarness):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_string_over_several_tokens_ends_and_stays(speller: EngineHarness, temperature: float):
+def test_multi_token_stop_string_ends_and_is_kept(speller: EngineHarness, temperature: float):
     completion = spelled(speller, stop=("never", "</d>"), temperature=temperature)
     assert TOKENIZER.decode(completion.token_ids) == "bc</d>"
     assert (completion.stop_reason, completion.stop_text) == ("stop", "</d>")
 
 
-def test_a_stop_token_ends_and_stays(speller: EngineHarness):
+def test_stop_token_ends_and_is_kept(speller: EngineHarness):
     (bracket,) = spell("<")
     completion = spelled(speller, stop_token_ids=(bracket, 250))
     assert TOKENIZER.decode(completion.token_ids) == "bc<"
@@ -198,7 +198,7 @@ def test_stops_of_one_request_do_not_end_another(speller: EngineHarness):
     assert [c.stop_reason for c in completions] == ["stop", "length", "stop"]
 
 
-def test_min_tokens_puts_a_stop_string_off(speller: EngineHarness):
+def test_min_tokens_delays_stop_string(speller: EngineHarness):
     if "min_tokens" not in speller.capabilities.sampling:
         refused(speller, "min_tokens", min_tokens=6)
         return
@@ -208,7 +208,7 @@ def test_min_tokens_puts_a_stop_string_off(speller: EngineHarness):
 
 
 @pytest.mark.parametrize(("least", "text"), [(2, "bc<"), (3, "bc<"), (4, "bc</d>.abc<")])
-def test_a_stop_string_may_end_with_token_number_min_tokens(speller: EngineHarness, least: int, text: str):
+def test_stop_string_may_end_at_min_tokens(speller: EngineHarness, least: int, text: str):
     if "min_tokens" not in speller.capabilities.sampling:
         refused(speller, "min_tokens", min_tokens=6)
         return
@@ -234,20 +234,20 @@ def end(bench: EngineHarness, request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_an_end_token_ends_and_is_kept(bench: EngineHarness, end: str):
+def test_end_token_ends_and_is_kept(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=False)
     assert completion.token_ids.tolist() == spell(f"b{end}")
     assert (completion.stop_reason, completion.stop_text) == ("stop", end)
 
 
-def test_an_end_token_ends_beside_own_stop_tokens(bench: EngineHarness, end: str):
+def test_end_token_ends_with_custom_stop_tokens(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("x")))
     assert completion.token_ids.tolist() == spell(f"b{end}")
     completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("b")))
     assert completion.token_ids.tolist() == spell("b")
 
 
-def test_ignore_eos_goes_on(bench: EngineHarness, end: str):
+def test_ignore_eos_continues_after_end_token(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=True, max_tokens=7)
     assert completion.token_ids.tolist() == spell(f"b{end}ab{end}ab")
     assert completion.stop_reason == "length"
@@ -265,7 +265,7 @@ def test_min_tokens_forbids_end_tokens(bench: EngineHarness, end: str):
 # -- what cannot be honoured ------------------------------------------------------------------------------------------
 
 
-def test_every_parameter_is_honoured_or_refused_by_name(bench: EngineHarness):
+def test_every_parameter_is_supported_or_rejected_by_name(bench: EngineHarness):
     on: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -285,7 +285,7 @@ def test_every_parameter_is_honoured_or_refused_by_name(bench: EngineHarness):
             refused(bench, parameter, **{parameter: value})
 
 
-def test_a_temperature_that_is_no_number_never_reaches_an_engine():
+def test_nan_temperature_is_rejected():
     with pytest.raises(ConfigError, match=r"temperature=nan is not allowed"):
         parse_sampling_params({"max_tokens": 1, "temperature": math.nan})
 
@@ -300,7 +300,7 @@ def test_a_temperature_that_is_no_number_never_reaches_an_engine():
     ],
     ids=["empty", "beyond the vocabulary", "negative", "too long"],
 )
-def test_prompts_that_cannot_be_read_are_refused_by_name(bench: EngineHarness, prompt: tuple[int, ...], named: str):
+def test_invalid_prompts_are_rejected_by_name(bench: EngineHarness, prompt: tuple[int, ...], named: str):
     before = bench.run(bench.engine.health())
     good = bench.request(PROMPTS[0])
     with pytest.raises(UnsupportedParameter, match=named) as caught:
@@ -311,7 +311,7 @@ def test_prompts_that_cannot_be_read_are_refused_by_name(bench: EngineHarness, p
     assert after.generated_tokens == before.generated_tokens
 
 
-def test_a_prompt_may_fill_all_but_one_place_of_the_model(bench: EngineHarness, reference: Reference):
+def test_prompt_may_leave_space_for_one_token(bench: EngineHarness, reference: Reference):
     request = bench.request([7 + n % 90 for n in range(MAX_MODEL_LEN - 1)], temperature=0.0, max_tokens=100)
     (completion,) = bench.generate(request)
     assert completion.stop_reason == "length"

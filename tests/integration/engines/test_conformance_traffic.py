@@ -28,7 +28,7 @@ from tests.support.tiny_adapters import merged, save_tiny_adapter
 # -- many at once -----------------------------------------------------------------------------------------------------
 
 
-def test_64_concurrent_requests_each_get_their_own_answer(bench: EngineHarness, reference: Reference):
+def test_64_concurrent_requests_get_their_own_completions(bench: EngineHarness, reference: Reference):
     requests = [
         bench.request((n + 3, 2 * n + 3, 100), temperature=0.0, max_tokens=4 + n % 5, name=f"r{n}") for n in range(64)
     ]
@@ -41,7 +41,7 @@ def test_64_concurrent_requests_each_get_their_own_answer(bench: EngineHarness, 
         assert completion.token_ids.tolist() == reference.greedy(request.token_ids, request.sampling.max_tokens)
 
 
-def test_nothing_is_under_way_when_all_answers_came(bench: EngineHarness, reference: Reference):
+def test_no_request_is_active_after_all_completions(bench: EngineHarness, reference: Reference):
     bench.generate(*(bench.request(PROMPT, seed=n) for n in range(5)))
     health = bench.run(bench.engine.health())
     assert (health.name, health.running, health.queued) == (bench.capabilities.name, 0, 0)
@@ -83,7 +83,7 @@ def test_a_deadline_ends_a_request_as_aborted(bench: EngineHarness, reference: R
     assert_logprobs(reference, request, late)
 
 
-def test_a_deadline_passes_while_paused_too(bench: EngineHarness, reference: Reference):
+def test_deadline_passes_while_paused(bench: EngineHarness, reference: Reference):
     async def run() -> list[Any]:
         await bench.engine.pause(bench.pause_mode)
         try:
@@ -96,7 +96,7 @@ def test_a_deadline_passes_while_paused_too(bench: EngineHarness, reference: Ref
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_waiting_for_room_does_not_count_against_a_deadline(bench: EngineHarness, reference: Reference):
+def test_queueing_time_does_not_count_against_deadline(bench: EngineHarness, reference: Reference):
     async def run() -> tuple[Completion, list[Completion]]:
         await bench.engine.pause(bench.pause_mode)
         ahead = bench.start(*(bench.request((*PROMPT, n)) for n in range(MAX_NUM_SEQS)))
@@ -112,7 +112,7 @@ def test_waiting_for_room_does_not_count_against_a_deadline(bench: EngineHarness
     assert {one.stop_reason for one in ahead} == {"length"}
 
 
-def test_a_cancelled_call_leaves_the_engine(bench: EngineHarness, reference: Reference):
+def test_cancelled_call_aborts_its_requests(bench: EngineHarness, reference: Reference):
     async def run() -> None:
         call = bench.start(*long_requests(bench, 2))
         await bench.wait_until_running(2)
@@ -129,7 +129,7 @@ def test_a_cancelled_call_leaves_the_engine(bench: EngineHarness, reference: Ref
 # -- callers that must not harm the others --------------------------------------------------------------------------
 
 
-def test_an_id_that_is_under_way_is_refused_and_the_first_request_goes_on(bench: EngineHarness, reference: Reference):
+def test_duplicate_active_request_id_is_rejected(bench: EngineHarness, reference: Reference):
     (first,) = long_requests(bench, 1)
     twin = bench.request(PROMPT)
 
@@ -148,7 +148,7 @@ def test_an_id_that_is_under_way_is_refused_and_the_first_request_goes_on(bench:
     assert_logprobs(reference, first, completion)
 
 
-def test_an_id_is_free_when_its_request_was_aborted(bench: EngineHarness, reference: Reference):
+def test_aborted_request_id_can_be_reused(bench: EngineHarness, reference: Reference):
     (first,) = long_requests(bench, 1)
 
     async def run() -> list[Any]:
@@ -161,7 +161,7 @@ def test_an_id_is_free_when_its_request_was_aborted(bench: EngineHarness, refere
     assert (aborted.stop_reason, completion.stop_reason) == ("abort", "length")
 
 
-def test_parameters_that_lead_nowhere_are_refused_and_the_others_go_on(bench: EngineHarness, reference: Reference):
+def test_invalid_parameters_are_rejected_without_side_effects(bench: EngineHarness, reference: Reference):
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("temperature", {"temperature": 1e-40}),
         ("repetition_penalty", {"repetition_penalty": 1e-40}),
@@ -186,7 +186,7 @@ def test_parameters_that_lead_nowhere_are_refused_and_the_others_go_on(bench: En
     assert_logprobs(reference, first, completion)
 
 
-def test_what_an_engine_refuses_of_its_own_accord_leaves_no_trace(bench: EngineHarness, reference: Reference):
+def test_request_rejected_by_engine_leaves_no_state(bench: EngineHarness, reference: Reference):
     """vLLM takes no temperature above 2."""
     good = bench.request(PROMPT)
 
@@ -209,7 +209,7 @@ def test_what_an_engine_refuses_of_its_own_accord_leaves_no_trace(bench: EngineH
         bench.run(bench.engine.pause("wait"), timeout_s=20)
 
 
-def test_logits_that_are_not_finite_are_an_error_and_no_answer(bench: EngineHarness, reference: Reference):
+def test_non_finite_logits_raise_error(bench: EngineHarness, reference: Reference):
     broken = bench.random_model(0)
     with torch.no_grad():
         broken.get_parameter("model.norm.weight").fill_(3e38)
@@ -228,7 +228,7 @@ def test_logits_that_are_not_finite_are_an_error_and_no_answer(bench: EngineHarn
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_sleeps_refuses_requests_and_wakes_by_tags(bench: EngineHarness, reference: Reference, level: int):
+def test_sleeping_engine_rejects_requests_and_wakes_by_tags(bench: EngineHarness, reference: Reference, level: int):
     request = bench.request(PROMPT, temperature=0.0)
     assert bench.run(bench.engine.sleep(level)) == 0  # a CPU's memory stays
     health = bench.run(bench.engine.health())
@@ -247,14 +247,14 @@ def test_an_engine_sleeps_refuses_requests_and_wakes_by_tags(bench: EngineHarnes
     assert completion.token_ids.tolist() == new.greedy(PROMPT, 16)
 
 
-def test_wake_up_without_tags_takes_everything_back(bench: EngineHarness, reference: Reference):
+def test_wake_up_without_tags_restores_all_memory(bench: EngineHarness, reference: Reference):
     bench.run(bench.engine.sleep())
     bench.run(bench.engine.wake_up())
     request = bench.request(PROMPT)
     assert_logprobs(reference, request, bench.generate(request)[0])
 
 
-def test_an_engine_that_was_paused_wakes_up_paused(bench: EngineHarness, reference: Reference):
+def test_paused_engine_wakes_up_paused(bench: EngineHarness, reference: Reference):
     async def run() -> bool:
         await bench.engine.pause(bench.pause_mode)
         await bench.engine.sleep()
@@ -274,7 +274,7 @@ def cached(bench: EngineHarness, request: SampleRequest) -> int:
     return bench.run(bench.engine.health()).cached_tokens - before
 
 
-def test_the_prefix_cache_is_reset_when_asked_and_not_by_a_pause(bench: EngineHarness, reference: Reference):
+def test_only_reset_clears_prefix_cache(bench: EngineHarness, reference: Reference):
     bench.generate(bench.request(LONG_PROMPT))
     warm = cached(bench, bench.request(LONG_PROMPT))
     bench.run(bench.engine.pause(bench.pause_mode))
@@ -284,7 +284,7 @@ def test_the_prefix_cache_is_reset_when_asked_and_not_by_a_pause(bench: EngineHa
     assert cached(bench, bench.request(LONG_PROMPT)) == 0
 
 
-def test_a_prompt_read_with_old_weights_is_read_again_with_new_ones(bench: EngineHarness, reference: Reference):
+def test_cached_prompt_is_prefilled_again_after_sync(bench: EngineHarness, reference: Reference):
     for seed in (3, 4, 3):
         reference = bench.serve(bench.random_model(seed))
         for _ in range(2):
@@ -313,7 +313,7 @@ def assert_adapted(bench: EngineHarness, model: Any, adapter: str | None, prompt
     assert_logprobs(Reference(model), request, bench.generate(request)[0])
 
 
-def test_adapters_and_the_base_model_share_a_batch(bench: EngineHarness, reference: Reference, tmp_path):
+def test_batch_mixes_adapters_and_base_model(bench: EngineHarness, reference: Reference, tmp_path):
     folders = {name: save_tiny_adapter(tmp_path / name, bench.model, seed=ord(name)) for name in "ab"}
     if refuses_adapters(bench, folders["a"]):
         return
@@ -337,7 +337,7 @@ def test_adapters_and_the_base_model_share_a_batch(bench: EngineHarness, referen
     bench.run(bench.engine.unload_adapter("b"))
 
 
-def test_an_adapter_outlives_a_sync_and_is_replaced_by_name(bench: EngineHarness, reference: Reference, tmp_path):
+def test_adapter_survives_sync_and_can_be_replaced(bench: EngineHarness, reference: Reference, tmp_path):
     first, second = (save_tiny_adapter(tmp_path / str(seed), bench.model, seed=seed) for seed in (1, 2))
     if refuses_adapters(bench, first):
         return
@@ -351,7 +351,7 @@ def test_an_adapter_outlives_a_sync_and_is_replaced_by_name(bench: EngineHarness
     bench.run(bench.engine.unload_adapter("a"))
 
 
-def test_an_adapter_that_goes_while_its_request_waits_harms_no_other(
+def test_unloading_adapter_of_waiting_request_spares_others(
     bench: EngineHarness, reference: Reference, tmp_path
 ):
     folder = save_tiny_adapter(tmp_path / "a", bench.model, seed=1)
@@ -378,7 +378,7 @@ def test_an_adapter_that_goes_while_its_request_waits_harms_no_other(
         assert isinstance(answer, UnsupportedParameter) and "adapter='a'" in str(answer)
 
 
-def test_an_adapter_that_does_not_fit_is_refused_and_the_rest_goes_on(
+def test_invalid_adapter_is_rejected_without_side_effects(
     bench: EngineHarness, reference: Reference, tmp_path
 ):
     other = save_tiny_adapter(tmp_path / "other", bench.random_model(0), rank=4, targets=("q_proj",), r=5)

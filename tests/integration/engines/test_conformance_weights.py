@@ -90,7 +90,7 @@ class DroppingEngine:
             await self._engine.receive_weights(bucket)
 
 
-def test_every_route_is_there_or_refused_by_name(bench: EngineHarness):
+def test_every_route_works_or_is_rejected_by_name(bench: EngineHarness):
     for route in [*(WEIGHT_ROUTES - bench.capabilities.weight_routes), "pigeon"]:
         with pytest.raises((UnsupportedParameter, WeightSyncError), match=route) as caught:
             bench.run(bench.engine.connect_weights(route, "", 1, 2, 1.0))
@@ -100,7 +100,7 @@ def test_every_route_is_there_or_refused_by_name(bench: EngineHarness):
 # -- what arrives -----------------------------------------------------------------------------------------------------
 
 
-def test_after_every_sync_the_engine_serves_the_new_weights(bench: EngineHarness, route: str, reference: Reference):
+def test_engine_serves_new_weights_after_every_sync(bench: EngineHarness, route: str, reference: Reference):
     async def run() -> None:
         async with bench.syncing(route) as weight_sync:
             for _ in range(2):
@@ -116,7 +116,7 @@ def test_after_every_sync_the_engine_serves_the_new_weights(bench: EngineHarness
     assert_serves(bench, Reference(bench.model))
 
 
-def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
+def test_bucket_size_determines_number_of_buckets(
     bench: EngineHarness, route: str, reference: Reference
 ):
     for bucket_bytes, few in ((1, False), (1 << 30, True)):
@@ -132,7 +132,7 @@ def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
     assert_serves(bench, Reference(bench.model))
 
 
-def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: EngineHarness, reference: Reference):
+def test_partial_sync_sends_only_changed_tensors(bench: EngineHarness, reference: Reference):
     bench.model = bench.random_model(5)
     trainer = LocalTrainer(bench.model)
     trainer.sender = WeightSender(
@@ -155,7 +155,7 @@ def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: EngineHar
     assert_serves(bench, Reference(bench.model))
 
 
-def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: EngineHarness, route: str, reference: Reference):
+def test_self_test_gap_closes_with_true_weights(bench: EngineHarness, route: str, reference: Reference):
     bench.model = bench.random_model(6)
 
     async def run() -> tuple[int, dict[str, float]]:
@@ -210,7 +210,7 @@ def unserved_model(bench: EngineHarness, seed: int) -> Any:
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("altered", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_one_altered_bit_is_caught_by_the_tensors_name(
+def test_flipped_bit_error_names_tensor(
     bench: EngineHarness, route: str, reference: Reference, altered: str
 ):
     trainer = PerturbingTrainer(unserved_model(bench, 8), altered)
@@ -219,7 +219,7 @@ def test_one_altered_bit_is_caught_by_the_tensors_name(
 
 
 @pytest.mark.fault("F30")
-def test_a_lost_bucket_is_caught_by_name(bench: EngineHarness, route: str, reference: Reference):
+def test_lost_bucket_error_names_it(bench: EngineHarness, route: str, reference: Reference):
     cut = plan_buckets(LocalTrainer(unserved_model(bench, 9), bucket_bytes=1 << 14).prepare_manifest(1))
     third, last = DroppingEngine(bench.engine, 2), DroppingEngine(bench.engine, len(cut) - 1)
     failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 came instead", engine=third)
@@ -233,7 +233,7 @@ def test_a_lost_bucket_is_caught_by_name(bench: EngineHarness, route: str, refer
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_stale_version_is_refused_and_the_weights_stay(
+def test_stale_version_is_rejected_and_weights_stay(
     bench: EngineHarness, route: str, reference: Reference, behind: int
 ):
     trainer = LocalTrainer(bench.random_model(0))
@@ -251,7 +251,7 @@ def test_a_stale_version_is_refused_and_the_weights_stay(
     assert_serves(bench, reference)
 
 
-def test_another_trainer_may_begin_at_any_version(bench: EngineHarness, route: str, reference: Reference):
+def test_another_trainer_may_start_at_any_version(bench: EngineHarness, route: str, reference: Reference):
     async def run() -> None:
         version = (await bench.engine.health()).version
         trainer = LocalTrainer(bench.random_model(12))
@@ -293,7 +293,7 @@ def with_one_more(trainer: LocalTrainer) -> Any:
         (with_one_more, r"model\.layers\.9\.mlp\.up_proj\.weight was announced, but"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
+def test_mismatched_weights_are_rejected_before_transfer(
     bench: EngineHarness, reference: Reference, parameters: Callable[[LocalTrainer], Any], message: str
 ):
     class Misfit(LocalTrainer):
@@ -310,7 +310,7 @@ def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
     assert_serves(bench, reference)
 
 
-def test_a_skipped_sync_is_caught_by_the_engines_name(bench: EngineHarness, reference: Reference):
+def test_skipped_sync_error_names_engine(bench: EngineHarness, reference: Reference):
     trainer = LocalTrainer(bench.random_model(14))
 
     async def run() -> None:
@@ -321,7 +321,7 @@ def test_a_skipped_sync_is_caught_by_the_engines_name(bench: EngineHarness, refe
     bench.run(run())
 
 
-def test_a_commit_without_a_manifest_is_refused(bench: EngineHarness, reference: Reference):
+def test_commit_without_manifest_is_rejected(bench: EngineHarness, reference: Reference):
     with pytest.raises(WeightSyncError, match="begin a sync first"):
         bench.run(bench.engine.commit_weights(99))
     assert_serves(bench, reference)

@@ -81,7 +81,7 @@ def assert_close(got: Any, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_a_wrapper_in_every_mode_with_log_probs_that_are_the_trainers(
+def test_wrapper_logprobs_match_trainer_in_every_mode(
     bench: EngineHarness, reference: Reference, wrap: Any, mode: str
 ):
     """Examples 1 to 3: the same prompts as conversations, texts and tokens get the same answers."""
@@ -109,7 +109,7 @@ def test_a_wrapper_in_every_mode_with_log_probs_that_are_the_trainers(
         assert [one["content"] for one in last] == list(out["text"].response)
 
 
-def test_log_probs_alone_are_the_trainers_and_generate_nothing(bench: EngineHarness, reference: Reference, wrap: Any):
+def test_logprobs_without_generation_match_trainer(bench: EngineHarness, reference: Reference, wrap: Any):
     """Example 4."""
     before = bench.run(bench.engine.health()).generated_tokens
     rows = [[5, 9, 77, 30, 12, 44], [8, 250], list(range(20, 60))]
@@ -131,7 +131,7 @@ def test_log_probs_alone_are_the_trainers_and_generate_nothing(bench: EngineHarn
             wrap(generate=False).get_dist(td)
 
 
-def test_what_the_output_is_made_of(reference: Reference, wrap: Any):
+def test_wrapper_output_formats(reference: Reference, wrap: Any):
     """Example 5: padded and ragged output, samples, and what can be left out."""
     ragged, padded = wrap()(given("history")), wrap(pad_output=True)(given("history"))
     assert set(ragged.keys()) == {"text", "masks", "tokens", "log_probs", "history"}
@@ -150,7 +150,7 @@ def test_what_the_output_is_made_of(reference: Reference, wrap: Any):
     assert sampled["tokens"].batch_size == (2, 2)
 
 
-def test_what_is_wrong_is_named(wrap: Any):
+def test_wrapper_errors_name_the_problem(wrap: Any):
     """Example 6."""
     with pytest.raises(ValueError, match=r"'text', 'prompt'"):
         wrap(input_mode="text")(TensorDict(other=torch.zeros(1), batch_size=(1,)))
@@ -179,7 +179,7 @@ def test_a_policy_steps_an_environment(reference: Reference, wrap: Any):
 
 
 @pytest.mark.defect("D35")
-def test_what_an_updater_sends_is_what_samples(bench: EngineHarness, reference: Reference, wrap: Any):
+def test_updater_weights_are_sampled_from(bench: EngineHarness, reference: Reference, wrap: Any):
     trained, rows = bench.random_model(7), [[5, 9, 77, 30, 12, 44], [8, 250]]
     before = bench.run(bench.engine.health()).version
     updater = vLLMUpdater(v2=True, vllm_engine=wrap())
@@ -195,7 +195,7 @@ def test_what_an_updater_sends_is_what_samples(bench: EngineHarness, reference: 
 
 
 @pytest.mark.defect("D20")
-def test_an_end_is_kept_where_padding_is_the_same_token(bench: EngineHarness, wrap: Any):
+def test_end_token_is_kept_when_padding_equals_it(bench: EngineHarness, wrap: Any):
     """Last: it needs other weights. After a comes b, and after b the end."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token = tokenizer.eos_token

@@ -50,7 +50,7 @@ def of(said: dict[str, Any], package: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["vllm", "sglang"])
-def test_the_same_seeds_and_logits_give_the_same_tokens_and_log_probs_in_every_engine(said: Any, package: str):
+def test_seed_and_logits_determine_sample_in_every_engine(said: Any, package: str):
     for plan, ours in sampled_by_rows().items():
         theirs = of(said, package)["said"][plan]
         assert theirs.keys() == ours.keys()
@@ -58,7 +58,7 @@ def test_the_same_seeds_and_logits_give_the_same_tokens_and_log_probs_in_every_e
             assert [tuple(token) for token in theirs[request]] == tokens, (plan, request)
 
 
-def test_the_same_seeds_and_logits_give_the_same_tokens_whatever_the_batch():
+def test_seed_and_logits_determine_tokens_in_any_batch():
     ids = {
         plan: {request: [token for token, *_ in tokens] for request, tokens in said.items()}
         for plan, said in sampled_by_rows().items()
@@ -72,7 +72,7 @@ def test_the_same_seeds_and_logits_give_the_same_tokens_whatever_the_batch():
 
 @pytest.mark.slow
 @pytest.mark.defect("a-generator-for-every-request")
-def test_a_step_of_vllm_does_not_have_more_operations_with_more_requests(said: Any):
+def test_vllm_step_operations_are_independent_of_requests(said: Any):
     counted = of(said, "vllm")
     few, many = counted["vLLM's own"]
     assert all(b - a >= 252 for a, b in zip(few, many, strict=True)), "one that does is noticed"

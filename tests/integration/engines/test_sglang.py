@@ -130,13 +130,13 @@ async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyn
 
 
 @pytest.mark.parametrize("key", ["pipeline_parallel_size", "data_parallel_size"])
-def test_parallelism_that_sglang_cannot_combine_is_refused_with_its_version(tiny_model_path: str, key: str):
+def test_unsupported_parallelism_error_names_sglang_version(tiny_model_path: str, key: str):
     twice: dict[str, Any] = {key: 2}
     with pytest.raises(ConfigError, match=rf"generator.inference_engine_{key}=2: SGLang \d+\.\d+"):
         SGLangEngine(tiny_model_path, **twice)
 
 
-def test_adapters_on_a_cpu_are_refused_with_the_reason(tiny_model_path: str):
+def test_adapters_on_cpu_are_rejected(tiny_model_path: str):
     with pytest.raises(ConfigError, match=r"max_lora_rank=8: SGLang \d+\.\d+.* pinned"):
         SGLangEngine(tiny_model_path, max_lora_rank=8)
 
@@ -156,14 +156,14 @@ def arguments(path: str, device: str = "cpu", **options: Any) -> dict[str, Any]:
     )
 
 
-def test_what_the_engine_must_set_itself_cannot_be_given(tiny_model_path: str):
+def test_reserved_arguments_are_rejected(tiny_model_path: str):
     with pytest.raises(
         ConfigError, match=r"generator\.engine_init_kwargs\.sampling_backend='flashinfer'.*leave it out"
     ):
         arguments(tiny_model_path, sampling_backend="flashinfer")
 
 
-def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str):
+def test_keys_become_sglang_arguments_which_take_precedence(tiny_model_path: str):
     plain = arguments(tiny_model_path, tensor_parallel_size=2, enable_prefix_caching=False, max_num_batched_tokens=64)
     assert (plain["tp_size"], plain["disable_radix_cache"]) == (2, True)
     assert (plain["max_prefill_tokens"], plain["chunked_prefill_size"]) == (64, 64)
@@ -172,14 +172,14 @@ def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str
     assert arguments(tiny_model_path, attention_backend="intel_amx")["attention_backend"] == "intel_amx"
 
 
-def test_graphs_are_for_accelerators_where_they_are_the_default(tiny_model_path: str):
+def test_cuda_graphs_default_on_accelerators_only(tiny_model_path: str):
     given = {"enforce_eager": GeneratorConfig().enforce_eager}
     assert arguments(tiny_model_path, "cuda", **given)["disable_cuda_graph"] is False
     assert arguments(tiny_model_path, "cuda", enforce_eager=True)["disable_cuda_graph"] is True
     assert arguments(tiny_model_path, "cpu", **given)["disable_cuda_graph"] is True
 
 
-def test_stand_ins_have_every_name_and_do_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_stubs_have_every_name_and_raise_on_call(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
     package = "skyrl_train.engines.sglang.stubs"
     attention = importlib.import_module(f"{package}.sgl_kernel.flash.attention")
@@ -190,7 +190,7 @@ def test_stand_ins_have_every_name_and_do_nothing(monkeypatch: pytest.MonkeyPatc
         importlib.import_module(f"{package}.no_such_package")
 
 
-def test_a_checkpoint_with_names_that_sglang_would_skip_is_refused(tmp_path: Path):
+def test_checkpoint_with_names_sglang_skips_is_rejected(tmp_path: Path):
     model = tiny_model("qwen3_moe", tied=False)
     model.config.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
@@ -199,7 +199,7 @@ def test_a_checkpoint_with_names_that_sglang_would_skip_is_refused(tmp_path: Pat
         SGLangEngine(str(tmp_path))
 
 
-def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_stays(
+def test_only_files_of_killed_engines_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -231,7 +231,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_an_argument_that_sglang_does_not_know_is_an_error_and_leaves_nothing(tiny_model_path: str):
+def test_unknown_sglang_argument_fails_without_side_effects(tiny_model_path: str):
     before = surroundings()
     with pytest.raises(ConfigError, match=r"Engine 'sglang': SGLang .*no_such_argument"):
         SGLangEngine(tiny_model_path, no_such_argument=1)
@@ -239,7 +239,7 @@ def test_an_argument_that_sglang_does_not_know_is_an_error_and_leaves_nothing(ti
 
 
 @pytest.mark.slow
-def test_starting_it_leaves_this_process_as_it_was(running: RunningEngine):
+def test_start_restores_process_state(running: RunningEngine):
     assert running.after == running.before
     # Another test of this process may have imported SGLang before: equal is not enough.
     assert running.after["rope of a vision tower"]["rope_type"] == "axial"
@@ -250,7 +250,7 @@ def test_starting_it_leaves_this_process_as_it_was(running: RunningEngine):
 
 
 @pytest.mark.slow
-def test_it_samples_the_very_tokens_of_the_transformers_engine(running: RunningEngine):
+def test_samples_match_transformers_engine(running: RunningEngine):
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},
@@ -280,7 +280,7 @@ def test_it_samples_the_very_tokens_of_the_transformers_engine(running: RunningE
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: RunningEngine, mode: str):
+def test_abort_while_paused_returns_tokens_immediately(running: RunningEngine, mode: str):
     async def run() -> tuple[SampleRequest, Completion, Completion]:
         first, second = (request(seed=seed, max_tokens=450) for seed in (1, 2))
         calls = await under_way(running.engine, first, second)
@@ -300,7 +300,7 @@ def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: Run
 
 @pytest.mark.slow
 @pytest.mark.defect("ids-kept-by-the-rest-of-a-failed-call")
-def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
+def test_failed_request_aborts_rest_of_its_call(
     running: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ):
     broken, *others = (request(seed=seed, max_tokens=400) for seed in range(3))
@@ -325,7 +325,7 @@ def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_scores_beside_paused_requests_change_nothing_about_them(running: RunningEngine, mode: str):
+def test_scoring_does_not_affect_paused_requests(running: RunningEngine, mode: str):
     sequences = [list(range(5, 200)), [7, 8, 9], list(range(30, 90))]
 
     async def run() -> tuple[list[list[float]], Completion, Completion]:
@@ -345,7 +345,7 @@ def test_scores_beside_paused_requests_change_nothing_about_them(running: Runnin
 
 
 @pytest.mark.slow
-def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_requests_go_on(running: RunningEngine):
+def test_score_retracts_paused_requests_when_cache_is_full(running: RunningEngine):
     prompts = [tuple((7 * n + first) % 250 + 3 for n in range(280)) for first in (0, 90)]
     scored = [(11 * n) % 250 + 3 for n in range(511)]
     assert 2 * len(prompts[0]) + len(scored) > ROOM
@@ -365,7 +365,7 @@ def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_reques
 
 
 @pytest.mark.slow
-def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(running: RunningEngine):
+def test_request_cancelled_during_scoring_is_aborted(running: RunningEngine):
     async def run() -> None:
         (call,) = await under_way(running.engine, request(max_tokens=450))
         await running.engine.pause()
@@ -383,7 +383,7 @@ def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
-def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(running: RunningEngine, delay_s: float):
+def test_chunked_prefill_can_be_aborted_while_paused(running: RunningEngine, delay_s: float):
     async def half_read(asked: SampleRequest) -> asyncio.Task[list[Completion]]:
         await running.engine.reset_prefix_cache()
         call = asyncio.ensure_future(running.engine.generate([asked]))
@@ -411,7 +411,7 @@ def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(runni
 
 
 @pytest.mark.slow
-def test_a_retracted_request_aborted_while_it_is_read_again_returns_what_it_has(running: RunningEngine):
+def test_retracted_request_aborted_in_prefill_returns_its_tokens(running: RunningEngine):
     asked = request(tuple(range(3, 200)), max_tokens=300)
 
     async def run() -> Completion:
@@ -433,7 +433,7 @@ def test_a_retracted_request_aborted_while_it_is_read_again_returns_what_it_has(
 
 
 @pytest.mark.slow
-def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running: RunningEngine):
+def test_cancelled_commit_is_served(running: RunningEngine):
     class Impatient:
         def __getattr__(self, name: str) -> Any:
             return getattr(running.engine, name)
@@ -463,7 +463,7 @@ def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running:
 
 
 @pytest.mark.slow
-def test_the_prompt_cache_is_forgotten_although_a_request_runs_on_it(running: RunningEngine):
+def test_prefix_cache_reset_works_during_running_request(running: RunningEngine):
     prompt = tuple(range(100, 180))
 
     async def cached(*after: SampleRequest) -> int:
@@ -486,7 +486,7 @@ def test_the_prompt_cache_is_forgotten_although_a_request_runs_on_it(running: Ru
 
 
 @pytest.mark.slow
-def test_an_idle_engine_and_a_paused_one_take_no_processor(running: RunningEngine):
+def test_idle_and_paused_engines_use_no_cpu(running: RunningEngine):
     def used() -> float:
         times = running.process.cpu_times()
         return times.user + times.system
@@ -520,7 +520,7 @@ def still_there(inodes: set[int]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_its_process_may_die_and_only_the_engine_is_gone(running: RunningEngine):
+def test_killed_process_fails_only_its_engine(running: RunningEngine):
     async def run() -> None:
         (call,) = await under_way(running.engine, request(max_tokens=450))
         join = running.engine.connect_weights
@@ -556,7 +556,7 @@ def short_path() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
+def test_close_during_requests_leaves_no_process_or_file(
     running: RunningEngine, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))

@@ -94,13 +94,13 @@ def reference(running: RunningEngine) -> Reference:
     return running.bench.serve(running.bench.random_model(0), "random")
 
 
-def test_adapters_for_a_mixture_of_experts_on_a_cpu_are_refused_with_the_reason(tmp_path: Path):
+def test_moe_adapters_on_cpu_are_rejected(tmp_path: Path):
     path = save_tiny_model(tmp_path, "qwen3_moe", tied=False)
     with pytest.raises(ConfigError, match=r"max_lora_rank=8: vLLM \d+\.\d+.* mixture of experts.* has 4 experts"):
         start(path, max_lora_rank=8)
 
 
-def test_latent_attention_of_a_size_that_cpus_do_not_compute_is_refused(tmp_path: Path):
+def test_unsupported_mla_size_on_cpu_is_rejected(tmp_path: Path):
     model = tiny_model("deepseek_v3", tied=False)
     model.config.update({"head_dim": 64, "qk_rope_head_dim": 64, "kv_lora_rank": 256})
     model.config.save_pretrained(tmp_path)
@@ -108,7 +108,7 @@ def test_latent_attention_of_a_size_that_cpus_do_not_compute_is_refused(tmp_path
         start(str(tmp_path))
 
 
-def test_requests_are_made_ready_while_steps_go_on(
+def test_requests_are_built_on_callers_thread(
     running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, processor = running.bench, running.engine.llm_engine.input_processor
@@ -124,7 +124,7 @@ def test_requests_are_made_ready_while_steps_go_on(
     assert threads == ["engine-bench"], "the caller's, not the one that takes steps"
 
 
-def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(
+def test_score_preempts_paused_requests_when_cache_is_full(
     running: RunningEngine, reference: Reference
 ):
     bench, engine = running.bench, running.engine
@@ -149,7 +149,7 @@ def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(
         assert_logprobs(reference, request, completion)
 
 
-def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
+def test_failed_load_requires_complete_sync(
     running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, load = running.bench, running.served.load_weights
@@ -170,7 +170,7 @@ def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
-def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
+def test_unresponsive_rank_ends_engine(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     def died(*args: Any, **kwargs: Any) -> None:
         raise OSError("rank 1 is gone")
 
@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: RunningEn
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_after_a_step_that_fails_the_ranks_devices_are_asked(
+def test_failed_step_checks_devices_of_ranks(
     running: RunningEngine, monkeypatch: pytest.MonkeyPatch, lost: bool
 ):
     """The ranks' stub device is in the state that an illegal access leaves it in, or is not."""
@@ -219,7 +219,7 @@ def on_device(running: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> Runnin
     return running
 
 
-def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: RunningEngine, reference: Reference):
+def test_weights_wake_before_cache(on_device: RunningEngine, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     for tags in (None, ["kv_cache"], ["weights", "kv_cache"]):
         bench.run(engine.sleep(1))
@@ -235,7 +235,7 @@ def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: Runn
 
 
 @pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
-def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(
+def test_score_restores_cache_of_sleeping_engine_temporarily(
     on_device: RunningEngine, reference: Reference
 ):
     bench, engine = on_device.bench, on_device.engine
@@ -253,7 +253,7 @@ def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(
     assert not bench.run(engine.health()).asleep
 
 
-def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: RunningEngine):
+def test_sleep_level_2_discards_weights_until_commit(on_device: RunningEngine):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(2))
     bench.run(engine.wake_up())
@@ -267,13 +267,13 @@ def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: R
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
-def test_a_sampler_of_another_kind_is_refused(running: RunningEngine):
+def test_unknown_sampler_is_rejected(running: RunningEngine):
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         running.engine.llm_engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
 
 
 @pytest.mark.parametrize("option", ["speculative_config", "logits_processors"])
-def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: RunningEngine, option: str):
+def test_options_that_bypass_sampler_are_rejected(running: RunningEngine, option: str):
     from vllm.v1.sample.sampler import Sampler
 
     from skyrl_train.engines.vllm.sampler import replace_sampler
@@ -287,7 +287,7 @@ def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: Runnin
         replace_sampler(runner, "one")
 
 
-def test_graphs_are_for_accelerators_where_they_are_the_default(running: RunningEngine):
+def test_cuda_graphs_default_on_accelerators_only(running: RunningEngine):
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
     given = {"enforce_eager": GeneratorConfig().enforce_eager, "max_num_seqs": 4, "max_model_len": LENGTH}
@@ -296,7 +296,7 @@ def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running
     assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
 
 
-def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(
+def test_batch_invariance_is_set_before_vllm_import(
     running: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ):
     from skyrl_train.engines.vllm.arguments import enable_batch_invariance
@@ -312,20 +312,20 @@ def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
 
 
-def test_on_a_cpu_nothing_is_compiled(running: RunningEngine):
+def test_nothing_is_compiled_on_cpu(running: RunningEngine):
     """Which its environment settles before vLLM's modules of compiled functions are imported."""
     from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
     assert not hasattr(batched_count_greater_than, "_torchdynamo_orig_callable")
 
 
-def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: RunningEngine):
+def test_engine_overrides_vllm_environment(running: RunningEngine):
     config = running.engine.llm_engine.vllm_config
     assert not config.use_v2_model_runner
     assert type(running.engine.llm_engine.engine_core).__name__ == "InprocClient"
 
 
-def test_vllm_schedules_asynchronously_unless_told_otherwise(running: RunningEngine):
+def test_async_scheduling_is_default_on_accelerators(running: RunningEngine):
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
     model, given = str(running.folder / "model"), {"max_model_len": LENGTH, "max_num_seqs": 4}
@@ -334,7 +334,7 @@ def test_vllm_schedules_asynchronously_unless_told_otherwise(running: RunningEng
     assert not running.engine.llm_engine.vllm_config.scheduler_config.async_scheduling, "on a CPU"
 
 
-def test_pipelines_are_refused_by_name(running: RunningEngine):
+def test_pipeline_parallelism_is_rejected(running: RunningEngine):
     assert running.bench.refusal_reason("pipeline_parallel_size")
     with pytest.raises(ConfigError, match=r"inference_engine_pipeline_parallel_size=2: vLLM .* tensor parallelism"):
         start(str(running.folder / "model"), pipeline_parallel_size=2)
@@ -348,7 +348,7 @@ def save_adapter(folder: Path, seed: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_it(
+def test_adapter_survives_unloading_while_in_use(
     running: RunningEngine, reference: Reference
 ):
     bench, engine = running.bench, running.engine
@@ -381,7 +381,7 @@ def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_i
     assert not list(private.iterdir()), "nobody uses it any more"
 
 
-def test_a_cancel_during_submission_leaves_nothing_running(
+def test_cancel_during_submission_leaves_no_request(
     running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, engine = running.bench, running.engine
@@ -404,7 +404,7 @@ def test_a_cancel_during_submission_leaves_nothing_running(
     assert bench.run(run()) == 0
 
 
-def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: RunningEngine, reference: Reference):
+def test_close_aborts_requests_waiting_in_pause(running: RunningEngine, reference: Reference):
     """The last test here: it ends the engine."""
     bench, engine = running.bench, running.engine
 
@@ -424,7 +424,7 @@ def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: Run
         bench.run(engine.health())
 
 
-def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: RunningEngine):
+def test_sync_rejects_padded_experts(one: RunningEngine):
     """After the last test of the other engine: one runs in a process at a time."""
     config = tiny_model("qwen3_moe", tied=False).config
     config.moe_intermediate_size = 48
@@ -443,7 +443,7 @@ def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: RunningEngin
         one.loop.run(engine.close())
 
 
-def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_steps_under_way(
+def test_seed_determines_tokens_across_preemptions_and_pauses(
     one: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ):
     """The other engine has ended. The cache has room for two of the four; a step reads at most 48 tokens of prompts."""

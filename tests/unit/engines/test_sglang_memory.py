@@ -46,7 +46,7 @@ async def begun(*work: Any) -> list[asyncio.Future[Any]]:
     return started
 
 
-def test_scores_around_a_sleep_borrow_the_cache_once_it_is_freed():
+def test_scores_restore_freed_cache_temporarily():
     async def run() -> list[str]:
         traffic = Memory()
         calls = await begun(traffic.score([[1]]), traffic.score([[2]]), traffic.sleep(1), traffic.score([[3]]))

@@ -44,7 +44,7 @@ def _shape(cache: DecodeCache) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("rows", "chunks", "width"), [([8, 8, 8], 3, 8), ([1, 1, 1], 3, 1), ([5, 5], 2, 5), ([16, 1, 1, 1, 1], 12, 2)]
 )
-def test_chunks_are_as_wide_as_it_saves_memory(rows, chunks, width):
+def test_chunk_width_minimizes_memory(rows, chunks, width):
     lengths = [4 * (index + 1) for index in range(len(rows))]
     cache = DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts(lengths, rows), _packed(lengths), frozenset())
@@ -52,7 +52,7 @@ def test_chunks_are_as_wide_as_it_saves_memory(rows, chunks, width):
     assert _shape(cache) == (chunks, width)
 
 
-def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
+def test_free_lane_is_used_before_new_chunk():
     cache = DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts([6], [4]), _packed([6]), frozenset())
     cache.release(slots[1:3])
@@ -63,7 +63,7 @@ def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
     assert torch.equal(cache.layers_kv[1].prefix_k[1], cache.layers_kv[1].prefix_k[0])
 
 
-def test_a_prompt_that_is_still_needed_is_not_overwritten():
+def test_needed_prompt_is_not_overwritten():
     for needed, kept in ((frozenset({_key(range(6))}), True), (frozenset(), False)):
         cache = DecodeCache(CPU)
         cache.release(cache.allocate_slots(_prompts([6], [2]), _packed([6]), frozenset()))
@@ -71,7 +71,7 @@ def test_a_prompt_that_is_still_needed_is_not_overwritten():
         assert cache.has_prompt(_key(range(6))) is kept
 
 
-def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
+def test_compaction_preserves_keys_and_values():
     lengths, cache = [8] * 6, DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts(lengths, [8] * 6), _packed(lengths), frozenset())
     cache.begin(slots, [0] * 48)
@@ -91,7 +91,7 @@ def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
         assert cache.layers_kv[1].prefix_v[chunk, 0, 0, 0] == -(row // 8) * 8
 
 
-def test_weights_that_changed_split_twins():
+def test_changed_weights_separate_equal_prompts():
     cache = DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts([6], [8]), _packed([6]), frozenset())
     cache.forget_prompts()

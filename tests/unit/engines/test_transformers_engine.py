@@ -73,7 +73,7 @@ def _spell(text: str) -> tuple[int, ...]:
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def test_completions_come_in_request_order_with_their_lengths():
+def test_completions_keep_request_order_and_lengths():
     async def run():
         async with _engine() as engine:
             requests = [_request(f"r{length}", max_tokens=length, seed=length) for length in (5, 1, 9, 3)]
@@ -88,7 +88,7 @@ def test_completions_come_in_request_order_with_their_lengths():
         assert completion.versions == [VersionSpan(0, length, 0)]
 
 
-def test_the_end_of_sequence_token_ends_a_row_and_is_kept():
+def test_eos_ends_row_and_is_kept():
     letters = _spell("abc")
     prompt = (letters[0],)
 
@@ -107,7 +107,7 @@ def test_the_end_of_sequence_token_ends_a_row_and_is_kept():
     assert len(longer.token_ids) >= 4
 
 
-def test_every_end_of_sequence_token_of_model_and_tokenizer_counts():
+def test_all_eos_tokens_of_configs_end_responses():
     letters = _spell("abc")
     for place in ("generation_config", "config"):
         model = _always(*letters)
@@ -121,7 +121,7 @@ def test_every_end_of_sequence_token_of_model_and_tokenizer_counts():
         assert asyncio.run(run())[0].token_ids.tolist() == list(letters[1:])
 
 
-def test_stop_strings_may_span_tokens_and_stop_ids_are_a_rows_own():
+def test_stop_strings_and_stop_token_ids():
     text = _spell("abc</d>.")
 
     async def run():
@@ -162,7 +162,7 @@ def test_max_model_len_ends_a_row():
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 64])
-def test_samples_of_a_prompt_read_it_once(max_num_seqs):
+def test_samples_share_one_prefill(max_num_seqs):
     other = (9, 8, 7)
 
     async def run():
@@ -180,7 +180,7 @@ def test_samples_of_a_prompt_read_it_once(max_num_seqs):
     assert (health.running, health.queued) == (0, 0)
 
 
-def test_64_concurrent_calls_share_8_places():
+def test_64_concurrent_calls_share_8_rows():
     async def run():
         async with _engine(max_num_seqs=8) as engine:
             most = 0
@@ -202,7 +202,7 @@ def test_64_concurrent_calls_share_8_places():
     assert 1 <= most <= 8
 
 
-def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
+def test_finished_rows_free_the_cache():
     async def run():
         async with _engine() as engine:
             sizes, caches = [], []
@@ -222,7 +222,7 @@ def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
     assert layers == []
 
 
-def test_an_id_that_is_in_use_is_refused():
+def test_duplicate_request_id_is_rejected():
     async def run():
         async with _engine() as engine:
             with pytest.raises(UnsupportedParameter, match="'r' is in use"):
@@ -245,7 +245,7 @@ def test_an_id_that_is_in_use_is_refused():
         (_request(stop_token_ids=tuple(range(320)), min_tokens=2), "320 stop_token_ids with min_tokens=2"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused_by_name(request_, named):
+def test_invalid_requests_are_rejected_by_name(request_, named):
     async def run():
         async with _engine() as engine:
             with pytest.raises(UnsupportedParameter, match="transformers") as caught:
@@ -255,7 +255,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(request_, named):
     asyncio.run(run())
 
 
-def test_an_end_of_sequence_beyond_the_vocabulary_is_no_token():
+def test_eos_beyond_vocabulary_is_ignored():
     model = tiny_model(hidden_size=32)
     model.generation_config.eos_token_id = [EOS, 5000]
 
@@ -266,7 +266,7 @@ def test_an_end_of_sequence_beyond_the_vocabulary_is_no_token():
     assert len(asyncio.run(run())[0].token_ids) == 8
 
 
-def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured():
+def test_only_stop_strings_need_tokenizer():
     engine = TransformersEngine(tiny_model(hidden_size=32))
     assert engine.capabilities.sampling == {field.name for field in fields(SamplingParams)} - {"stop"}
 
@@ -279,7 +279,7 @@ def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured()
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_queued_request_shares_a_prompt_unless_the_prefix_cache_was_reset(reset):
+def test_queued_request_shares_prompt_until_cache_reset(reset):
     async def run():
         async with _engine(max_num_seqs=1) as engine:
             call = asyncio.ensure_future(engine.generate([_request(f"r{n}", seed=n, max_tokens=60) for n in range(2)]))
@@ -314,7 +314,7 @@ def test_abort_returns_what_was_sampled():
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_a_deadline_ends_a_request_that_ran_so_long_and_not_one_that_waited_for_it():
+def test_deadline_counts_only_running_time():
     async def run():
         async with _engine(max_num_seqs=1) as engine:
             requests = [replace(_request(name, max_tokens=4000), deadline_s=0.2) for name in "ab"]
@@ -332,7 +332,7 @@ def test_a_deadline_ends_a_request_that_ran_so_long_and_not_one_that_waited_for_
     assert paused.token_ids.tolist() == []
 
 
-def test_pause_keep_stops_and_resume_goes_on_with_the_same_tokens():
+def test_resume_continues_with_same_tokens():
     request = _request("a", max_tokens=400, seed=5)
 
     async def run():
@@ -369,7 +369,7 @@ def test_pause_abort_ends_everything_and_new_requests_wait():
     assert asyncio.run(run()).stop_reason == "length"
 
 
-def test_pause_wait_lets_running_requests_finish_and_keeps_queued_ones():
+def test_pause_wait_finishes_running_and_keeps_queued():
     async def run():
         async with _engine(max_num_seqs=1) as engine:
             first = asyncio.ensure_future(engine.generate([_request("a", max_tokens=60)]))
@@ -397,7 +397,7 @@ def _sync(source: torch.nn.Module, version: int) -> tuple[Manifest, list[Any]]:
     return manifest, [sender.send(bucket.index) for bucket in plan_buckets(manifest)]
 
 
-def test_new_weights_are_served_and_their_version_is_told():
+def test_new_weights_are_served_with_their_version():
     old, new = tiny_model(hidden_size=32), tiny_model(hidden_size=32, seed=1)
 
     async def run():
@@ -424,7 +424,7 @@ def test_new_weights_are_served_and_their_version_is_told():
     assert (health.version, health.torn) == (4, False)
 
 
-def test_a_row_that_outlives_its_weights_tells_where_they_changed():
+def test_completion_records_weight_change():
     prompts = [_request(f"r{n}", max_tokens=200, seed=n) for n in range(2)]
 
     async def run():
@@ -459,7 +459,7 @@ def test_a_row_that_outlives_its_weights_tells_where_they_changed():
     assert new.versions == [VersionSpan(0, 8, 1)]
 
 
-def test_a_refused_manifest_leaves_the_old_weights_serving():
+def test_rejected_manifest_keeps_old_weights():
     async def run():
         async with _engine() as engine:
             before = await engine.generate([_request(seed=1)])
@@ -471,7 +471,7 @@ def test_a_refused_manifest_leaves_the_old_weights_serving():
     assert before == after
 
 
-def test_tied_weights_are_held_once():
+def test_tied_weights_occur_once():
     async def run():
         async with _engine(tiny_model(hidden_size=32, tied=True)) as engine:
             return engine.served.parameters
@@ -484,7 +484,7 @@ def test_tied_weights_are_held_once():
 # -- failures and the end ---------------------------------------------------------------------------------------------
 
 
-def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
+def test_engine_survives_failed_step():
     async def run():
         async with _engine() as engine:
             decode = engine.served.decode
@@ -497,7 +497,7 @@ def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
     assert asyncio.run(run())[0].stop_reason == "length"
 
 
-def test_a_request_that_fails_as_it_begins_holds_up_no_deadline():
+def test_failed_prefill_does_not_block_deadlines():
     failing, late = (replace(_request(name, max_tokens=4000), deadline_s=0.2) for name in "ab")
 
     async def run():
@@ -514,7 +514,7 @@ def test_a_request_that_fails_as_it_begins_holds_up_no_deadline():
     assert completion.running_s >= 0.2
 
 
-def test_weights_that_are_not_finite_are_an_error_not_tokens():
+def test_non_finite_weights_raise_error():
     model = tiny_model(hidden_size=32)
 
     async def run():
@@ -527,7 +527,7 @@ def test_weights_that_are_not_finite_are_an_error_not_tokens():
     asyncio.run(run())
 
 
-def test_close_fails_what_runs_ends_the_thread_and_refuses_the_rest():
+def test_close_fails_running_and_later_calls():
     async def run():
         engine = TransformersEngine(tiny_model(hidden_size=32), name="brief")
         call = asyncio.ensure_future(engine.generate([_request(max_tokens=4000)]))
@@ -544,7 +544,7 @@ def test_close_fails_what_runs_ends_the_thread_and_refuses_the_rest():
     assert not any("brief" in thread.name for thread in threading.enumerate())
 
 
-def test_a_call_that_was_cancelled_leaves_no_complaint_of_the_loop():
+def test_cancelled_call_logs_no_loop_error():
     said: list[Any] = []
 
     async def run():
@@ -559,7 +559,7 @@ def test_a_call_that_was_cancelled_leaves_no_complaint_of_the_loop():
     assert not said
 
 
-def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
+def test_folder_is_loaded_with_tokenizer(tmp_path):
     path = save_tiny_model(tmp_path, hidden_size=32)
 
     async def run():

@@ -106,7 +106,7 @@ def _assert_logprobs_are_the_models(model, requests, completions):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logprobs_equal_the_models_for_every_architecture(kind):
+def test_logprobs_match_model_for_every_architecture(kind):
     model = _model(kind)
     requests = _requests(_prompts([5, 11, 5, 1]), 3, SamplingParams(max_tokens=14))
     _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
@@ -129,7 +129,7 @@ def test_logprobs_are_of_the_distribution_really_sampled_from(options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_hugging_faces_greedy(kind):
+def test_greedy_matches_hugging_face(kind):
     model = _model(kind)
     requests = _requests(_prompts([4, 9, 13]), 2, SamplingParams(max_tokens=20, temperature=0.0))
     model.set_attn_implementation("eager")
@@ -144,7 +144,7 @@ def test_greedy_equals_hugging_faces_greedy(kind):
 
 @pytest.mark.parametrize("kind", [*WINDOWED, "qwen2_moe"])
 @pytest.mark.parametrize("window", [4, 9])
-def test_sliding_windows_hide_what_left_them(kind, window):
+def test_sliding_windows_hide_older_tokens(kind, window):
     # Prompts shorter and longer than the window; sampled tokens that push the prompt out of it.
     model = _model(kind, window)
     requests = _requests(_prompts([3, 12, 7]), 2, SamplingParams(max_tokens=16))
@@ -153,7 +153,7 @@ def test_sliding_windows_hide_what_left_them(kind, window):
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "deepseek_v3", *WINDOWED_BY_MASK])
-def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind: str, samples: int):
+def test_decoding_is_exact_in_double_precision(kind: str, samples: int):
     model: Any = _model(kind, window=6 if kind in (*WINDOWED, *WINDOWED_BY_MASK) else None).double().eval()
     model.set_experts_implementation("eager")  # the default one lacks float64
     prompts, new = _prompts([11, 3, 11]), 40  # more tokens than lanes have room for at first
@@ -180,7 +180,7 @@ def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind:
     torch.testing.assert_close(torch.stack(got, 1), torch.stack(wanted), atol=1e-9, rtol=0)
 
 
-def test_rows_that_come_and_go_do_not_disturb_the_others():
+def test_other_rows_do_not_affect_a_row():
     # Lengths 1 to 90 through 6 places: rows finish, lanes are reused, the cache grows, shrinks and is rearranged.
     model = _model()
     prompts = _prompts([3, 40, 8, 17, 8, 21], seed=1)
@@ -193,7 +193,7 @@ def test_rows_that_come_and_go_do_not_disturb_the_others():
     _assert_logprobs_are_the_models(model, requests, completions)
 
 
-def test_a_large_batch_that_shrinks_is_packed_together_and_stays_right():
+def test_shrinking_batch_stays_exact_after_compaction():
     model = _model()
     requests = [
         replace(request, sampling=SamplingParams(max_tokens=3 if index % 8 else 40))
@@ -202,7 +202,7 @@ def test_a_large_batch_that_shrinks_is_packed_together_and_stays_right():
     _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
 
 
-def test_results_do_not_depend_on_batch_composition_or_order():
+def test_results_are_independent_of_batch_and_order():
     model = _model()
     requests = _requests(_prompts([6, 9, 4]), 4, SamplingParams(max_tokens=25))
     together = {c.request_id: c for c in _generate(model, requests)}
@@ -215,7 +215,7 @@ def test_results_do_not_depend_on_batch_composition_or_order():
         assert completion.token_ids.tolist() == together[completion.request_id].token_ids.tolist()
 
 
-def test_the_same_call_gives_the_same_bits_whatever_the_engine_did_before():
+def test_results_are_bitwise_independent_of_earlier_work():
     model = _model()
     requests = _requests(_prompts([6, 9, 4]), 4, SamplingParams(max_tokens=25))
 
@@ -257,7 +257,7 @@ def test_half_precision_is_served(dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_the_models_for_sequences_of_any_length(kind):
+def test_scores_match_model_for_any_length(kind):
     model = _model(kind)
     sequences = _prompts([9, 2, 1, 30, 9])
 
@@ -274,7 +274,7 @@ def test_scores_are_the_models_for_sequences_of_any_length(kind):
             assert scores == pytest.approx(_reference(model, request, list(ids[1:]))[1], abs=1e-4)
 
 
-def test_a_model_that_keeps_another_kind_of_state_is_refused():
+def test_state_space_model_is_rejected():
     from transformers import MambaConfig, MambaForCausalLM
 
     mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
@@ -282,7 +282,7 @@ def test_a_model_that_keeps_another_kind_of_state_is_refused():
         TransformersEngine(mamba)
 
 
-def test_an_encoder_decoder_is_refused():
+def test_encoder_decoder_is_rejected():
     from transformers import T5Config, T5ForConditionalGeneration
 
     small = T5Config(vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2)
@@ -291,7 +291,7 @@ def test_an_encoder_decoder_is_refused():
         TransformersEngine(T5ForConditionalGeneration(small))
 
 
-def test_a_model_whose_attention_has_more_to_it_is_refused():
+def test_model_with_extra_attention_input_is_rejected():
     model = _model()
     for layer in model.model.layers:  # as a model hands over what it has besides queries, keys and values
         layer.self_attn.forward = partial(layer.self_attn.forward, position_bias=torch.zeros(1))
@@ -299,14 +299,14 @@ def test_a_model_whose_attention_has_more_to_it_is_refused():
         TransformersEngine(model)
 
 
-def test_a_rope_that_depends_on_the_batch_is_refused():
+def test_dynamic_rope_is_rejected():
     model = _model("llama")
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     with pytest.raises(EngineError, match="rope"):
         TransformersEngine(model)
 
 
-def test_what_waits_for_an_engine_that_never_sampled_is_aborted():
+def test_abort_before_first_sample_returns_empty_completion():
     async def run():
         engine = TransformersEngine(_model(), max_num_seqs=1)
         await engine.pause()

@@ -62,7 +62,7 @@ def chosen_by_the_trainer(kind: str, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("retracted", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_a_completion_tells_where_its_tokens_went(kind: str, retracted: bool) -> None:
+def test_completion_routing_matches_trainer(kind: str, retracted: bool) -> None:
     for prompt, completion in zip(PROMPTS, sampled(kind, retracted), strict=True):
         tokens = [*prompt, *completion.token_ids]
         assert completion.routing.dtype == np.int16
@@ -73,7 +73,7 @@ def test_a_completion_tells_where_its_tokens_went(kind: str, retracted: bool) ->
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_a_request_that_ends_at_once_tells_of_its_prompt(tokens: int) -> None:
+def test_routing_of_short_response_covers_prompt(tokens: int) -> None:
     async def run() -> list[Completion]:
         engine = TransformersEngine(tiny_model("qwen3_moe"), keeps_routing=True)
         try:
@@ -98,7 +98,7 @@ def completion(ids: list[int], told: Any) -> Completion:
     return completion_from("r", ids, [-1.0] * len(ids), [-1.0] * len(ids), "stop", [], routing=told)
 
 
-def test_tokens_of_earlier_turns_stay_where_they_were_when_they_were_sampled() -> None:
+def test_earlier_turns_keep_their_sampled_routing() -> None:
     item = trajectory_from(Prompt("0", [], "none"), 0, [], [], [], [], [], 0.0, "stop", 1.0)
     ledger = TrajectoryBuilder(item)
     ledger.start_episode([5, 6])

@@ -289,7 +289,7 @@ async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[Traj
 
 @settings(max_examples=500, deadline=None)
 @given(SCHEDULES)
-def test_the_bound_holds_prompts_are_used_once_in_order_and_the_run_ends(schedule: Schedule):
+def test_schedules_respect_staleness_and_prompt_order(schedule: Schedule):
     attempts, trained = virtual_time.run(played(schedule))
     assert sorted(trained) == list(range(STEPS))
     positions = [int(group.prompt.uid) for step in range(STEPS) for group in trained[step]]
@@ -308,7 +308,7 @@ def test_the_bound_holds_prompts_are_used_once_in_order_and_the_run_ends(schedul
     assert max(one.most_under_way for one in attempts) <= (schedule.staleness + 1) * BATCH + over
 
 
-def test_a_schedule_plays_alike_wherever_its_objects_lie_in_memory() -> None:
+def test_schedule_is_independent_of_memory_addresses() -> None:
     """Requests that an engine's death ends continue in their order: as members of a set they would go by addresses."""
     schedule = Schedule(
         engines=1, staleness=2, on_sync="keep", in_flight=10, sigma=0.5, update_s=1.0, sync_s=0.5, turns=2, tool_s=2.0,

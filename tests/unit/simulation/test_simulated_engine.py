@@ -35,7 +35,7 @@ def engine(**timings: float) -> SimulatedEngine:
     return SimulatedEngine(lambda one: one.sampling.max_tokens, EngineTimings(**given), name="e")  # type: ignore[arg-type]
 
 
-def test_hours_pass_at_once_and_a_wait_that_nothing_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_virtual_time_skips_waits_and_detects_deadlock(monkeypatch: pytest.MonkeyPatch):
     async def wait() -> float:
         await asyncio.gather(*(asyncio.sleep(3600.0 * hours) for hours in range(100)))
         return asyncio.get_running_loop().time()
@@ -46,7 +46,7 @@ def test_hours_pass_at_once_and_a_wait_that_nothing_ends_is_an_error(monkeypatch
         virtual_time.run(asyncio.Event().wait())
 
 
-def test_sequences_share_their_steps_and_new_ones_slow_the_others_down():
+def test_sequences_share_steps_and_slow_each_other():
     async def run() -> list[float]:
         one = engine(decode_per_sequence_s=ALIKE, max_num_seqs=2)
         ends = []
@@ -63,7 +63,7 @@ def test_sequences_share_their_steps_and_new_ones_slow_the_others_down():
     assert alone < both
 
 
-def test_a_prompt_is_read_once_for_its_group_before_the_first_step():
+def test_group_prompt_is_prefilled_once():
     async def run() -> float:
         one = engine(prefill_tokens_per_s=10.0)
         await one.generate([replace(request(str(n), 2, prompt=20), group="g") for n in range(3)])
@@ -95,7 +95,7 @@ def test_tokens_have_the_version_that_sampled_them(mode: str):
     assert ended == pytest.approx(1.0 + 10 * STEP_S + 100.0 + read_again)
 
 
-def test_a_dead_engine_fails_what_it_had_and_what_comes():
+def test_dead_engine_fails_all_requests():
     async def run() -> None:
         one = engine()
         asked = asyncio.ensure_future(one.generate([request("a", 10)]))

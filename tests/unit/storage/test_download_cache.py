@@ -28,13 +28,13 @@ def fetched(server: S3Server) -> list[str]:
     return [line.rpartition("/")[2] for line in server.seen if line.startswith(f"GET /{BUCKET}/")]
 
 
-def test_a_path_and_a_name_on_the_hub_stay_what_they_are_and_a_file_address_is_its_path():
+def test_local_paths_and_hub_names_need_no_copy():
     assert local_copy("/data/model") == "/data/model"
     assert local_copy("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert local_copy("file:///data/model") == "/data/model"
 
 
-def test_rows_are_read_from_an_address_fetched_once_and_again_when_they_change(server: S3Server):
+def test_rows_are_downloaded_once_per_version(server: S3Server):
     store = RemoteFolder(f"s3://{BUCKET}/data")
     store.write("train.jsonl", b'{"prompt": "one"}\n')
     for _ in range(2):  # two processes
@@ -47,7 +47,7 @@ def test_rows_are_read_from_an_address_fetched_once_and_again_when_they_change(s
     assert [row for _, row in read_rows(f"{store.uri}/train.jsonl")] == [{"prompt": "two"}]
 
 
-def test_a_model_is_loaded_from_an_address_and_its_weights_only_where_they_are_needed(
+def test_model_weights_are_downloaded_only_when_needed(
     server: S3Server, tiny_model_path: str
 ):
     import torch
@@ -64,7 +64,7 @@ def test_a_model_is_loaded_from_an_address_and_its_weights_only_where_they_are_n
     assert sorted(fetched(server)) == sorted({*fetched(server)}), "no file is fetched twice"
 
 
-def test_adapter_names_the_address_of_its_base_model(server: S3Server, tiny_model_path: str, tmp_path: Path):
+def test_adapter_config_names_base_model_uri(server: S3Server, tiny_model_path: str, tmp_path: Path):
     store = RemoteFolder(f"s3://{BUCKET}/models/tiny")
     for path in Path(tiny_model_path).iterdir():
         store.write(path.name, path.read_bytes())
@@ -75,7 +75,7 @@ def test_adapter_names_the_address_of_its_base_model(server: S3Server, tiny_mode
     assert config["base_model_name_or_path"] == store.uri
 
 
-def test_a_file_that_was_cut_off_here_is_fetched_again(server: S3Server):
+def test_truncated_copy_is_downloaded_again(server: S3Server):
     RemoteFolder(f"s3://{BUCKET}/m").write("config.json", b"{} ")
     copy = Path(local_copy(f"s3://{BUCKET}/m")) / "config.json"
     copy.write_bytes(b"{")
@@ -83,7 +83,7 @@ def test_a_file_that_was_cut_off_here_is_fetched_again(server: S3Server):
     assert Path(local_copy(f"s3://{BUCKET}/m"), "config.json").read_bytes() == b"{} "
 
 
-def test_an_export_is_read_as_its_manifest_says_and_not_before_it_is_there(server: S3Server, tmp_path: Path):
+def test_export_requires_complete_manifest(server: S3Server, tmp_path: Path):
     store, address = RemoteFolder(f"s3://{BUCKET}/exports"), f"s3://{BUCKET}/exports/global_step_3/policy"
     export = tmp_path / "policy"
     export.mkdir()
@@ -107,7 +107,7 @@ def test_an_export_is_read_as_its_manifest_says_and_not_before_it_is_there(serve
         local_copy(address)
 
 
-def test_a_folder_that_changes_while_it_is_fetched_is_refused(server: S3Server):
+def test_folder_changed_during_download_is_rejected(server: S3Server):
     store = RemoteFolder(f"s3://{BUCKET}/model")
     store.write("a.json", b"old")
     store.write("b.json", b"old")
@@ -122,7 +122,7 @@ def test_a_folder_that_changes_while_it_is_fetched_is_refused(server: S3Server):
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
-def test_a_transfer_that_is_cut_off_leaves_nothing_and_is_an_error(
+def test_interrupted_transfer_raises_and_leaves_nothing(
     scheme: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made: list[Any] = []
@@ -159,14 +159,14 @@ def test_a_transfer_that_is_cut_off_leaves_nothing_and_is_an_error(
 
 
 @pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed"])
-def test_one_of_two_writers_is_told_that_it_has_not_written(server: S3Server, status: str):
+def test_losing_conditional_write_returns_false(server: S3Server, status: str):
     store = RemoteFolder(f"s3://{BUCKET}/claim")
     server.reject_status, server.reject_condition = status, "HTTP_IF_"
     assert not store.write_if_version("claim", b"mine", None)
     assert store.read("claim") is None
 
 
-def test_an_address_with_nothing_and_a_server_that_refuses_are_named(server: S3Server):
+def test_missing_files_and_rejected_requests_name_uri(server: S3Server):
     with pytest.raises(StorageError, match="s3://runs/nothing: there is no file or folder at this URI"):
         local_copy(f"s3://{BUCKET}/nothing")
     server.reject_pattern = "."

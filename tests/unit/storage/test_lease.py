@@ -30,7 +30,7 @@ def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_uri_is_leased_to_one_live_run(server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with MirroredMachine(tmp_path / "a"), pytest.raises(RunFolderError, match="is in use by process"):
         MirroredMachine(tmp_path / "b").mirror.acquire_and_pull()
     with MirroredMachine(tmp_path / "b") as there:
@@ -43,7 +43,7 @@ def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path, ca
 
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.defect("machines-of-one-name")
-def test_an_address_does_not_belong_to_another_machine_of_the_same_name_and_path(server: S3Server, tmp_path: Path):
+def test_lease_distinguishes_machines_of_same_name(server: S3Server, tmp_path: Path):
     path = tmp_path / "run"
     with MirroredMachine(path) as here:
         path.rename(tmp_path / "disk of the first")
@@ -53,7 +53,7 @@ def test_an_address_does_not_belong_to_another_machine_of_the_same_name_and_path
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_more(server: S3Server, tmp_path: Path):
+def test_expired_lease_stops_uploads(server: S3Server, tmp_path: Path):
     silent = MirroredMachine(tmp_path / "a")
     silent.mirror.acquire_and_pull()
     server.block_pattern = "PUT .*/.lock"
@@ -84,7 +84,7 @@ def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_mor
         ("global_step_20/manifest.json", False),
     ],
 )
-def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_successor_alone(
+def test_stopped_process_does_not_disturb_successor(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, lives: bool
 ):
     """`late` is what it was sending; its successor lives, or has ended since."""
@@ -121,7 +121,7 @@ def kept(server: S3Server) -> dict[str, bytes]:
     return {key: content for key, content in server.objects().items() if ".lock" not in key}
 
 
-def test_one_of_those_who_have_seen_the_same_writes(address: str):
+def test_conditional_write_has_one_winner(address: str):
     store = RemoteFolder(address)
     assert store.write_if_version("name", b"first", None) and not store.write_if_version("name", b"other", None)
     seen = store.version("name")
@@ -132,7 +132,7 @@ def test_one_of_those_who_have_seen_the_same_writes(address: str):
     assert not store.write_if_version("name", b"third", seen) and store.version("name") is None
 
 
-def test_one_of_many_that_create_a_file_of_a_disk_at_once_does(tmp_path: Path):
+def test_concurrent_file_creation_has_one_winner(tmp_path: Path):
     barrier = threading.Barrier(16)
     stores = [RemoteFolder(f"file://{tmp_path}/run") for _ in range(barrier.parties)]
 
@@ -149,7 +149,7 @@ def test_one_of_many_that_create_a_file_of_a_disk_at_once_does(tmp_path: Path):
 
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.defect("two-runs-take-one-dead-claim")
-def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_expired_lease_has_one_successor(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
     dead = MirroredMachine(tmp_path / "a")
     dead.mirror.acquire_and_pull()
@@ -176,7 +176,7 @@ def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: 
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_claim_that_changed_before_the_last_look_is_not_overwritten(
+def test_lease_changed_before_last_check_is_kept(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The faster of two machines that wait for a dead claim may take it just before the slower one looks last."""
@@ -203,7 +203,7 @@ def test_claim_that_changed_before_the_last_look_is_not_overwritten(
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_expired_lease_on_disk_goes_to_last_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A disk has no conditional writes: two that have seen the same may both write, and one has to notice."""
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
     monkeypatch.setattr(lease, "POLL_INTERVAL_S", 0.5)
@@ -226,7 +226,7 @@ def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[" * 100_000, b"[1]", b'{"holder": {"a": "\\u001b[2J"}}'])
-def test_damaged_claim_ends_like_that_of_a_dead_run(
+def test_damaged_lock_file_expires(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: bytes
 ):
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
@@ -237,7 +237,7 @@ def test_damaged_claim_ends_like_that_of_a_dead_run(
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_deleted_lock_file_is_written_again(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = RemoteFolder(address)
     store.write(".lock", json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode())
     deleting = threading.Timer(0.2, store.delete, [[".lock"]])
@@ -261,7 +261,7 @@ def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplo
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Server, tmp_path: Path):
+def test_lost_lease_error_names_deletion(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a") as here:
         claim = json.dumps({"holder": "process 1 on another\x1b[2J", "folder": "another:/run", "id": "1"}).encode()
         here.mirror.store.write(".lock", claim)
@@ -272,7 +272,7 @@ def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Se
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_claim_that_is_always_deleted_is_an_error_that_says_so(
+def test_repeated_lock_deletion_raises_error(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     here = MirroredMachine(tmp_path / "a")
@@ -290,7 +290,7 @@ def test_claim_that_is_always_deleted_is_an_error_that_says_so(
 
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.parametrize("answer", ["lost", "501 Not Implemented"])
-def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditions(
+def test_lease_survives_lost_response_and_missing_conditions(
     server: S3Server, tmp_path: Path, answer: str
 ):
     if answer == "lost":
@@ -303,7 +303,7 @@ def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditi
         assert not here.mirror.lease.lost_to
 
 
-def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):
+def test_signal_interrupts_lease_wait(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere"
     claim = json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode()
     RemoteFolder(address).write(".lock", claim)

@@ -22,7 +22,7 @@ from tests.support.mirrored_runs import URI, MirroredMachine, puts, wait_until
 from tests.support.s3_server import BUCKET, S3Server
 
 
-def test_what_is_saved_here_is_loaded_on_another_machine_with_its_metrics(address: str, tmp_path: Path):
+def test_another_machine_loads_checkpoint_and_metrics(address: str, tmp_path: Path):
     with MirroredMachine(tmp_path / "a", address, keep=2) as here:
         for step in (10, 20, 30):
             here.save(step)
@@ -34,7 +34,7 @@ def test_what_is_saved_here_is_loaded_on_another_machine_with_its_metrics(addres
         assert there.mirror.store.read("latest_ckpt_global_step.txt") == b"30"
 
 
-def test_a_checkpoint_without_its_manifest_is_not_there_and_the_one_before_is(server: S3Server, tmp_path: Path):
+def test_checkpoint_without_manifest_is_ignored(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
         wait_until(lambda: here.mirror.remote_steps() == [10])
@@ -49,7 +49,7 @@ def test_a_checkpoint_without_its_manifest_is_not_there_and_the_one_before_is(se
         assert other.mirror.remote_steps() == [10, 20]
 
 
-def test_the_manifest_and_the_metrics_of_its_steps_come_in_this_order_and_last(server: S3Server, tmp_path: Path):
+def test_metrics_and_manifest_are_uploaded_last(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
         here.mirror.finish(20)
@@ -57,7 +57,7 @@ def test_the_manifest_and_the_metrics_of_its_steps_come_in_this_order_and_last(s
     assert of_step[-2:] == ["metrics.jsonl", "global_step_10/manifest.json"]
 
 
-def test_what_an_interrupted_upload_left_is_deleted_and_the_checkpoint_uploaded_by_the_next_start(
+def test_restart_cleans_up_interrupted_upload(
     server: S3Server, tmp_path: Path
 ):
     before = MirroredMachine(tmp_path / "a")
@@ -73,7 +73,7 @@ def test_what_an_interrupted_upload_left_is_deleted_and_the_checkpoint_uploaded_
 
 
 @pytest.mark.defect("a-manifest-without-its-files")
-def test_a_checkpoint_whose_manifest_came_after_its_files_were_deleted_is_sent_again(address: str, tmp_path: Path):
+def test_checkpoint_without_its_files_is_uploaded_again(address: str, tmp_path: Path):
     with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
         here.mirror.finish(20)
@@ -84,7 +84,7 @@ def test_a_checkpoint_whose_manifest_came_after_its_files_were_deleted_is_sent_a
     assert MirroredMachine(tmp_path / "b", address).loaded() == (10, "weights of step 10")
 
 
-def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_other(
+def test_damaged_checkpoint_does_not_block_uploads(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     before = MirroredMachine(tmp_path / "a")
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_other(
         assert problem in caplog.text
 
 
-def test_a_step_that_is_saved_once_more_is_whole_at_every_moment(server: S3Server, tmp_path: Path):
+def test_step_saved_again_stays_complete(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a") as here:
         here.save(10, "first")
         wait_until(lambda: here.mirror.remote_steps() == [10])
@@ -119,7 +119,7 @@ def test_a_step_that_is_saved_once_more_is_whole_at_every_moment(server: S3Serve
     assert contents == [b"second of step 10"], "the file before is deleted"
 
 
-def test_a_checkpoint_that_is_being_uploaded_is_not_deleted_here(server: S3Server, tmp_path: Path):
+def test_checkpoint_in_upload_is_not_deleted(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a", keep=1) as here:
         server.block_pattern = "PUT .*/global_step_10/policy/"
         here.save(10)
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_is_being_uploaded_is_not_deleted_here(server: S3Serve
         assert here.mirror.remote_steps() == [30]
 
 
-def test_a_failed_upload_is_repeated_said_and_named_if_it_still_lacks_at_the_end(
+def test_failed_upload_is_retried_and_reported(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(mirrors, "MAX_RETRY_DELAY_S", 0.05)
@@ -149,7 +149,7 @@ def test_a_failed_upload_is_repeated_said_and_named_if_it_still_lacks_at_the_end
         assert here.mirror.remote_steps() == [10]
 
 
-def test_what_has_arrived_is_not_sent_again_when_a_checkpoint_is_tried_again(
+def test_retry_does_not_resend_files(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(mirrors, "MAX_RETRY_DELAY_S", 0.05)
@@ -165,7 +165,7 @@ def test_what_has_arrived_is_not_sent_again_when_a_checkpoint_is_tried_again(
     assert MirroredMachine(tmp_path / "b").loaded() == (10, "other of step 10")
 
 
-def test_an_upload_that_failed_is_repeated_before_later_ones(
+def test_failed_upload_is_retried_before_later_ones(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(mirrors, "MAX_RETRY_DELAY_S", 0.05)
@@ -180,7 +180,7 @@ def test_an_upload_that_failed_is_repeated_before_later_ones(
     assert manifests == ["global_step_10/manifest.json", "global_step_20/manifest.json"]
 
 
-def test_what_was_killed_before_its_upload_is_uploaded_with_as_many_before_it_as_are_kept(tmp_path: Path):
+def test_restart_uploads_checkpoints_up_to_limit(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere/run"
     with MirroredMachine(tmp_path / "a", address, keep=2) as here:
         here.save(10)
@@ -195,7 +195,7 @@ def test_what_was_killed_before_its_upload_is_uploaded_with_as_many_before_it_as
         assert again.mirror.remote_steps() == [30, 40]
 
 
-def test_its_own_upload_is_no_other_machines(address: str, tmp_path: Path):
+def test_own_upload_is_not_another_machines(address: str, tmp_path: Path):
     with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
         wait_until(lambda: here.mirror.remote_steps() == [10])
@@ -207,7 +207,7 @@ def test_its_own_upload_is_no_other_machines(address: str, tmp_path: Path):
 
 @pytest.mark.defect("gone-back-and-killed")
 @pytest.mark.parametrize(("address", "machine"), [("file", "a"), ("s3", "b")], indirect=["address"])
-def test_a_run_that_went_back_and_was_killed_before_its_upload_goes_on_from_there(
+def test_killed_run_continues_after_going_back(
     address: str, tmp_path: Path, machine: str
 ):
     """Also where it has never had the checkpoints that it left behind."""
@@ -235,7 +235,7 @@ def test_a_run_that_went_back_and_was_killed_before_its_upload_goes_on_from_ther
         assert (found.path / "policy" / "rank_0").read_text() == "new of step 30"
 
 
-def test_what_another_machine_has_saved_since_is_not_left_behind(tmp_path: Path):
+def test_newer_remote_checkpoint_is_not_obsolete(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere/run"
     with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
@@ -251,7 +251,7 @@ def test_what_another_machine_has_saved_since_is_not_left_behind(tmp_path: Path)
         assert back.loaded() == (20, "other of step 20")
 
 
-def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(server: S3Server, tmp_path: Path):
+def test_going_back_sets_remote_checkpoints_aside(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a") as here:
         for step in (10, 20):
             here.save(step)
@@ -273,7 +273,7 @@ def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(serve
 
 @pytest.mark.defect("back-on-the-first-machine")
 @pytest.mark.parametrize("went_back", [True, False])
-def test_what_another_machine_has_gone_on_from_counts_and_not_what_is_only_here(
+def test_checkpoints_of_another_machine_take_precedence(
     address: str, tmp_path: Path, went_back: bool, caplog: pytest.LogCaptureFixture
 ):
     with MirroredMachine(tmp_path / "a", address) as here:
@@ -304,7 +304,7 @@ def test_what_another_machine_has_gone_on_from_counts_and_not_what_is_only_here(
 
 
 @pytest.mark.defect("back-on-the-first-machine")
-def test_what_was_not_uploaded_counts_if_no_other_machine_has_saved_since(address: str, tmp_path: Path):
+def test_local_checkpoint_is_used_without_newer_remote(address: str, tmp_path: Path):
     with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
         here.mirror.finish(20)
@@ -321,7 +321,7 @@ def test_what_was_not_uploaded_counts_if_no_other_machine_has_saved_since(addres
 
 
 @pytest.mark.defect("back-on-the-first-machine")
-def test_nothing_brings_back_what_was_set_aside_but_who_renames_it(tmp_path: Path):
+def test_only_renaming_restores_set_aside_checkpoint(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere/run"
     with MirroredMachine(tmp_path / "a", address) as here:
         for step in (10, 20, 30):
@@ -352,7 +352,7 @@ def test_nothing_brings_back_what_was_set_aside_but_who_renames_it(tmp_path: Pat
 
 
 @pytest.mark.defect("back-on-the-first-machine")
-def test_machines_that_take_turns_keep_no_more_than_one_alone(address: str, tmp_path: Path):
+def test_alternating_machines_respect_checkpoint_limit(address: str, tmp_path: Path):
     step = 10
     for name in ("a", "b") * 2:
         with MirroredMachine(tmp_path / name, address, keep=2) as one:
@@ -368,7 +368,7 @@ def test_machines_that_take_turns_keep_no_more_than_one_alone(address: str, tmp_
 
 
 @pytest.mark.defect("back-on-the-first-machine")
-def test_another_runs_checkpoint_is_the_one_at_its_address(server: S3Server, tmp_path: Path):
+def test_checkpoint_of_another_run_comes_from_its_uri(server: S3Server, tmp_path: Path):
     here = resolve_local_folder(URI)
     with MirroredMachine(here) as first:
         first.save(10)
@@ -392,7 +392,7 @@ def test_another_runs_checkpoint_is_the_one_at_its_address(server: S3Server, tmp
     assert (here / "global_step_20" / "policy" / "rank_0").read_text() == "first of step 20", "it is not this run's"
 
 
-def test_what_a_run_deletes_of_its_records_is_deleted_there_unless_it_is_written_again(
+def test_deleted_records_are_deleted_remotely(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(mirrors, "RECORD_INTERVAL_S", 0.05)
@@ -413,7 +413,7 @@ def test_what_a_run_deletes_of_its_records_is_deleted_there_unless_it_is_written
     assert sorted(one.mirror.store.find("rollouts")) == [f"rollouts/step_0000000{n}.parquet" for n in (2, 3)]
 
 
-def test_a_record_that_is_written_again_before_it_was_deleted_there_stays(address: str, tmp_path: Path):
+def test_rewritten_record_is_not_deleted(address: str, tmp_path: Path):
     with MirroredMachine(tmp_path / "one", address) as one:
         file = one.folder / "rollouts.parquet"
         one.mirror.delete_record(file)
@@ -422,7 +422,7 @@ def test_a_record_that_is_written_again_before_it_was_deleted_there_stays(addres
         assert one.mirror.store.read("rollouts.parquet") == b"others"
 
 
-def test_a_checkpoint_that_is_damaged_here_is_repaired_and_one_that_is_damaged_there_is_passed_over(
+def test_damaged_checkpoint_is_repaired_or_skipped(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     with MirroredMachine(tmp_path / "a") as here:
@@ -438,7 +438,7 @@ def test_a_checkpoint_that_is_damaged_here_is_repaired_and_one_that_is_damaged_t
     assert "global_step_20/policy/rank_0 has another SHA-256" in caplog.text
 
 
-def test_storage_that_does_not_answer_ends_a_resume_instead_of_an_older_checkpoint(server: S3Server, tmp_path: Path):
+def test_resume_fails_when_storage_rejects_requests(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
         here.save(20)
@@ -448,7 +448,7 @@ def test_storage_that_does_not_answer_ends_a_resume_instead_of_an_older_checkpoi
         MirroredMachine(tmp_path / "b").loaded()
 
 
-def test_an_export_is_there_once_its_manifest_is_and_one_that_is_written_again_is_withdrawn(
+def test_export_is_visible_only_when_complete(
     server: S3Server, tmp_path: Path
 ):
     exports = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports")
@@ -470,7 +470,7 @@ def test_an_export_is_there_once_its_manifest_is_and_one_that_is_written_again_i
 
 
 @pytest.mark.defect("back-on-the-first-machine")
-def test_an_export_that_another_machine_has_written_since_is_not_replaced_by_a_start(address: str, tmp_path: Path):
+def test_start_keeps_export_of_another_machine(address: str, tmp_path: Path):
     def export(machine: str, text: str | None, killed: bool = False) -> Mirror:
         mirror = Mirror(tmp_path / machine, address)
         folder = tmp_path / machine / "global_step_3" / "policy"
@@ -499,7 +499,7 @@ def test_an_export_that_another_machine_has_written_since_is_not_replaced_by_a_s
     assert there(export("b", None)) == b"fourth", "it had seen the third"
 
 
-def test_nothing_more_is_sent_of_a_checkpoint_after_the_end(
+def test_stop_ends_running_upload(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(mirrors, "STOP_TIMEOUT_S", 0.1)
@@ -513,7 +513,7 @@ def test_nothing_more_is_sent_of_a_checkpoint_after_the_end(
     assert puts(server, "global_step_10") == ["global_step_10/policy/rank_0"]
 
 
-def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server: S3Server, tmp_path: Path):
+def test_run_end_waits_and_reports_missing_uploads(server: S3Server, tmp_path: Path):
     here = MirroredMachine(tmp_path / "a")
 
     async def run() -> None:
@@ -546,7 +546,7 @@ def test_damaged_side_file_does_not_prevent_a_restart(tmp_path: Path, name: str,
     assert MirroredMachine(tmp_path / "b", address).loaded() == (20, "weights of step 20")
 
 
-def test_vanished_object_of_an_older_checkpoint_is_uploaded_again(
+def test_missing_objects_are_uploaded_again(
     address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     with MirroredMachine(tmp_path / "a", address) as here:

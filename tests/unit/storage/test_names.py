@@ -27,7 +27,7 @@ def put_raw(key: str, content: bytes = b"evil") -> None:
     s3fs.S3FileSystem(use_listings_cache=False).call_s3("put_object", Bucket=BUCKET, Key=key, Body=content)
 
 
-def test_objects_that_are_no_files_of_a_folder_are_skipped_and_named(
+def test_objects_with_invalid_names_are_skipped(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     with MirroredMachine(tmp_path / "a") as here:
@@ -48,7 +48,7 @@ def test_objects_that_are_no_files_of_a_folder_are_skipped_and_named(
     assert "\x1b" not in caplog.text
 
 
-def test_objects_that_have_no_place_in_the_folder_here_prevent_nothing(
+def test_objects_that_conflict_with_local_paths_are_skipped(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """A folder may be here where an object is there, a file where objects lie below, or what saves make or delete."""
@@ -73,7 +73,7 @@ def test_objects_that_have_no_place_in_the_folder_here_prevent_nothing(
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("where", ["name", "key"])
-def test_manifest_that_leaves_its_folder_is_refused(server: S3Server, tmp_path: Path, name: str, where: str):
+def test_manifest_with_outside_name_is_rejected(server: S3Server, tmp_path: Path, name: str, where: str):
     entry = {"bytes": 4, "sha256": SHA} | ({"key": name} if where == "key" else {})
     store = RemoteFolder(f"s3://{BUCKET}/team")
     content = json.dumps({"files": {"a" if where == "key" else name: entry}}).encode()
@@ -93,13 +93,13 @@ def test_manifest_that_leaves_its_folder_is_refused(server: S3Server, tmp_path: 
         [],
     ],
 )
-def test_manifest_that_cannot_be_is_refused(files: object):
+def test_invalid_manifest_is_rejected(files: object):
     with pytest.raises(ValueError, match=r"no manifest|64 hexadecimal|inside the folder"):
         parse_manifest(json.dumps({"files": files}).encode())
 
 
 @pytest.mark.parametrize("name", OUTSIDE[:-2])
-def test_name_outside_a_folder_is_refused_by_every_method(tmp_path: Path, name: str):
+def test_every_method_rejects_names_outside_folder(tmp_path: Path, name: str):
     store = RemoteFolder(f"file://{tmp_path}/store")
     (tmp_path / "source").write_bytes(b"source")
     for call in (
@@ -115,7 +115,7 @@ def test_name_outside_a_folder_is_refused_by_every_method(tmp_path: Path, name: 
     assert not [*tmp_path.glob("**/evil")]
 
 
-def test_optimized_python_refuses_the_same(tmp_path: Path):
+def test_optimized_python_rejects_the_same(tmp_path: Path):
     code = (
         "from skyrl_train.storage.remote_folder import RemoteFolder\n"
         "from skyrl_train.weight_sync.protocol import dtype_of\n"
@@ -137,7 +137,7 @@ def test_optimized_python_refuses_the_same(tmp_path: Path):
     "address",
     ["s3://bucket//run", "s3://bucket/a//b", "s3://bucket/run//", "file:///a//b", "s3://bucket/./a", "s3://b/.."],
 )
-def test_address_with_empty_parts_is_refused(address: str):
+def test_uri_with_empty_parts_is_rejected(address: str):
     for use in (RemoteFolder, resolve_local_folder):
         with pytest.raises(ConfigError, match="no part of it is empty"):
             use(address)
