@@ -1,4 +1,4 @@
-"""What SGLang engines leave in folders that every user may write to. Needs no SGLang."""
+"""Stale files of SGLang engines in folders that every user can write to. These tests need no SGLang."""
 
 from __future__ import annotations
 

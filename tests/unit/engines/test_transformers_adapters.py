@@ -1,4 +1,4 @@
-"""LoRA in the transformers engine: rows of one batch through different adapters, and folders that do not fit."""
+"""LoRA in the transformers engine: rows of one batch with different adapters, and invalid adapter folders."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_rows_of_batch_use_their_own_adapters(kind: str, tmp_path: Path):
     folders = {name: save_tiny_adapter(tmp_path / name, model, seed=ord(name), rank=2 + ord(name) % 3) for name in "ab"}
     prompts = (PROMPT, (9,), tuple(range(20, 40)))
     requests = [
-        _request(f"{adapter}.{place}.{sample}", adapter, prompt)
+        _request(f"{adapter}.{index}.{sample}", adapter, prompt)
         for sample in range(2)
         for adapter in (None, "a", "b")
-        for place, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     ]
 
     async def run() -> list[Completion]:
@@ -72,11 +72,11 @@ def test_rows_of_batch_use_their_own_adapters(kind: str, tmp_path: Path):
             return await engine.generate(requests)
 
     references = {None: Reference(model)} | {name: Reference(merged(model, path)) for name, path in folders.items()}
-    answers = set()
+    responses = set()
     for request, completion in zip(requests, asyncio.run(run()), strict=True):
         assert_logprobs(references[request.adapter], request, completion)
-        answers.add(tuple(completion.token_ids))
-    assert len(answers) == 9  # prompts times adapters: seeds are the same
+        responses.add(tuple(completion.token_ids))
+    assert len(responses) == 9  # three prompts times three adapters; all seeds are equal
 
 
 def test_saved_peft_adapter_matches_peft(model: PreTrainedModel, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_unknown_adapter_error_lists_loaded_adapters(model: PreTrainedModel, tmp
     asyncio.run(run())
 
 
-# -- folders that do not fit ------------------------------------------------------------------------------------------
+# -- invalid adapter folders ------------------------------------------------------------------------------------------
 
 
 def _change_config(**changes: Any) -> Callable[[Path], None]:
@@ -178,7 +178,7 @@ def _new(key: str, tensor: torch.Tensor) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"),
+    ("damage", "message"),
     [
         (_change_config(r=0), r"r=0"),
         (_change_config(r=5), r"layers\.0\.\S+lora_A\.weight is \[4, \d+\] instead of \[5, \d+\]"),
@@ -202,14 +202,14 @@ def _new(key: str, tensor: torch.Tensor) -> Callable[[Path], None]:
     ],
 )  # fmt: skip
 def test_invalid_adapter_folder_is_rejected(
-    model: PreTrainedModel, tmp_path: Path, spoil: Callable[[Path], None], named: str
+    model: PreTrainedModel, tmp_path: Path, damage: Callable[[Path], None], message: str
 ):
     path = save_tiny_adapter(tmp_path, model, targets=("q_proj",))
-    spoil(tmp_path)
+    damage(tmp_path)
 
     async def run() -> None:
         async with _engine(model) as engine:
-            with pytest.raises(EngineError, match=named) as caught:
+            with pytest.raises(EngineError, match=message) as caught:
                 await engine.load_adapter("a", path)
             assert "'tiny'" in str(caught.value)
             assert path in str(caught.value)

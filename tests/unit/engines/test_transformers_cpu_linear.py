@@ -1,4 +1,4 @@
-"""Linear layers through oneDNN compute what they did, with the weights that they have now."""
+"""Linear layers with oneDNN compute the same as torch's, with their current weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_onednn_layers_match_linear_with_current_weights(rows: int, outputs: int
     with torch.inference_mode():
         for _ in range(2):
             inputs = torch.randn(1, rows, 257)
-            wanted = nn.functional.linear(inputs, *model[0].parameters())
-            torch.testing.assert_close(model(inputs), wanted, atol=1e-4, rtol=1e-5)
+            expected = nn.functional.linear(inputs, *model[0].parameters())
+            torch.testing.assert_close(model(inputs), expected, atol=1e-4, rtol=1e-5)
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter))
 
