@@ -68,9 +68,9 @@ def synthetic_rollouts(
             for index, length in enumerate(lengths)]  # fmt: skip
     table = pa.Table.from_pylist(rows, pa.schema([field for field in COLUMNS if field.name in rows[0]]))
     sampled = np.ones(len(ids), bool)
-    for row, start in zip(rows, offsets.tolist(), strict=False):
-        sampled[start : start + row["response_tokens"]] = False
-        for span in row["loss_spans"]:
+    for rollout, start in zip(rows, offsets.tolist(), strict=False):
+        sampled[start : start + rollout["response_tokens"]] = False
+        for span in rollout["loss_spans"]:
             sampled[start + span["start"] : start + span["stop"]] = True
     advantages = np.repeat((rewards - rewards.mean()).astype(np.float32), lengths) * sampled
     token_rewards = np.zeros(len(ids), np.float32)

@@ -92,7 +92,7 @@ class Adapters:
         if name not in self._loaded:
             loaded = ", ".join(sorted(self._loaded)) or "none"
             raise UnsupportedParameter(
-                f"Engine {self._engine!r} does not support adapter={name!r}: adapters loaded: {loaded}."
+                f"Engine {self._engine!r} rejects adapter={name!r}: adapters loaded: {loaded}."
             )
         return self._loaded[name]
 

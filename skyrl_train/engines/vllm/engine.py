@@ -301,7 +301,7 @@ class VLLMEngine(StepLoopEngine):
             return self._core_request(request.request_id, request.token_ids, params, lora)
         except (ValueError, VLLMClientError) as error:
             raise UnsupportedParameter(
-                f"Engine {self.name!r} does not support request {request.request_id!r}: {error}"
+                f"Engine {self.name!r} rejects request {request.request_id!r}: {error}"
             ) from error
 
     def _lora(self, request: SampleRequest) -> LoRARequest | None:

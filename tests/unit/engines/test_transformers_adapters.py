@@ -142,7 +142,7 @@ def test_adapters_do_not_change_parameter_names(model: PreTrainedModel, tmp_path
 def test_unknown_adapter_error_lists_loaded_adapters(model: PreTrainedModel, tmp_path: Path):
     async def run() -> None:
         async with _engine(model, one=save_tiny_adapter(tmp_path, model)) as engine:
-            with pytest.raises(UnsupportedParameter, match=r"'tiny' cannot honour adapter='two': adapters loaded: one"):
+            with pytest.raises(UnsupportedParameter, match=r"'tiny' .* adapter='two': adapters loaded: one"):
                 await engine.generate([_request("a"), _request("b", "two")])
             assert (await engine.health()).queued == 0
             await engine.unload_adapter("one")
