@@ -128,9 +128,7 @@ def test_pause_wait_finishes_running_requests_with_old_weights(bench: EngineHarn
 
 
 @pytest.mark.parametrize("on_sync", ["keep", "recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
-def test_sync_loses_none_of_64_active_requests(
-    bench: EngineHarness, reference: Reference, on_sync: str
-):
+def test_sync_loses_none_of_64_active_requests(bench: EngineHarness, reference: Reference, on_sync: str):
     """As a run syncs that samples meanwhile: 16 of them have begun, the others wait for room."""
     if refuses_mode(bench, PAUSE_MODES[on_sync]):
         return

@@ -351,9 +351,7 @@ def test_adapter_survives_sync_and_can_be_replaced(bench: EngineHarness, referen
     bench.run(bench.engine.unload_adapter("a"))
 
 
-def test_unloading_adapter_of_waiting_request_spares_others(
-    bench: EngineHarness, reference: Reference, tmp_path
-):
+def test_unloading_adapter_of_waiting_request_spares_others(bench: EngineHarness, reference: Reference, tmp_path):
     folder = save_tiny_adapter(tmp_path / "a", bench.model, seed=1)
     if refuses_adapters(bench, folder):
         return
@@ -378,9 +376,7 @@ def test_unloading_adapter_of_waiting_request_spares_others(
         assert isinstance(answer, UnsupportedParameter) and "adapter='a'" in str(answer)
 
 
-def test_invalid_adapter_is_rejected_without_side_effects(
-    bench: EngineHarness, reference: Reference, tmp_path
-):
+def test_invalid_adapter_is_rejected_without_side_effects(bench: EngineHarness, reference: Reference, tmp_path):
     other = save_tiny_adapter(tmp_path / "other", bench.random_model(0), rank=4, targets=("q_proj",), r=5)
     if refuses_adapters(bench, other):
         return

@@ -116,9 +116,7 @@ def test_engine_serves_new_weights_after_every_sync(bench: EngineHarness, route:
     assert_serves(bench, Reference(bench.model))
 
 
-def test_bucket_size_determines_number_of_buckets(
-    bench: EngineHarness, route: str, reference: Reference
-):
+def test_bucket_size_determines_number_of_buckets(bench: EngineHarness, route: str, reference: Reference):
     for bucket_bytes, few in ((1, False), (1 << 30, True)):
         bench.model = bench.random_model(4)
         trainer = LocalTrainer(bench.model, bucket_bytes=bucket_bytes)
@@ -210,9 +208,7 @@ def unserved_model(bench: EngineHarness, seed: int) -> Any:
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("altered", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_flipped_bit_error_names_tensor(
-    bench: EngineHarness, route: str, reference: Reference, altered: str
-):
+def test_flipped_bit_error_names_tensor(bench: EngineHarness, route: str, reference: Reference, altered: str):
     trainer = PerturbingTrainer(unserved_model(bench, 8), altered)
     failing_sync(bench, route, WeightSyncError, rf"{altered}.* arrived altered", trainer=trainer)
     assert_old_or_partial_then_repaired(bench, route, reference)

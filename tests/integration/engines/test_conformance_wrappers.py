@@ -81,9 +81,7 @@ def assert_close(got: Any, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_wrapper_logprobs_match_trainer_in_every_mode(
-    bench: EngineHarness, reference: Reference, wrap: Any, mode: str
-):
+def test_wrapper_logprobs_match_trainer_in_every_mode(bench: EngineHarness, reference: Reference, wrap: Any, mode: str):
     """Examples 1 to 3: the same prompts as conversations, texts and tokens get the same answers."""
     wrapper = wrap(input_mode=mode)
     assert wrapper.in_keys == [(mode, "prompt")]

@@ -199,9 +199,7 @@ def test_checkpoint_with_names_sglang_skips_is_rejected(tmp_path: Path):
         SGLangEngine(str(tmp_path))
 
 
-def test_only_files_of_killed_engines_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_only_files_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     instance = uuid.uuid4().hex
     script = f"""
@@ -300,9 +298,7 @@ def test_abort_while_paused_returns_tokens_immediately(running: RunningEngine, m
 
 @pytest.mark.slow
 @pytest.mark.defect("ids-kept-by-the-rest-of-a-failed-call")
-def test_failed_request_aborts_rest_of_its_call(
-    running: RunningEngine, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_request_aborts_rest_of_its_call(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     broken, *others = (request(seed=seed, max_tokens=400) for seed in range(3))
     sample = RequestManager._sample
 

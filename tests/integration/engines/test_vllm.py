@@ -124,9 +124,7 @@ def test_requests_are_built_on_callers_thread(
     assert threads == ["engine-bench"], "the caller's, not the one that takes steps"
 
 
-def test_score_preempts_paused_requests_when_cache_is_full(
-    running: RunningEngine, reference: Reference
-):
+def test_score_preempts_paused_requests_when_cache_is_full(running: RunningEngine, reference: Reference):
     bench, engine = running.bench, running.engine
     requests = [bench.request(prompt, max_tokens=50, seed=n) for n, prompt in enumerate((FIRST, SECOND))]
 
@@ -184,9 +182,7 @@ def test_unresponsive_rank_ends_engine(running: RunningEngine, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_failed_step_checks_devices_of_ranks(
-    running: RunningEngine, monkeypatch: pytest.MonkeyPatch, lost: bool
-):
+def test_failed_step_checks_devices_of_ranks(running: RunningEngine, monkeypatch: pytest.MonkeyPatch, lost: bool):
     """The ranks' stub device is in the state that an illegal access leaves it in, or is not."""
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -235,9 +231,7 @@ def test_weights_wake_before_cache(on_device: RunningEngine, reference: Referenc
 
 
 @pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
-def test_score_restores_cache_of_sleeping_engine_temporarily(
-    on_device: RunningEngine, reference: Reference
-):
+def test_score_restores_cache_of_sleeping_engine_temporarily(on_device: RunningEngine, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(1))
     with pytest.raises(EngineError, match="asleep"):
@@ -296,9 +290,7 @@ def test_cuda_graphs_default_on_accelerators_only(running: RunningEngine):
     assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
 
 
-def test_batch_invariance_is_set_before_vllm_import(
-    running: RunningEngine, monkeypatch: pytest.MonkeyPatch
-):
+def test_batch_invariance_is_set_before_vllm_import(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     from skyrl_train.engines.vllm.arguments import enable_batch_invariance
 
     with pytest.raises(ConfigError, match=r"generator\.batch_invariant=true: .*CPUs have no such mode"):
@@ -348,9 +340,7 @@ def save_adapter(folder: Path, seed: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapter_survives_unloading_while_in_use(
-    running: RunningEngine, reference: Reference
-):
+def test_adapter_survives_unloading_while_in_use(running: RunningEngine, reference: Reference):
     bench, engine = running.bench, running.engine
     folder = save_adapter(running.folder / "adapter", 1)
     prompt = FIRST[:20]
@@ -443,9 +433,7 @@ def test_sync_rejects_padded_experts(one: RunningEngine):
         one.loop.run(engine.close())
 
 
-def test_seed_determines_tokens_across_preemptions_and_pauses(
-    one: RunningEngine, monkeypatch: pytest.MonkeyPatch
-):
+def test_seed_determines_tokens_across_preemptions_and_pauses(one: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     """The other engine has ended. The cache has room for two of the four; a step reads at most 48 tokens of prompts."""
     path, preempted = str(one.folder / "model"), list[str]()
     enable_async_scheduling(monkeypatch)
