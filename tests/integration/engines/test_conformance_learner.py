@@ -1,4 +1,4 @@
-"""The cell of the table of models that an engine of this suite already is: see tests/integration/models."""
+"""The cell of the table of models that this suite's SGLang engine covers; see tests/integration/models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every engine samples what the model says, tells how likely it was, and ends where it should."""
+"""Every engine samples from the model's distribution, returns exact log-probs, and applies stopping rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = [(50, 60, 70, 80, 90), tuple(range(100, 131)), (9,)]
 
 @pytest.fixture
 def reference(bench: EngineHarness) -> Reference:
-    """What the engine must agree with; its weights are random."""
+    """The reference of random weights, which the engine serves."""
     return bench.serve(bench.random_model(0), "random")
 
 
@@ -35,8 +35,8 @@ def spell(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def refused(bench: EngineHarness, parameter: str, **sampling: Any) -> None:
-    """The refusal names engine and parameter, and capabilities say why."""
+def assert_rejected(bench: EngineHarness, parameter: str, **sampling: Any) -> None:
+    """Check that the error names engine and parameter, and that the capabilities give a reason."""
     with pytest.raises(UnsupportedParameter, match=parameter) as caught:
         bench.generate(bench.request(PROMPTS[0], **sampling))
     assert bench.capabilities.name in str(caught.value)
@@ -53,7 +53,7 @@ def test_greedy_tokens_match_hugging_face(bench: EngineHarness, reference: Refer
         assert completion.token_ids.tolist() == reference.greedy(request.token_ids, 24)
         assert completion.stop_reason == "length"
         assert completion.stop_text is None
-        assert completion.logprobs.tolist() == [0.0] * 24  # nothing else could have been sampled
+        assert completion.logprobs.tolist() == [0.0] * 24  # No other token could have been sampled.
         assert_logprobs(reference, request, completion)
         assert_spans(completion, [bench.run(bench.engine.health()).version])
 
@@ -88,24 +88,26 @@ def test_logprobs_are_of_the_distribution_really_sampled_from(
 ):
     missing = sampling.keys() - bench.capabilities.sampling
     if missing:
-        refused(bench, sorted(missing)[0], **{name: sampling[name] for name in sorted(missing)[:1]})
+        assert_rejected(bench, sorted(missing)[0], **{name: sampling[name] for name in sorted(missing)[:1]})
         return
     requests = [bench.request(prompt, seed=seed, **sampling) for prompt in PROMPTS for seed in range(3)]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
-        assert all(math.isfinite(one) for one in completion.logprobs), "sampled what cannot be sampled"
+        assert all(math.isfinite(logprob) for logprob in completion.logprobs), "a truncated token was sampled"
         assert_logprobs(reference, request, completion)
 
 
 def test_batch_mixes_all_sampling_parameters(bench: EngineHarness, reference: Reference):
-    ways: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7},
         {"top_k": 3},
         {"top_p": 0.5},
         {"temperature": 1.3, "min_p": 0.05},
     ]
-    chosen = [way for way in ways if way.keys() <= bench.capabilities.sampling | {"temperature"}]
-    requests = [bench.request(prompt, seed=seed, **way) for seed, way in enumerate(chosen) for prompt in PROMPTS]
+    supported = [sampling for sampling in options if sampling.keys() <= bench.capabilities.sampling | {"temperature"}]
+    requests = [
+        bench.request(prompt, seed=seed, **sampling) for seed, sampling in enumerate(supported) for prompt in PROMPTS
+    ]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert_logprobs(reference, request, completion)
 
@@ -119,8 +121,8 @@ def test_scores_match_reference(bench: EngineHarness, reference: Reference):
             assert bench.refusal_reason("score")
             continue
         scores = bench.run(bench.engine.score(sequences, temperature))
-        for got, wanted in zip(scores, reference.score(sequences, temperature), strict=True):
-            assert largest_difference(got, wanted) <= TOLERANCE
+        for actual, expected in zip(scores, reference.score(sequences, temperature), strict=True):
+            assert largest_difference(actual, expected) <= TOLERANCE
 
 
 # -- groups and seeds -------------------------------------------------------------------------------------------------
@@ -148,10 +150,10 @@ def test_seed_determines_tokens_in_any_batch(bench: EngineHarness, reference: Re
     assert len({tuple(c.token_ids) for c in (together[0], together[3], together[7], alone)}) == 4
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
+# -- stopping ---------------------------------------------------------------------------------------------------------
 
 SPELLED = "abc</d>."
-"""What the model of these tests repeats; the token after "." is "a"."""
+"""The text that the model of these tests repeats in a cycle."""
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def speller(bench: EngineHarness) -> EngineHarness:
 
 
 def spelled(bench: EngineHarness, **sampling: Any) -> Any:
-    """The continuation of "a"."""
+    """Return the continuation of "a"."""
     (completion,) = bench.generate(bench.request(spell("a"), **({"temperature": 0.0, "max_tokens": 40} | sampling)))
     assert len(completion.token_ids) == len(completion.logprobs) == len(completion.full_logprobs)
     assert_spans(completion, [bench.run(bench.engine.health()).version])
@@ -200,26 +202,26 @@ def test_stops_of_one_request_do_not_end_another(speller: EngineHarness):
 
 def test_min_tokens_delays_stop_string(speller: EngineHarness):
     if "min_tokens" not in speller.capabilities.sampling:
-        refused(speller, "min_tokens", min_tokens=6)
+        assert_rejected(speller, "min_tokens", min_tokens=6)
         return
     completion = spelled(speller, stop=("c<",), min_tokens=6)
-    assert TOKENIZER.decode(completion.token_ids) == "bc</d>.abc<"  # the second time
+    assert TOKENIZER.decode(completion.token_ids) == "bc</d>.abc<"  # the second occurrence
     assert (completion.stop_reason, completion.stop_text) == ("stop", "c<")
 
 
-@pytest.mark.parametrize(("least", "text"), [(2, "bc<"), (3, "bc<"), (4, "bc</d>.abc<")])
-def test_stop_string_may_end_at_min_tokens(speller: EngineHarness, least: int, text: str):
+@pytest.mark.parametrize(("min_tokens", "text"), [(2, "bc<"), (3, "bc<"), (4, "bc</d>.abc<")])
+def test_stop_string_may_end_at_min_tokens(speller: EngineHarness, min_tokens: int, text: str):
     if "min_tokens" not in speller.capabilities.sampling:
-        refused(speller, "min_tokens", min_tokens=6)
+        assert_rejected(speller, "min_tokens", min_tokens=6)
         return
-    completion = spelled(speller, stop=("c<",), min_tokens=least)
+    completion = spelled(speller, stop=("c<",), min_tokens=min_tokens)
     assert TOKENIZER.decode(completion.token_ids) == text
     assert (completion.stop_reason, completion.stop_text) == ("stop", "c<")
 
 
 def test_min_tokens_forbids_a_stop_token(speller: EngineHarness):
     if "min_tokens" not in speller.capabilities.sampling:
-        refused(speller, "min_tokens", min_tokens=6)
+        assert_rejected(speller, "min_tokens", min_tokens=6)
         return
     completion = spelled(speller, stop_token_ids=tuple(spell("<")), min_tokens=6)
     assert TOKENIZER.decode(completion.token_ids[:2]) == "bc"
@@ -229,7 +231,7 @@ def test_min_tokens_forbids_a_stop_token(speller: EngineHarness):
 
 @pytest.fixture(params=[END_OF_SEQUENCE, END_OF_TURN])
 def end(bench: EngineHarness, request: pytest.FixtureRequest) -> str:
-    """A token that ends responses; the model spells "ab", then this token, and "a" again where it is ignored."""
+    """A token that ends responses. The model repeats "ab" and this token in a cycle."""
     bench.serve(bench.spelling_model(f"ab{request.param}"), f"ending in {request.param}")
     return str(request.param)
 
@@ -255,18 +257,18 @@ def test_ignore_eos_continues_after_end_token(bench: EngineHarness, end: str):
 
 def test_min_tokens_forbids_end_tokens(bench: EngineHarness, end: str):
     if "min_tokens" not in bench.capabilities.sampling:
-        refused(bench, "min_tokens", min_tokens=6)
+        assert_rejected(bench, "min_tokens", min_tokens=6)
         return
     completion = spelled(bench, ignore_eos=False, min_tokens=6)
     assert spell(end)[0] not in completion.token_ids[:5]
     assert len(completion.token_ids) >= 6
 
 
-# -- what cannot be honoured ------------------------------------------------------------------------------------------
+# -- unsupported and invalid requests ---------------------------------------------------------------------------------
 
 
 def test_every_parameter_is_supported_or_rejected_by_name(bench: EngineHarness):
-    on: dict[str, Any] = {
+    active: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 4,
@@ -277,12 +279,12 @@ def test_every_parameter_is_supported_or_rejected_by_name(bench: EngineHarness):
         "stop_token_ids": (3,),
         "ignore_eos": True,
     }
-    for parameter, value in on.items():
+    for parameter, value in active.items():
         if parameter in bench.capabilities.sampling:
             (completion,) = bench.generate(bench.request(PROMPTS[0], max_tokens=4, **{parameter: value}))
             assert 1 <= len(completion.token_ids) <= 4
         else:
-            refused(bench, parameter, **{parameter: value})
+            assert_rejected(bench, parameter, **{parameter: value})
 
 
 def test_nan_temperature_is_rejected():
@@ -291,7 +293,7 @@ def test_nan_temperature_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "named"),
+    ("prompt", "message"),
     [
         ((), "token"),
         ((5, 320), "token ids.*320"),
@@ -300,14 +302,14 @@ def test_nan_temperature_is_rejected():
     ],
     ids=["empty", "beyond the vocabulary", "negative", "too long"],
 )
-def test_invalid_prompts_are_rejected_by_name(bench: EngineHarness, prompt: tuple[int, ...], named: str):
+def test_invalid_prompts_are_rejected_by_name(bench: EngineHarness, prompt: tuple[int, ...], message: str):
     before = bench.run(bench.engine.health())
-    good = bench.request(PROMPTS[0])
-    with pytest.raises(UnsupportedParameter, match=named) as caught:
-        bench.generate(good, bench.request(prompt))
+    valid = bench.request(PROMPTS[0])
+    with pytest.raises(UnsupportedParameter, match=message) as caught:
+        bench.generate(valid, bench.request(prompt))
     assert bench.capabilities.name in str(caught.value)
     after = bench.run(bench.engine.health())
-    assert (after.running, after.queued) == (0, 0), "what was beside it must not run"
+    assert (after.running, after.queued) == (0, 0), "the valid request of the call must not run"
     assert after.generated_tokens == before.generated_tokens
 
 

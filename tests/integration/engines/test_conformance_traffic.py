@@ -1,4 +1,4 @@
-"""Every engine under traffic: many requests, aborts, deadlines, sleep, adapters."""
+"""Every engine with concurrent requests: aborts, deadlines, sleep, prefix cache, adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.engine_harness import (
 from tests.support.reference_sampler import Reference
 from tests.support.tiny_adapters import merged, save_tiny_adapter
 
-# -- many at once -----------------------------------------------------------------------------------------------------
+# -- concurrent requests ----------------------------------------------------------------------------------------------
 
 
 def test_64_concurrent_requests_get_their_own_completions(bench: EngineHarness, reference: Reference):
@@ -33,10 +33,10 @@ def test_64_concurrent_requests_get_their_own_completions(bench: EngineHarness, 
         bench.request((n + 3, 2 * n + 3, 100), temperature=0.0, max_tokens=4 + n % 5, name=f"r{n}") for n in range(64)
     ]
 
-    async def together() -> list[Any]:
+    async def generate_all() -> list[Any]:
         return await asyncio.gather(*(bench.engine.generate([request]) for request in requests))
 
-    for request, (completion,) in zip(requests, bench.run(together()), strict=True):
+    for request, (completion,) in zip(requests, bench.run(generate_all()), strict=True):
         assert completion.request_id == request.request_id
         assert completion.token_ids.tolist() == reference.greedy(request.token_ids, request.sampling.max_tokens)
 
@@ -52,7 +52,7 @@ def test_no_requests_give_no_completions(bench: EngineHarness):
     assert bench.generate() == []
 
 
-# -- ends from outside ------------------------------------------------------------------------------------------------
+# -- aborts and deadlines ---------------------------------------------------------------------------------------------
 
 
 def test_abort_returns_what_was_sampled(bench: EngineHarness, reference: Reference):
@@ -100,7 +100,7 @@ def test_queueing_time_does_not_count_against_deadline(bench: EngineHarness, ref
     async def run() -> tuple[Completion, list[Completion]]:
         await bench.engine.pause(bench.pause_mode)
         ahead = bench.start(*(bench.request((*PROMPT, n)) for n in range(MAX_NUM_SEQS)))
-        await asyncio.sleep(0)  # they arrive first
+        await asyncio.sleep(0)  # The requests ahead arrive first.
         last = bench.start(bench.request(PROMPT, max_tokens=2, deadline_s=1.0))
         await asyncio.sleep(1.5)
         await bench.engine.resume()
@@ -109,7 +109,7 @@ def test_queueing_time_does_not_count_against_deadline(bench: EngineHarness, ref
     last, ahead = bench.run(run(), timeout_s=60)
     assert (last.stop_reason, len(last.token_ids)) == ("length", 2)
     assert last.running_s < 1.0
-    assert {one.stop_reason for one in ahead} == {"length"}
+    assert {completion.stop_reason for completion in ahead} == {"length"}
 
 
 def test_cancelled_call_aborts_its_requests(bench: EngineHarness, reference: Reference):
@@ -126,17 +126,17 @@ def test_cancelled_call_aborts_its_requests(bench: EngineHarness, reference: Ref
     bench.run(run())
 
 
-# -- callers that must not harm the others --------------------------------------------------------------------------
+# -- invalid requests and callers -------------------------------------------------------------------------------------
 
 
 def test_duplicate_active_request_id_is_rejected(bench: EngineHarness, reference: Reference):
     (first,) = long_requests(bench, 1)
-    twin = bench.request(PROMPT)
+    duplicate = bench.request(PROMPT)
 
     async def run() -> Any:
         call = bench.start(first)
         await bench.wait_until_running()
-        for requests in ([bench.request(PROMPT), first], [twin, twin]):
+        for requests in ([bench.request(PROMPT), first], [duplicate, duplicate]):
             with pytest.raises(UnsupportedParameter, match=rf"'{requests[-1].request_id}' is in use|request_id twice"):
                 await bench.engine.generate(requests)
         health = await bench.engine.health()
@@ -162,7 +162,7 @@ def test_aborted_request_id_can_be_reused(bench: EngineHarness, reference: Refer
 
 
 def test_invalid_parameters_are_rejected_without_side_effects(bench: EngineHarness, reference: Reference):
-    wrong: list[tuple[str, dict[str, Any]]] = [
+    invalid: list[tuple[str, dict[str, Any]]] = [
         ("temperature", {"temperature": 1e-40}),
         ("repetition_penalty", {"repetition_penalty": 1e-40}),
         ("repetition_penalty", {"repetition_penalty": 1e30}),
@@ -175,8 +175,8 @@ def test_invalid_parameters_are_rejected_without_side_effects(bench: EngineHarne
     async def run() -> Any:
         call = bench.start(first)
         await bench.wait_until_running()
-        for named, sampling in wrong:
-            with pytest.raises(UnsupportedParameter, match=named) as caught:
+        for parameter, sampling in invalid:
+            with pytest.raises(UnsupportedParameter, match=parameter) as caught:
                 await bench.engine.generate([bench.request(PROMPT, **sampling)])
             assert bench.capabilities.name in str(caught.value)
         return (await call)[0]
@@ -187,22 +187,22 @@ def test_invalid_parameters_are_rejected_without_side_effects(bench: EngineHarne
 
 
 def test_request_rejected_by_engine_leaves_no_state(bench: EngineHarness, reference: Reference):
-    """vLLM takes no temperature above 2."""
-    good = bench.request(PROMPT)
+    """vLLM itself rejects temperatures above 2."""
+    valid = bench.request(PROMPT)
 
     async def run() -> tuple[Any, Any]:
         await bench.engine.pause(bench.pause_mode)
         hot = asyncio.ensure_future(
             bench.engine.generate([bench.request(PROMPT), bench.request(PROMPT, temperature=3.0)])
         )
-        call = bench.start(good)
+        call = bench.start(valid)
         await asyncio.sleep(0.3)
         await bench.engine.resume()
         return (await asyncio.gather(hot, return_exceptions=True))[0], (await call)[0]
 
-    answer, completion = bench.run(run(), timeout_s=60)
-    assert_logprobs(reference, good, completion)
-    assert isinstance(answer, list) or (isinstance(answer, UnsupportedParameter) and "temperature" in str(answer))
+    outcome, completion = bench.run(run(), timeout_s=60)
+    assert_logprobs(reference, valid, completion)
+    assert isinstance(outcome, list) or (isinstance(outcome, UnsupportedParameter) and "temperature" in str(outcome))
     health = bench.run(bench.engine.health())
     assert (health.running, health.queued) == (0, 0)
     if "wait" in bench.capabilities.pause_modes:
@@ -214,11 +214,13 @@ def test_non_finite_logits_raise_error(bench: EngineHarness, reference: Referenc
     with torch.no_grad():
         broken.get_parameter("model.norm.weight").fill_(3e38)
     bench.run(bench.publish(broken))
-    with pytest.raises(EngineError, match=r"not finite|Out of range float"):  # the latter: vLLM's server
+    with pytest.raises(
+        EngineError, match=r"not finite|Out of range float"
+    ):  # The second message is that of vLLM's server.
         bench.generate(bench.request(PROMPT))
     with suppress(EngineError):
         (scores,) = bench.run(bench.engine.score([PROMPT]))
-        assert not any(math.isfinite(one) for one in scores)
+        assert not any(math.isfinite(logprob) for logprob in scores)
     reference = bench.serve(bench.random_model(0))
     request = bench.request(PROMPT)
     assert_logprobs(reference, request, bench.generate(request)[0])
@@ -230,7 +232,7 @@ def test_non_finite_logits_raise_error(bench: EngineHarness, reference: Referenc
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleeping_engine_rejects_requests_and_wakes_by_tags(bench: EngineHarness, reference: Reference, level: int):
     request = bench.request(PROMPT, temperature=0.0)
-    assert bench.run(bench.engine.sleep(level)) == 0  # a CPU's memory stays
+    assert bench.run(bench.engine.sleep(level)) == 0  # On a CPU no memory is freed.
     health = bench.run(bench.engine.health())
     assert health.asleep
     with pytest.raises(EngineError, match="asleep"):
@@ -239,7 +241,7 @@ def test_sleeping_engine_rejects_requests_and_wakes_by_tags(bench: EngineHarness
         bench.run(bench.engine.wake_up(["everything"]))
     bench.run(bench.engine.wake_up(["weights"]))
     assert bench.run(bench.engine.health()).asleep
-    new = bench.serve(bench.random_model(2))  # colocated: weights come before the cache is back
+    new = bench.serve(bench.random_model(2))  # In a colocated run, weights are synced before the cache is restored.
     bench.run(bench.engine.wake_up(["kv_cache"]))
     health = bench.run(bench.engine.health())
     assert not (health.asleep or health.paused)
@@ -267,8 +269,8 @@ def test_paused_engine_wakes_up_paused(bench: EngineHarness, reference: Referenc
 # -- prefix cache -----------------------------------------------------------------------------------------------------
 
 
-def cached(bench: EngineHarness, request: SampleRequest) -> int:
-    """Prompt tokens of a request that needed no prefill."""
+def count_cached_tokens(bench: EngineHarness, request: SampleRequest) -> int:
+    """Run a request, and return how many of its prompt tokens needed no prefill."""
     before = bench.run(bench.engine.health()).cached_tokens
     bench.generate(request)
     return bench.run(bench.engine.health()).cached_tokens - before
@@ -276,12 +278,12 @@ def cached(bench: EngineHarness, request: SampleRequest) -> int:
 
 def test_only_reset_clears_prefix_cache(bench: EngineHarness, reference: Reference):
     bench.generate(bench.request(LONG_PROMPT))
-    warm = cached(bench, bench.request(LONG_PROMPT))
+    warm = count_cached_tokens(bench, bench.request(LONG_PROMPT))
     bench.run(bench.engine.pause(bench.pause_mode))
     bench.run(bench.engine.resume())
-    assert cached(bench, bench.request(LONG_PROMPT)) == warm
+    assert count_cached_tokens(bench, bench.request(LONG_PROMPT)) == warm
     bench.run(bench.engine.reset_prefix_cache())
-    assert cached(bench, bench.request(LONG_PROMPT)) == 0
+    assert count_cached_tokens(bench, bench.request(LONG_PROMPT)) == 0
 
 
 def test_cached_prompt_is_prefilled_again_after_sync(bench: EngineHarness, reference: Reference):
@@ -297,7 +299,7 @@ def test_cached_prompt_is_prefilled_again_after_sync(bench: EngineHarness, refer
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def refuses_adapters(bench: EngineHarness, folder: str) -> bool:
+def lacks_adapters(bench: EngineHarness, folder: str) -> bool:
     if bench.capabilities.lora:
         return False
     for call in (bench.engine.load_adapter("a", folder), bench.engine.generate([bench.request(PROMPT, adapter="a")])):
@@ -315,21 +317,21 @@ def assert_adapted(bench: EngineHarness, model: Any, adapter: str | None, prompt
 
 def test_batch_mixes_adapters_and_base_model(bench: EngineHarness, reference: Reference, tmp_path):
     folders = {name: save_tiny_adapter(tmp_path / name, bench.model, seed=ord(name)) for name in "ab"}
-    if refuses_adapters(bench, folders["a"]):
+    if lacks_adapters(bench, folders["a"]):
         return
     for name, folder in folders.items():
         bench.run(bench.engine.load_adapter(name, folder))
-    wanted: dict[str | None, Reference] = {None: reference}
-    wanted |= {name: Reference(merged(bench.model, folder)) for name, folder in folders.items()}
-    # One prompt for all, longer than a block of any prefix cache: keys and values differ between adapters.
+    references: dict[str | None, Reference] = {None: reference}
+    references |= {name: Reference(merged(bench.model, folder)) for name, folder in folders.items()}
+    # A shared prompt that is longer than a block of any prefix cache: its keys and values differ between adapters.
     requests = [
         bench.request(prompt, adapter=adapter, seed=n)
         for prompt in (LONG_PROMPT, PROMPT)
-        for adapter in wanted
+        for adapter in references
         for n in range(2)
     ]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
-        assert_logprobs(wanted[request.adapter], request, completion)
+        assert_logprobs(references[request.adapter], request, completion)
     bench.run(bench.engine.unload_adapter("a"))
     with pytest.raises(UnsupportedParameter, match=r"adapter='a'.*\bb\b"):
         bench.generate(bench.request(PROMPT, adapter="a"))
@@ -339,7 +341,7 @@ def test_batch_mixes_adapters_and_base_model(bench: EngineHarness, reference: Re
 
 def test_adapter_survives_sync_and_can_be_replaced(bench: EngineHarness, reference: Reference, tmp_path):
     first, second = (save_tiny_adapter(tmp_path / str(seed), bench.model, seed=seed) for seed in (1, 2))
-    if refuses_adapters(bench, first):
+    if lacks_adapters(bench, first):
         return
     bench.run(bench.engine.load_adapter("a", first))
     assert_adapted(bench, merged(bench.model, first), "a", LONG_PROMPT)
@@ -353,14 +355,14 @@ def test_adapter_survives_sync_and_can_be_replaced(bench: EngineHarness, referen
 
 def test_unloading_adapter_of_waiting_request_spares_others(bench: EngineHarness, reference: Reference, tmp_path):
     folder = save_tiny_adapter(tmp_path / "a", bench.model, seed=1)
-    if refuses_adapters(bench, folder):
+    if lacks_adapters(bench, folder):
         return
-    adapted, good = bench.request(PROMPT, adapter="a"), bench.request(PROMPT)
+    adapted, plain = bench.request(PROMPT, adapter="a"), bench.request(PROMPT)
 
     async def run() -> tuple[Any, Any]:
         await bench.engine.load_adapter("a", folder)
         await bench.engine.pause(bench.pause_mode)
-        first, second = (asyncio.ensure_future(bench.engine.generate([request])) for request in (adapted, good))
+        first, second = (asyncio.ensure_future(bench.engine.generate([request])) for request in (adapted, plain))
         async with asyncio.timeout(20):
             while (await bench.engine.health()).queued < 2:
                 await asyncio.sleep(0.01)
@@ -368,17 +370,17 @@ def test_unloading_adapter_of_waiting_request_spares_others(bench: EngineHarness
         await bench.engine.resume()
         return (await asyncio.gather(first, return_exceptions=True))[0], (await second)[0]
 
-    answer, completion = bench.run(run(), timeout_s=60)
-    assert_logprobs(reference, good, completion)
-    if isinstance(answer, list):
-        assert_logprobs(Reference(merged(bench.model, folder)), adapted, answer[0])
+    outcome, completion = bench.run(run(), timeout_s=60)
+    assert_logprobs(reference, plain, completion)
+    if isinstance(outcome, list):
+        assert_logprobs(Reference(merged(bench.model, folder)), adapted, outcome[0])
     else:
-        assert isinstance(answer, UnsupportedParameter) and "adapter='a'" in str(answer)
+        assert isinstance(outcome, UnsupportedParameter) and "adapter='a'" in str(outcome)
 
 
 def test_invalid_adapter_is_rejected_without_side_effects(bench: EngineHarness, reference: Reference, tmp_path):
     other = save_tiny_adapter(tmp_path / "other", bench.random_model(0), rank=4, targets=("q_proj",), r=5)
-    if refuses_adapters(bench, other):
+    if lacks_adapters(bench, other):
         return
     for path in (str(tmp_path / "nowhere"), other):
         with pytest.raises(EngineError, match="adapter 'a'") as caught:
