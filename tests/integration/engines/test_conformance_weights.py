@@ -185,7 +185,7 @@ def failing_sync(
 
 
 def assert_old_or_partial_then_repaired(bench: EngineHarness, route: str, old: Reference) -> None:
-    """Check that a staged route still serves the old weights and others serve none, and that a full sync repairs both."""
+    """Check that a staged route still serves the old weights, others serve none, and a full sync repairs both."""
     if route == STAGED:
         assert not bench.run(bench.engine.health()).torn
         assert_serves(bench, old)
@@ -208,8 +208,8 @@ def unserved_model(bench: EngineHarness, seed: int) -> Any:
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_flipped_bit_error_names_tensor(bench: EngineHarness, route: str, reference: Reference, altered: str):
-    trainer = PerturbingTrainer(unserved_model(bench, 8), altered)
+def test_flipped_bit_error_names_tensor(bench: EngineHarness, route: str, reference: Reference, name: str):
+    trainer = PerturbingTrainer(unserved_model(bench, 8), name)
     failing_sync(bench, route, WeightSyncError, rf"{name}.* arrived altered", trainer=trainer)
     assert_old_or_partial_then_repaired(bench, route, reference)
 
