@@ -118,7 +118,8 @@ class Lease:
         written again. A lease that was never acquired is not lost.
 
         Raises:
-            StorageError: The lock file can neither be read nor written again.
+            StorageError: The storage rejects a request or does not respond, or the lock file is deleted whenever it is
+                written.
         """
         with self._lock:
             if not self._is_acquired or self.lost_to:

@@ -35,9 +35,10 @@ ALL_CAPABILITIES = Capabilities(
 
 
 class ScriptedEngine:
-    """An InferenceEngine without a model. Every log-prob is -1 nat, and every method records its call.
+    """An InferenceEngine without a model. Every log-prob is -1 nat, and every method records its call in `calls`.
 
-    After `close`, all methods except `close` raise EngineError.
+    A method whose name is a key of `failures` raises that exception. After `close`, all methods except `close` raise
+    EngineError.
     """
 
     def __init__(
@@ -191,15 +192,15 @@ class ScriptedEngine:
         self._latest_version = version - self._is_self_test
 
     async def reset_prefix_cache(self) -> None:
-        """Only record the call."""
+        """Record the call and do nothing else."""
         self._note("reset_prefix_cache")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Only record the call."""
+        """Record the call and do nothing else."""
         self._note("load_adapter")
 
     async def unload_adapter(self, name: str) -> None:
-        """Only record the call."""
+        """Record the call and do nothing else."""
         self._note("unload_adapter")
 
     async def health(self) -> EngineHealth:

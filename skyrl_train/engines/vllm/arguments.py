@@ -35,7 +35,7 @@ _NO_LORA = "LoRA adapters are off; start the engine with max_lora_rank above 0 (
 
 
 def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments for vLLM's EngineArgs. Downloads the model if it is not a local folder.
+    """Return the keyword arguments for vLLM's EngineArgs. A model at a URI is downloaded.
 
     Args:
         model: Folder, URI or hub name of the model.

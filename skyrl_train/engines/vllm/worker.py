@@ -47,6 +47,8 @@ class WorkerExtension:
     def prepare(self: Any, name: str, slot: int, adapter_folder: str = "") -> None:
         """Replace the sampler and create the weight receiver. The engine calls this once, before its first request.
 
+        If the engine runs on several nodes, this worker exits from now on when its parent process exits.
+
         Args:
             name: The engine's name, for error messages.
             slot: Placement slot of the engine's first rank.
