@@ -318,7 +318,7 @@ def test_a_repository_is_private_whole_in_one_commit_and_replaced_only_when_aske
         assert f"exported to {hub.url}/me/model" in capsys.readouterr().out
         with pytest.raises(SystemExit, match="2"):
             main([str(whole), "--to", "hub:me/model"])
-        assert "hub:me/model exists: give another name, or --overwrite" in capsys.readouterr().err
+        assert "hub:me/model exists: choose another name, or pass --overwrite" in capsys.readouterr().err
         hub.files["me/model"]["old.safetensors"] = b"old"
         main([str(whole), "--to", "hub:me/model", "--overwrite", "--no-verify"])
         assert hub.files["me/model"].keys() == here.keys() and len(hub.commits) == 2

@@ -266,7 +266,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
         "resize_token_embeddings",
     ],
     no_chat_template: ["generator.chat_template.name_or_path=null", "The tokenizer of", "source=file"],
-    unreachable_hub: [f"{POLICY_PATH_KEY}=nobody/nothing", "The hub does not answer within 3 s", "set HF_ENDPOINT"],
+    unreachable_hub: [f"{POLICY_PATH_KEY}=nobody/nothing", "The hub does not respond within 3 s", "set HF_ENDPOINT"],
     folder_below_a_file: ["trainer.ckpt_path=", "rows.jsonl cannot be written: Not a directory"],
     unwritable_mirror: ["trainer.export_path=file:///proc/exports", "/proc cannot be written"],
     short_limit: ["none of 8 prompts has at most 3 tokens (the shortest has about", "raise trainer.max_prompt_length"],

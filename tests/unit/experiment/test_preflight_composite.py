@@ -46,7 +46,7 @@ def test_composite_is_refused_if_switched_off(tmp_path: Path, role: str) -> None
 
 def test_composite_with_linear_attention_is_refused(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "composite", "qwen3_5")
-    with pytest.raises(ConfigError, match="has layers of kind linear_attention, whose state is not keys and values"):
+    with pytest.raises(ConfigError, match="has layers of type linear_attention, whose state is not keys and values"):
         check(config_of(path))
 
 
@@ -59,7 +59,7 @@ def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("glm4v", "whose log-probs in vLLM are not"), ("qwen3_vl_moe", "whose experts vLLM reads in")]
+    ("kind", "reason"), [("glm4v", "whose log-probs in vLLM differ"), ("qwen3_vl_moe", "whose experts vLLM reads in")]
 )
 def test_composite_that_vllm_serves_wrongly_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     config = config_of(save_composite(tmp_path / "composite", kind), "generator.backend=vllm")
