@@ -149,7 +149,7 @@ def _other_forms(key: Key) -> Iterator[str]:
     for alias, name in key_aliases().items():
         if name == key.name and not (alias.startswith(ENGINES) and name.startswith("generator.")):
             yield f"Other name: `{alias}`."
-    if spellings := key.metadata.spellings:
+    if spellings := key.metadata.value_aliases:
         yield f"{', '.join(f'`{format_value(other)}` means `{format_value(value)}`' for other, value in spellings.items())}."
 
 

@@ -338,7 +338,7 @@ def find_sanity_warnings(config: Config, defaults: Config) -> Iterator[str]:
             continue
         if advice := _why_not_read(config, name):
             yield f"{name}={format_value(value)} has no effect here. {advice}"
-        elif (usual := key.metadata.usual) is not None and value != 0 and value not in usual:
+        elif (usual := key.metadata.typical_range) is not None and value != 0 and value not in usual:
             yield f"{name}={format_value(value)} is unusual. Most runs use {usual.low:g} to {usual.high:g}; check the number."
 
 

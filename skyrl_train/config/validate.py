@@ -26,7 +26,7 @@ from skyrl_train.config.section import KeyMetadata
 from skyrl_train.config.value_parsing import InvalidValue, convert_value
 from skyrl_train.registry import unknown_name_message
 
-PLUGIN_KEYS = frozenset(name for name, key in value_keys().items() if key.metadata.plugins)
+PLUGIN_KEYS = frozenset(name for name, key in value_keys().items() if key.metadata.allows_plugins)
 """Keys whose names modules of `trainer.plugins` may register: checked when those are imported."""
 
 SANDBOX_SHUTDOWN_S = 10.0
@@ -73,7 +73,9 @@ def _out_of_range(config: Config) -> Iterator[Problem]:
 def _not_a_choice(config: Config, allow_unregistered_names: bool) -> Iterator[Problem]:
     for name, key in value_keys().items():
         metadata, value = key.metadata, get_value(config, name)
-        if metadata.choices is None or (metadata.plugins and (allow_unregistered_names or config.trainer.plugins)):
+        if metadata.choices is None or (
+            metadata.allows_plugins and (allow_unregistered_names or config.trainer.plugins)
+        ):
             continue
         for item in _items(value):
             if item not in metadata.choices:
@@ -84,11 +86,11 @@ def _not_a_choice(config: Config, allow_unregistered_names: bool) -> Iterator[Pr
 
 def _why_no_choice(metadata: KeyMetadata, name: str, item: Any, known: list[str]) -> str:
     """Why this version refuses it, or what was probably meant."""
-    if isinstance(metadata.unavailable, str) and metadata.unavailable:
-        return metadata.unavailable
+    if isinstance(metadata.unavailable_reason, str) and metadata.unavailable_reason:
+        return metadata.unavailable_reason
     _, _, hint = unknown_name_message(name, item, known).rpartition(". ")
     guess = hint if hint.startswith("Did you mean") else ""
-    return metadata.unavailable.get(item, guess) if isinstance(metadata.unavailable, Mapping) else guess
+    return metadata.unavailable_reason.get(item, guess) if isinstance(metadata.unavailable_reason, Mapping) else guess
 
 
 def _items(value: Any) -> list[Any]:

@@ -91,7 +91,7 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def test_other_spellings_are_read_as_the_value():
     wrong = []
     for name, key in value_keys().items():
-        for written, meant in key.metadata.spellings.items():
+        for written, meant in key.metadata.value_aliases.items():
             content = nested(name, written)
             replace_value_aliases(content)
             wrong += [f"{name}={written} is read as {content}"] if content != nested(name, meant) else []

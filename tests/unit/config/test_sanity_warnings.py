@@ -345,5 +345,5 @@ def test_zero_and_usual_numbers_cause_no_warning(value: str):
 
 def test_defaults_are_usual():
     for name, key in value_keys().items():
-        if (usual := key.metadata.usual) is not None and not str(key.default).startswith("${"):
+        if (usual := key.metadata.typical_range) is not None and not str(key.default).startswith("${"):
             assert key.default == 0 or key.default in usual, name

@@ -22,7 +22,7 @@ RANGES: dict[str, Range] = {
     name: key.metadata.range for name, key in value_keys().items() if key.metadata.range is not None
 }
 CHOICES = {name: key.metadata.choices for name, key in value_keys().items() if key.metadata.choices is not None}
-UNAVAILABLE = {name: key.metadata.unavailable for name, key in value_keys().items() if key.metadata.unavailable}
+UNAVAILABLE = {name: key.metadata.unavailable_reason for name, key in value_keys().items() if key.metadata.unavailable_reason}
 NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reasons, Mapping) for name in reasons]
 
 
