@@ -117,7 +117,7 @@ def training_settings(config: Config) -> dict[str, Any]:
 def run_identity(config: Config) -> dict[str, Any]:
     """Return the settings that identify a run before its data is read: project, run name, model and adapters.
 
-    The result is plain JSON without secrets. Two runs with different identities cannot share a folder.
+    The result is plain JSON without secrets. `trainer.run_folder.RunFolder` compares it with that of a folder's run.
     """
     trainer = config.trainer
     identity: dict[str, Any] = {

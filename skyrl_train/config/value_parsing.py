@@ -31,7 +31,7 @@ def find_value_problems(key: str, value: Any) -> list[Problem]:
         value: Its plain value, nested for a section.
 
     Returns:
-        Unsafe values, unknown keys and wrong types; at most one kind of problem per key.
+        Unsafe values, unknown keys and wrong types. The type of an unsafe value is not checked.
     """
     problems = list(find_unsafe_values(key, value))
     unsafe_keys = {problem.key for problem in problems}
