@@ -59,7 +59,7 @@ def resolved(extra: str, python: str) -> dict[str, str]:
 
 
 @pytest.mark.defect("an-extra-that-does-not-install")
-def test_an_extra_for_gpus_has_versions_that_install_from_the_index(extra: str, resolved: dict[str, str]):
+def test_gpu_extras_install_from_index(extra: str, resolved: dict[str, str]):
     wanted = SHARED | PINS[extra]
     assert {name: resolved[name] for name in wanted} == wanted
     # Its release candidates only download themselves from another index.
@@ -67,15 +67,13 @@ def test_an_extra_for_gpus_has_versions_that_install_from_the_index(extra: str, 
 
 
 @pytest.mark.defect("an-extra-that-does-not-install")
-def test_no_package_but_the_engine_gets_another_version_than_it_asks_for(
-    extra: str, python: str, resolved: dict[str, str]
-):
+def test_overrides_apply_to_engine_requirements_only(extra: str, python: str, resolved: dict[str, str]):
     pins = "".join(f"{name}=={version}\n" for name, version in resolved.items() if name != extra)
     again = resolve("--no-config", "--offline", "-", requirements=pins, python=python)
     assert again == {name: version for name, version in resolved.items() if name != extra}
 
 
-def test_the_environment_for_cpus_is_without_what_only_gpus_use():
+def test_cpu_environment_excludes_gpu_packages():
     lines = (REPOSITORY / "scripts" / "cpu_engines_without.txt").read_text().splitlines()
     without = {line for line in lines if not line.startswith("#")}
     assert {"torchvision", "cuda-tile"} <= without

@@ -54,14 +54,14 @@ def run_script(
 
 
 @needs_uv
-def test_the_script_of_the_presets_composes_what_it_is_asked_for_from_any_folder(tmp_path: Path):
+def test_preset_script_composes_from_any_folder(tmp_path: Path):
     done = run_script("custom_loss", "trainer.max_steps=2", "--cfg", "job", folder=tmp_path, NUM_GPUS="3")
     assert done.returncode == 0, done.stderr
     for line in ("policy_loss_type: reinforce", "max_steps: 2", "num_inference_engines: 3", "logger: console"):
         assert line in done.stdout
 
 
-def test_the_script_of_the_presets_names_them_when_none_is_given(tmp_path: Path):
+def test_preset_script_lists_presets_without_argument(tmp_path: Path):
     done = run_script(folder=tmp_path)
     assert done.returncode != 0
     assert "which preset? One of: cispo clip_cov " in done.stderr
@@ -70,7 +70,7 @@ def test_the_script_of_the_presets_names_them_when_none_is_given(tmp_path: Path)
 @pytest.mark.on_demand
 @needs_uv
 @pytest.mark.parametrize("command", SCRIPTS, ids=str)
-def test_a_script_composes_its_preset_as_its_page_starts_it(command: Command, tmp_path: Path):
+def test_script_composes_preset_as_documented(command: Command, tmp_path: Path):
     """To the end of composing; the presets train in tests of their environments and of runs."""
     script, *words = command.words
     done = run_script(*words, "--cfg", "job", folder=REPOSITORY, script=script, NUM_GPUS="3", HOME=str(tmp_path))

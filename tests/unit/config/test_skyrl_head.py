@@ -86,7 +86,7 @@ def test_most_recipes_are_accepted():
     assert len([recipe for recipe in RECIPES if not recipe.check]) >= 60
 
 
-def test_every_key_of_todays_skyrl_is_accepted_at_its_default():
+def test_current_skyrl_defaults_are_accepted():
     done = prepare_config([f"{key}={value}" for key, value in KEYS.items()], has_accelerator=True)
     noted = "\n".join(done.notes)
     for key in KEYS:
@@ -157,26 +157,26 @@ SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=ht
             ["generator.step_wise_trajectories=true", "trainer.algorithm.loss_reduction=token_mean_legacy"],
             "token_mean with",
         ),
-        (SERVERS, "name the servers behind it in generator.external_server_urls"),
+        (SERVERS, "Set generator.external_server_urls to the servers behind it"),
         ([*SERVERS, f"{ENGINE}external_server_urls=['http://127.0.0.1:8001']"], ""),
     ],
 )
-def test_what_would_change_results_is_refused(arguments: list[str], said: str):
+def test_unsupported_result_changes_are_rejected(arguments: list[str], said: str):
     assert said in prepare_error(arguments) if said else prepare_error(arguments) == ""
 
 
-def test_keys_without_effect_are_named_by_advice():
+def test_ineffective_skyrl_keys_are_grouped_by_advice():
     keys = ["trainer.mtp.enabled=true", f"{MEGATRON}mtp_loss_topk=256", f"{ENGINE}distributed_executor_backend=mp"]
     first, second = prepare_config([*keys, "device=cuda"], has_accelerator=True).notes
-    assert first == f"{MEGATRON}mtp_loss_topk=256, {keys[0]}: no effect here. {SKYRL_KEYS['trainer.mtp'].advice}"
-    assert second.startswith(f"{keys[2]}: no effect here. Ray places engines")
+    assert first == f"{MEGATRON}mtp_loss_topk=256, {keys[0]}: no effect. {SKYRL_KEYS['trainer.mtp'].advice}"
+    assert second.startswith(f"{keys[2]}: no effect. Ray places engines")
 
 
-def test_help_knows_keys_without_counterpart():
+def test_help_describes_keys_without_counterpart():
     assert SKYRL_KEYS["trainer.mtp"].advice in format_help(["trainer.mtp.enabled"], 120)
 
 
-def test_every_entry_of_the_table_is_a_key_of_skyrl():
+def test_skyrl_key_table_has_no_stale_entries():
     sections = {"trainer.*.fsdp_config.mixed_precision", f"{ENGINE}engine_init_kwargs.kv_transfer_config"}
     used = [id(find_skyrl_key(key)) for key in KEYS]
     assert {name for name, entry in SKYRL_KEYS.items() if id(entry) not in used} == sections

@@ -52,7 +52,7 @@ def names(recipes: list[Recipe]) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", ACCEPTED, ids=names(ACCEPTED))
-def test_a_published_recipe_is_a_good_configuration_as_written_and_with_either_engine(recipe: Recipe):
+def test_published_recipe_is_valid_with_every_engine(recipe: Recipe):
     config = prepared(recipe).config
     assert config.generator.backend == "vllm"  # what each of them is published with
     for backend in ("vllm", "sglang"):
@@ -61,9 +61,7 @@ def test_a_published_recipe_is_a_good_configuration_as_written_and_with_either_e
 
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
 @pytest.mark.parametrize("recipe", REFUSED, ids=names(REFUSED))
-def test_a_recipe_that_is_refused_is_refused_for_the_reason_that_stands_beside_it(
-    recipe: Recipe, capsys: pytest.CaptureFixture[str]
-):
+def test_rejected_recipe_has_expected_reason(recipe: Recipe, capsys: pytest.CaptureFixture[str]):
     if recipe.refusal == "exit":  # flags of a server
         with pytest.raises(SystemExit) as stopped:
             prepared(recipe)

@@ -89,13 +89,13 @@ def test_references_to_keys_and_folders_are_accepted(text: str):
         "trainer.seed=${python_version:}",
     ],
 )
-def test_code_to_run_is_refused_on_the_command_line(override: str):
+def test_command_line_cannot_run_code(override: str):
     with pytest.raises(ConfigError, match="1 problem "):
         prepare_config([override], has_accelerator=False)
 
 
 @pytest.mark.fault("F03")
-def test_code_to_run_is_refused_in_yaml_and_not_run(tmp_path: Path):
+def test_yaml_cannot_run_code(tmp_path: Path):
     witness = tmp_path / "witness"
     (tmp_path / "evil.yaml").write_text(
         "defaults: [ppo_base_config, _self_]\n"
@@ -134,7 +134,7 @@ def test_code_to_run_is_refused_in_yaml_and_not_run(tmp_path: Path):
         ("DATABASE_URL", False),
     ],
 )
-def test_only_variables_that_hold_folders_and_names_may_be_shown(name: str, shown: bool):
+def test_only_public_variables_may_be_referenced(name: str, shown: bool):
     assert is_public_variable(name) is shown
     assert is_refused(f"x-${{oc.env:{name}}}") is not shown
 
@@ -162,7 +162,7 @@ def test_secret_of_the_environment_is_never_printed(
 
 
 @pytest.mark.fault("F04")
-def test_key_that_follows_a_refused_one_does_not_resolve_it(monkeypatch: pytest.MonkeyPatch):
+def test_interpolation_of_rejected_key_stays_unresolved(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     with pytest.raises(ConfigError) as caught:
         load_preset(["trainer.run_name=${oc.env:MY_API_KEY}", "trainer.seed=${trainer.run_name}"])
@@ -256,7 +256,7 @@ def copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.fault("F38")
 @pytest.mark.parametrize("command", ["env_try", "check_config"])
-def test_code_that_a_copied_run_names_is_not_run(copied_run: Path, capsys: pytest.CaptureFixture[str], command: str):
+def test_copied_run_cannot_run_code(copied_run: Path, capsys: pytest.CaptureFixture[str], command: str):
     given = ["--config-dir", str(copied_run), "--config-name", "config"]
     own = ["gsm8k", "--data", "rows.jsonl"] if command == "env_try" else ["--elsewhere", "--plan"]
     main = importlib.import_module(f"skyrl_train.entrypoints.{command}").main
@@ -269,7 +269,7 @@ def test_code_that_a_copied_run_names_is_not_run(copied_run: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
-def test_hydra_section_of_a_copied_run_imports_no_package(
+def test_copied_run_hydra_section_imports_nothing(
     copied_run: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ):
     (copied_run / "config.yaml").write_text(
@@ -309,7 +309,7 @@ def test_hydra_section_of_a_copied_run_imports_no_package(
         ),
     ],
 )
-def test_what_a_copied_run_would_run_or_send_credentials_to_is_repeated(copied_run: Path, section: str, key: str):
+def test_copied_run_requires_repeating_sensitive_keys(copied_run: Path, section: str, key: str):
     (copied_run / "config.yaml").write_text(f"# @package _global_\ndefaults: [/ppo_base_config, _self_]\n{section}\n")
     for given in (
         ["--config-dir", str(copied_run), "--config-name", "config"],
@@ -321,7 +321,7 @@ def test_what_a_copied_run_would_run_or_send_credentials_to_is_repeated(copied_r
         prepare_config(given, False)
 
 
-def test_code_of_a_run_is_taken_from_the_command_line_and_from_presets(copied_run: Path):
+def test_command_line_and_presets_are_trusted(copied_run: Path):
     given = ["--config-dir", str(copied_run), "--config-name", "config"]
     told = [
         "trainer.plugins=[module_of_a_copied_run]",

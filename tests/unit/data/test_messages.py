@@ -67,13 +67,13 @@ def test_rows_without_tools_add_none(value: Any):
 
 
 @pytest.mark.parametrize("value", [["add"], "add", {"add": {}}, [{"type": "function"}]])
-def test_tools_of_another_form_are_refused_or_the_environments(value: Any):
+def test_other_tools_columns_raise_or_are_ignored(value: Any):
     with pytest.raises(DataError, match=r"row 1: tools is .*not a list of definitions"):
         parse_tools("row 1", value)
     assert get_chat_template_kwargs({"tools": value}, {}) == {}
 
 
-def test_an_answer_continues_the_last_message_of_the_assistant():
+def test_answer_continues_last_assistant_message():
     question = {"role": "user", "content": "?"}
     begun = {"role": "assistant", "content": "The answer"}
     assert append_assistant_text([question, begun], " is 4") == [

@@ -32,7 +32,7 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_space_before_a_word_is_kept_and_bytes_have_their_names(pieces: PreTrainedTokenizerFast):
+def test_vocabulary_texts_keep_spaces_and_bytes(pieces: PreTrainedTokenizerFast):
     assert pieces.decode([3]) == "cat"
     assert get_vocabulary_texts(pieces) == ["<unk>", " a", "a", " cat", "<0xE2>", " "]
 
@@ -106,7 +106,7 @@ def test_decoders_that_change_spaces_or_letters_are_followed():
     assert asked == ["The", " cat", "s", ".", " The", " cat"]
 
 
-def test_a_token_that_is_not_in_the_text_has_no_part():
+def test_token_missing_from_text_has_no_part():
     tokenizer = sentencepiece_tokenizer(bos_and_eos=True)
     parts = TokenAligner(tokenizer).align("the cat sat the", tokenizer.encode("the cat sat the"))
     assert [part.text for part in parts] == ["", "the", " cat", " sat", " the", ""]

@@ -584,7 +584,7 @@ def test_more_ranks_than_cpus_are_a_warning(good: list[str], monkeypatch: pytest
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     apart = ["trainer.placement.colocate_all=false", "generator.num_inference_engines=3"]
     (warning,) = prepare_config([*good, *apart], has_accelerator=False, components=RunComponents()).warnings
-    assert "4 ranks and engines compute at the same time, more than the 2 CPUs" in warning
+    assert "4 ranks and engines run at the same time, but this machine has 2 CPUs" in warning
     assert prepare_config(good, has_accelerator=False, components=RunComponents()).warnings == []
     assert prepare_config([*good, *apart], has_accelerator=False).warnings == []
 

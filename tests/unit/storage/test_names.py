@@ -139,5 +139,5 @@ def test_optimized_python_refuses_the_same(tmp_path: Path):
 )
 def test_address_with_empty_parts_is_refused(address: str):
     for use in (RemoteFolder, resolve_local_folder):
-        with pytest.raises(ConfigError, match="no part of it is empty"):
+        with pytest.raises(ConfigError, match="no part of which is empty"):
             use(address)
