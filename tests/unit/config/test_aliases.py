@@ -1,4 +1,4 @@
-"""Other ways to write a value, other names of keys, and keys of the user's own."""
+"""Value aliases, key aliases and custom keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepared(*overrides: str, has_user_code: bool = False) -> PreparedConfig:
 
 
 @pytest.mark.parametrize(
-    ("written", "key", "meant"),
+    ("written", "key", "expected"),
     [
         ("trainer.resume_mode=null", "trainer.resume_mode", "none"),
         ("trainer.resume_mode=None", "trainer.resume_mode", "none"),
@@ -48,14 +48,14 @@ def prepared(*overrides: str, has_user_code: bool = False) -> PreparedConfig:
         ("environment.skyrl_gym.max_env_workers=0", "environment.skyrl_gym.max_env_workers", 0),
     ],
 )
-def test_value_aliases_match_skyrl(written: str, key: str, meant: Any, tmp_path: Path):
-    assert get_value(prepared(written).config, key) == meant
+def test_value_aliases_match_skyrl(written: str, key: str, expected: Any, tmp_path: Path):
+    assert get_value(prepared(written).config, key) == expected
     name, _, value = written.partition("=")
     *sections, last = name.split(".")
     text = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(sections))
     (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(sections)}{last}: {value}\n")
     from_file = prepared("--config-dir", str(tmp_path), "--config-name", "mine").config
-    assert get_value(from_file, key) == meant
+    assert get_value(from_file, key) == expected
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
@@ -94,10 +94,10 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def test_other_spellings_are_read_as_the_value():
     wrong = []
     for name, key in value_keys().items():
-        for written, meant in key.metadata.value_aliases.items():
+        for written, expected in key.metadata.value_aliases.items():
             content = nested(name, written)
             replace_value_aliases(content)
-            wrong += [f"{name}={written} is read as {content}"] if content != nested(name, meant) else []
+            wrong += [f"{name}={written} is read as {content}"] if content != nested(name, expected) else []
     assert not wrong, "\n".join(wrong)
 
 
@@ -124,13 +124,13 @@ def test_engine_keys_accept_newer_skyrl_names(tmp_path: Path):
         prepared("generator.inference_engine.backnd=x")
 
 
-OWN = ["+generator.my_key=3", "+environment.my_list=[1,2]", "+environment.skyrl_gym.my_env.level=hard"]
+CUSTOM_KEYS = ["+generator.my_key=3", "+environment.my_list=[1,2]", "+environment.skyrl_gym.my_env.level=hard"]
 
 
 @pytest.mark.parametrize("how", ["plugins", "own program"])
 def test_plus_keys_are_custom_with_user_code(how: str, tmp_path: Path):
     plugins = ["trainer.plugins=[my_plugin]"] if how == "plugins" else []
-    done = prepared(*OWN, *plugins, has_user_code=how == "own program")
+    done = prepared(*CUSTOM_KEYS, *plugins, has_user_code=how == "own program")
     config = pickle.loads(pickle.dumps(done.config))
     assert (config.generator.my_key, config.environment.my_list) == (3, (1, 2))
     assert config.environment.skyrl_gym.own == {"my_env": {"level": "hard"}}
@@ -144,9 +144,9 @@ def test_plus_keys_are_custom_with_user_code(how: str, tmp_path: Path):
 
 
 def test_custom_keys_are_unknown_without_user_code():
-    with pytest.raises(ConfigError) as refused:
-        prepared(*OWN, "+generator.n_samples_per_promt=2")
-    text = str(refused.value)
+    with pytest.raises(ConfigError) as error:
+        prepared(*CUSTOM_KEYS, "+generator.n_samples_per_promt=2")
+    text = str(error.value)
     assert "4 problems" in text
     assert "generator.my_key=3: unknown key." in text
     assert "Custom keys require trainer.plugins or a program of your own that starts the run." in text

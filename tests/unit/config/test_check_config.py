@@ -16,7 +16,7 @@ HEAVY = ("torch", "ray", "transformers", "datasets", "numpy", "wandb")
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[int, str]:
-    """Exit code and everything printed."""
+    """Return the exit code and the output."""
     monkeypatch.setattr(sys, "argv", ["check_config", *argv])
     try:
         check_config.main()
@@ -136,8 +136,17 @@ def test_plan_reports_memory_of_every_role(
     model = f"trainer.policy.model.path={save_tiny_model(tmp_path)}"
     code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", model, *placement)
     assert code == 0, text
-    said = ["config ok", "policy", "reference", "engine", "parameters", "gradients", "optimizer", "activations"]
-    said += [
+    expected_parts = [
+        "config ok",
+        "policy",
+        "reference",
+        "engine",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+    ]
+    expected_parts += [
         "logits",
         "weight-sync buckets",
         "KV cache",
@@ -148,7 +157,7 @@ def test_plan_reports_memory_of_every_role(
         "tokens a step",
         "measured by --probe",
     ]
-    assert [part for part in said if part not in text] == []
+    assert [part for part in expected_parts if part not in text] == []
 
 
 def test_plan_of_missing_model_exits_with_two(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

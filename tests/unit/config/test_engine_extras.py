@@ -1,4 +1,4 @@
-"""The extras of engines resolve from the package index alone, to versions that go together; no wheel is fetched."""
+"""Engine extras resolve from the package index alone to compatible versions. No wheel is downloaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
-"""With the uv that scripts/bootstrap gets where there is none."""
+"""PATH with the uv that scripts/bootstrap downloads if none is installed."""
 HERE_ONLY = ("UV_FIND_LINKS", "PIP_FIND_LINKS")
-"""A machine with a GPU has no local CPU build of torch."""
+"""Versions on a machine with a GPU, which has no local CPU build of torch."""
 PLATFORM = "x86_64-manylinux_2_34"  # of SGLang's wheels
 PINS = {
     "vllm": {"vllm": "0.32.0"},
@@ -24,7 +24,9 @@ SHARED = {"torch": "2.13.0", "torchvision": "0.28.0"}
 
 
 def resolve(*arguments: str, requirements: str = "", python: str = "3.11") -> dict[str, str]:
-    """Name -> version, of `uv pip compile` in the repository. Skips without uv or the index; fails if nothing fits."""
+    """Return name -> version from `uv pip compile` in the repository.
+
+    Skip the test without uv or the index, and fail it if no versions fit."""
     if shutil.which("uv", path=PATH) is None:
         pytest.skip("needs uv")
     environment = {name: value for name, value in os.environ.items() if name not in HERE_ONLY} | {"PATH": PATH}
@@ -54,7 +56,7 @@ def extra(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def resolved(extra: str, python: str) -> dict[str, str]:
-    """What a machine with a GPU installs."""
+    """Return the versions that a machine with a GPU installs."""
     return resolve("pyproject.toml", "--extra", extra, python=python)
 
 

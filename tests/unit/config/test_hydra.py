@@ -1,4 +1,4 @@
-"""Composing with Hydra in a program that may use Hydra itself."""
+"""Composition with Hydra in a program that may use Hydra itself."""
 
 from __future__ import annotations
 

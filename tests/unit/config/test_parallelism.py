@@ -19,9 +19,9 @@ def test_megatron_tensor_parallelism_maps_to_fsdp2():
     trainer = prepared.config.trainer
     assert (trainer.strategy, trainer.policy.tensor_parallel_size, trainer.ref.tensor_parallel_size) == ("fsdp2", 2, 4)
     assert trainer.policy.megatron_config.tensor_model_parallel_size == 1
-    said = [note for note in prepared.notes if "megatron" in note]
-    assert "trainer.strategy=megatron -> fsdp2" in said[0]
-    assert said[1:] == [
+    notes = [note for note in prepared.notes if "megatron" in note]
+    assert "trainer.strategy=megatron -> fsdp2" in notes[0]
+    assert notes[1:] == [
         "trainer.policy.megatron_config.tensor_model_parallel_size=2 -> trainer.policy.tensor_parallel_size=2.",
         "trainer.ref.megatron_config.tensor_model_parallel_size=4 -> trainer.ref.tensor_parallel_size=4.",
     ]
@@ -34,9 +34,10 @@ def test_megatron_expert_parallelism_replaces_tensor_parallelism():
     policy = prepared.config.trainer.policy
     assert (policy.expert_parallel_size, policy.tensor_parallel_size) == (4, 1)
     assert f"{key}=4 -> trainer.policy.expert_parallel_size=4." in prepared.notes
-    theirs = "trainer.policy.megatron_config.tensor_model_parallel_size=2"
+    megatron_key = "trainer.policy.megatron_config.tensor_model_parallel_size=2"
     assert (
-        f"{theirs} -> FSDP2 over those ranks, because experts are distributed over the ranks already." in prepared.notes
+        f"{megatron_key} -> FSDP2 over those ranks, because experts are distributed over the ranks already."
+        in prepared.notes
     )
 
 
@@ -56,8 +57,11 @@ def test_megatron_context_parallelism_becomes_sequence_parallelism():
     assert (policy.sequence_parallel_size, policy.tensor_parallel_size) == (4, 1)
     assert (ref.sequence_parallel_size, ref.tensor_parallel_size) == (1, 4)
     assert f"{key}=4 -> trainer.policy.sequence_parallel_size=4." in prepared.notes
-    theirs = "trainer.policy.megatron_config.tensor_model_parallel_size=2"
-    assert f"{theirs} -> FSDP2 over those ranks, because sequences are split over the ranks already." in prepared.notes
+    megatron_key = "trainer.policy.megatron_config.tensor_model_parallel_size=2"
+    assert (
+        f"{megatron_key} -> FSDP2 over those ranks, because sequences are split over the ranks already."
+        in prepared.notes
+    )
 
 
 def test_compiled_layers_are_sharded_by_fsdp2():

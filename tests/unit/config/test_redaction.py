@@ -1,4 +1,4 @@
-"""What is replaced wherever a run saves, shows or sends a text."""
+"""Redaction of secrets in texts that a run saves, displays or sends."""
 
 from __future__ import annotations
 

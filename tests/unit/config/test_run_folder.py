@@ -1,4 +1,4 @@
-"""A configuration that names no folder has its own, and finds it again."""
+"""Default folders of runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_decides_what_is_learnt_decides_the_folder(override: str, same: boo
 
 
 def test_digest_covers_only_non_default_settings():
-    """A version that adds a key finds the folders of the one before."""
+    """A version that adds a key finds the folders of the previous version."""
     plain = training_settings(prepare_config(["device=cpu"]).config)
     changed = training_settings(prepare_config(["device=cpu", "trainer.seed=1", "data.train_data=[a.jsonl]"]).config)
     assert {name for name in changed if changed[name] != plain.get(name)} == {"trainer.seed", "data.train_data"}

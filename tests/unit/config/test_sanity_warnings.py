@@ -244,7 +244,7 @@ def test_predicate_tables_match_signatures():
 
 
 def get_algorithm_keywords() -> set[str]:
-    """Keywords of all losses, of what selects their tokens, and of all estimators and reductions."""
+    """Return the keywords of all losses, token selectors, estimators and reductions."""
     registries = (policy_losses, sft_losses, advantage_estimators, kl_estimators, reductions)
     functions = [registry.get(name) for registry in registries for name in registry.names()]
     chosen = [get_token_selector(function) for function in functions]
@@ -252,7 +252,7 @@ def get_algorithm_keywords() -> set[str]:
 
 
 def read_source() -> str:
-    """Everything that may read the configuration: the package without this part of it."""
+    """Return the source that may read the configuration: the package without config and testing."""
     modules = [
         path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
     ]
@@ -261,7 +261,7 @@ def read_source() -> str:
 
 
 def expand_sections(names: set[str]) -> list[str]:
-    """Keys that are named, or that lie in a section that is."""
+    """Return the named keys and the keys in named sections."""
     return [key for key in value_keys() if any(f"{key}.".startswith(f"{name}.") for name in names)]
 
 

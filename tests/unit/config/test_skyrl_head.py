@@ -53,7 +53,7 @@ KEYS = dict(rows("skyrl_head_keys.tsv"))
 
 
 def prepare_error(arguments: list[str]) -> str:
-    """What `check_config --elsewhere` says of a command line for a machine with accelerators."""
+    """Return the error of `check_config --elsewhere` on a machine with accelerators, or an empty text."""
     try:
         prepare_config(arguments, has_accelerator=True)
     except ConfigError as error:
@@ -62,7 +62,7 @@ def prepare_error(arguments: list[str]) -> str:
 
 
 def to_script(recipe: Recipe) -> str:
-    """A script in SkyRL's style, in which `$HOME` is the caller's."""
+    """Return a script in SkyRL's style, in which `$HOME` is expanded by the shell."""
     program = (
         f"python {recipe.module.replace('.', '/')}.py"
         if recipe.module.endswith("entrypoint")
@@ -74,8 +74,8 @@ def to_script(recipe: Recipe) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
 def test_recipe_is_accepted_or_refused_for_its_reason(recipe: Recipe):
-    said = prepare_error(OVERRIDES[recipe.number])
-    assert recipe.check in said if recipe.check else said == ""
+    expected = prepare_error(OVERRIDES[recipe.number])
+    assert recipe.check in expected if recipe.check else expected == ""
     done = translate(to_script(recipe), recipe.name)
     assert recipe.from_skyrl in "\n".join(done.problems) if recipe.from_skyrl else done.problems == []
     assert bool(recipe.check or recipe.from_skyrl) == bool(recipe.reason)
@@ -134,7 +134,7 @@ SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=ht
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["trainer.algorithm.temperature=0.7"], "must be null or 1.0"),
         (["trainer.algorithm.temperature=0.7", "generator.sampling_params.temperature=0.7"], ""),
@@ -161,8 +161,8 @@ SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=ht
         ([*SERVERS, f"{ENGINE}external_server_urls=['http://127.0.0.1:8001']"], ""),
     ],
 )
-def test_unsupported_result_changes_are_rejected(arguments: list[str], said: str):
-    assert said in prepare_error(arguments) if said else prepare_error(arguments) == ""
+def test_unsupported_result_changes_are_rejected(arguments: list[str], expected: str):
+    assert expected in prepare_error(arguments) if expected else prepare_error(arguments) == ""
 
 
 def test_ineffective_skyrl_keys_are_grouped_by_advice():

@@ -1,7 +1,8 @@
-"""The command lines that SkyRL publishes, scripts and pages, as written: what is refused stands here with its reason.
+"""The command lines that SkyRL publishes in scripts and pages, unchanged. Rejected ones have an expected reason.
 
-skyrl_recipes.tsv has one a row: where it was published (below skyrl-train/; @commit for another version of a script, #n
-for its n-th command), the module it starts, its arguments, and, where it is refused, a part of the refusal and why.
+skyrl_recipes.tsv has one command per row: its source (below skyrl-train/; @commit for another version of a script, #n
+for its n-th command), the module that it starts, its arguments and, if it is rejected, a part of the error message and
+the reason.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ REWRITES = {
     "scripts.full_context.main_full_ctx": with_steps,
     "integrations.verifiers.entrypoints.main_verifiers": of_verifiers,
 }
-"""What a module does with its command line before the configuration sees it."""
+"""Changes that a module makes to its command line before the configuration is composed."""
 ACCEPTED = [recipe for recipe in RECIPES if not recipe.refusal]
 REFUSED = [recipe for recipe in RECIPES if recipe.refusal]
 
 
 def prepared(recipe: Recipe) -> PreparedConfig:
-    """As on a machine with accelerators. Modules beside SkyRL's package are programs of the user's own."""
+    """Prepare a configuration as on a machine with accelerators. Modules outside SkyRL's package are user programs."""
     own_code = not recipe.module.startswith("skyrl_train.")
     arguments = shlex.split(recipe.arguments)
     return prepare_config(REWRITES.get(recipe.module, list)(arguments), has_accelerator=True, has_user_code=own_code)

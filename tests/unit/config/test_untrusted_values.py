@@ -240,7 +240,7 @@ SERVER = "{command: evil-program, args: [-c], tools: [a]}"
 
 @pytest.fixture
 def copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder whose configuration names a module beside it, and a program."""
+    """Create a run's folder whose configuration names a module next to it and a program."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(
@@ -262,10 +262,10 @@ def test_copied_run_cannot_run_code(copied_run: Path, capsys: pytest.CaptureFixt
     main = importlib.import_module(f"skyrl_train.entrypoints.{command}").main
     with pytest.raises(SystemExit) as left:
         main([*own, *given])
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert left.value.code == 2 and not (copied_run.parent / "witness").exists()
-    assert "trainer.plugins=['module_of_a_copied_run']: must be repeated on the command line" in said
-    assert "mcp.servers.a.command=evil-program: must be repeated" in said and "mcp.servers.a.args=" in said
+    assert "trainer.plugins=['module_of_a_copied_run']: must be repeated on the command line" in output
+    assert "mcp.servers.a.command=evil-program: must be repeated" in output and "mcp.servers.a.args=" in output
 
 
 @pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
@@ -315,9 +315,9 @@ def test_copied_run_requires_repeating_sensitive_keys(copied_run: Path, section:
         ["--config-dir", str(copied_run), "--config-name", "config"],
         ["--config-dir", str(copied_run.parent), "--config-name", "run/config"],
     ):
-        with pytest.raises(ConfigError, match="1 problem") as refused:
+        with pytest.raises(ConfigError, match="1 problem") as error:
             prepare_config(given, False, trust_run_folder=False)
-        assert f"{key}=" in str(refused.value) and "must be repeated on the command line" in str(refused.value)
+        assert f"{key}=" in str(error.value) and "must be repeated on the command line" in str(error.value)
         prepare_config(given, False)
 
 

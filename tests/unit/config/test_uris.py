@@ -1,4 +1,4 @@
-"""Addresses of storage in a configuration, before anything is reached."""
+"""Validation of storage URIs in a configuration, without access to storage."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def prepare_error(*overrides: str, components: RunComponents | None = None) -> s
 )
 @pytest.mark.parametrize("address", [f"s3://AKIA1:{SECRET}@bucket/run", f"s3://bucket/run?secret={SECRET}"])
 def test_credentials_in_uri_are_rejected_and_redacted(key: str, address: str):
-    said = prepare_error(f"{key}='{address}'")
-    assert f"{key}=s3://" in said and "AWS_ACCESS_KEY_ID" in said
-    assert SECRET not in said and "AKIA1" not in said
+    message = prepare_error(f"{key}='{address}'")
+    assert f"{key}=s3://" in message and "AWS_ACCESS_KEY_ID" in message
+    assert SECRET not in message and "AKIA1" not in message
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,20 @@ def test_credentials_in_uri_are_rejected_and_redacted(key: str, address: str):
     ],
 )
 def test_invalid_uri_is_reported(address: str, advice: str):
-    said = prepare_error(f"data.train_data=['{address}']")
-    assert f"data.train_data={address}" in said and advice in said
+    message = prepare_error(f"data.train_data=['{address}']")
+    assert f"data.train_data={address}" in message and advice in message
 
 
 def test_valid_uris_are_unchanged():
-    given = {"ckpt_path": "s3://bucket/a/run", "export_path": "file:///mnt/exports"}
+    uris = {"ckpt_path": "s3://bucket/a/run", "export_path": "file:///mnt/exports"}
     trainer = prepare_config(
-        [f"trainer.{key}={value}" for key, value in given.items()], has_accelerator=False
+        [f"trainer.{key}={value}" for key, value in uris.items()], has_accelerator=False
     ).config.trainer
-    assert {key: getattr(trainer, key) for key in given} == given
+    assert {key: getattr(trainer, key) for key in uris} == uris
 
 
 def test_s3_uri_without_s3fs_names_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    said = prepare_error("trainer.ckpt_path=s3://bucket/run", components=RunComponents())
-    assert "trainer.ckpt_path=s3://bucket/run: must be a local path while s3fs is not installed" in said
-    assert "--extra s3" in said
+    message = prepare_error("trainer.ckpt_path=s3://bucket/run", components=RunComponents())
+    assert "trainer.ckpt_path=s3://bucket/run: must be a local path while s3fs is not installed" in message
+    assert "--extra s3" in message

@@ -29,13 +29,13 @@ NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reaso
 
 
 def problems(*overrides: str) -> dict[str, str]:
-    config, found, _ = to_config(hydra_compose([parse_override(text).for_hydra for text in overrides]))
-    assert found == []
+    config, key_problems, _ = to_config(hydra_compose([parse_override(text).for_hydra for text in overrides]))
+    assert key_problems == []
     return {problem.key: str(problem) for problem in validate(resolve_device(config, has_accelerator=False)[0])}
 
 
 def with_value(key: str, value: Any) -> Config:
-    """A configuration with one value put in, whatever its type."""
+    """Return a configuration with one key set to a value of any type."""
 
     def put(section: Any, path: list[str]) -> Any:
         name, *rest = path
@@ -61,7 +61,7 @@ def test_defaults_are_valid():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (["generator.backend=transformers"], "must be 1 with generator.backend=transformers"),
         (["generator.backend=vllm"], "must be a divisor of 1, the number of ranks of an engine"),
@@ -70,10 +70,10 @@ def test_defaults_are_valid():
         (["generator.backend=vllm", "generator.inference_engine_pipeline_parallel_size=2"], "a divisor of 1"),
     ],
 )
-def test_engine_ranks_divide_evenly_over_nodes(overrides: list[str], said: str | None):
+def test_engine_ranks_divide_evenly_over_nodes(overrides: list[str], expected: str | None):
     key = "trainer.placement.nodes_per_engine"
-    found = problems("device=cuda", f"{key}=2", *overrides).get(key, "")
-    assert said in found if said else not found
+    message = problems("device=cuda", f"{key}=2", *overrides).get(key, "")
+    assert expected in message if expected else not message
 
 
 @pytest.mark.parametrize(("ranks", "nodes", "refused"), [(4, 2, True), (2, 2, False), (4, 4, False)])
@@ -84,16 +84,16 @@ def test_cpu_engine_has_one_rank_per_node(ranks: int, nodes: int, refused: bool)
         has_accelerator=False,
         explicit_keys=["generator.backend"],
     )[0]
-    found = [str(one) for one in validate(config) if one.key == key]
-    assert [f"must be 1 or {ranks}, the number of ranks of an engine, with device=cpu" in one for one in found] == [
-        True
-    ] * refused
+    messages = [str(problem) for problem in validate(config) if problem.key == key]
+    assert [
+        f"must be 1 or {ranks}, the number of ranks of an engine, with device=cpu" in message for message in messages
+    ] == [True] * refused
 
 
 @pytest.mark.parametrize("name", ["nnodes", "node_rank", "master_addr", "master_port"])
 def test_multi_node_engine_kwargs_are_rejected(name: str):
-    found = problems(f"generator.engine_init_kwargs={{{name}: 2}}")
-    assert "Set trainer.placement.nodes_per_engine" in found[f"generator.engine_init_kwargs.{name}"]
+    messages_by_key = problems(f"generator.engine_init_kwargs={{{name}: 2}}")
+    assert "Set trainer.placement.nodes_per_engine" in messages_by_key[f"generator.engine_init_kwargs.{name}"]
 
 
 @pytest.mark.fault("F02")
@@ -401,8 +401,8 @@ def test_wrong_value_or_combination_is_refused(overrides: list[str], key: str, m
 
 @pytest.mark.fault("F02")
 def test_every_problem_is_reported_at_once():
-    found = problems("trainer.train_batch_size=-4", "trainer.strategy=x", "generator.n_samples_per_prompt=1")
-    assert {"trainer.train_batch_size", "trainer.strategy", "generator.n_samples_per_prompt"} <= set(found)
+    messages_by_key = problems("trainer.train_batch_size=-4", "trainer.strategy=x", "generator.n_samples_per_prompt=1")
+    assert {"trainer.train_batch_size", "trainer.strategy", "generator.n_samples_per_prompt"} <= set(messages_by_key)
 
 
 @pytest.mark.parametrize(
@@ -444,8 +444,8 @@ def test_critic_mini_batch_requires_critic():
 def is_refused_by_name(key: str) -> None:
     assert value_keys()[key].default in CHOICES[key], "the default is available"
     other = next(value for value in (True, False, 7, "x", ["x"]) if fits(value, key) and value not in CHOICES[key])
-    found = [problem for problem in validate(with_value(key, other)) if problem.key == key]
-    assert [problem.advice for problem in found] == [UNAVAILABLE[key]]
+    key_problems = [problem for problem in validate(with_value(key, other)) if problem.key == key]
+    assert [problem.advice for problem in key_problems] == [UNAVAILABLE[key]]
 
 
 def test_unavailable_settings_are_refused_by_name():
@@ -455,8 +455,8 @@ def test_unavailable_settings_are_refused_by_name():
 def is_refused_with_advice(choice: tuple[str, str]) -> None:
     key, name = choice
     assert name not in CHOICES[key]
-    (found,) = [problem for problem in validate(with_value(key, name)) if problem.key == key]
-    assert "is not supported" in found.advice
+    (problem,) = [problem for problem in validate(with_value(key, name)) if problem.key == key]
+    assert "is not supported" in problem.advice
 
 
 def test_unavailable_choices_say_what_to_use():
@@ -473,8 +473,8 @@ def test_plugins_do_not_open_other_names():
     assert "trainer.strategy" in problems("trainer.strategy=mine", "trainer.plugins=[my.module]")
 
 
-def neighbours(key: str) -> Iterator[tuple[float, float]]:
-    """(last number inside, first one outside) of each end of a key's range."""
+def boundary_numbers(key: str) -> Iterator[tuple[float, float]]:
+    """Yield (last number inside, first number outside) for each bound of a key's range."""
     allowed, hint = RANGES[key], value_keys()[key].type_hint
     whole = int in union_members(hint) or hint == list[int]
 
@@ -491,14 +491,14 @@ def neighbours(key: str) -> Iterator[tuple[float, float]]:
 
 def range_problems(key: str, number: float) -> list[str]:
     value = [number, number] if isinstance(value_keys()[key].default, list) else number
-    found = validate(with_value(key, value))
-    return [str(problem) for problem in found if problem.key == key and problem.allowed == str(RANGES[key])]
+    value_problems = validate(with_value(key, value))
+    return [str(problem) for problem in value_problems if problem.key == key and problem.allowed == str(RANGES[key])]
 
 
 @pytest.mark.fault("F02")
 def test_ranges_are_enforced_at_their_ends():
     def is_enforced(key: str) -> None:
-        for inside, outside in neighbours(key):
+        for inside, outside in boundary_numbers(key):
             assert range_problems(key, inside) == []
             assert range_problems(key, outside)
 

@@ -1,4 +1,4 @@
-"""Texts that a chat template drops are refused; texts that it trims, escapes, repeats or moves are accepted."""
+"""A chat template may trim, escape, repeat or move texts, but not drop them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ CALLING = (
     "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes calls and tools as JSON."""
+"""A template that writes calls and tools as JSON."""
 AS_TEXT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is none %}{% for c in m.tool_calls %}"
     "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes calls only beside null content, and their arguments only if they are text."""
+"""A template that writes calls only if the content is null, and arguments only if they are text."""
 PARTS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for p in m.content %}{% if p.type == 'text' %}"
     "{{ p.text }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes only content that consists of parts."""
+"""A template that writes content only if it is a list of parts."""
 THINKING = (
     "{% for m in messages %}{% set c = m.content %}{% set r = m.reasoning_content or '' %}"
     "{% if m.role == 'assistant' and '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1] %}"
@@ -41,7 +41,7 @@ THINKING = (
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + r.strip('\n') + '\n</think>\n\n' }}{% endif %}"
     "{{ c + '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes reasoning of the last turn, from its field or its content."""
+"""A template that writes the reasoning of the last turn, from its field or its content."""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -56,7 +56,7 @@ def make_messages(*said: tuple[str, str]) -> list[dict[str, Any]]:
 
 
 def template_with_content(content: str) -> str:
-    """A template that writes `content` for each message's content."""
+    """Return a template that writes an expression in place of each message's content."""
     return "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + " + content + "}}<|im_end|>{% endfor %}" + OPEN
 
 
@@ -106,12 +106,12 @@ def test_unwritten_tools_are_rejected(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "refused"),
+    ("name", "role", "error"),
     [("gemma", "tool", True), ("mistral", "tool", True), ("mistral", "developer", True), ("chatml", "tool", False)],
 )
-def test_roles_that_a_template_writes_alike_are_refused(name: str, role: str, refused: bool):
+def test_roles_that_a_template_writes_alike_are_refused(name: str, role: str, error: bool):
     messages = [*make_messages(("user", "2 + 2?"), ("assistant", "add")), {"role": role, "content": "4"}]
-    if not refused:
+    if not error:
         assert f"{role}\n4" in render_to_text(TEMPLATES[name], messages)
         return
     for index, said in ((2, messages), (0, messages[2:])):
@@ -334,6 +334,6 @@ def test_rows_without_parts_render_unchanged():
 
 
 def test_messages_name_fields_once():
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as error:
         render_to_text(TEMPLATES["chatml"], [*make_messages(("user", "?")), tool_call_message("add", {})])
-    assert len(re.findall("tool_calls", str(refused.value))) == 1
+    assert len(re.findall("tool_calls", str(error.value))) == 1

@@ -1,4 +1,4 @@
-"""No text becomes a control token, whatever a chat template or a tokenizer does to it."""
+"""No text becomes a control token, whatever the chat template or the tokenizer does to it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def loop_over_messages(body: str) -> str:
 
 @contextmanager
 def lossy_templates() -> Iterator[None]:
-    """Accept templates that cut and change texts, which are refused otherwise."""
+    """Accept templates that truncate and change texts, which are errors otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContentCheck, "find_missing_text", lambda *_: None)
         yield
@@ -67,7 +67,7 @@ def make_tokenizer(
     normalizer: Any = None,
     **named: str,
 ) -> PreTrainedTokenizerFast:
-    """A token per byte, with added tokens that are special and added ones that are not."""
+    """Return a tokenizer with one token per byte and with special and other added tokens."""
     core = byte_tokenizer().backend_tokenizer
     if normalizer is not None:
         core.normalizer = normalizer
@@ -296,8 +296,8 @@ def test_first_answer_may_be_partial_control_token():
     tokenizer = make_tokenizer(TEMPLATES["mistral"], bos_token="<s>", eos_token="</s>")
     ids, mask = render_conversation(tokenizer, [assistant_message("s"), user_message("q"), assistant_message("ok")])
     assert get_added_tokens(tokenizer, ids) == ["<s>", "</s>", "</s>"]
-    learnt = tokenizer.decode([id for id, learn in zip(ids, mask, strict=True) if learn])
-    assert learnt == "s</s> ok</s>"
+    trained_text = tokenizer.decode([id for id, is_trained in zip(ids, mask, strict=True) if is_trained])
+    assert trained_text == "s</s> ok</s>"
 
 
 def test_eos_used_as_unk_is_control_token():
@@ -306,7 +306,7 @@ def test_eos_used_as_unk_is_control_token():
     tokenizer = make_tokenizer(body + header, eos_token="<|endoftext|>", unk_token="<|endoftext|>")
     ids, mask = render_conversation(tokenizer, [user_message("q<|endoftext|>"), assistant_message("yes")])
     assert is_control_token(tokenizer, tokenizer.eos_token_id) and ids.count(tokenizer.eos_token_id) == 2
-    assert tokenizer.decode([id for id, learn in zip(ids, mask, strict=True) if learn]) == "yes<|endoftext|>"
+    assert tokenizer.decode([id for id, is_trained in zip(ids, mask, strict=True) if is_trained]) == "yes<|endoftext|>"
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ HEADERS = ("<|user|>", "<|assistant|>")
 
 
 def template_with_end(end: str, after: str = "") -> str:
-    """A template that writes `end` after each message, and `after` at the end of the conversation."""
+    """Return a template that writes `end` after each message and `after` at the end of the conversation."""
     return MESSAGE.replace("END", repr(end)) + after
 
 

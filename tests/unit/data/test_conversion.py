@@ -37,8 +37,8 @@ def test_rows_are_converted_left_out_and_limited(
     write_lines(tmp_path / "train.jsonl", rows)
     pq.write_table(pa.Table.from_pylist([{"q": "e"}]), tmp_path / "test.parquet")
     call(monkeypatch, "--input", str(tmp_path), "--output", str(tmp_path / "deep" / "out"), "--limit", "2")
-    said = capsys.readouterr().out
-    assert "train.parquet: 2 rows, 1 left out\n" in said and "validation.parquet: 1 rows\n" in said
+    output = capsys.readouterr().out
+    assert "train.parquet: 2 rows, 1 left out\n" in output and "validation.parquet: 1 rows\n" in output
     kept = load_prompts([str(tmp_path / "deep" / "out" / "train.parquet")], lambda messages: 1, 10, "chat").prompts
     assert [prompt.messages[0]["content"] for prompt in kept] == ["a", "c"]
     assert [prompt.env_extras["extra_info"]["index"] for prompt in kept] == [0, 2]

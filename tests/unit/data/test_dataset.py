@@ -105,7 +105,7 @@ def test_huge_prompt_is_dropped_without_tokenizing(tmp_path: Path):
 @pytest.mark.fault("F07")
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "expected"),
     [
         ({"question": "6 * 7?"}, r"has no column 'prompt', only \["),
         ({"prompt": None}, "has no column 'prompt'"),
@@ -116,9 +116,9 @@ def test_huge_prompt_is_dropped_without_tokenizing(tmp_path: Path):
         (row(reward_spec=None), "reward_spec has no ground_truth"),
     ],
 )
-def test_invalid_row_error_names_location(tmp_path: Path, suffix: str, bad: dict[str, Any], says: str):
+def test_invalid_row_error_names_location(tmp_path: Path, suffix: str, bad: dict[str, Any], expected: str):
     path = write(tmp_path / f"data{suffix}", row(), row(), bad)
-    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: .*{says}"):
+    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: .*{expected}"):
         load(path)
 
 
@@ -141,7 +141,7 @@ def nested(depth: int) -> list[Any]:
 
 @pytest.mark.defect("rows-found-bad-when-drawn")
 @pytest.mark.parametrize(
-    ("suffix", "bad", "says"),
+    ("suffix", "bad", "expected"),
     [
         (".parquet", row(image=b"\x89PNG"), "column 'image' holds a value of type bytes"),
         (".parquet", row(extra_info={"pages": [b"one"]}), "column 'extra_info' holds a value of type bytes"),
@@ -154,11 +154,11 @@ def nested(depth: int) -> list[Any]:
         (".jsonl", {"prompt": nested(900)}, "column 'prompt' holds lists or mappings"),
     ],
 )
-def test_non_json_row_is_rejected(tmp_path: Path, suffix: str, bad: dict[str, Any], says: str):
+def test_non_json_row_is_rejected(tmp_path: Path, suffix: str, bad: dict[str, Any], expected: str):
     good = dict.fromkeys(bad) | row()  # a table has the columns of its first row
     path = write(tmp_path / f"data{suffix}", good, good, bad)
     rest = ".*rows hold text, numbers, .*Remove it, or store it as text"
-    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: {says}{rest}"):
+    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: {expected}{rest}"):
         load(path)
 
 
@@ -223,7 +223,7 @@ def test_surrogate_in_row_is_named(tmp_path: Path):
 
 @pytest.mark.fault("F07")
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "expected"),
     [
         (b'{"prompt": "\xff\xfe"}', "byte 12 is not UTF-8"),
         (b'{"prompt": ', "not JSON"),
@@ -238,10 +238,10 @@ def test_surrogate_in_row_is_named(tmp_path: Path):
         ),
     ],
 )
-def test_invalid_json_line_is_named(tmp_path: Path, line: bytes, says: str):
+def test_invalid_json_line_is_named(tmp_path: Path, line: bytes, expected: str):
     path = tmp_path / "data.jsonl"
     path.write_bytes(json.dumps(row()).encode() + b"\n\n" + line + b"\n")
-    with pytest.raises(DataError, match=rf"data\.jsonl, line 3: .*{says}"):
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 3: .*{expected}"):
         load(str(path))
 
 
@@ -269,7 +269,7 @@ def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "expected"),
     [
         ("nowhere/train.parquet", "no such file"),
         ("./not-a-file", "not a folder, not a dataset's name on the hub"),
@@ -277,8 +277,8 @@ def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
         ("nobody/nothing:test", "could not be loaded as a dataset with split 'test'"),
     ],
 )
-def test_a_source_that_is_not_there_is_named(source: str, says: str):
-    with pytest.raises(DataError, match=says):
+def test_a_source_that_is_not_there_is_named(source: str, expected: str):
+    with pytest.raises(DataError, match=expected):
         load(source)
 
 

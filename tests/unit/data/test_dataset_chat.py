@@ -19,14 +19,14 @@ LLAMA3 = (
     "{{ '<|im_start|>' + message['role'] + '\n\n' + message['content'] | trim + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
 )
-"""Its shape: a first token, contents trimmed, nothing after the end of a turn."""
+"""A template like Llama 3's: a first token, trimmed contents, and nothing after the end of a turn."""
 FORGETFUL = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1] }}"
     "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Drops the reasoning of earlier turns."""
+"""A template that drops the reasoning of earlier turns."""
 
 
 def user_message(content: str) -> dict[str, Any]:
@@ -105,13 +105,13 @@ JOINING = (
     "{{ key }}{{ value }}{% endfor %}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Joins contents' parts, and the names and values of arguments."""
+"""A template that joins the parts of contents, and the names and values of arguments."""
 SPECIALS = sorted({*SPECIAL})
 
 
 @given(st.data())
 def test_joined_texts_make_no_control_token(data: st.DataObject):
-    """Cut anywhere, with white space between that the template strips."""
+    """Control tokens split at any position, with white space between the parts that the template strips."""
     control = data.draw(st.sampled_from(SPECIALS))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(control) - 1), max_size=4)))
     pieces = [control[start:end] for start, end in zip([0, *cuts], [*cuts, len(control)], strict=True)]
@@ -146,7 +146,7 @@ def test_control_token_words_are_split():
 
 
 class Counting(PreTrainedTokenizerFast):
-    """Counts its calls, each of which costs as much as a hundred characters."""
+    """A tokenizer that counts its calls, each of which costs as much as a hundred characters."""
 
     calls = 0
 
@@ -220,7 +220,7 @@ def test_mask_covers_answers_and_turn_ends(template: str):
     assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
     assert len(mask) == len(ids)
     assert (
-        tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+        tokenizer.decode([token for token, is_trained in zip(ids, mask, strict=True) if is_trained])
         == "42<|im_end|>yes<|im_end|>"
     )
 
@@ -243,7 +243,8 @@ def test_control_tokens_in_messages_keep_mask():
     ids, mask = render_conversation(TOKENIZER, messages)
     assert controls(ids) == [START, END] * 3
     assert (
-        TOKENIZER.decode([token for token, learn in zip(ids, mask, strict=True) if learn]) == "c<|im_end|>d<|im_end|>"
+        TOKENIZER.decode([token for token, is_trained in zip(ids, mask, strict=True) if is_trained])
+        == "c<|im_end|>d<|im_end|>"
     )
     assert TOKENIZER.decode(ids) == TOKENIZER.apply_chat_template(messages, tokenize=False)
 
@@ -251,13 +252,13 @@ def test_control_tokens_in_messages_keep_mask():
 DEFAULTING = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nbe kind<|im_end|>\n' }}{% endif %}" + CHATML
 )
-"""Adds a system message to conversations without one, and cannot render an empty one."""
+"""A template that adds a system message to conversations without one, and cannot render an empty conversation."""
 HEADLESS = (
     "{{ '<|endoftext|>' }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ ' ' + message['content'] | trim + '<|im_end|>' }}{% else %}{{ '[' + message['content'] + ']' }}{% endif %}"
     "{% endfor %}"
 )
-"""Mistral's shape: no header before an answer."""
+"""A template like Mistral's, without a header before an answer."""
 
 
 @pytest.mark.defect("assistant-first")
@@ -267,8 +268,8 @@ def test_a_conversation_may_begin_with_the_assistant(template: str):
     messages = [assistant_message("hello<|im_end|>"), user_message("hi"), assistant_message("yes")]
     ids, mask = render_conversation(tokenizer, messages)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    learnt = str(tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn]))
-    assert learnt.replace(" ", "") == "hello<|im_end|><|im_end|>yes<|im_end|>"
+    trained_text = str(tokenizer.decode([token for token, is_trained in zip(ids, mask, strict=True) if is_trained]))
+    assert trained_text.replace(" ", "") == "hello<|im_end|><|im_end|>yes<|im_end|>"
     if template != HEADLESS:
         between = render_continuation(tokenizer, messages[:2], [0])
         assert between is not None and "hi" in tokenizer.decode(between) and "hello" not in tokenizer.decode(between)
@@ -308,7 +309,7 @@ def test_continued_conversation_renders_once_per_turn(template: str, verbatim: b
 
 
 def test_rewritten_opening_is_rendered_again():
-    """As one does that tells the time: what it wrote last is not what it writes now."""
+    """A template that writes the time renders the opening differently the next time."""
     tokenizer = with_template("{{ time }}" + CHATML)
     messages, last = [user_message("a"), assistant_message("b"), user_message("c")], RenderedPrefix()
     render_prompt(tokenizer, messages[:1], {"time": "noon"}, prefix=last)

@@ -21,7 +21,7 @@ def test_text_parts_become_one_text():
 
 
 @pytest.mark.parametrize(
-    ("part", "says"),
+    ("part", "expected"),
     [
         ({"type": "image", "image": "a.png"}, "a part of type 'image'"),
         ({"type": "image_url", "image_url": {"url": "a.png"}}, "a part of type 'image_url'"),
@@ -29,9 +29,11 @@ def test_text_parts_become_one_text():
         (3, "a value of type int"),
     ],
 )
-def test_other_parts_are_refused_with_their_field(part: Any, says: str):
+def test_other_parts_are_refused_with_their_field(part: Any, expected: str):
     row = [{"role": "user", "content": "hi"}, {"role": "user", "content": [*parts("look"), part]}]
-    with pytest.raises(DataError, match=rf"^a\.jsonl, line 3: prompt\[1\]\.content\[1\] is {says}; only text parts"):
+    with pytest.raises(
+        DataError, match=rf"^a\.jsonl, line 3: prompt\[1\]\.content\[1\] is {expected}; only text parts"
+    ):
         parse_messages("a.jsonl, line 3", "prompt", row)
 
 
@@ -75,8 +77,8 @@ def test_other_tools_columns_raise_or_are_ignored(value: Any):
 
 def test_answer_continues_last_assistant_message():
     question = {"role": "user", "content": "?"}
-    begun = {"role": "assistant", "content": "The answer"}
-    assert append_assistant_text([question, begun], " is 4") == [
+    partial = {"role": "assistant", "content": "The answer"}
+    assert append_assistant_text([question, partial], " is 4") == [
         question,
         {"role": "assistant", "content": "The answer is 4"},
     ]

@@ -1,4 +1,4 @@
-"""The one definition of the final answer, and decoding that keeps the markers it needs."""
+"""The final answer of a model's turn, and decoding that keeps the markers that it needs."""
 
 from __future__ import annotations
 

@@ -17,17 +17,17 @@ DROPS = (
     "{% set c = c.split('</think>')[-1] %}{% endif %}{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Drops reasoning of earlier turns, like Qwen3's."""
+"""A template that drops reasoning of earlier turns, like Qwen3's."""
 OPENS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
-"""Drops all reasoning and opens it in the header, like DeepSeek-R1's."""
+"""A template that drops all reasoning and opens it in the header, like DeepSeek-R1's."""
 NULL_CALLS = OPENS.replace(
     "m.content.split('</think>')[-1] }}", "(m.content.split('</think>')[-1] if m.content is not none else '') }}"
 ).replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
-"""Writes calls only beside null content."""
+"""A template that writes calls only if the content is null."""
 
 
 def with_template(template: str) -> PreTrainedTokenizerFast:

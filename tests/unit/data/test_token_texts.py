@@ -22,7 +22,7 @@ def test_of_a_tokenizer_that_works_on_bytes():
 
 @pytest.fixture
 def pieces() -> PreTrainedTokenizerFast:
-    """As SentencePiece's: spaces are marks, of which the first is dropped, and bytes have names."""
+    """Return a tokenizer like SentencePiece's: spaces are marks, the first one is dropped, and bytes have names."""
     vocabulary = {"<unk>": 0, "▁a": 1, "a": 2, "▁cat": 3, "<0xE2>": 4, "▁": 5}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
