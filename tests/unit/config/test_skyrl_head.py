@@ -1,9 +1,9 @@
-"""Today's SkyRL: its keys, and the command lines that it publishes, as arguments of this package.
+"""Keys and published command lines of the current SkyRL as arguments of this package.
 
-skyrl_head_recipes.tsv has a row for each recipe (below SkyRL's examples/): its module; a part of what check_config
-refuses, or nothing; the same of from_skyrl, which knows the programs that are here; and why. skyrl_head_overrides.tsv
-says which recipes have which override, without names and folders of runs and without Harbor's own section.
-skyrl_head_keys.tsv has the keys that 0.3 does not have, with their defaults.
+skyrl_head_recipes.tsv has a row for each recipe (below SkyRL's examples/): its module, a part of check_config's error
+or nothing, a part of the error of from_skyrl, which knows the programs of this package, and the reason.
+skyrl_head_overrides.tsv lists the recipes of each override, without names and folders of runs and without Harbor's own
+section. skyrl_head_keys.tsv lists the keys that 0.3 does not have, with their defaults.
 """
 
 from __future__ import annotations
