@@ -40,12 +40,12 @@ that begins or ends with a space, needs its own quotes inside the shell's:
 `"generator.sampling_params.stop='</answer>'"`. `null` is no value.
 
 **Presets.** `--config-name NAME` starts from a YAML file of `config/`; `--config-dir FOLDER` adds a folder of yours to
-the search path. A preset begins with `defaults: [ppo_base_config, _self_]` and sets only the keys that it changes. Every
-run saves its resolved configuration, and `--config-dir RUN --config-name config` starts from it again.
+the search path. A preset begins with `defaults: [ppo_base_config, _self_]` and sets only the keys that it changes.
+Every run saves its resolved configuration, and `--config-dir RUN --config-name config` starts from it again.
 
 **Checks.** Before anything is loaded, all problems are reported at once and the exit code is 2. The checks find unknown
-keys (and suggest the most similar key), wrong types, numbers out of range, NaN and invalid combinations, and also files,
-engines and accelerators that do not exist on this machine. Then models, tokenizer and data are
+keys (and suggest the most similar key), wrong types, numbers out of range, NaN and invalid combinations, and also
+files, engines and accelerators that do not exist on this machine. Then models, tokenizer and data are
 [checked against each other](getting_started.md#checking-a-configuration) before Ray starts. `check_config --elsewhere`
 skips the checks of this machine and of models and data, for a run on another machine. Free-form mappings (`*_kwargs`)
 are passed on unchanged. A warning names each key that has no effect with the other settings.
@@ -105,9 +105,9 @@ def _without_counterpart() -> str:
     """Return the section about SKYRL_KEYS, in which keys with the same advice share a row."""
     lines = [
         "## Keys of SkyRL without a counterpart\n",
-        "Keys of the current SkyRL that this package has no key for. Keys that affect only memory, speed or reports are",
-        "accepted, and a note names them. Keys that would change results are accepted with the values given here, which",
-        "describe what this package does anyway; any other value is an error. `*` stands for `policy`, `ref` or",
+        "Keys of the current SkyRL that this package has no key for. Keys that affect only memory, speed or reports",
+        "are accepted, and a note names them. Keys that would change results are accepted with the values given here,",
+        "which describe what this package does anyway; any other value is an error. `*` stands for `policy`, `ref` or",
         "`critic`. A section stands for all of its keys.\n",
         "| keys | accepted | behavior of this package |",
         "| --- | --- | --- |",
