@@ -159,7 +159,7 @@ def test_a_program_of_the_user_s_own_reads_its_keys_and_uses_its_names(
     done = run_watched([*command, *own], clean_environment(home), tmp_path)
     assert metrics_of(tmp_path)[1]["reward/mean"] == 5.0
     assert done.site_prefixes == {sys.prefix}
-    assert "note: generator.my_reward=0.5 is a key of your own. Only your code reads it." in done.output
+    assert "note: generator.my_reward=0.5 is a custom key. Only your code reads it." in done.output
 
 
 def _of_children() -> float:

@@ -82,7 +82,7 @@ def test_check_config_with_the_readme_s_arguments_knows_what_is_missing(home: Pa
     done = check(tmp_path)
     assert done.returncode == 2
     for name in ("train", "validation"):
-        assert f"{name}.parquet: must be a file that exists. There is no folder {tmp_path}/data/gsm8k" in done.stderr
+        assert f"{name}.parquet: must be a file that exists. The folder {tmp_path}/data/gsm8k does not exist" in done.stderr
 
 
 FILE_OF_THE_GUIDE = """

@@ -78,7 +78,7 @@ def test_differences_are_explained():
     done = translate(TODAYS)
     notes = "\n".join(done.notes)
     assert "skyrl.train.entrypoints.main_base -> skyrl_train.entrypoints.main_base" in notes
-    assert "trainer.policy.megatron_config.moe_grouped_gemm=true: no effect here. Only Megatron reads it." in notes
+    assert "trainer.policy.megatron_config.moe_grouped_gemm=true: no effect. Only Megatron reads it." in notes
     assert "moe_grouped_gemm" not in str(done)
     assert "$(date +%s) is left to your shell." in notes and "$HOME is left" not in notes
     assert "generator.eval_sampling_params.temperature=1.0 is added" in notes
@@ -130,10 +130,10 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason():
         "instruct: not key=value.",
         "trainer.sed=1: unknown key. Did you mean trainer.seed?",
         "trainer.policy.megatron_config.moe_aux_loss_coeff=0.01: must be 0. trainer.algorithm.router_aux_loss_coef is "
-        "the coefficient of a loss that balances experts.",
-        "trainer.algorithm.temperature=0.5: must be null or 1.0. Log-probs are those of the distribution that is "
-        "sampled: set generator.sampling_params.temperature.",
-        "generator.vision_language_generator=true: must be false. Models read text alone.",
+        "the coefficient of the loss that balances experts.",
+        "trainer.algorithm.temperature=0.5: must be null or 1.0. Log-probs always use the temperature of "
+        "sampling. Set generator.sampling_params.temperature.",
+        "generator.vision_language_generator=true: must be false. Only text models are supported.",
     ]
 
 

@@ -48,7 +48,7 @@ def test_an_estimator_that_can_do_without_values_gets_none_unless_a_model_is_giv
 def test_an_estimator_that_needs_values_is_refused_without_a_model(
     monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null: must be .* asks for values"):
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null: must be .* takes values"):
         objective(monkeypatch, estimator, "null")
 
 

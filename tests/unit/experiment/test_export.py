@@ -300,7 +300,9 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
     (run / "config.yaml").unlink()
     with pytest.raises(SystemExit, match="2"):
         main([str(run / whole.name), "--to", str(tmp_path / "x")])
-    assert re.search(r"config\.yaml cannot be read .* it says what was run", capsys.readouterr().err)
+    assert re.search(
+        r"config\.yaml cannot be read .* It must be the configuration that the run saved", capsys.readouterr().err
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 

@@ -23,7 +23,7 @@ from skyrl_train.cluster.addresses import free_address
 from skyrl_train.config.predicates import RunComponents
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
-from skyrl_train.data.dataset import _python_rows
+from skyrl_train.data.dataset import _to_python_rows
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
@@ -392,9 +392,9 @@ def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, mo
 
     def counted(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, object]]:
         converted.append(batch.num_rows)
-        return _python_rows(batch, path, before)
+        return _to_python_rows(batch, path, before)
 
-    monkeypatch.setattr("skyrl_train.data.dataset._python_rows", counted)
+    monkeypatch.setattr("skyrl_train.data.dataset._to_python_rows", counted)
     check_run(
         prepare_config([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config,
         RunComponents(),
@@ -584,7 +584,7 @@ def test_more_ranks_than_cpus_are_a_warning(good: list[str], monkeypatch: pytest
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     apart = ["trainer.placement.colocate_all=false", "generator.num_inference_engines=3"]
     (warning,) = prepare_config([*good, *apart], has_accelerator=False, components=RunComponents()).warnings
-    assert "4 ranks and engines compute at the same time, more than the 2 CPUs" in warning
+    assert "4 ranks and engines run at the same time, but this machine has 2 CPUs" in warning
     assert prepare_config(good, has_accelerator=False, components=RunComponents()).warnings == []
     assert prepare_config([*good, *apart], has_accelerator=False).warnings == []
 

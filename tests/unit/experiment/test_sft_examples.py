@@ -33,7 +33,7 @@ def test_an_answer_with_which_a_demonstration_begins_is_learnt(tmp_path: Path):
         (["hi"], "'hi' is not a message"),
         ([{"role": "assistant", "content": 3}], "is not a message"),
         ([{"role": "user", "content": None}], "the content of a user message is null"),
-        ([{"role": "nobody", "content": "a"}], "the chat template does not take these messages: who is nobody"),
+        ([{"role": "nobody", "content": "a"}], "the chat template rejects these messages: who is nobody"),
         ([{"role": "user", "content": "a"}], "its messages hold no answer"),
         ([], "messages is .*not a list of messages"),
         ("hi", "messages is 'hi', not a list of messages"),
