@@ -57,7 +57,7 @@ def test_what_nobody_has_is_refused_by_name_before_anything_runs():
         return logprobs
 
     with pytest.raises(
-        ConfigError, match=r"my loss asks for temprature, which nobody has; .*eps_clip_low.*old_logprobs"
+        ConfigError, match=r"my loss requires temprature, which is neither .*eps_clip_low.*old_logprobs"
     ):
         registry.bind_settings(loss, "my loss", {"eps_clip_low": 0.2}, frozenset({"old_logprobs"}))
 

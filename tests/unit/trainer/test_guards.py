@@ -63,11 +63,11 @@ ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # of one sample there is no d
 @pytest.mark.parametrize(
     ("compared", "metrics", "alarms"),
     [
-        ("group", ONE_SAMPLE_A_PROMPT, True),
-        ("group", ALL_EQUAL, True),
-        ("step", ONE_SAMPLE_A_PROMPT, False),
-        ("step", ALL_EQUAL, True),
-        ("step", ONE_SAMPLE, False),
+        (ComparisonScope.GROUP, ONE_SAMPLE_A_PROMPT, True),
+        (ComparisonScope.GROUP, ALL_EQUAL, True),
+        (ComparisonScope.STEP, ONE_SAMPLE_A_PROMPT, False),
+        (ComparisonScope.STEP, ALL_EQUAL, True),
+        (ComparisonScope.STEP, ONE_SAMPLE, False),
         (None, ALL_EQUAL, False),
     ],
 )
