@@ -143,9 +143,8 @@ def flash_attention_3(function: Callable[..., Any]) -> FlashKernel:
             window_size=(-1, -1) if window is None else (window - 1, 0),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        output: Tensor = (
-            result[0] if isinstance(result, tuple) else result
-        )  # older versions also return the log-sum-exp
+        # Older versions also return the log-sum-exp.
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
 
     return FlashKernel("FlashAttention-3", attend)

@@ -128,7 +128,7 @@ ARCHITECTURES = (
     Architecture("Apertus", "apertus", _UNTIED | _WIDE | {"rope_parameters": _LLAMA_3_ROPE}),
 )
 _NO_EXPERTS = Refusal(
-    r"transformers has no plan to share out experts of \w+: set trainer\.policy\.expert_parallel_size to 1\.",
+    r"transformers has no expert-parallel plan for \w+: set trainer\.policy\.expert_parallel_size to 1\.",
     "it has no experts",
 )
 _DENSE = (
@@ -136,7 +136,7 @@ _DENSE = (
     *("SmolLM3", "Phi-3", "Hunyuan", "EXAONE 4", "Apertus"),
 )
 _NO_PLAN = r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\."
-_UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not known here"
+_UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not supported"
 _FUSED = Refusal(_UNKNOWN_STYLE, "transformers' tensor-parallel plan does not divide its fused projections")
 _WIDE_NORMS = Refusal(_UNKNOWN_STYLE, "its norms of queries and keys span all heads, so no rank has only some of them")
 _NOT_IN_SGLANG = "Engine '.*': SGLang cannot serve models of type '{}': {}"

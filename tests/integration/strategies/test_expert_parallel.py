@@ -140,12 +140,12 @@ def test_every_rank_scores_its_own_sequences(found: Found) -> None:
 def test_models_whose_experts_cannot_be_shared_out_are_refused_by_key(found: Found) -> None:
     key, said = "trainer.policy.expert_parallel_size", found.values["refused"]
     assert said.keys() == {"old", "none", "three", "unknown"}
-    assert "has no plans to share out experts, as 5.19 has" in said["old"]
-    assert f"no plan to share out experts of Qwen2ForCausalLM: set {key} to 1" in said["none"]
+    assert "has no expert-parallel plans, which version 5.19 has" in said["old"]
+    assert f"no expert-parallel plan for Qwen2ForCausalLM: set {key} to 1" in said["none"]
     assert (
         f"{key}={found.size} does not divide model.layers.0.mlp.experts.gate_up_proj, which has 3 exp" in said["three"]
     )
-    assert "'ep_router' for model.layers.0.mlp.gate, which is not known here" in said["unknown"]
+    assert "'ep_router' for model.layers.0.mlp.gate, which is not supported" in said["unknown"]
 
 
 @pytest.mark.parametrize("name", [*STEPPED, "copies"])

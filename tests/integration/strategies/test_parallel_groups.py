@@ -172,8 +172,8 @@ def test_models_that_cannot_be_divided_are_refused_by_key(found: Found) -> None:
         assert said.keys() == {"heads", "features", "columns", "unplanned", "unknown", "whole"}
         assert said["heads"].startswith(f"{key}={found.size} does not divide the model's num_attention_heads, 3")
         assert "does not divide model.layers.0.mlp.gate_proj.weight, which has 63 features" in said["features"]
-        assert "'grouped_gemm' for model.layers.0.mlp.up_proj, which is not known here" in said["unknown"]
-        assert "computes something else when it is divided" in said["columns"]
+        assert "'grouped_gemm' for model.layers.0.mlp.up_proj, which is not supported" in said["unknown"]
+        assert "computes other hidden states when it is sharded" in said["columns"]
         assert "no tensor-parallel plan for Qwen2ForCausalLM" in said["unplanned"]
         assert "of its layers' weights; every rank would hold the others whole" in said["whole"]
 

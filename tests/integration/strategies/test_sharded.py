@@ -235,7 +235,7 @@ def test_a_torn_checkpoint_of_the_ranks_is_refused(found: Found) -> None:
         (torn / path.name).write_bytes(path.read_bytes())
     last = torn / f"shard_{found.world - 1}.safetensors"
     last.write_bytes(last.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=f"{last.name} is missing or torn"):
+    with pytest.raises(CheckpointError, match=f"{last.name} is missing or corrupt"):
         run_single(0, found.dtype, load=torn)
 
 
@@ -325,6 +325,6 @@ def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_nobody_joins_gives_up_by_its_deadline(rank: int) -> None:
     started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="meeting of 2 ranks"):
+    with pytest.raises(DeadlineExceeded, match="rendezvous of 2 ranks"):
         init_process_group(rank, 2, "127.0.0.1", free_address()[1], "gloo", 1.0)
     assert time.monotonic() - started < 60

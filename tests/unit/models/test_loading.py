@@ -88,7 +88,7 @@ def test_what_cannot_be_read_row_by_row_is_refused_not_trained(
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"^a\.key=.* quantized weights are not trained"):
+    with pytest.raises(ConfigError, match=r"^a\.key=.* quantized weights are not supported"):
         open_causal_lm(str(path), dtype=torch.float32, key="a.key")
 
     contains = PretrainedWeights.__contains__

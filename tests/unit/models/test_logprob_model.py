@@ -146,7 +146,7 @@ def test_a_window_that_attention_ignores_is_found_by_the_check(monkeypatch: pyte
     windowed: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096}
     windowed["layer_types"] = ["full_attention", "sliding_attention"]
     model = AutoModelForCausalLM.from_config(type(config)(**{**config.to_dict(), **windowed}))
-    with pytest.raises(ConfigError, match="computes something else without padding than with its own attention"):
+    with pytest.raises(ConfigError, match="computes other hidden states without padding than with its own attention"):
         LogprobModel(model)
     assert model.config.sliding_window == model.model.layers[1].self_attn.sliding_window == 4096
 
