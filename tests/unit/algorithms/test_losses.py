@@ -1,4 +1,4 @@
-"""Policy and value losses where they change their mind: on both sides of every bound."""
+"""Policy and value losses on both sides of every bound."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SETTINGS = {
     ("ratio", "advantage", "value", "clipped", "gradient"),
     [
         (1.0, 2.0, -2.0, 0.0, -2.0),
-        (1.5, 2.0, -2.6, 1.0, 0.0),  # better already: bounded by 1 + eps_clip_high
-        (0.5, 2.0, -1.0, 0.0, -1.0),  # worse: not bounded
-        (0.5, -2.0, 1.6, 1.0, 0.0),  # rarer already: bounded by 1 - eps_clip_low
+        (1.5, 2.0, -2.6, 1.0, 0.0),  # already more likely: bounded by 1 + eps_clip_high
+        (0.5, 2.0, -1.0, 0.0, -1.0),  # less likely: not bounded
+        (0.5, -2.0, 1.6, 1.0, 0.0),  # already less likely: bounded by 1 - eps_clip_low
         (1.5, -2.0, 3.0, 0.0, 3.0),
     ],
 )
-def test_value_clipping_and_gradient_in_every_regime(ratio, advantage, value, clipped, gradient):
+def test_clipped_surrogate_in_every_regime(ratio, advantage, value, clipped, gradient):
     old = torch.tensor([-1.5], dtype=torch.float64)
     logprobs = (old + log(ratio)).requires_grad_()
     loss, was_clipped = clipped_surrogate(
@@ -67,7 +67,7 @@ KINKS = [
 
 @pytest.mark.parametrize(("name", "bound", "sign", "is_zero"), KINKS)
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bound, sign, is_zero, side):
+def test_clipped_token_is_counted_and_has_no_gradient(name, bound, sign, is_zero, side):
     one = torch.ones(1, dtype=torch.float64)
     old = log(0.2) * one
     logprobs = (old + log(bound) + (1e-9 if side else -1e-9)).requires_grad_()
@@ -84,10 +84,10 @@ def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bo
     elif name != "clip_cov":
         assert bool(clipped) is is_zero[side]
     if not is_zero[side]:
-        assert gradient.item() * sign < 0  # downhill is towards what was good
+        assert gradient.item() * sign < 0  # descent raises the probability of good tokens
 
 
-def test_a_value_is_held_within_its_bounds_only_where_that_makes_the_loss_larger():
+def test_value_is_clipped_only_if_loss_increases():
     values = torch.tensor([1.1, 1.3, 1.3, 0.7], dtype=torch.float64, requires_grad=True)
     old, returns = torch.ones(4, dtype=torch.float64), torch.tensor([5.0, 5.0, -5.0, -5.0], dtype=torch.float64)
     loss, clipped = clipped_value_loss(values, old, returns, torch.ones(4, dtype=torch.bool), value_clip=0.2)
