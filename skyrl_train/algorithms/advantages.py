@@ -73,6 +73,11 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """Return A = r - mean(r of its group), [B] (Dr. GRPO, arXiv:2503.20783).
 
     Use it with the reduction `seq_mean_token_sum_norm`. Failed samples get 0.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B]; they do not count.
     """
     return grpo(rewards, group_ids, valid, grpo_norm_by_std=False)
 
@@ -81,6 +86,11 @@ def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """Return A = r - mean(r of the other samples in its group), [B] (RLOO, arXiv:2402.14740, eq. 6).
 
     A sample that is alone in its group gets 0, and so do failed samples.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B]; they do not count.
     """
     group = _GroupStatistics(group_ids, valid)
     return (group.center(rewards) * group.counts / (group.counts - 1).clamp(min=1)).to(rewards.dtype)
@@ -92,6 +102,11 @@ def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     This is maximum-likelihood RL, meant for rewards of 0 and 1: m is then the pass rate, and is at least 1 / n if any
     sample passes. The lower bound 1 / n matters only for other rewards, when penalties bring m near 0 or below. A group
     of equal rewards gets 0, and so do failed samples.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B]; they do not count.
     """
     group = _GroupStatistics(group_ids, valid)
     floor = 1 / group.counts.clamp(min=1)

@@ -60,7 +60,13 @@ def truncate_ratios(ratios: Tensor, high: float) -> Tensor:
 
 
 def within_bounds(ratios: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return a bool tensor, True where low <= w <= high. A bound of None always holds."""
+    """Return a bool tensor, True where low <= w <= high. A bound of None always holds.
+
+    Args:
+        ratios: Ratios w, any shape.
+        low: Lower bound, or None.
+        high: Upper bound, or None.
+    """
     inside = torch.ones_like(ratios, dtype=torch.bool)
     if low is not None:
         inside &= ratios >= low

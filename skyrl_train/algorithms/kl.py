@@ -29,41 +29,88 @@ MAX_K3 = 10.0
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return d = logprobs - ref_logprobs, nats [T]."""
+    """Return logprobs - ref_logprobs, nats [T]: an unbiased estimate of KL(policy || reference).
+
+    Args:
+        logprobs: Log-probs of the policy, nats [T].
+        ref_logprobs: Log-probs of the reference model, nats [T].
+        mask: Loss tokens [T] bool; the result is 0 elsewhere.
+    """
     return _difference(logprobs, ref_logprobs, mask)
 
 
 def abs_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return |d|, nats [T]."""
+    """Return |logprobs - ref_logprobs|, nats [T]: a distance, not an estimate of the KL divergence.
+
+    Args:
+        logprobs: Log-probs of the policy, nats [T].
+        ref_logprobs: Log-probs of the reference model, nats [T].
+        mask: Loss tokens [T] bool; the result is 0 elsewhere.
+    """
     return _difference(logprobs, ref_logprobs, mask).abs()
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return d^2 / 2, nats [T]."""
+    """Return (logprobs - ref_logprobs)^2 / 2, nats [T]: a biased estimate of the KL divergence with an unbiased
+    gradient.
+
+    Args:
+        logprobs: Log-probs of the policy, nats [T].
+        ref_logprobs: Log-probs of the reference model, nats [T].
+        mask: Loss tokens [T] bool; the result is 0 elsewhere.
+    """
     return _difference(logprobs, ref_logprobs, mask).square() / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return exp(-d) - 1 + d, at most MAX_K3, nats [T]: the estimator of GRPO (arXiv:2402.03300, eq. 4)."""
+    """Return exp(-d) - 1 + d with d = logprobs - ref_logprobs, at most MAX_K3, nats [T].
+
+    This is GRPO's estimator of KL(policy || reference) (arXiv:2402.03300, eq. 4): unbiased and never negative.
+
+    Args:
+        logprobs: Log-probs of the policy, nats [T].
+        ref_logprobs: Log-probs of the reference model, nats [T].
+        mask: Loss tokens [T] bool; the result is 0 elsewhere.
+    """
     # The inner bound keeps exp finite: otherwise the outer bound's zero gradient times infinity would be NaN.
     difference = _difference(logprobs, ref_logprobs, mask).clamp(min=-2 * MAX_K3)
     return (torch.expm1(-difference) + difference).clamp(max=MAX_K3)
 
 
 def k1_plus(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, frozen_logprobs: Tensor) -> Tensor:
-    """Return the value of k1 with the gradient of k2 (`k1+`), nats [T]."""
+    """Return the value of k1 with the gradient of k2 (`k1+`), nats [T].
+
+    Args:
+        logprobs: Log-probs of the policy, nats [T].
+        ref_logprobs: Log-probs of the reference model, nats [T].
+        mask: Loss tokens [T] bool; the result is 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+    """
     return _with_gradient_of_k2(k1(frozen_logprobs, ref_logprobs, mask), logprobs, frozen_logprobs, ref_logprobs, mask)
 
 
 def k3_plus(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, frozen_logprobs: Tensor) -> Tensor:
-    """Return the value of k3 with the gradient of k2 (`k3+`), nats [T]."""
+    """Return the value of k3 with the gradient of k2 (`k3+`), nats [T].
+
+    Args:
+        logprobs: Log-probs of the policy, nats [T].
+        ref_logprobs: Log-probs of the reference model, nats [T].
+        mask: Loss tokens [T] bool; the result is 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+    """
     return _with_gradient_of_k2(k3(frozen_logprobs, ref_logprobs, mask), logprobs, frozen_logprobs, ref_logprobs, mask)
 
 
 def k3_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, old_logprobs: Tensor) -> Tensor:
-    """Return r * k3, nats [T], for tokens sampled by an older policy (arXiv:2512.02556, section 3.1).
+    """Return the importance ratio times k3, nats [T], for tokens of an older policy (arXiv:2512.02556, section 3.1).
 
-    The gradient also flows through the importance ratio r.
+    The ratio is exp(logprobs - old_logprobs), and the gradient also flows through it.
+
+    Args:
+        logprobs: Log-probs of the policy, nats [T].
+        ref_logprobs: Log-probs of the reference model, nats [T].
+        mask: Loss tokens [T] bool; the result is 0 elsewhere.
+        old_logprobs: Log-probs of the policy that sampled, nats [T].
     """
     return importance_ratios(logprobs, old_logprobs, mask) * k3(logprobs, ref_logprobs, mask)
 
@@ -95,6 +142,13 @@ class AdaptiveKLController:
     """
 
     def __init__(self, kl_loss_coef: float, *, kl_target: float, horizon: float):
+        """Start with a coefficient.
+
+        Args:
+            kl_loss_coef: The initial coefficient.
+            kl_target: The target of the observed KL, nats.
+            horizon: Number of sequences per update from which on the full (clipped) relative error is applied.
+        """
         self.coef = kl_loss_coef
         self.kl_target = kl_target
         self.horizon = horizon

@@ -34,9 +34,21 @@ def clipped_surrogate(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A) (`regular`).
+    """Return PPO's clipped loss, -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A) (`regular`).
 
-    This is PPO's loss (arXiv:1707.06347, eq. 7) with separate bounds (DAPO, arXiv:2503.14476, eq. 10).
+    r = exp(logprobs - old_logprobs) is the importance ratio (arXiv:1707.06347, eq. 7). The bounds are separate, as in
+    DAPO (arXiv:2503.14476, eq. 10).
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     return _clipped(importance_ratios(logprobs, old_logprobs, mask), advantages, mask, eps_clip_low, eps_clip_high)
 
@@ -51,9 +63,21 @@ def dual_clip(
     eps_clip_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return `regular`, but at most -clip_ratio_c A if A < 0 (dual-clip PPO, arXiv:1912.09729, eq. 5).
+    """Return the loss of `clipped_surrogate`, but at most -clip_ratio_c A if A < 0 (arXiv:1912.09729, eq. 5).
 
-    The bound prevents a huge ratio from causing a huge loss.
+    In dual-clip PPO, the bound prevents a huge ratio from causing a huge loss.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+        clip_ratio_c: Bound c > 1 of the ratio for negative advantages.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     values, clipped = clipped_surrogate(
         logprobs, advantages, mask, old_logprobs=old_logprobs, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
@@ -74,10 +98,24 @@ def gspo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return `regular` with one ratio per sequence: s = exp(mean of log r over the sequence's tokens) instead of r.
+    """Return the loss of `clipped_surrogate` with one ratio per sequence: the geometric mean of its tokens' ratios.
 
-    This is GSPO-token (arXiv:2507.18071, section 4.3), in which a token's ratio is sg[s] * exp(logprobs -
-    sg[logprobs]). With `sequence_mean` and one advantage per sequence, its gradient is that of GSPO.
+    This is GSPO-token (arXiv:2507.18071, section 4.3). A token's ratio is sg[s] * exp(logprobs - sg[logprobs]), where s
+    = exp(mean of logprobs - old_logprobs over the sequence's loss tokens) and sg is the stop-gradient. With
+    `sequence_mean` and one advantage per sequence, its gradient is that of GSPO.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        sequence_ids: Sequence of each token [T] int64.
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     mean = _sequence_mean(frozen_logprobs - old_logprobs, mask, sequence_ids)
     ratio = torch.where(mask, mean + (logprobs - frozen_logprobs), 0.0)
@@ -94,11 +132,24 @@ def gmpo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return -A exp(mean over the sequence's tokens of the clipped log r), on every token of the sequence.
+    """Return -A exp(mean over the sequence's tokens of the clipped log-ratio), on every token of the sequence.
 
-    GMPO (arXiv:2507.20673) takes the geometric instead of the arithmetic mean. The bounds apply to the log-ratio, log r
-    in [-eps_clip_low, eps_clip_high], and only in the direction in which A pushes. (The paper uses 0.4 for both, and
-    mirrors them if A < 0.) A is the sequence's mean advantage. Use it with `sequence_mean`.
+    GMPO (arXiv:2507.20673) takes the geometric instead of the arithmetic mean of ratios. Log-ratios logprobs -
+    old_logprobs are clipped to [-eps_clip_low, eps_clip_high], but only in the direction in which the token's advantage
+    pushes. (The paper uses 0.4 for both bounds, and mirrors them if A < 0.) A is the sequence's mean advantage. Use it
+    with `sequence_mean`.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        sequence_ids: Sequence of each token [T] int64.
+        eps_clip_low: Lower bound of the log-ratio is -eps_clip_low.
+        eps_clip_high: Upper bound of the log-ratio.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     bounded = log_ratio.clamp(-eps_clip_low, eps_clip_high)
@@ -120,8 +171,20 @@ def cispo(
 ) -> tuple[Tensor, Tensor]:
     """Return -sg[clip(r, 1 - low, 1 + high)] A logprobs (CISPO, arXiv:2506.13585, eq. 4-5).
 
-    low and high are `cispo_eps_clip_low` and `cispo_eps_clip_high`. Every token keeps a gradient, also those whose
-    ratio is clipped.
+    r = exp(logprobs - old_logprobs) is the importance ratio, low and high are `cispo_eps_clip_low` and
+    `cispo_eps_clip_high`, and sg is the stop-gradient. Every token keeps a gradient, also those whose ratio is clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        cispo_eps_clip_low: Lower clip distance of the ratio from 1.
+        cispo_eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     ratio = importance_ratios(frozen_logprobs, old_logprobs, mask)
     weight = ratio.clamp(1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)
@@ -138,10 +201,22 @@ def cispo_rollout(
     cispo_eps_clip_low: float,
     cispo_eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return `cispo` with r = exp(logprobs - rollout_logprobs) (SkyRL's `cispo_anchor: rollout`).
+    """Return the loss of `cispo` with ratios to the engine's log-probs (SkyRL's `cispo_anchor: rollout`).
 
-    With one update per step, r is 1 against `old_logprobs` and nothing is clipped. Against the engine's log-probs, r
-    also covers the staleness of the sample.
+    The ratio is exp(logprobs - rollout_logprobs). With one update per step, the ratio to `old_logprobs` is 1 and
+    nothing is clipped. The ratio to the engine's log-probs also covers the staleness of the sample.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        rollout_logprobs: The engine's log-probs, nats [T].
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        cispo_eps_clip_low: Lower clip distance of the ratio from 1.
+        cispo_eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     return cispo(
         logprobs,
@@ -167,7 +242,19 @@ def rollout_is(
     """Return -sg[u] A logprobs with u = exp(logprobs - rollout_logprobs), or 0 where u is out of bounds.
 
     u must be in (1 - eps_clip_low, 1 + eps_clip_high). It is the ratio to the policy that actually sampled (SkyRL's
-    `rollout_is`; double-sided masking as in IcePop).
+    `rollout_is`; double-sided masking as in IcePop). sg is the stop-gradient.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        rollout_logprobs: The engine's log-probs, nats [T].
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     ratio = importance_ratios(frozen_logprobs, rollout_logprobs, mask)
     inside = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
@@ -178,7 +265,19 @@ def rollout_is(
 def importance_sampling(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return -r A without clipping: the policy gradient with plain importance weights. was_clipped is 0."""
+    """Return -r A without clipping: the policy gradient with plain importance weights.
+
+    r = exp(logprobs - old_logprobs) is the importance ratio. No token counts as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     values = -importance_ratios(logprobs, old_logprobs, mask) * torch.where(mask, advantages, 0.0)
     return values, torch.zeros_like(values)
 
@@ -186,7 +285,15 @@ def importance_sampling(
 def cross_entropy(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return -logprobs, whatever the advantages: rejection sampling, if samples are filtered before.
 
-    was_clipped is 0.
+    No token counts as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Not used.
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     values = torch.where(mask, -logprobs, 0.0)
     return values, torch.zeros_like(values)
@@ -197,8 +304,19 @@ def sapo(
 ) -> tuple[Tensor, Tensor]:
     """Return -(4 / tau) sigmoid(tau (r - 1)) A, where tau = tau_pos if A > 0, else tau_neg (SAPO, arXiv:2511.20347).
 
-    This is a soft gate: its gradient equals that of r A at r = 1 and fades with the distance from it. was_clipped is 0.
-    Use it with `sequence_mean`.
+    r = exp(logprobs - old_logprobs) is the importance ratio. The sigmoid is a soft gate: its gradient equals that of r
+    A at r = 1 and fades with the distance from it. No token counts as clipped. Use it with `sequence_mean`.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        tau_pos: Temperature of the gate for positive advantages.
+        tau_neg: Temperature of the gate for other advantages.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     ratio = importance_ratios(logprobs, old_logprobs, mask)
     tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
@@ -223,6 +341,19 @@ def dppo_tv(
     rollout_logprobs). This is DPPO with the binary total variation (arXiv:2602.04879, eq. 12-13, which has one bound).
     The trust region around the policy that sampled bounds probabilities instead of ratios. `tv_threshold` replaces both
     bounds.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        rollout_logprobs: The engine's log-probs, nats [T].
+        delta_low: Lower bound of p - q is -delta_low.
+        delta_high: Upper bound of p - q.
+        tv_threshold: Replaces both bounds; None keeps them.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     if tv_threshold is not None:
         delta_low = delta_high = tv_threshold
@@ -244,6 +375,17 @@ def dppo_kl(
 
     The divergence is q log(q / p) + (1 - q) log((1 - q) / (1 - p)). Tokens where it exceeds `kl_threshold` are masked
     if the gradient would increase it.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        rollout_logprobs: The engine's log-probs, nats [T].
+        kl_threshold: Upper bound of the divergence, nats.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     p, q = (x.exp().clamp(1e-7, 1 - 1e-7) for x in (frozen_logprobs, rollout_logprobs))
     divergence = q * (q.log() - p.log()) + (1 - q) * ((-q).log1p() - (-p).log1p())
@@ -263,9 +405,21 @@ def clip_cov(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return `regular`, but 0 on the tokens that `select_clip_cov_tokens` selected (Clip-Cov, arXiv:2505.22617).
+    """Return the loss of `clipped_surrogate`, but 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
 
-    was_clipped is 1 on the selected tokens.
+    `select_clip_cov_tokens` selects them over the whole mini-batch. Only the selected tokens count as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        selected: Tokens of the declared selection [T] bool.
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     values, _ = clipped_surrogate(
         logprobs, advantages, mask, old_logprobs=old_logprobs, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
@@ -279,7 +433,19 @@ def kl_cov(
 ) -> tuple[Tensor, Tensor]:
     """Return -r A, plus ppo_kl_coef |log r| on the selected tokens (KL-Cov, arXiv:2505.22617).
 
-    `select_kl_cov_tokens` selects them. was_clipped is 0.
+    r = exp(logprobs - old_logprobs) is the importance ratio. `select_kl_cov_tokens` selects the tokens over the whole
+    mini-batch. No token counts as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        selected: Tokens of the declared selection [T] bool.
+        ppo_kl_coef: Coefficient of the penalty on selected tokens.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     values, was_clipped = importance_sampling(logprobs, advantages, mask, old_logprobs=old_logprobs)

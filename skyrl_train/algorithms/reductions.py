@@ -86,7 +86,14 @@ def assign_loss_weights(mini_batch: TrainBatch, reduction: Callable[..., Tensor]
 
 @SequenceReduction
 def token_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
-    """Return weights [B] that are equal for all tokens: 1 / tokens (DAPO, arXiv:2503.14476, eq. 12)."""
+    """Return weights [B] that are equal for all tokens: 1 / tokens (DAPO, arXiv:2503.14476, eq. 12).
+
+    Args:
+        tokens: Number of loss tokens of each sequence [B]; sequences without any get weight 0.
+        sequence_ids: Not used.
+        group_ids: Not used.
+        max_seq_len: Not used.
+    """
     return (tokens > 0).double() / tokens.sum().clamp(min=1)
 
 
@@ -98,6 +105,12 @@ def token_mean_legacy(
 
     SkyRL 0.4 averages the means of micro-batches and calls that `token_mean`. A micro-batch is
     `micro_train_batch_size_per_gpu` consecutive sequences with loss tokens; the last one may be smaller.
+
+    Args:
+        tokens: Number of loss tokens of each sequence [B]; sequences without any get weight 0.
+        sequence_ids: Not used.
+        group_ids: Not used.
+        micro_train_batch_size_per_gpu: Number of sequences of a micro-batch.
     """
     return _mean_of_means(tokens, ((tokens > 0).cumsum(0) - 1).clamp(min=0) // micro_train_batch_size_per_gpu)
 
@@ -107,13 +120,26 @@ def sequence_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, ma
     """Return weights [B] that are equal for all sequences: 1 / (its tokens * sequences).
 
     This is the mean of GRPO (arXiv:2402.03300, eq. 3).
+
+    Args:
+        tokens: Number of loss tokens of each sequence [B]; sequences without any get weight 0.
+        sequence_ids: Episode of each sequence [B]; sequences of one episode count as one.
+        group_ids: Not used.
+        max_seq_len: Not used.
     """
     return _mean_of_means(tokens, sequence_ids)
 
 
 @SequenceReduction
 def seq_mean_token_sum_norm(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
-    """Return weights [B] of 1 / (max_seq_len * sequences), however long a sequence is (Dr. GRPO, arXiv:2503.20783)."""
+    """Return weights [B] of 1 / (max_seq_len * sequences), however long a sequence is (Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        tokens: Number of loss tokens of each sequence [B]; sequences without any get weight 0.
+        sequence_ids: Episode of each sequence [B]; sequences of one episode count as one.
+        group_ids: Not used.
+        max_seq_len: Maximum length of a sequence.
+    """
     return (tokens > 0).double() / (max_seq_len * max(sequence_ids[tokens > 0].unique().numel(), 1))
 
 
@@ -121,6 +147,12 @@ def seq_mean_token_sum_norm(tokens: Tensor, sequence_ids: Tensor, group_ids: Ten
 def prompt_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """Return weights [B] that are equal for all prompts: 1 / (tokens of its responses * prompts) (ScaleRL,
     arXiv:2510.13786).
+
+    Args:
+        tokens: Number of loss tokens of each sequence [B]; sequences without any get weight 0.
+        sequence_ids: Not used.
+        group_ids: Prompt of each sequence [B].
+        max_seq_len: Not used.
     """
     return _mean_of_means(tokens, group_ids)
 

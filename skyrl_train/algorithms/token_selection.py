@@ -41,6 +41,11 @@ def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return (logprob - its mean) (A - its mean) [T], with means over the mask; 0 outside the mask.
 
     A positive covariance drives entropy down.
+
+    Args:
+        logprobs: Log-probs under the current policy, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool.
     """
     count = mask.sum().clamp(min=1)
 
@@ -97,6 +102,13 @@ def select_kl_cov_tokens(
 
     The number of tokens is the fraction `kl_cov_frac` of all loss tokens, rounded down, but at least 1 unless the
     fraction is 0. `old_logprobs` are not used.
+
+    Args:
+        logprobs: Log-probs under the current policy, nats [T].
+        old_logprobs: Not used.
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool.
+        kl_cov_frac: Fraction of the loss tokens to select.
     """
     weights = covariance(logprobs, advantages, mask)
     number = _count_selected(kl_cov_frac, mask)

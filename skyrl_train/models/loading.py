@@ -131,7 +131,16 @@ def open_causal_lm(
 ) -> tuple[PreTrainedModel, PretrainedWeights]:
     """Return the model of `load_causal_lm` with its parameters on the meta device, and the weights to read them from.
 
-    Everything else of the model, such as buffers, is on the CPU. The arguments are those of `load_causal_lm`.
+    Everything else of the model, such as buffers, is on the CPU.
+
+    Args:
+        path: A folder, hub name or URI.
+        dtype: Dtype of the parameters.
+        model_config_kwargs: See `overrides` of `load_config`.
+        rope_scaling: See `load_config`.
+        rope_theta: See `load_config`.
+        attn_implementation: See `load_causal_lm`.
+        key: Configuration key of `path`, for messages.
 
     Raises:
         ConfigError: As `load_causal_lm`, or the weights are quantized, or a parameter cannot be read row by row.

@@ -71,7 +71,13 @@ def compute_logits(states: Tensor, weight: Tensor, bias: Tensor | None, scratch:
 
 
 def accumulate_weight_grad(total: Tensor, gradient: Tensor, states: Tensor) -> None:
-    """Add gradient [n, V] transposed times states [n, D] to total [V, D], which is at least float32."""
+    """Add the transposed gradient times the states to a weight gradient, in place.
+
+    Args:
+        total: Gradient of the head's weight [V, D], at least float32; it is changed.
+        gradient: Gradient of the logits [n, V].
+        states: Hidden states [n, D].
+    """
     if states.dtype == total.dtype:
         total.addmm_(gradient.t(), states)
     elif supports_float32_output(states) and _supports_float32_accumulation(states.device):

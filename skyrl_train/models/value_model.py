@@ -72,12 +72,23 @@ class ValueModel(RaggedModel):
         shared_prompt_lengths: Tensor | None = None,
         replayed_experts: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Return the values of the states before the tokens in `target_mask`.
+        """Return the values of the states before the target tokens.
 
-        The arguments are those of LogprobModel, but `temperature` is not used and `compute_entropy` must be False.
+        Args:
+            input_ids: Token ids [T].
+            position_ids: Position of each token in its sequence [T].
+            offsets: Sequence boundaries [B+1].
+            temperature: Not used.
+            target_mask: True for target tokens [T]; never for a sequence's first token.
+            compute_entropy: Must be False.
+            shared_prompt_lengths: See LogprobModel.forward.
+            replayed_experts: See LogprobModel.forward.
 
         Returns:
             Values [T], at least float32 and 0 outside `target_mask`; and None for the entropy.
+
+        Raises:
+            ConfigError: A sequence is longer than the model supports.
         """
         assert not compute_entropy, "a critic has no entropy"
         positions, hidden = self.hidden_before_targets(

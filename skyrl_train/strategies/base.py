@@ -51,6 +51,14 @@ class Strategy(ABC):
     def __init__(
         self, optimizer_config: OptimizerConfig | None, device: torch.device | str, rank: int, world_size: int
     ):
+        """Store the settings; call `prepare` next.
+
+        Args:
+            optimizer_config: Optimizer settings; None for a frozen model.
+            device: Device of the model.
+            rank: This process's rank.
+            world_size: Number of ranks.
+        """
         self.optimizer_config = optimizer_config
         self.device = torch.device(device)
         self.rank = rank

@@ -21,7 +21,7 @@ from skyrl_train.registry import load_object
 from tests.support.engine_harness import BackgroundLoop, EngineHarness
 
 from .agreement import assert_agrees_with_the_learner
-from .cells import green, make, red, save
+from .cells import make, rejected_cells, save, supported_cells
 from .table import ENGINES, column as column_of
 
 ELSEWHERE = [("Qwen3", "sglang")]
@@ -85,7 +85,7 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(("name", "column"), green(*ENGINES, elsewhere=ELSEWHERE), scope="module")
+@pytest.mark.parametrize(("name", "column"), supported_cells(*ENGINES, elsewhere=ELSEWHERE), scope="module")
 def test_logprobs_equal_the_learner_after_sync(name: str, column: str, bench: EngineHarness):
     assert_agrees_with_the_learner(bench)
     with uninitialized_memory_is_nan():
@@ -93,7 +93,7 @@ def test_logprobs_equal_the_learner_after_sync(name: str, column: str, bench: En
     assert_agrees_with_the_learner(bench)
 
 
-@pytest.mark.parametrize(("name", "column"), red(*ENGINES))
+@pytest.mark.parametrize(("name", "column"), rejected_cells(*ENGINES))
 def test_unsupported_model_is_rejected(name: str, column: str, tmp_path: Path):
     with pytest.raises((ConfigError, EngineError), match=column_of(column).refused[name].message):
         start_engine(column, save(name, tmp_path / "model"))

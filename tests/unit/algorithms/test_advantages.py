@@ -167,9 +167,10 @@ def test_grpo_without_std_equals_dr_grpo():
             make_calculator("grpo", grpo_norm_by_std=False),
             make_calculator("dr_grpo"),
         )
-        assert torch.equal(
-            grpo_calculator(batch, Metrics()).token_advantages, dr_grpo_calculator(batch, Metrics()).token_advantages
-        )  # type: ignore[arg-type]
+        grpo_advantages = grpo_calculator(batch, Metrics()).token_advantages
+        dr_grpo_advantages = dr_grpo_calculator(batch, Metrics()).token_advantages
+        assert grpo_advantages is not None and dr_grpo_advantages is not None
+        assert torch.equal(grpo_advantages, dr_grpo_advantages)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
