@@ -75,16 +75,16 @@ def within_bounds(ratios: Tensor, low: float | None, high: float | None) -> Tens
     return inside
 
 
-def all_tokens_within_bounds(kept: Tensor, mask: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
+def all_tokens_within_bounds(inside: Tensor, mask: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
     """Return a bool tensor [B], True if all loss tokens of a sequence are within bounds.
 
     Args:
-        kept: True for tokens within the bounds [T].
+        inside: True for tokens within the bounds [T].
         mask: Loss tokens [T].
         sequence_ids: Sequence of each token [T].
         num_sequences: Number of sequences, B.
     """
-    outside = (mask & ~kept).long()
+    outside = (mask & ~inside).long()
     return outside.new_zeros(num_sequences).index_add(0, sequence_ids, outside) == 0
 
 
@@ -147,11 +147,11 @@ class OffPolicyCorrection:
         low, high = settings.outlier_token_is_threshold_low, settings.outlier_token_is_threshold_high
         keep = torch.ones(episodes.num_episodes, dtype=torch.bool)
         if low is not None or high is not None:
-            kept = all_tokens_within_bounds(
+            inside = all_tokens_within_bounds(
                 within_bounds(ratios, low, high), batch.loss_mask, episodes.token_to_episode, episodes.num_episodes
             )
-            _record_fraction(metrics, "correction/outlier_sequences", ~kept[has_loss_tokens])
-            keep &= kept
+            _record_fraction(metrics, "correction/outlier_sequences", ~inside[has_loss_tokens])
+            keep &= inside
         if (metric := settings.sequence_mask_metric) is not None:
             geometric = metric == "geometric"
             ratios_of_sequences = sequence_ratios(
@@ -167,15 +167,15 @@ class OffPolicyCorrection:
                 if geometric
                 else (settings.product_mask_low, settings.product_mask_high)
             )
-            kept = within_bounds(ratios_of_sequences, *bounds)
-            _record_fraction(metrics, "correction/masked_sequences", ~kept[has_loss_tokens])
-            keep &= kept
+            inside = within_bounds(ratios_of_sequences, *bounds)
+            _record_fraction(metrics, "correction/masked_sequences", ~inside[has_loss_tokens])
+            keep &= inside
         mask = batch.loss_mask & keep[episodes.token_to_episode]
         low, high = get_token_mask_bounds(settings)
         if low is not None or high is not None:
-            kept = within_bounds(ratios, low, high)
-            _record_fraction(metrics, "correction/masked_tokens", ~kept[batch.loss_mask])
-            mask = mask & kept
+            inside = within_bounds(ratios, low, high)
+            _record_fraction(metrics, "correction/masked_tokens", ~inside[batch.loss_mask])
+            mask = mask & inside
         return mask
 
 

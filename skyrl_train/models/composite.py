@@ -141,8 +141,8 @@ def build_meta_composite(config: PreTrainedConfig, dtype: torch.dtype) -> PreTra
         config: The composite's configuration.
         dtype: Dtype of the parameters.
     """
-    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    saved_dtypes = {name: part.dtype for name, part in parts.items()}
+    sections = {name: section for name in config.sub_configs if (section := getattr(config, name, None)) is not None}
+    saved_dtypes = {name: section.dtype for name, section in sections.items()}
     # Eager, so that kernels that the configuration may name need not be installed; attention never runs.
     options: Any = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
@@ -223,7 +223,9 @@ def _check_text(model: PreTrainedModel, composite: PreTrainedModel) -> None:
         ConfigError: Names what the composite adds.
     """
     embeddings: list[Tensor] = []
-    hook = composite.get_input_embeddings().register_forward_hook(lambda *seen: embeddings.append(seen[-1]))
+    hook = composite.get_input_embeddings().register_forward_hook(
+        lambda *hook_arguments: embeddings.append(hook_arguments[-1])
+    )
     inputs = {
         name: torch.zeros(1, _CHECK_LENGTH, dtype=torch.int64, device="meta") for name in ("input_ids", "position_ids")
     }
@@ -354,9 +356,9 @@ class _TextTower:
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return MoeCausalLMOutputWithPast(
-            logits=self.lm_head(outputs.last_hidden_state[:, kept, :]),
+            logits=self.lm_head(outputs.last_hidden_state[:, positions, :]),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

@@ -196,18 +196,18 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
         states, narrow_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         logprobs, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        kept: list[Tensor] = []
+        cached_logits: list[Tensor] = []
         scratch: Tensor | None = None
         for chunk in split_slices(len(hidden), chunk_rows):
-            is_cached = len(kept) < cached_chunks
+            is_cached = len(cached_logits) < cached_chunks
             logits = compute_logits(states[chunk], narrow_weight, None, None if is_cached else scratch)
             if is_cached:
-                kept.append(logits)
+                cached_logits.append(logits)
             elif scratch is None:
                 scratch = logits
             rows = (targets, temperature, logprobs, entropy, logsumexp)
             _launch_logprob_kernel(logits, [row[chunk] for row in rows], transform)
-        ctx.save_for_backward(hidden, weight, targets, temperature, entropy, logsumexp, *kept)
+        ctx.save_for_backward(hidden, weight, targets, temperature, entropy, logsumexp, *cached_logits)
         return logprobs, entropy
 
     @staticmethod
@@ -215,7 +215,7 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, entropy, logsumexp, *kept = ctx.saved_tensors
+        hidden, weight, targets, temperature, entropy, logsumexp, *cached_logits = ctx.saved_tensors
         output_grads = [torch.zeros_like(entropy) if d is None else d.contiguous() for d in (d_logprobs, d_entropy)]
         states, narrow_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         d_hidden = torch.empty_like(states) if ctx.needs_input_grad[0] else None
@@ -223,7 +223,7 @@ class _FusedLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(narrow_weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         scratch: Tensor | None = None
         gradient_buffer: Tensor | None = None
-        for chunk, logits in zip_longest(split_slices(len(hidden), ctx.chunk_rows), kept):
+        for chunk, logits in zip_longest(split_slices(len(hidden), ctx.chunk_rows), cached_logits):
             if logits is None:
                 logits = compute_logits(states[chunk], narrow_weight, None, scratch)
                 scratch = logits if scratch is None else scratch

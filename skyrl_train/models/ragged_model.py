@@ -190,9 +190,9 @@ class RaggedModel(nn.Module):
 
     def _router_loss_inputs(self, layout: SharedPromptLayout, offsets: Tensor, target_mask: Tensor) -> RouterLossInputs:
         sequence_ids = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
-        scored = sequence_ids.new_zeros(len(offsets) - 1).index_add(0, sequence_ids, target_mask.long()).double()
+        num_targets = sequence_ids.new_zeros(len(offsets) - 1).index_add(0, sequence_ids, target_mask.long()).double()
         ranks = 1 if self.tensor_parallel is None else self.tensor_parallel.size  # each of which adds the same
-        return RouterLossInputs(layout.inverse_indices, sequence_ids, scored * self.router_aux_loss_weight / ranks)
+        return RouterLossInputs(layout.inverse_indices, sequence_ids, num_targets * self.router_aux_loss_weight / ranks)
 
     def scatter_to_tokens(self, values: Tensor, positions: Tensor, target_mask: Tensor) -> Tensor:
         """Return all ranks' values [N] at their positions [T]; 0, with a gradient of 0, outside `target_mask`.

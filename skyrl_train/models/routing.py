@@ -290,4 +290,4 @@ def _routers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
     for path, module in model.named_modules():
         is_router = isinstance(module, recorder.target_class)
         if is_router and isinstance(getattr(module, "top_k", None), int) and hasattr(module, "num_experts"):
-            yield next(int(part) for part in path.split(".") if part.isdigit()), module
+            yield next(int(component) for component in path.split(".") if component.isdigit()), module

@@ -94,17 +94,17 @@ class _SampledLogprobs(torch.autograd.Function):
         states, narrow_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         scratch = _scratch(ctx, hidden, weight)
         results: list[tuple[Tensor, Tensor, Tensor]] = []
-        kept: list[Tensor] = []
+        cached_probabilities: list[Tensor] = []
         for chunk in split_slices(len(hidden), chunk_rows):
             logits = transform(compute_logits(states[chunk], narrow_weight, bias, scratch))
             if temperature is not None:
                 logits.div_(temperature[chunk])
             probabilities = torch.softmax(logits, -1)
-            if len(kept) < cached_chunks:
-                kept.append(probabilities)
+            if len(cached_probabilities) < cached_chunks:
+                cached_probabilities.append(probabilities)
             results.append(_logprobs_and_entropy(logits, probabilities, targets[chunk], compute_entropy))
         logprobs, entropy, logsumexp = (torch.cat(column) for column in zip(*results, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy, logsumexp, *kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy, logsumexp, *cached_probabilities)
         return logprobs, entropy
 
     @staticmethod
@@ -112,7 +112,7 @@ class _SampledLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, entropy, logsumexp, *kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, entropy, logsumexp, *cached_probabilities = ctx.saved_tensors
         if d_logprobs is None:
             d_logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         dtype = ctx.product_dtype
@@ -124,7 +124,7 @@ class _SampledLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(narrow_weight, dtype=sum_dtype) if trains_weight else None
         d_bias = torch.zeros_like(bias, dtype=sum_dtype) if trains_bias else None
         scratch = _scratch(ctx, hidden, weight)
-        for chunk, probabilities in zip_longest(split_slices(len(hidden), ctx.chunk_rows), kept):
+        for chunk, probabilities in zip_longest(split_slices(len(hidden), ctx.chunk_rows), cached_probabilities):
             if probabilities is None:
                 logits = ctx.transform(compute_logits(states[chunk], narrow_weight, bias, scratch))
                 capped = None if ctx.transform.softcap is None else logits.clone()

@@ -43,7 +43,7 @@ class SequenceParallel(ParallelGroup):
         ]  # [s, c, heads of the rank x D]
         chunks = self.split_sizes(tokens)
         received = self.all_to_all(torch.cat(heads_by_rank, -1).flatten(0, 1), [len(query)] * self.size, chunks)
-        split = received.split([part.shape[-1] for part in heads_by_rank], -1)
+        split = received.split([heads.shape[-1] for heads in heads_by_rank], -1)
         return tuple(x.unflatten(1, (-1, column.shape[-1])) for x, column in zip(split, columns, strict=True))
 
     def check_heads(self, count: int) -> None:

@@ -252,13 +252,13 @@ class Strategy(ABC):
         moved = self._offloader.move({name: to_local(tensor.detach()) for name, tensor in tensors.items()}, device)
         names = {id(tensor): name for name, tensor in tensors.items()}
 
-        def place(tensor: Tensor) -> Tensor:
+        def to_moved(tensor: Tensor) -> Tensor:
             moved_tensor = moved[names[id(tensor)]]
             if isinstance(tensor, DTensor):  # from_local would move the tensor to the devices of the mesh
                 return DTensor(moved_tensor, tensor._spec, requires_grad=False)
             return moved_tensor
 
-        self.module._apply(place)
+        self.module._apply(to_moved)
         if self._optimizer is not None:
             for name, view in self._views.items():
                 view.data = to_local(self._parameters[name].detach())
@@ -307,9 +307,9 @@ class Strategy(ABC):
         assert self._optimizer is not None
         return self._optimizer.state[self._views[name]]
 
-    def _to_saved(self, name: str, held: Tensor) -> Tensor:
+    def _to_saved(self, name: str, local: Tensor) -> Tensor:
         """Return the tensor to save for a CPU tensor in the shape of this rank's shard; all ranks call it."""
-        return held
+        return local
 
     def _is_saved_here(self, name: str) -> bool:
         """True if this rank saves its slice of a parameter, which other ranks may also hold."""
@@ -344,8 +344,10 @@ class Strategy(ABC):
             copy: Copy the tensors, so that training does not change them; otherwise they may share the model's memory.
         """
         tensors, slices = {}, self._slices()
-        for name, piece in slices.items():
-            slices[name] = piece if self._is_saved_here(name) else replace(piece, stop=piece.start)
+        for name, parameter_slice in slices.items():
+            slices[name] = (
+                parameter_slice if self._is_saved_here(name) else replace(parameter_slice, stop=parameter_slice.start)
+            )
             state = self._state(name) if self._optimizer is not None else {}
             for key, value in {"param": self._local_slice(name), **state}.items():
                 value = value.to("cpu", copy=copy)  # an accelerator may be full
@@ -389,11 +391,14 @@ class Strategy(ABC):
             saved_lr = reader.read_optional_float("next_lr")
         return None if self._optimizer is None or saved_lr is None else LearningRates(saved_lr, self._next_lr())
 
-    def _load_state(self, reader: Any, name: str, piece: ParameterSlice) -> None:
+    def _load_state(self, reader: Any, name: str, parameter_slice: ParameterSlice) -> None:
         assert self._optimizer is not None
         view = self._views[name]
         self._optimizer.state.pop(view, None)
         if f"step/{name}" in reader:
-            state = {key: self._from_saved(name, reader.read_elements(f"{key}/{name}", piece), view) for key in _STATE}
+            state = {
+                key: self._from_saved(name, reader.read_elements(f"{key}/{name}", parameter_slice), view)
+                for key in _STATE
+            }
             state["step"] = reader.read_scalar(f"step/{name}")
             self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

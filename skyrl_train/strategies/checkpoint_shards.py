@@ -174,12 +174,12 @@ class CheckpointReader:
         """Return a number [] that is the same on all ranks."""
         return self._files[0].get_tensor(key).reshape(())
 
-    def read_elements(self, key: str, piece: ParameterSlice) -> Tensor:
+    def read_elements(self, key: str, parameter_slice: ParameterSlice) -> Tensor:
         """Return the elements [stop - start] of a slice, assembled from the files of the ranks that saved them.
 
         Args:
             key: "kind/parameter".
-            piece: The slice to read.
+            parameter_slice: The slice to read.
 
         Raises:
             CheckpointError: No rank saved some of the elements.
@@ -188,18 +188,18 @@ class CheckpointReader:
         ranks = zip(self._files, self._tables, self._keys, strict=True)
         sources = [(file, table[name]) for file, table, keys in ranks if name in table and key in keys]
         chunks = []
-        position = piece.start
+        position = parameter_slice.start
         for file, saved in sorted(sources, key=lambda source: source[1].start):
-            stop = min(saved.stop, piece.stop)
+            stop = min(saved.stop, parameter_slice.stop)
             if saved.start <= position < stop:  # skip replicas of rows that have been read
                 chunks.append(file.get_slice(key)[position - saved.start : stop - saved.start])
                 position = stop
-        if position != piece.stop:
+        if position != parameter_slice.stop:
             raise CheckpointError(
-                f"{self.folder}: elements {position}:{piece.stop} of {name!r} are in no shard. Resume from another "
-                "checkpoint."
+                f"{self.folder}: elements {position}:{parameter_slice.stop} of {name!r} are in no shard. Resume from "
+                "another checkpoint."
             )
-        return torch.cat(chunks) if chunks else torch.empty(0, dtype=getattr(torch, piece.dtype))
+        return torch.cat(chunks) if chunks else torch.empty(0, dtype=getattr(torch, parameter_slice.dtype))
 
     def _table(self, rank: int) -> dict[str, ParameterSlice]:
         slices: Any = self._json(rank).get("slices")

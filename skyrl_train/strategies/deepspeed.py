@@ -289,7 +289,7 @@ class DeepSpeedStrategy(Strategy):
         self._update_compute_copies()
         return rates
 
-    def _load_state(self, reader: Any, name: str, piece: ParameterSlice) -> None:
+    def _load_state(self, reader: Any, name: str, parameter_slice: ParameterSlice) -> None:
         assert self._optimizer is not None
         flat = self._flat_slices[name].flat
         saved = f"step/{name}" in reader
@@ -300,7 +300,9 @@ class DeepSpeedStrategy(Strategy):
             state["step"].copy_(reader.read_scalar(f"step/{name}").clamp(min=float(state["step"])))
         for key, value in self._state(name).items():
             if key in _MOMENTS:
-                value.copy_(reader.read_elements(f"{key}/{name}", piece) if saved else torch.zeros_like(value))
+                value.copy_(
+                    reader.read_elements(f"{key}/{name}", parameter_slice) if saved else torch.zeros_like(value)
+                )
 
     def _update_compute_copies(self) -> None:
         """Copy the loaded parameters to those that the model computes with."""

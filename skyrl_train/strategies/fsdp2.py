@@ -224,8 +224,8 @@ class FSDP2Strategy(Strategy):
                 slices[name] = slices[name].to_full(shard)
         return slices
 
-    def _to_saved(self, name: str, held: Tensor) -> Tensor:
-        return held if self._is_row_sharded(name) else self._full_tensor(name, held)
+    def _to_saved(self, name: str, local: Tensor) -> Tensor:
+        return local if self._is_row_sharded(name) else self._full_tensor(name, local)
 
     def _from_saved(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
         if self._is_row_sharded(name):

@@ -277,7 +277,7 @@ def check_checkpoints(ranks: RankContext) -> dict[str, Any]:
     if ranks.rank == 0:
         save_file(after, ranks.folder / "from_single.safetensors")
     return {
-        "bitwise": is_equal and all(one == other for one, other in metrics),
+        "bitwise": is_equal and all(metrics_of_run == other for metrics_of_run, other in metrics),
         "lr_from_single": lr,
         "files": sorted(path.name for path in (ranks.folder / "sharded").iterdir()),
     }
@@ -502,7 +502,8 @@ def check_frozen(ranks: RankContext) -> dict[str, Any]:
         "error": float((scores.logprobs - expected.logprobs).abs().max()),
         "names": list(full),
         "exact": all_equal(list(full.values()), list(tiny_model().parameters())),
-        "share": sum(piece.stop - piece.start for piece in slices) / sum(tensor.numel() for tensor in full.values()),
+        "share": sum(parameter_slice.stop - parameter_slice.start for parameter_slice in slices)
+        / sum(tensor.numel() for tensor in full.values()),
         "loaded": all_equal([scores.logprobs], [reloaded.logprobs]),
     }
 

@@ -215,7 +215,12 @@ def test_group_advantages_sum_to_zero():
 
 def test_grpo_divides_by_unbiased_std():
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 4.0, 2.0]), torch.tensor([7, 7, 7, 3, 3])
-    expected = torch.cat([(part - part.mean()) / (part.std() + 1e-6) for part in (rewards[:3], rewards[3:])])
+    expected = torch.cat(
+        [
+            (rewards_of_group - rewards_of_group.mean()) / (rewards_of_group.std() + 1e-6)
+            for rewards_of_group in (rewards[:3], rewards[3:])
+        ]
+    )
     torch.testing.assert_close(grpo(rewards, groups, torch.ones(5).bool(), grpo_norm_by_std=True), expected)
 
 

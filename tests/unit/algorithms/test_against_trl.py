@@ -270,7 +270,7 @@ def score_with_trl(trainers: SimpleNamespace, kind: str, batch: TrainBatch, **se
     assert batch.rollout_logprobs is not None and old is not None and reference is not None
     scores = {"policy": batch.padded(old), "reference": batch.padded(reference)}
     ids, masks, rollout = (
-        [part.tolist() for part in values.split(batch.lengths.tolist())]
+        [values_of_row.tolist() for values_of_row in values.split(batch.lengths.tolist())]
         for values in (batch.input_ids, batch.loss_mask.long(), batch.rollout_logprobs)
     )
     prompts, texts = [[1]] * len(batch), [""] * len(batch)

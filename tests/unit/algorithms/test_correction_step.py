@@ -123,10 +123,10 @@ def test_masks_and_weights_match_the_equations(name: str):
         batch = edge_case_batch(shape, seed)
         result = apply_correction(with_garbage(batch, torch.nan), **settings)
         rows = compute_ratios(batch)
-        kept = keep(rows) if keep else broadcast(rows, lambda row: 1)
-        assert select_masked(batch, result.loss_mask.double()) == kept
+        expected_mask = keep(rows) if keep else broadcast(rows, lambda row: 1)
+        assert select_masked(batch, result.loss_mask.double()) == expected_mask
         assert not result.loss_mask[~batch.loss_mask].any()
-        has_effect |= any(0.0 in row for row in kept) or weight is not None
+        has_effect |= any(0.0 in row for row in expected_mask) or weight is not None
         if weight is None:
             assert result.importance_weights is None
         else:
@@ -231,10 +231,10 @@ def test_corrected_update_ignores_splits_order_and_padding(name: str):
 def test_masked_sequence_is_like_a_missing_one():
     batch = edge_case_batch("regular")
     settings = CASES["product mask"][0]
-    kept = apply_correction(batch, **settings)
-    rows = (kept.sum_per_sequence(kept.loss_mask.long()) > 0).nonzero().flatten()
+    corrected = apply_correction(batch, **settings)
+    rows = (corrected.sum_per_sequence(corrected.loss_mask.long()) > 0).nonzero().flatten()
     assert 0 < len(rows) < len(batch)
-    masked = assign_loss_weights(kept, partial(token_mean, max_seq_len=1)).select(rows)
+    masked = assign_loss_weights(corrected, partial(token_mean, max_seq_len=1)).select(rows)
     selected = assign_loss_weights(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
     torch.testing.assert_close(masked.token_weights, selected.token_weights, rtol=1e-15, atol=0)
 

@@ -106,13 +106,13 @@ def measure(objective: Objective, micro_batches: list[TrainBatch], mini_batch: T
     return Measured(total, logprobs.grad, entropy.grad, metrics.flush())
 
 
-def prepare(name: str, batch: TrainBatch, whole: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
+def prepare(name: str, batch: TrainBatch, full_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
     """Prepare a mini-batch as the driver does before it is split: weights, and the token selection of the loss."""
     batch = assign_loss_weights(batch, reduction)
     select = get_token_selector(registry.policy_losses.get(name)) if name in POLICY_LOSSES else None
     if select is None:
         return batch
-    scores = torch.cat([current_logprobs(whole).detach(), torch.full((1,), torch.nan)])[batch.input_ids]
+    scores = torch.cat([current_logprobs(full_batch).detach(), torch.full((1,), torch.nan)])[batch.input_ids]
     bound = registry.bind_settings(select, name, SETTINGS, frozenset())
     return batch.with_tokens(selected=bound(scores, batch.old_logprobs, batch.advantages, batch.loss_mask))
 
@@ -121,11 +121,11 @@ def split_variants(
     name: str, batch: TrainBatch, reduction: Callable[..., Tensor]
 ) -> Iterator[tuple[str, list[TrainBatch]]]:
     """Yield the same mini-batch in several splits, each with a name."""
-    whole = prepare(name, batch, batch, reduction)
-    yield "one by one", whole.split_micro_batches(max_sequences=1)
-    yield "by tokens", whole.split_micro_batches(token_budget=16)
-    ranks = [whole.select(rows) for rows in whole.partition(2)]
-    yield "two ranks", [part for rank in ranks for part in rank.split_micro_batches(max_sequences=2)]
+    prepared = prepare(name, batch, batch, reduction)
+    yield "one by one", prepared.split_micro_batches(max_sequences=1)
+    yield "by tokens", prepared.split_micro_batches(token_budget=16)
+    ranks = [prepared.select(rows) for rows in prepared.partition(2)]
+    yield "two ranks", [micro_batch for rank in ranks for micro_batch in rank.split_micro_batches(max_sequences=2)]
     order = random.Random(0).sample(range(len(batch)), len(batch))
     yield "another order", prepare(name, batch.select(order), batch, reduction).split_micro_batches(max_sequences=3)
     yield "padded", [prepare(name, as_padded(batch, torch.nan), batch, reduction)]

@@ -38,8 +38,8 @@ def test_clipped_surrogate_in_every_regime(ratio, advantage, value, clipped, gra
     loss, was_clipped = clipped_surrogate(
         logprobs, torch.tensor([advantage]), torch.tensor([True]), old_logprobs=old, eps_clip_low=0.2, eps_clip_high=0.3
     )
-    (found,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert (loss.item(), was_clipped.item(), found.item()) == pytest.approx((value, clipped, gradient))
+    (slope,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert (loss.item(), was_clipped.item(), slope.item()) == pytest.approx((value, clipped, gradient))
 
 
 KINKS = [
@@ -68,14 +68,14 @@ KINKS = [
 @pytest.mark.parametrize(("name", "bound", "sign", "is_zero"), KINKS)
 @pytest.mark.parametrize("side", [0, 1])
 def test_clipped_token_is_counted_and_has_no_gradient(name, bound, sign, is_zero, side):
-    one = torch.ones(1, dtype=torch.float64)
-    old = log(0.2) * one
+    ones = torch.ones(1, dtype=torch.float64)
+    old = log(0.2) * ones
     logprobs = (old + log(bound) + (1e-9 if side else -1e-9)).requires_grad_()
     function = registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS)
     tensors = {"frozen_logprobs": logprobs.detach(), "rollout_logprobs": old, "sequence_ids": torch.tensor([0])}
     tensors |= {"old_logprobs": old, "selected": torch.tensor([False])}
     loss, clipped = function(
-        logprobs, sign * one, torch.tensor([True]), **registry.select_keyword_arguments(function, tensors)
+        logprobs, sign * ones, torch.tensor([True]), **registry.select_keyword_arguments(function, tensors)
     )
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (gradient.item() == 0) is is_zero[side]
