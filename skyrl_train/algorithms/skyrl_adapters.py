@@ -115,9 +115,8 @@ class SkyRLAdvantageEstimator:
         layout = _PaddedLayout(sequence_ids, mask)
         padded_rewards = layout.pad(token_rewards)
         has_no_tokens = torch.bincount(sequence_ids[mask], minlength=len(rewards)) == 0
-        padded_rewards[has_no_tokens, -1] = rewards[has_no_tokens].to(
-            padded_rewards.dtype
-        )  # masked in the loss, but still part of its group
+        # A response without loss tokens is still part of its group.
+        padded_rewards[has_no_tokens, -1] = rewards[has_no_tokens].to(padded_rewards.dtype)
         results = _call(
             self.function,
             token_level_rewards=padded_rewards[valid],

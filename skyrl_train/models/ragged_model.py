@@ -318,9 +318,7 @@ def _verify_and_shard(ragged_model: RaggedModel, compare_attention: bool) -> Non
     except (RuntimeError, TypeError) as error:  # for example, weights for another number of heads
         raise ConfigError(f"{message} ({error})") from error
     deviation = (in_groups - computed).float().norm(dim=-1) / computed.float().norm(dim=-1)
-    if not float(deviation.max()) <= (
-        0.25 if computed.dtype.itemsize < 4 else 1e-4
-    ):  # relative: some channels are large
+    if not float(deviation.max()) <= (0.25 if computed.dtype.itemsize < 4 else 1e-4):
         raise ConfigError(message)
 
 

@@ -69,9 +69,8 @@ def _share_prompts(offsets: Tensor, shared_prompt_lengths: Tensor, device: torch
     rows = torch.arange(len(starts))
     roots = torch.where(shared_prompt_lengths == 0, rows, 0).cummax(0).values
     next_lengths = torch.cat([shared_prompt_lengths[1:], shared_prompt_lengths.new_zeros(1)])
-    prefix = torch.where(
-        shared_prompt_lengths > 0, shared_prompt_lengths, next_lengths
-    )  # [B] number of tokens that a sequence shares with an adjacent one
+    # [B] number of tokens that a sequence shares with an adjacent one
+    prefix = torch.where(shared_prompt_lengths > 0, shared_prompt_lengths, next_lengths)
     is_consistent = (shared_prompt_lengths[1:] == 0) | (shared_prompt_lengths[1:] == prefix[:-1])
     assert bool(is_consistent.all()), "adjacent sequences share different numbers of tokens"
 

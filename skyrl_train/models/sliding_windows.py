@@ -24,9 +24,8 @@ def register_window_masks(attn_implementation: str) -> None:
 
 def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> int | Tensor | None:
     """Return the window in tokens, None without one, or an empty tensor (an error) for a mask with other rules."""
-    is_bidirectional = (
-        "allow_is_bidirectional_skip" in others
-    )  # transformers passes it only for masks that are not causal
+    # transformers passes this argument only for masks that are not causal.
+    is_bidirectional = "allow_is_bidirectional_skip" in others
     return torch.empty(0) if use_vmap or is_bidirectional else local_size
 
 

@@ -85,9 +85,8 @@ class TensorParallel(ParallelGroup):
             return self._shard_linear(path, module, 1)
         if style == "colwise" and is_linear:
             return self._shard_linear(path, module, 0)
-        if (
-            style in ("rowwise", "packed_colwise") and plan_path != path
-        ):  # experts: [E, 2 x features, D] and [E, D, features]
+        if style in ("rowwise", "packed_colwise") and plan_path != path:
+            # Parameters of experts: [E, 2 x features, D] and [E, D, features].
             dim, blocks = (2, 1) if style == "rowwise" else (1, 2)
             return shard_parameters(self, path, module, {plan_path.rpartition(".")[2]: dim}, blocks)
         raise ConfigError(

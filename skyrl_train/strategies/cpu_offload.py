@@ -51,9 +51,8 @@ class CpuOffloader:
 
     def _copy_to_host(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        self._stream.wait_stream(
-            torch.cuda.current_stream(self._device)
-        )  # for kernels that still write into the tensors
+        # Wait for kernels that still write into the tensors.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._copy(tensors, copies)
         self._stream.synchronize()
         return copies

@@ -249,9 +249,8 @@ class DeepSpeedStrategy(Strategy):
         buffer.data = buffer.data.to(device)
         start = 0
         for flat, partitions in zip(zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True):
-            flat.data = buffer.narrow(
-                0, start, flat.numel()
-            )  # if all is float32, these are also the optimizer's weights
+            # If all is float32, these are also the optimizer's weights.
+            flat.data = buffer.narrow(0, start, flat.numel())
             for partition in partitions:
                 partition.data = buffer.narrow(0, start, partition.numel())
                 start += partition.numel()

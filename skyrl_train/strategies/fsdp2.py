@@ -131,9 +131,8 @@ class FSDP2Strategy(Strategy):
         num_shards = 1 if self._parallel_group is None else self._parallel_group.size
         ranks = self.world_size // num_shards
         size = ranks if self.fsdp_config.fsdp_size == -1 else self.fsdp_config.fsdp_size
-        if (
-            self.expert_parallel is not None and self.fsdp_config.fsdp_size != -1
-        ):  # which counts ranks of the other layers
+        if self.expert_parallel is not None and self.fsdp_config.fsdp_size != -1:
+            # fsdp_size counts the ranks of layers that are not experts.
             if size % num_shards:
                 raise ConfigError(
                     f"fsdp_config.fsdp_size={size} is not a multiple of {self.expert_parallel.size_key}={num_shards}. "

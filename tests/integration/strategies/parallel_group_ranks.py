@@ -171,10 +171,8 @@ def check_gradients(parallel_group: ParallelGroup, kinds: list[str], folder: Pat
         for case, options in CASES.items():
             if kind not in options.get("kinds", kinds):
                 continue
-            if "balance" in options and isinstance(
-                parallel_group, SequenceParallel
-            ):  # its ranks have parts of sequences
-                continue
+            if "balance" in options and isinstance(parallel_group, SequenceParallel):
+                continue  # the ranks have parts of sequences
             model = make_model(kind)
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])

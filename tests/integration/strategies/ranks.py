@@ -392,9 +392,8 @@ def memory_address(tensor: Tensor) -> int:
 def get_device_memory(strategy: DeepSpeedStrategy) -> set[int]:
     """Return the memory of all parameters and of the optimizer's state."""
     tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in get_parameters(strategy).values()]
-    shard = (
-        strategy.get_checkpoint_shard().tensors
-    )  # on a CPU it shares the memory of the trained tensors, except the numbers of steps
+    # On a CPU the shard shares the memory of the trained tensors, except the numbers of steps.
+    shard = strategy.get_checkpoint_shard().tensors
     tensors += [tensor for key, tensor in shard.items() if not key.startswith("step/")]
     if optimizer := getattr(strategy.module, "basic_optimizer", None):
         tensors += [value for state in optimizer.state.values() for value in state.values()]
