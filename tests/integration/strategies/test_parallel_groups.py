@@ -184,7 +184,7 @@ def test_rejection_names_the_key(results: RankResults) -> None:
     if results.kind == "sequence":
         assert messages.keys() == {"heads", "tokens"}
         assert messages["heads"].startswith(f"{key}={results.size} does not divide the model's 3 attention heads")
-        assert f"set {key} to 1" in messages["tokens"]
+        assert f"Set {key} to 1" in messages["tokens"]
     else:
         assert messages.keys() == {"heads", "features", "columns", "unplanned", "unknown", "whole"}
         assert messages["heads"].startswith(f"{key}={results.size} does not divide the model's num_attention_heads, 3")
