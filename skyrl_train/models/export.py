@@ -9,13 +9,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     IMAGE_PROCESSOR_NAME,
@@ -44,7 +43,7 @@ _log = logging.getLogger(__name__)
 def export_hf(
     model_config: PreTrainedConfig,
     tensors: Iterator[tuple[str, Tensor]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
     base: str | None = None,
@@ -113,7 +112,7 @@ def _save_config(
 
 
 def export_adapter(
-    adapters: LoraAdapters, tensors: dict[str, Tensor], tokenizer: Any, folder: Path, *, base: str
+    adapters: LoraAdapters, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, *, base: str
 ) -> None:
     """Write an adapter for peft's `PeftModel.from_pretrained`, with the tokenizer and generation config of `export_hf`.
 
@@ -133,7 +132,7 @@ def export_adapter(
     _save_tokenizer_and_generation_config(folder, tokenizer, base)
 
 
-def _save_tokenizer_and_generation_config(folder: Path, tokenizer: Any, base: str | None) -> None:
+def _save_tokenizer_and_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, base: str | None) -> None:
     """Write the tokenizer, and the generation config if there is a base model."""
     try:
         tokenizer.save_pretrained(folder)
@@ -152,7 +151,7 @@ def _copy_processor(base: str, folder: Path) -> None:
             shutil.copyfile(source, folder / name)
 
 
-def _write_generation_config(base: str, tokenizer: Any, folder: Path) -> None:
+def _write_generation_config(base: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Copy the generation config of `base`, and add the chat template's end-of-turn token if it is missing.
 
     If `base` has no generation config, one is written only for an end-of-turn token that nothing else in the export

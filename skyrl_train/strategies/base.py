@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
-from skyrl_train.strategies.checkpoint_shards import CheckpointShard, ParameterSlice, open_shards, to_local
+from skyrl_train.strategies.checkpoint_shards import (
+    CheckpointReader,
+    CheckpointShard,
+    ParameterSlice,
+    open_shards,
+    to_local,
+)
 from skyrl_train.strategies.cpu_offload import CpuOffloader
 
 SCHEDULES = (
@@ -391,7 +397,7 @@ class Strategy(ABC):
             saved_lr = reader.read_optional_float("next_lr")
         return None if self._optimizer is None or saved_lr is None else LearningRates(saved_lr, self._next_lr())
 
-    def _load_state(self, reader: Any, name: str, parameter_slice: ParameterSlice) -> None:
+    def _load_state(self, reader: CheckpointReader, name: str, parameter_slice: ParameterSlice) -> None:
         assert self._optimizer is not None
         view = self._views[name]
         self._optimizer.state.pop(view, None)

@@ -17,7 +17,7 @@ from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConf
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.base import LearningRates, Strategy, get_widest_dtype
-from skyrl_train.strategies.checkpoint_shards import ParameterSlice
+from skyrl_train.strategies.checkpoint_shards import CheckpointReader, ParameterSlice
 from skyrl_train.strategies.materialize import materialize_full
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -288,7 +288,7 @@ class DeepSpeedStrategy(Strategy):
         self._update_compute_copies()
         return rates
 
-    def _load_state(self, reader: Any, name: str, parameter_slice: ParameterSlice) -> None:
+    def _load_state(self, reader: CheckpointReader, name: str, parameter_slice: ParameterSlice) -> None:
         assert self._optimizer is not None
         flat = self._flat_slices[name].flat
         saved = f"step/{name}" in reader
