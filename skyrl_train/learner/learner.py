@@ -102,7 +102,7 @@ class WorkerGroup:
 
     def put(self, value: Any) -> Any:
         """Put a value where all ranks read it. It blocks: to be called in a thread."""
-        return self.workers[0].store(value)
+        return self.workers[0].put(value)
 
     async def _death_among(self, calls: Sequence[asyncio.Future[Any]]) -> WorkerDied | None:
         """The first death that is known of, in time."""

@@ -12,8 +12,8 @@ from skyrl_train.report.diagnosis import truncation_advice
 from skyrl_train.trainer.checkpoint_manager import SKIPPED_SUFFIX
 
 _EQUAL: Mapping[ComparisonScope, tuple[str, float, str]] = {
-    "group": ("reward/zero_variance_groups", 1.0, "samples of a prompt had the same reward"),
-    "step": ("reward/std", 0.0, "samples of a step had the same reward"),
+    ComparisonScope.GROUP: ("reward/zero_variance_groups", 1.0, "samples of a prompt had the same reward"),
+    ComparisonScope.STEP: ("reward/std", 0.0, "samples of a step had the same reward"),
 }
 """The metric that says that all rewards compared are equal, its value then, and what to call that."""
 _RATIOS = {

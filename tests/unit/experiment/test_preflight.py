@@ -283,7 +283,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     indivisible_heads: ["trainer.policy.tensor_parallel_size=3 does not divide", "num_attention_heads"],
     indivisible_query_heads: ["trainer.policy.sequence_parallel_size=3 does not divide", "attention heads"],
     experts_of_a_dense_model: ["Qwen2ForCausalLM: set trainer.policy.expert_parallel_size to 1"],
-    router_loss_of_a_dense_model: ["trainer.algorithm.router_aux_loss_coef: Qwen2ForCausalLM has no routers"],
+    router_loss_of_a_dense_model: ["trainer.algorithm.router_aux_loss_coef=", "Qwen2ForCausalLM has no routers"],
     reference_of_another_family: ["trainer.ref.model.path=", "2 tokens of the policy's", "the policy's tokenizer"],
     engine_model_that_is_missing: ["generator.model_name=", "a model's folder or its name on the hub"],
     engine_model_without_head: ["generator.model_name=", "cannot be loaded", "T5Config"],
@@ -458,7 +458,7 @@ def test_quantized_model_on_the_hub_is_not_trained(tmp_path: Path, monkeypatch: 
     quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
     monkeypatch.setattr("skyrl_train.models.loading.is_local_folder", lambda path: False)
-    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+    with pytest.raises(ConfigError, match="quantized weights are not supported"):
         check_causal_lm(str(tmp_path / "model"))
 
 
@@ -477,7 +477,7 @@ def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Pa
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
     config = prepare_config([*good, "generator.backend=vllm"], has_accelerator=False).config
     check_run(config, required_components(EvaluationExp))
-    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+    with pytest.raises(ConfigError, match="quantized weights are not supported"):
         check_run(config, RunComponents())
 
 

@@ -23,7 +23,7 @@ SAID = {"equal_rewards": "same reward for 1 steps", "ratio": "before the step, w
 
 @pytest.mark.parametrize("name", sorted(UNHEALTHY))
 def test_a_guard_warns_once_and_again_after_a_recovery(name: str, caplog: pytest.LogCaptureFixture):
-    guards = Guards(GuardsConfig(equal_rewards_steps=1), "group")
+    guards = Guards(GuardsConfig(equal_rewards_steps=1), ComparisonScope.GROUP)
     for step, metrics in enumerate([HEALTHY, UNHEALTHY[name], UNHEALTHY[name], HEALTHY, UNHEALTHY[name]]):
         guards.check(metrics, step)
     assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 4:"]
@@ -35,9 +35,9 @@ def test_a_guard_that_is_to_stop_the_run_does_and_one_that_is_off_does_nothing(
     name: str, caplog: pytest.LogCaptureFixture
 ):
     with pytest.raises(GuardTriggered, match=rf"{SAID[name]}.*trainer\.guards\.stop names {name}"):
-        Guards(GuardsConfig(equal_rewards_steps=1, stop=[name]), "group").check(UNHEALTHY[name], 7)
+        Guards(GuardsConfig(equal_rewards_steps=1, stop=[name]), ComparisonScope.GROUP).check(UNHEALTHY[name], 7)
     off = GuardsConfig(equal_rewards_steps=None, max_ratio=None, max_cut_fraction=None, stop=list(UNHEALTHY))
-    Guards(off, "group").check(UNHEALTHY[name], 7)
+    Guards(off, ComparisonScope.GROUP).check(UNHEALTHY[name], 7)
     assert not caplog.records
 
 
@@ -47,7 +47,7 @@ def test_truncation_advice_names_the_end_of_turn(caplog: pytest.LogCaptureFixtur
 
 
 def test_equal_rewards_count_steps_in_a_row():
-    guards = Guards(GuardsConfig(equal_rewards_steps=3, stop=["equal_rewards"]), "group")
+    guards = Guards(GuardsConfig(equal_rewards_steps=3, stop=["equal_rewards"]), ComparisonScope.GROUP)
     for step, metrics in enumerate([UNHEALTHY["equal_rewards"]] * 2 + [HEALTHY] + [UNHEALTHY["equal_rewards"]] * 2):
         guards.check(metrics, step)
     with pytest.raises(GuardTriggered, match="for 3 steps"):
@@ -63,11 +63,11 @@ ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # of one sample there is no d
 @pytest.mark.parametrize(
     ("compared", "metrics", "alarms"),
     [
-        ("group", ONE_SAMPLE_A_PROMPT, True),
-        ("group", ALL_EQUAL, True),
-        ("step", ONE_SAMPLE_A_PROMPT, False),
-        ("step", ALL_EQUAL, True),
-        ("step", ONE_SAMPLE, False),
+        (ComparisonScope.GROUP, ONE_SAMPLE_A_PROMPT, True),
+        (ComparisonScope.GROUP, ALL_EQUAL, True),
+        (ComparisonScope.STEP, ONE_SAMPLE_A_PROMPT, False),
+        (ComparisonScope.STEP, ALL_EQUAL, True),
+        (ComparisonScope.STEP, ONE_SAMPLE, False),
         (None, ALL_EQUAL, False),
     ],
 )
@@ -128,7 +128,7 @@ def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
     """The guards' state in the checkpoint of a run that ends after two steps of equal rewards."""
     fakes, marked = FakeTrainerParts(), [resumed]
     trainer = trainer_of(fakes)
-    trainer.guards = guards = Guards(GuardsConfig(equal_rewards_steps=4), "step")
+    trainer.guards = guards = Guards(GuardsConfig(equal_rewards_steps=4), ComparisonScope.STEP)
     guards.load_state_dict(resumed)
     original = fakes.rollout
 
