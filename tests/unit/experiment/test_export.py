@@ -277,7 +277,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
     for arguments, message in (
         (
             [str(run), "--to", "x"],
-            r"is no checkpoint: give RUN/global_step_N of a finished save. There are global_step_2",
+            r"is not a checkpoint. Give RUN/global_step_N of a finished save. This folder contains global_step_2",
         ),
         ([str(whole), "--to", "x", "--adapter"], "the run has trained the whole model"),
         ([str(whole), "--to", "x", "--dtype", "int8"], "must be one of float32, bfloat16"),

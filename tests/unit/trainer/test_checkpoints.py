@@ -204,7 +204,7 @@ def test_a_torn_save_is_reported_not_loaded_and_not_deleted(tmp_path: Path, capl
         found = CheckpointStore(tmp_path).find_resumable("latest")
     assert found is not None
     assert found.step == 1
-    assert "global_step_2.partial is torn" in caplog.text
+    assert "global_step_2.partial is incomplete" in caplog.text
     assert (torn / "half").exists()
     assert list(checkpoints.begin(2).iterdir()) == [], "the same step's next save starts from an empty folder"
 

@@ -172,7 +172,7 @@ def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_sav
     stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
     assert fakes.asked_within_s == [30.0]
     assert not any(event.startswith("save") for event in fakes.events)
-    assert "Step 1 is not saved: a rank of the trainer does not answer" in caplog.text
+    assert "Step 1 is not saved because a rank of the trainer does not respond" in caplog.text
     assert set(fakes.logged) == {0, 1}
 
 

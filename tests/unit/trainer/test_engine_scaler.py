@@ -137,7 +137,7 @@ async def test_who_leaves_answers_what_it_has_and_gets_nothing_more_even_of_its_
     assert run.client.engine_names == ["engine 0"]
     assert len(leaver.batches) == 1
     assert [one.request_id for (one,) in later] == ["b0", "b1"]
-    assert "with all requests answered" in run.said[-1]
+    assert "all its requests finished" in run.said[-1]
 
 
 @scaled
@@ -148,7 +148,7 @@ async def test_what_a_leaver_has_not_answered_at_its_deadline_others_answer_and_
     run.scaler.set_target(2)
     await run.scaler.wait_until_settled()
     assert run.gone == ["engine 2"]
-    assert "before all requests were answered" in run.said[0]
+    assert "its unfinished requests go to other engines" in run.said[0]
     await asyncio.sleep(0.05)
     second: Any = run.client.engines[0]
     assert [len(one) for one in second.batches] == [1, 1], "it has what the leaver had"
@@ -188,7 +188,7 @@ async def test_a_newcomer_that_finds_no_room_is_told_of_and_asked_for_again_only
     run = ScalerHarness(1)
     run.no_room = True
     assert await run.to(2) == ["engine 0"]
-    assert run.said == ["engine 1 did not join, and 1 go on: ConfigError: no slot is free"]
+    assert run.said == ["engine 1 could not be added, 1 remain: ConfigError: no slot is free"]
     await run.client.generate([request("a")])
     run.no_room = False
     assert await run.to(2) == ["engine 0", "engine 1"]
@@ -304,13 +304,13 @@ def test_file_is_followed_from_begin_until_end(tmp_path: Path):
             run.scaler.start()
         await until(lambda: len(run.client.engine_names) == 3)
         (tmp_path / ENGINES_FILE).write_text("three")
-        await until(lambda: "their number stays as it is" in run.said[-1])
+        await until(lambda: "the number of engines is unchanged" in run.said[-1])
         assert "'three'" in run.said[-1]
         write_target(tmp_path, 2)
         await until(lambda: len(run.client.engine_names) == 2)
         run.no_room = True
         write_target(tmp_path, 3)
-        await until(lambda: "engine 2 did not join" in run.said[-1])
+        await until(lambda: "engine 2 could not be added" in run.said[-1])
         run.no_room = False
         write_target(tmp_path, 3)  # the same again: one that found no room is tried again
         await until(lambda: len(run.client.engine_names) == 3)
@@ -318,8 +318,8 @@ def test_file_is_followed_from_begin_until_end(tmp_path: Path):
         write_target(tmp_path, 5)
         await asyncio.sleep(0.05)
         assert len(run.client.engine_names) == 3
-        wanted = [line for line in run.said if "are wanted" in line]
-        assert wanted == ["3 are wanted, there are 1", "2 are wanted, there are 3", *["3 are wanted, there are 2"] * 2]
+        changes = [line for line in run.said if "scaling from" in line]
+        assert changes == ["scaling from 1 to 3", "scaling from 3 to 2", *["scaling from 2 to 3"] * 2]
 
     asyncio.run(check())
 
@@ -342,4 +342,4 @@ def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.Cap
 
     asyncio.run(check())
     (line,) = capsys.readouterr().out.splitlines()
-    assert "engines.json changes nothing: its engines take turns with the trainer" in line
+    assert "engines.json is ignored: its engines take turns with the trainer" in line

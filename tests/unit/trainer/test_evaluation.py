@@ -91,7 +91,7 @@ def test_episodes_of_an_evaluation_that_were_cut_by_their_deadline_are_a_warning
     error: str, caplog: pytest.LogCaptureFixture
 ):
     asyncio.run(Evaluator(rollout_of({"a": [None, 1.0]}, error), [Prompt("a", [], "x")], 1, None).run(7))
-    said = "evaluation at step 7: 1 of 2 episodes were cut after trainer.timeouts.rollout_s and count as reward 0."
+    said = "evaluation at step 7: 1 of 2 episodes exceeded trainer.timeouts.rollout_s and count as reward 0."
     assert [said in record.message for record in caplog.records] == [True] * (error == "deadline")
 
 

@@ -80,7 +80,7 @@ def test_rewards_are_equal_if_those_that_are_compared_are(
 
 
 RATIOS = {
-    "policy/ratio_max": "in an update, over that before the step, was",
+    "policy/ratio_max": "probability during the update to its probability before the step was",
     "mismatch/ratio_max": "in the engine, was",
 }
 

@@ -145,7 +145,7 @@ def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
 
     client = EngineClient([KillableEngine("a")], deadline_s=5)
     publisher_of(client, start, sync, max_engine_restarts=3)
-    with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: rank 0 died"):
+    with pytest.raises(EnginesLost, match="a rank of the trainer does not respond: rank 0 died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
 
@@ -334,7 +334,7 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
     asyncio.run(run())
     if others:
         away, back = [one.message for one in caplog.records if one.name == "skyrl_train.trainer.publisher"]
-        assert "a was killed) and stays away: the others have no room." in away
+        assert "a was killed) and remains stopped: the others have no room." in away
         assert "was restarted" in back
 
 

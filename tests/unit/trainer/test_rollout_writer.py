@@ -191,7 +191,7 @@ def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog
     for step in (2, 3):
         keep(kept, step, groups, scored_batch(groups))
     assert RolloutReader(tmp_path).steps() == [1]
-    assert caplog.text.count("trainer.keep_rollouts_gb has no room") == 1
+    assert caplog.text.count("more than trainer.keep_rollouts_gb allows") == 1
 
 
 def test_files_that_somebody_deletes_meanwhile_take_no_room(
@@ -212,7 +212,7 @@ def test_a_full_disk_costs_one_warning_and_those_steps(tmp_path: Path, caplog: p
     with limit_file_size(None, 100):
         for step in (1, 2):
             keep(kept, step, groups, batch)
-    assert caplog.text.count("trainer.keep_rollouts: those of step 1 are not kept") == 1
+    assert caplog.text.count("trainer.keep_rollouts: the rollouts of step 1 were not written") == 1
     assert "step 2" not in caplog.text and not [*(tmp_path / "rollouts").iterdir()]
     keep(kept, 3, groups, batch)
     assert RolloutReader(tmp_path).steps() == [3] and RolloutReader(tmp_path).vocabulary() == {0: "a"}
@@ -225,7 +225,7 @@ def test_messages_that_nobody_can_write_cost_no_run(tmp_path: Path, caplog: pyte
         deep = [deep]
     groups[0].trajectories[0].messages[1]["content"] = deep
     keep(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
-    assert "those of step 1 are not kept (RecursionError" in caplog.text
+    assert "the rollouts of step 1 were not written (RecursionError" in caplog.text
     while deep:  # Python frees it by recursion
         deep = deep[0]
 
@@ -238,7 +238,7 @@ def test_a_tokenizer_that_cannot_tell_its_texts_costs_those_alone(tmp_path: Path
     for step in (1, 2):
         keep(kept, step, groups, scored_batch(groups))
     assert RolloutReader(tmp_path).steps() == [1, 2] and RolloutReader(tmp_path).vocabulary() == {}
-    assert caplog.text.count("texts of token ids cannot be told (KeyError") == 1
+    assert caplog.text.count("texts of token ids are unknown (KeyError") == 1
 
 
 def test_what_was_in_the_loss_before_a_correction_is_kept(tmp_path: Path):
