@@ -146,9 +146,9 @@ def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_fi
         return caught.value, pids[1]
 
     error, pid = asyncio.run(run())
-    why = "had not come so far, while others waited in a collective"
+    why = "had not reached the collective in which the other ranks waited"
     if stopped:
-        why = f"does not answer (its process is stopped: kill -CONT {pid} lets it go on)"
+        why = f"does not respond (its process is stopped; kill -CONT {pid} resumes it)"
     assert f"did not finish within 3 s: policy rank 1 {why}" in str(error)
     assert str(tmp_path / "stacks.txt") in str(error)
     first, second = (tmp_path / "stacks.txt").read_text().split("=== policy rank 1")

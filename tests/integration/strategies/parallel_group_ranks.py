@@ -211,7 +211,7 @@ def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
     """An update and a pass of scores as `Learner` asks for them, of an objective that looks at whole sequences."""
     size = worker.spec.parallel_size
     batch = policy_batch()
-    shards = split_into_micro_batches(batch, worker.world_size // size, LIMITS, share=False)
+    shards = split_into_micro_batches(batch, worker.world_size // size, LIMITS, share_prompts=False)
     count = max(len(rows) for rows in shards)
     mine = [batch.select(rows) for rows in shards[worker.rank // size]]
     scores = worker.forward(mine, count)

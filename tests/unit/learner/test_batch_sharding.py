@@ -354,20 +354,20 @@ def test_a_number_of_sequences_means_what_it_says():
 
 def test_the_samples_of_a_prompt_stay_together_on_one_rank_where_ranks_stay_even():
     batch = grouped_batch([(50, [10] * 4)] * 4)
-    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share=True)
+    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share_prompts=True)
     assert [[computed(batch, one) for one in rank] for rank in plan] == [[180], [180]]
 
 
 def test_a_group_is_cut_where_one_rank_would_wait_for_it():
     batch = grouped_batch([(5, [100] * 8)])
-    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share=True)
+    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share_prompts=True)
     assert [[len(one) for one in rank] for rank in plan] == [[4], [4]]
 
 
 def test_equal_lengths_do_not_mix_prompts():
     """Sorted by length alone, samples of two prompts would alternate, and nothing would be shared."""
     batch = grouped_batch([(9, [5, 3]), (9, [4, 2])])
-    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=10_000), share=True)
+    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=10_000), share_prompts=True)
     assert [computed(batch, one) for one in plan] == [18 + 14]
 
 
@@ -389,7 +389,7 @@ def test_passes_of_one_sequence_share_nothing_and_are_balanced_as_such():
 
 def test_a_prompt_costs_once_for_every_pass_that_it_is_in():
     batch = grouped_batch([(1000, [10] * 8), (10, [1000] * 4)])
-    plan = split_into_micro_batches(batch, 2, limits(sequences=2), share=True)
+    plan = split_into_micro_batches(batch, 2, limits(sequences=2), share_prompts=True)
     loads = [sum(computed(batch, one) for one in rank) for rank in plan]
     assert max(loads) <= 1.1 * sum(loads) / 2
 
@@ -397,5 +397,5 @@ def test_a_prompt_costs_once_for_every_pass_that_it_is_in():
 def test_keys_of_shared_prompts_are_bounded_by_the_budget_too():
     """One pass would compute 3,640 tokens, and keep keys and values for 195,640."""
     batch = grouped_batch([(3000, [10] * 64)])
-    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=4096), share=True)
+    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=4096), share_prompts=True)
     assert all(int(batch.lengths[one].sum()) <= 4 * 4096 for one in plan)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from skyrl_train.data.chat import render_messages
 from skyrl_train.data.messages import Message
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, RewardModelLost
-from skyrl_train.learner.reward_worker import RewardModel, RewardWorker, Score
+from skyrl_train.learner.reward_worker import RewardModel, RewardWorker, ScoreResult
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer, save_tiny_model, save_tiny_reward_model
 
@@ -34,7 +34,7 @@ def worker(path: str, **options: Any) -> RewardWorker:
     return made
 
 
-def score(path: str, conversations: list[list[Message]], **options: Any) -> list[Score]:
+def score(path: str, conversations: list[list[Message]], **options: Any) -> list[ScoreResult]:
     return worker(path, **options).score(conversations)
 
 
@@ -56,7 +56,7 @@ def by_hand(path: str, messages: list[Message]) -> list[float]:
         return (hidden @ model.score.weight[0]).tolist()
 
 
-def failure(one: Score) -> EnvironmentFailure:
+def failure(one: ScoreResult) -> EnvironmentFailure:
     assert isinstance(one, EnvironmentFailure)
     return one
 
@@ -191,7 +191,7 @@ class Replica:
 
 
 def test_groups_go_to_whichever_replica_is_free_one_at_a_time_each():
-    async def run() -> tuple[list[Replica], list[list[Score]]]:
+    async def run() -> tuple[list[Replica], list[list[ScoreResult]]]:
         replicas = [Replica(1.0), Replica(2.0)]
         model = RewardModel(replicas)
         waiting = [asyncio.ensure_future(model.score([ANSWERS[0]])) for _ in range(6)]
