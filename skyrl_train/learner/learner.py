@@ -246,7 +246,7 @@ class Learner:
         self.stacks_file = stacks_file
 
     async def setup(self) -> int:
-        """Set up all ranks of all models and return the policy's number of parameters. Raises as `WorkerGroup.setup`."""
+        """Set up all ranks of all models and return the policy's parameter count. Raises as `WorkerGroup.setup`."""
         return int((await asyncio.gather(*(group.setup() for group in self._groups)))[0])
 
     @property

@@ -19,7 +19,7 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import MIN_PASS_REWARD, OK, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import MetricNameLimit
-from skyrl_train.rollouts.conversation import DEADLINE_KIND
+from skyrl_train.rollouts.conversation import FailureKind
 from skyrl_train.terminal import escape_control_chars
 
 _log = logging.getLogger(__name__)
@@ -98,12 +98,12 @@ class Evaluator:
             await asyncio.to_thread(self._dump, groups, self._dump_folder / f"global_step_{step}_evals")
         failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
         total = sum(len(group.trajectories) for group in groups)
-        if failed[DEADLINE_KIND]:
+        if failed[FailureKind.DEADLINE]:
             _log.warning(
                 "evaluation at step %d: %d of %d episodes exceeded trainer.timeouts.rollout_s and count as reward 0. "
                 "Raise it, or lower generator.eval_sampling_params.max_generate_length.",
                 step,
-                failed[DEADLINE_KIND],
+                failed[FailureKind.DEADLINE],
                 total,
             )
         if failed.total() > self._max_failed_fraction * total:

@@ -108,7 +108,7 @@ def test_names_of_an_environment_s_numbers_are_bounded(caplog: pytest.LogCapture
     found = {name for row in rows for name in row.env_metrics}
     assert len(found) == MAX_METRICS and max(map(len, found)) <= MAX_METRIC_LENGTH
     assert all(row.env_metrics["turns"] == 1.0 and row.status == OK for row in rows)
-    assert caplog.text.count("is not recorded, nor others like it") == 1
+    assert caplog.text.count("is not recorded. A run records at most") == 1
 
 
 def test_messages_are_what_the_environment_opened_with_and_the_answer():

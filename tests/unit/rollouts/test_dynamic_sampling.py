@@ -132,7 +132,7 @@ def test_filter_draws_until_the_batch_is_full_and_keeps_the_order():
 def test_filter_gives_up_at_its_bound_and_says_what_to_do():
     run = Run(lambda position: MIXED if position == 1 else WRONG, FILTER)
     with pytest.raises(
-        RolloutsFailed, match=r"found 1 groups .* among 13 prompts.*needs 4 of 4: .*max_sample_batches=3"
+        RolloutsFailed, match=r"found 1 groups .* among 13 prompts.*needs 4 of 4\..*max_sample_batches=3"
     ):
         run.steps(0, 1)
     assert len(run.begun) == 4 + 3 * 3, "nothing more once 3 batches of 4 are drawn"

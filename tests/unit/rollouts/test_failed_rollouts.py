@@ -11,7 +11,7 @@ from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EnvironmentFailure, RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.rollouts.conversation import DEADLINE_KIND, ConversationGenerator, RolloutSettings
+from skyrl_train.rollouts.conversation import ConversationGenerator, FailureKind, RolloutSettings
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -84,11 +84,11 @@ def test_below_the_bound_they_are_counted_by_kind():
     assert values["rollouts/failed"] == values["rollouts/failed/ToolServerDied"] == 10
 
 
-@pytest.mark.parametrize("kind", [DEADLINE_KIND, "ToolServerDied"])
+@pytest.mark.parametrize("kind", [FailureKind.DEADLINE, "ToolServerDied"])
 def test_episodes_that_were_cut_by_their_deadline_are_a_warning_too(kind: str, caplog: pytest.LogCaptureFixture):
     _, values = collect(good=2, max_failed_fraction=0.5, kind=kind)
     assert values[f"rollouts/failed/{kind}"] == 10
     said = (
-        "10 of 20 episodes were cut after trainer.timeouts.rollout_s and are masked" if kind == DEADLINE_KIND else kind
+        "10 of 20 episodes exceeded trainer.timeouts.rollout_s and are masked" if kind == FailureKind.DEADLINE else kind
     )
     assert [said in record.message for record in caplog.records] == [True]

@@ -165,7 +165,7 @@ class Watched:
         async def watched(step: int, metrics: Metrics) -> list[TrajectoryGroup]:
             groups = await next_groups(step, metrics)
             self.trained[step] = list(groups)  # the loop lets go of its own
-            waiting = [task for task in collector._queue._pending if not task.done() or task.result().useful]
+            waiting = [task for task in collector._queue._pending if not task.done() or task.result().is_useful]
             self.most_under_way = max(self.most_under_way, len(waiting))
             return groups
 
