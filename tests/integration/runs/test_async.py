@@ -44,7 +44,7 @@ def test_a_run_learns_from_samples_of_bounded_age(
         assert [step for step, row in rows.items() if any(name.startswith("eval/") for name in row)] == [0, 2, 4, 5]
 
 
-def test_a_run_killed_while_it_samples_ahead_loses_no_prompt_and_uses_none_twice(
+def test_killed_async_run_uses_each_prompt_once(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
 ):
     overrides = [*AHEAD, *easy(tmp_path), "trainer.dump_data_batch=true"]

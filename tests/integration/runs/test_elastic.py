@@ -89,7 +89,7 @@ def elastic(overrides: list[str], capsys: pytest.CaptureFixture[str], *, once: b
 
 
 @pytest.mark.on_demand
-def test_a_run_whose_engines_come_and_go_learns_the_same_bits(
+def test_elastic_run_is_bitwise_identical(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     options = [*APART, "trainer.dump_data_batch=true", "generator.weight_sync_check=probe"]
@@ -117,7 +117,7 @@ def test_a_run_whose_engines_come_and_go_learns_the_same_bits(
 
 @pytest.mark.on_demand
 @pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])
-def test_an_asynchronous_run_whose_engines_come_and_go_uses_each_prompt_once_within_the_bound(
+def test_elastic_async_run_uses_each_prompt_once(
     dies: bool,
     ray_of_all_runs: None,
     easy: Callable[[Path], list[str]],

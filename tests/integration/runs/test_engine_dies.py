@@ -105,7 +105,7 @@ def test_a_killed_engine_comes_back_with_current_weights(
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_an_engine_that_hangs_is_killed_at_its_deadline_and_replaced(
+def test_hung_engine_is_replaced_at_its_deadline(
     small: Callable[[Path], list[str]], tmp_path: Path
 ):
     overrides = [
@@ -125,7 +125,7 @@ def test_an_engine_that_hangs_is_killed_at_its_deadline_and_replaced(
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_without_restarts_the_run_stops_and_keeps_what_it_learnt(small: Callable[[Path], list[str]], tmp_path: Path):
+def test_run_without_restarts_saves_and_stops(small: Callable[[Path], list[str]], tmp_path: Path):
     overrides = [*small(tmp_path), "trainer.max_steps=60", "trainer.epochs=20", "generator.max_engine_restarts=0"]
     overrides += ["device=cpu", "trainer.guards.max_cut_fraction=null"]
     run = run_and_hit([*overrides, "trainer.ckpt_interval=50"], tmp_path, signal.SIGKILL)

@@ -39,7 +39,7 @@ def start(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callab
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sync"), [pytest.param(2, "merged", marks=pytest.mark.on_demand), (2, "adapter")])
-def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
+def test_adapters_train_sync_and_resume_bitwise(
     start: Callable[..., Any], tiny_model_path: str, tmp_path: Path, ranks: int, sync: str
 ):
     layout = [f"trainer.placement.policy_num_gpus_per_node={ranks}", f"trainer.policy.model.lora.sync={sync}"]

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_old(
+def test_truncated_importance_sampling_with_stale_engines(
     easy: Callable[[Path], list[str]], tmp_path: Path
 ):
     (tmp_path / "main_stale.py").write_text(EVERY_SECOND)
@@ -71,7 +71,7 @@ def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unchanged(
+def test_ratios_average_one_with_truncated_sampling(
     run: Run, small: Callable[[Path], list[str]], tmp_path: Path
 ):
     run(
@@ -95,7 +95,7 @@ def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unch
 
 
 @pytest.mark.slow
-def test_engines_in_half_precision_are_compared_with_the_trainer_before_the_first_step(
+def test_half_precision_engines_are_compared_first(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
 ):
     run("main_base", *easy(tmp_path), *HALF)
@@ -106,7 +106,7 @@ def test_engines_in_half_precision_are_compared_with_the_trainer_before_the_firs
 
 
 @pytest.mark.on_demand
-def test_a_run_whose_engines_compute_something_else_ends_before_it_trains_on_what_they_sample(
+def test_mismatching_engines_end_the_run_before_training(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(publisher, "HALF_PRECISION_MEAN_TOLERANCE", 1e-9)

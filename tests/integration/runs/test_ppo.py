@@ -65,7 +65,7 @@ def learnt(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_ppo_learns_values_and_goes_on_bit_for_bit_from_a_checkpoint_with_the_critic_on_slots_of_its_own(
+def test_ppo_with_separate_critic_resumes_bitwise_identical(
     start: Start, tiny_model_path: str, tmp_path: Path
 ):
     ppo = [
@@ -96,7 +96,7 @@ def test_ppo_learns_values_and_goes_on_bit_for_bit_from_a_checkpoint_with_the_cr
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_reference_becomes_the_policy_after_every_epoch_and_comes_back_from_a_checkpoint(
+def test_reference_follows_policy_and_is_resumed(
     start: Start, tmp_path: Path
 ):
     follows = [

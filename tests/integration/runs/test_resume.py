@@ -20,7 +20,7 @@ SIX_STEPS = ("trainer.epochs=1", "trainer.max_steps=6", "trainer.hf_save_interva
 @pytest.mark.slow
 @pytest.mark.fault("F35")
 @pytest.mark.fault("F37")
-def test_a_killed_run_resumes_to_the_same_metrics_and_the_same_bits(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+def test_killed_run_resumes_bitwise_identical(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run("main_base", *small(straight), *SIX_STEPS)
     killed.mkdir()
@@ -49,7 +49,7 @@ def rollouts_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.fault("F06")
 @pytest.mark.fault("F09")
-def test_a_run_goes_on_only_with_its_own_data_and_folder(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+def test_resume_requires_same_data_and_folder(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     overrides = [*small(tmp_path), "trainer.max_steps=2", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
     data = tmp_path / "mine.jsonl"
     data.write_text(Path(overrides[0].split("'")[1]).read_text())

@@ -39,7 +39,7 @@ JUDGED = ("reward/", "environment/", "policy/", "response/")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dedicated", [False, pytest.param(True, marks=pytest.mark.on_demand)])
-def test_a_run_learns_from_a_reward_model_alone_in_shared_and_dedicated_slots(
+def test_reward_model_in_shared_and_dedicated_placement(
     run: Run, chat: Overrides, tmp_path: Path, dedicated: bool
 ):
     run("main_base", *chat(tmp_path / "colocated"))
@@ -60,7 +60,7 @@ def test_a_run_learns_from_a_reward_model_alone_in_shared_and_dedicated_slots(
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_evaluation_alone_is_scored_and_conversations_that_are_too_long_are_failures(
+def test_reward_model_scores_evaluation_only(
     run: Run, chat: Overrides, tmp_path: Path
 ):
     overrides = [one for one in chat(tmp_path / "run") if not one.startswith(("data.val", "trainer.eval_interval"))]

@@ -50,7 +50,7 @@ def parity(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path):  
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
+def test_filtered_run_resumes_bitwise_identical(
     run: Run, parity: Callable[[Path], list[str]], tmp_path: Path
 ):
     samplers = [
@@ -81,7 +81,7 @@ def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_cuts_the_slow_rollouts_that_it_began_in_addition(
+def test_over_provisioned_run_cancels_slow_rollouts(
     run: Run, parity: Callable[[Path], list[str]], tmp_path: Path
 ):
     run(

@@ -83,7 +83,7 @@ def metrics_in(content: bytes) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
 
 
-def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywhere(
+def test_run_on_remote_storage_leaks_no_credentials(
     server: S3Server, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     data, model = inputs
@@ -143,7 +143,7 @@ def assert_a_checkpoint_there_is_exported_here(stored: dict[str, bytes], folder:
 
 
 @pytest.mark.on_demand
-def test_a_run_killed_in_the_middle_of_an_upload_resumes_on_another_machine_to_the_same_bits(
+def test_run_killed_during_upload_resumes_elsewhere(
     server: S3Server, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     data, model = inputs
@@ -172,7 +172,7 @@ def test_a_run_killed_in_the_middle_of_an_upload_resumes_on_another_machine_to_t
 
 
 @pytest.mark.on_demand
-def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_what_is_here_and_finishes_the_upload(
+def test_run_killed_during_upload_resumes_locally(
     server: S3Server, inputs: tuple[Path, Path], tmp_path: Path
 ):
     data, model = inputs

@@ -93,7 +93,7 @@ def train_step(learner: Learner, batch: TrainBatch) -> TrainBatch:
 
 
 @pytest.mark.parametrize(("mini_batch_groups", "epochs"), [(4, 1), (1, 1), (3, 2)])
-def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_batch_groups: int, epochs: int):
+def test_tokens_are_stored_once_for_all_calls(mini_batch_groups: int, epochs: int):
     stored: list[Any] = []
     policy, reference, critic = Group(stored), Group(stored), Group(stored)
     sizes = BatchSizes(mini_batch_groups, mini_batch_groups, epochs, max_tokens_per_microbatch=40)
@@ -117,7 +117,7 @@ def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_
     assert learner._sharded_batches == {}
 
 
-def test_a_choice_of_tokens_scores_a_mini_batch_from_what_is_stored():
+def test_token_selection_reuses_stored_mini_batch():
     stored: list[Any] = []
     policy = Group(stored)
     chosen: list[Tensor] = []
@@ -133,7 +133,7 @@ def test_a_choice_of_tokens_scores_a_mini_batch_from_what_is_stored():
     assert sum(len(one.input_ids) for one in stored if isinstance(one, TrainBatch)) == len(batch.input_ids)
 
 
-def test_a_mask_that_changed_after_the_scores_is_what_the_update_has():
+def test_changed_mask_reaches_the_update():
     """As a correction does that rejects sequences: rows without a token that counts are left out."""
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
@@ -152,7 +152,7 @@ def test_a_mask_that_changed_after_the_scores_is_what_the_update_has():
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_an_update_s_passes_are_those_of_its_mini_batch_alone(share: bool):
+def test_update_passes_depend_only_on_their_mini_batch(share: bool):
     policy = Group([])
     learner = Learner(
         policy, None, BatchSizes(3, max_tokens_per_microbatch=40, share_prompt=share), needs_old_logprobs=True
@@ -167,7 +167,7 @@ def test_an_update_s_passes_are_those_of_its_mini_batch_alone(share: bool):
     assert sorted(found) == sorted(wanted)
 
 
-def test_a_critic_with_other_mini_batches_has_what_its_updates_read():
+def test_critic_with_other_mini_batch_size():
     stored: list[Any] = []
     policy, critic = Group(stored), Group(stored)
     learner = Learner(policy, None, BatchSizes(4, critic_mini_batch_size=1), critic=critic)
@@ -178,7 +178,7 @@ def test_a_critic_with_other_mini_batches_has_what_its_updates_read():
     assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "rollout_logprobs"])
 
 
-def test_parts_without_a_sequence_and_ranks_that_share_one_take_every_call():
+def test_empty_shards_and_parallel_ranks_take_every_call():
     policy = Group([], ranks=8, parallel_size=2)
     batch = numbered().select([0, 1, 2])
     learner = Learner(policy, None, BatchSizes(1), needs_old_logprobs=True)
@@ -187,7 +187,7 @@ def test_parts_without_a_sequence_and_ranks_that_share_one_take_every_call():
         assert_rows_of(batch, [one for name, one in policy.seen if name == call], ["input_ids"], times=2)
 
 
-def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
+def test_known_routing_is_stored_for_policy_only():
     policy, reference = Group([]), Group([])
     learner = Learner(
         policy,
@@ -205,7 +205,7 @@ def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
     assert sum(len(one.input_ids) for one in policy.stored if isinstance(one, TrainBatch)) == len(batch.input_ids)
 
 
-def test_log_probs_that_an_update_tells_are_found_in_their_place():
+def test_update_logprobs_are_in_batch_order():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(4, max_tokens_per_microbatch=40))
     learner.num_sequences_with_logprobs = 5
@@ -218,7 +218,7 @@ def test_log_probs_that_an_update_tells_are_found_in_their_place():
     assert not learner.update_logprobs[first:].any()
 
 
-def test_a_mini_batch_is_let_go_of_after_its_last_step():
+def test_mini_batch_is_freed_after_its_last_step():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(2, update_epochs_per_batch=2), needs_old_logprobs=True)
     batch = numbered()
@@ -241,7 +241,7 @@ def test_a_mini_batch_is_let_go_of_after_its_last_step():
     assert left == [2, 2, 2, 1]
 
 
-def test_a_probe_between_scores_and_update_leaves_what_is_stored():
+def test_probe_keeps_stored_shards():
     stored: list[Any] = []
     policy = Group(stored)
     learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
@@ -257,7 +257,7 @@ def test_a_probe_between_scores_and_update_leaves_what_is_stored():
     assert sum(len(one.input_ids) for one in of_tokens) == len(batch.input_ids) + len(probe.input_ids)
 
 
-def test_the_longest_of_each_mini_batch_is_not_scored_by_the_same_rank():
+def test_longest_sequences_are_spread_over_ranks():
     policy = Group([])
     batch = grouped_batch([(2, [100]), (2, [10])] * 4)
     learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
@@ -268,7 +268,7 @@ def test_the_longest_of_each_mini_batch_is_not_scored_by_the_same_rank():
     assert first == second
 
 
-def test_rows_of_a_probe_are_balanced_over_ranks_whatever_mini_batches_are():
+def test_probe_rows_are_balanced_over_ranks():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(1))
     batch = grouped_batch([(2, [9])] * 6)
@@ -276,7 +276,7 @@ def test_rows_of_a_probe_are_balanced_over_ranks_whatever_mini_batches_are():
     assert [len([one for _, one in worker.worker._seen]) for worker in policy.workers] == [3, 3]
 
 
-def test_routing_that_the_scores_find_is_stored_for_the_update():
+def test_routing_of_forward_is_stored_for_update():
     class Routes(Rank):
         def forward_with_routing(
             self, micro_batches: list[TrainBatch], count: int, share: bool
@@ -292,7 +292,7 @@ def test_routing_that_the_scores_find_is_stored_for_the_update():
     assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "routing"])
 
 
-def test_another_batch_is_not_taken_for_the_one_that_is_stored():
+def test_other_batch_is_not_mistaken_for_stored_one():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(4), needs_old_logprobs=True)
     one, other = numbered(), numbered()
@@ -352,13 +352,13 @@ def test_a_number_of_sequences_means_what_it_says():
         assert [len(one) for one in plan] == [2, 2, 2, 1]
 
 
-def test_the_samples_of_a_prompt_stay_together_on_one_rank_where_ranks_stay_even():
+def test_samples_of_a_prompt_share_a_rank():
     batch = grouped_batch([(50, [10] * 4)] * 4)
     plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share_prompts=True)
     assert [[computed(batch, one) for one in rank] for rank in plan] == [[180], [180]]
 
 
-def test_a_group_is_cut_where_one_rank_would_wait_for_it():
+def test_large_group_is_split_over_ranks():
     batch = grouped_batch([(5, [100] * 8)])
     plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share_prompts=True)
     assert [[len(one) for one in rank] for rank in plan] == [[4], [4]]
@@ -372,13 +372,13 @@ def test_equal_lengths_do_not_mix_prompts():
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [(1, False), (40, True)])
-def test_prompts_are_shared_by_themselves_where_that_is_worth_it(prompt: int, expected: bool):
+def test_prompt_sharing_is_enabled_automatically(prompt: int, expected: bool):
     batch = grouped_batch([(prompt, [60, 60])])
     assert should_share_prompts(batch, limits(share=None)) is expected
     assert should_share_prompts(batch, limits(share=True)) and not should_share_prompts(batch, limits(share=False))
 
 
-def test_passes_of_one_sequence_share_nothing_and_are_balanced_as_such():
+def test_single_sequence_passes_share_no_prompts():
     batch = grouped_batch([(500, [100] * 8)] * 3)
     for share in (None, True):
         one_each = limits(sequences=1, share=share)
@@ -387,14 +387,14 @@ def test_passes_of_one_sequence_share_nothing_and_are_balanced_as_such():
         assert [sum(computed(batch, one) for one in rank) for rank in plan] == [7200, 7200]
 
 
-def test_a_prompt_costs_once_for_every_pass_that_it_is_in():
+def test_prompt_cost_counts_once_per_pass():
     batch = grouped_batch([(1000, [10] * 8), (10, [1000] * 4)])
     plan = split_into_micro_batches(batch, 2, limits(sequences=2), share_prompts=True)
     loads = [sum(computed(batch, one) for one in rank) for rank in plan]
     assert max(loads) <= 1.1 * sum(loads) / 2
 
 
-def test_keys_of_shared_prompts_are_bounded_by_the_budget_too():
+def test_token_budget_limits_shared_prompts():
     """One pass would compute 3,640 tokens, and keep keys and values for 195,640."""
     batch = grouped_batch([(3000, [10] * 64)])
     (plan,) = split_into_micro_batches(batch, 1, limits(tokens=4096), share_prompts=True)

@@ -61,7 +61,7 @@ def set_head(worker: LearnerWorker) -> None:
 
 
 @pytest.mark.parametrize(("sequences", "max_tokens"), [(1, None), (3, None), (100, None), (None, 20)])
-def test_the_gradient_of_a_critic_s_update_is_that_of_the_padded_batch_for_every_micro_batch_size(
+def test_critic_gradient_equals_padded_batch(
     tiny_model_path: str, sequences: int | None, max_tokens: int | None
 ) -> None:
     batch = valued_batch()
@@ -91,7 +91,7 @@ def test_the_gradient_of_a_critic_s_update_is_that_of_the_padded_batch_for_every
         assert float((found[name] - gradient).norm()) <= bound, name
 
 
-def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_batches(tiny_model_path: str) -> None:
+def test_critic_has_its_own_mini_batches(tiny_model_path: str) -> None:
     batch = policy_batch().with_tokens(old_logprobs=None, ref_logprobs=policy_batch().ref_logprobs)  # 4 prompts
     worker = critic_worker(tiny_model_path, optimizer_config=OptimizerConfig(lr=1e-2, scheduler="linear"))
     learner = learner_of(
@@ -168,7 +168,7 @@ def test_a_critic_changes_nothing_in_the_policy_s_update(tiny_model_path: str) -
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model_path: str, tmp_path: Any) -> None:
+def test_reloaded_reference_computes_as_the_new_model(tiny_model_path: str, tmp_path: Any) -> None:
     worker = LearnerWorker(tiny_spec(tiny_model_path, optimizer_config=None, total_steps=None, objective=None), 0, 1)
     policy = LearnerWorker(tiny_spec(tiny_model_path, optimizer_config=OptimizerConfig(lr=1e-2)), 0, 1)
     batch = policy_batch()

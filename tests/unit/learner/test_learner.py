@@ -68,7 +68,7 @@ def padded_gradients(
 @pytest.mark.parametrize(
     ("sequences", "max_tokens"), [(1, None), (2, None), (5, None), (100, None), (None, 20), (None, 1)]
 )
-def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_size(
+def test_gradient_equals_padded_batch_at_any_micro_batch(
     tiny_model_path: str, sequences: int | None, max_tokens: int | None
 ):
     batch = policy_batch()
@@ -79,7 +79,7 @@ def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 100])
-def test_a_reduction_is_over_the_mini_batch_whatever_the_micro_batch_size(tiny_model_path: str, sequences: int):
+def test_reduction_covers_the_whole_mini_batch(tiny_model_path: str, sequences: int):
     batch, reduction = policy_batch(), partial(sequence_mean, max_seq_len=1)
     sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=sequences)
     found = gradients(tiny_model_path, batch, sizes, reduction=reduction)
@@ -104,7 +104,7 @@ SELECTING = {
 
 @pytest.mark.parametrize("name", SELECTING)
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_tokens_that_a_loss_treats_specially_are_chosen_over_the_mini_batch(
+def test_tokens_are_selected_over_the_mini_batch(
     tiny_model_path: str, name: str, sequences: int
 ):
     loss, choose = SELECTING[name]
@@ -118,7 +118,7 @@ def test_tokens_that_a_loss_treats_specially_are_chosen_over_the_mini_batch(
     assert_same_tensors(found, expected, 1e-4)
 
 
-def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny_model_path: str):
+def test_later_mini_batch_selects_with_current_policy(tiny_model_path: str):
     seen: list[tuple[Tensor, Tensor]] = []
 
     def choose(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny
     assert moved[1] > 1e-3
 
 
-def test_an_update_s_gradient_does_not_depend_on_row_order(tiny_model_path: str):
+def test_gradient_does_not_depend_on_row_order(tiny_model_path: str):
     batch = policy_batch()
     shuffled = replace(batch.select([6, 7, 0, 1, 4, 5, 3, 2]))
     sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=2)
@@ -193,7 +193,7 @@ def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None =
     return asyncio.run(run())
 
 
-def test_old_log_probs_are_computed_only_when_an_update_takes_several_steps(tiny_model_path: str):
+def test_old_logprobs_are_computed_for_several_steps(tiny_model_path: str):
     assert scored(tiny_model_path, BatchSizes(policy_mini_batch_size=4)).old_logprobs is None
     several = scored(
         tiny_model_path, BatchSizes(policy_mini_batch_size=3, micro_forward_batch_size_per_gpu=3)
@@ -209,7 +209,7 @@ def test_old_log_probs_are_computed_only_when_an_update_takes_several_steps(tiny
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_old_log_probs_are_computed_where_something_reads_them_whatever_the_number_of_steps(
+def test_old_logprobs_are_computed_if_read(
     tiny_model_path: str, needed: bool
 ):
     for groups in (3, 4):
@@ -217,12 +217,12 @@ def test_old_log_probs_are_computed_where_something_reads_them_whatever_the_numb
         assert (found.old_logprobs is not None) is needed
 
 
-def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
+def test_mini_batches_have_complete_prompts():
     batch = policy_batch()  # 8 sequences, 4 groups of 2
     assert mini_batch_rows(batch, 3) == [[0, 1, 2, 3, 4, 5], [6, 7]]
 
 
-def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
+def test_update_reports_its_progress(tiny_model_path: str):
     learner = local_learner(tiny_model_path, BatchSizes(policy_mini_batch_size=2))
     seen: list[tuple[int, int] | None] = []
     scatter = learner.policy.call_sharded
@@ -243,7 +243,7 @@ def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
 
 
 @pytest.mark.fault("F12")
-def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
+def test_batch_without_loss_tokens_warns_and_changes_nothing(
     tiny_model_path: str, caplog: pytest.LogCaptureFixture
 ):
     batch = policy_batch()
@@ -285,7 +285,7 @@ def test_the_first_failing_rank_is_raised():
         asyncio.run(asyncio.wait_for(run(), 5))
 
 
-def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_once():
+def test_parallel_group_gets_one_shard_and_answers_once():
     class Rank:
         def __init__(self) -> None:
             self.given: list[int] = []
@@ -305,7 +305,7 @@ def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_
     assert torch.equal(scores, batch.input_ids.float())
 
 
-def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
+def test_ranks_receive_concurrent_calls_in_one_order():
     """Or the collectives of one would meet those of the other."""
 
     class Rank:
@@ -331,7 +331,7 @@ def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
     assert [rank.taken for rank in ranks] == [["forward", "manifest"]] * 4
 
 
-def test_what_an_objective_reads_is_on_the_rank_s_device():
+def test_objective_inputs_are_on_the_rank_device():
     worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
     given = [batch for batch, *_ in worker._padded_micro_batches([policy_batch()], 2, share_prompts=False)]
     assert len(given) == 2
@@ -339,7 +339,7 @@ def test_what_an_objective_reads_is_on_the_rank_s_device():
         assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
 
 
-def test_a_rank_on_a_cpu_adds_gradients_of_one_row_in_one_order(tiny_model_path: str) -> None:
+def test_cpu_rank_sums_gradients_deterministically(tiny_model_path: str) -> None:
     LearnerWorker(tiny_spec(tiny_model_path, threads=2), 0, 1)
     try:
         generator = torch.Generator().manual_seed(0)
@@ -369,7 +369,7 @@ def test_an_update_that_fails_leaves_its_record_of_allocations(tmp_path: Path):
 
 
 @pytest.mark.defect("half-updated-weights-under-an-old-version")
-def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_model_path: str):
+def test_hold_version_waits_for_the_update(tiny_model_path: str):
     worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
     learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))  # an optimizer step for every prompt
     seen: list[tuple[int, int]] = []
@@ -391,7 +391,7 @@ def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_m
     assert seen == [(1, 4)]
 
 
-def test_an_update_of_one_step_tells_the_log_probs_that_it_begins_with_and_learns_the_same(tiny_model_path: str):
+def test_single_step_update_returns_initial_logprobs(tiny_model_path: str):
     """Of the first sequences, whatever micro-batches they are in; one of several steps tells none: they are scored."""
     batch = policy_batch().with_tokens(old_logprobs=None)
 
@@ -453,7 +453,7 @@ def test_a_learner_answers_while_its_ranks_live(tiny_model_path: str):
     asyncio.run(run())
 
 
-def test_a_worker_s_address_is_loopback_unless_its_actor_or_another_machine_needs_more(monkeypatch: pytest.MonkeyPatch):
+def test_worker_address_is_loopback_by_default(monkeypatch: pytest.MonkeyPatch):
     own = network_address()
     worker = LearnerWorker(tiny_spec("unused"), 0, 2)
     assert worker.address()[0] == worker.address(True)[0] == "127.0.0.1"
@@ -465,7 +465,7 @@ def test_a_worker_s_address_is_loopback_unless_its_actor_or_another_machine_need
 
 
 @pytest.mark.defect("busy-ranks-taken-for-dead-ones")
-def test_ranks_that_have_other_calls_are_not_asked_whether_they_live():
+def test_busy_ranks_are_not_pinged():
     class Rank:
         """Takes one call at a time."""
 

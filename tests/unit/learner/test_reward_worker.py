@@ -62,21 +62,21 @@ def failure(one: ScoreResult) -> EnvironmentFailure:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_scores_are_the_head_on_the_last_token_of_the_models_own_rendering(tmp_path: Path, kind: str):
+def test_score_is_the_head_at_the_last_token(tmp_path: Path, kind: str):
     path = save_tiny_reward_model(tmp_path, kind)
     found = score(path, ANSWERS)
     assert found == pytest.approx([by_hand(path, one)[-1] for one in ANSWERS], rel=1e-5)
     assert len(set(found)) == 3
 
 
-def test_a_score_does_not_depend_on_what_else_is_scored(tmp_path: Path):
+def test_score_does_not_depend_on_other_conversations(tmp_path: Path):
     loaded = worker(save_tiny_reward_model(tmp_path))
     alone = [loaded.score([one])[0] for one in ANSWERS]
     assert loaded.score([*ANSWERS, *ANSWERS]) == alone * 2
 
 
 @pytest.mark.parametrize(("pad_token_id", "place"), [(0, -1), (2, -2), (None, -1)])
-def test_a_conversation_is_read_where_the_model_reads_it_since_its_head_was_trained_there(
+def test_score_position_matches_the_trained_head(
     tmp_path: Path, pad_token_id: int | None, place: int
 ):
     """Models whose padding token also ends a turn (2 here) were trained on the token before it."""
@@ -98,7 +98,7 @@ def test_an_encoder_scores_too(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("qwen2", 40), ("bert", 40), ("roberta", 39)])
-def test_a_conversation_beyond_the_models_positions_fails_and_one_at_the_limit_does_not(
+def test_conversation_beyond_max_positions_fails(
     tmp_path: Path, kind: str, longest: int
 ):
     loaded = worker(save_tiny_reward_model(tmp_path, kind, max_position_embeddings=40, pad_token_id=0))
@@ -117,7 +117,7 @@ def test_a_score_that_is_not_finite_is_a_failure(tmp_path: Path):
     assert (failure(found).kind, "nan" in failure(found).detail) == ("bad_reward", True)
 
 
-def test_messages_that_the_template_refuses_fail_and_leave_the_others_alone(tmp_path: Path):
+def test_unrenderable_messages_fail_alone(tmp_path: Path):
     path = save_tiny_reward_model(tmp_path)
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     use_template(tmp_path, refuses + CHATML)
@@ -127,7 +127,7 @@ def test_messages_that_the_template_refuses_fail_and_leave_the_others_alone(tmp_
     assert isinstance(found[1], float)
 
 
-def test_control_tokens_spelt_in_an_answer_are_read_as_text():
+def test_control_tokens_in_answers_are_plain_text():
     tokenizer = byte_tokenizer()
     spelt, plain = (render_messages(tokenizer, conversation(text)) for text in ("a<|im_end|>", "a"))
     assert plain == tokenizer.apply_chat_template(conversation("a"), return_dict=False)
@@ -135,13 +135,13 @@ def test_control_tokens_spelt_in_an_answer_are_read_as_text():
     assert tokenizer.decode(spelt).count("<|im_end|>") == 3
 
 
-def test_a_model_without_a_chat_template_is_refused_with_what_to_do(tmp_path: Path):
+def test_model_without_chat_template_is_rejected(tmp_path: Path):
     save_tiny_reward_model(tmp_path)
     with pytest.raises(ConfigError, match=r"^trainer\.reward\.model\.path=.*no chat template.*chat_template\.jinja"):
         worker(use_template(tmp_path, None))
 
 
-def test_a_causal_language_model_is_refused_also_when_it_is_told_to_have_one_output(tmp_path: Path):
+def test_causal_lm_is_rejected_even_with_one_label(tmp_path: Path):
     path = save_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=r"^trainer\.reward\.model\.path=.*num_labels=2; a reward model has one"):
         worker(path)
@@ -157,7 +157,7 @@ def test_a_classifier_of_several_classes_is_refused(tmp_path: Path):
         worker(path, model_config_kwargs={"num_labels": 1})
 
 
-def test_a_head_that_the_class_does_not_know_is_refused(tmp_path: Path):
+def test_unknown_head_is_rejected(tmp_path: Path):
     path = save_tiny_reward_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -190,7 +190,7 @@ class Replica:
         return [self.number] * len(conversations)
 
 
-def test_groups_go_to_whichever_replica_is_free_one_at_a_time_each():
+def test_groups_go_to_the_next_free_replica():
     async def run() -> tuple[list[Replica], list[list[ScoreResult]]]:
         replicas = [Replica(1.0), Replica(2.0)]
         model = RewardModel(replicas)
@@ -208,7 +208,7 @@ def test_groups_go_to_whichever_replica_is_free_one_at_a_time_each():
     assert found == [[1.0], *[[2.0]] * 5]
 
 
-def test_a_replica_whose_caller_was_cancelled_is_free_only_when_it_is_done():
+def test_replica_of_canceled_caller_finishes_first():
     async def run() -> None:
         replica = Replica(1.0)
         model = RewardModel([replica])

@@ -105,7 +105,7 @@ def test_no_more_rollouts_are_under_way_than_may_be(num_parallel_generation_work
 
 
 @pytest.mark.defect("ended-and-still-counted")
-def test_a_step_that_finds_its_rollout_just_ended_begins_the_next_one():
+def test_step_starts_next_rollout_after_finished_one():
     ended = asyncio.Event()
 
     async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
@@ -125,7 +125,7 @@ def test_a_step_that_finds_its_rollout_just_ended_begins_the_next_one():
     assert asyncio.run(run()) == ["0", "1", "2", "3"]
 
 
-def test_what_was_cancelled_before_its_first_line_is_not_counted():
+def test_rollout_canceled_before_start_is_not_counted():
     async def run() -> int:
         queue: RolloutQueue[TrajectoryGroup] = RolloutQueue()
         queue.add_permits(2)
@@ -137,7 +137,7 @@ def test_what_was_cancelled_before_its_first_line_is_not_counted():
     assert asyncio.run(run()) == 0
 
 
-def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
+def test_later_rollouts_start_when_weights_are_published():
     begun: list[int] = []
 
     async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
@@ -159,7 +159,7 @@ def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
 
 @pytest.mark.parametrize("bound", [0, 1])
 @pytest.mark.defect("ages-unseen-without-staleness")
-def test_a_token_that_is_too_old_ends_the_run_by_name(bound: int):
+def test_stale_token_raises(bound: int):
     """Also in an asynchronous run that allows none to be old, whose ages are in its metrics as well."""
     version = 4
 
@@ -237,7 +237,7 @@ def test_closing_cancels_what_is_under_way():
     assert cancelled == [0, 1, 2]
 
 
-def test_closing_also_ends_a_rollout_that_follows_one_which_ends_meanwhile():
+def test_close_cancels_rollouts_started_during_close():
     ended: list[int] = []
 
     async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
@@ -295,7 +295,7 @@ def test_failed_trajectories_are_counted_by_error_type():
 
 
 @pytest.mark.fault("F11")
-def test_an_example_of_every_way_of_failing_is_shown_once_with_row_and_how_to_see_it_again(
+def test_each_failure_kind_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ):
     async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
@@ -329,7 +329,7 @@ def test_an_example_of_every_way_of_failing_is_shown_once_with_row_and_how_to_se
 
 
 @pytest.mark.fault("F16")
-def test_a_step_that_mostly_failed_stops_the_run_and_says_why():
+def test_mostly_failed_step_raises():
     with pytest.raises(RolloutsFailed, match=r"5 of 6 trajectories.*timeout x 5.*max_failed_fraction"):
         collect([2, 2, 1])
 

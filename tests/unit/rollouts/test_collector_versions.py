@@ -114,7 +114,7 @@ def test_weights_do_not_change_during_a_turn():
         assert policy.weights == collects.policy_version == 1
 
 
-def test_an_update_that_waits_too_long_for_a_turn_says_so():
+def test_update_waiting_too_long_raises():
     policy = BlockingPolicy()
     collects = collector(conversations(1), policy, dialog_turns_per_batch=1, queue=queues.Queue(), timeout=0.05)
     collects.start()
@@ -180,7 +180,7 @@ def test_the_thread_is_never_more_than_the_bound_ahead():
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(0, 3), (1, 0)])
-def test_a_trajectory_with_turns_that_are_too_old_is_dropped(max_staleness: int, dropped: int):
+def test_trajectory_with_stale_turns_is_dropped(max_staleness: int, dropped: int):
     env = conversations(3)
     collects = collector(
         env,
@@ -196,7 +196,7 @@ def test_a_trajectory_with_turns_that_are_too_old_is_dropped(max_staleness: int,
     assert [version for _, version in said_and_version(batch)] == ([1, 1, 1] if dropped else [0, 0, 1])
 
 
-def test_trajectories_that_ended_before_an_update_are_too_old_as_well():
+def test_trajectories_from_before_an_update_are_stale():
     env = conversations(1)
     collects = collector(
         env, dialog_turns_per_batch=2, yield_completed_trajectories=True, flatten_data=None, max_staleness=0
@@ -215,7 +215,7 @@ def test_a_version_that_acted_does_not_outlive_its_step():
     assert said_and_version(env.rollout(1, collects.policy)[:, 0]) == [(1, 1)]
 
 
-def test_a_thread_that_waits_for_updates_for_too_long_says_so_and_ends_its_queue():
+def test_waiting_thread_raises_and_ends_its_queue():
     queue: queues.Queue[TensorDictBase] = queues.Queue()
     collects = collector(conversations(1), dialog_turns_per_batch=1, queue=queue, max_staleness=0, timeout=0.2)
     collects.start()
@@ -225,7 +225,7 @@ def test_a_thread_that_waits_for_updates_for_too_long_says_so_and_ends_its_queue
         collects.shutdown(DEADLINE_S)
 
 
-def test_a_full_queue_gets_its_end_once_there_is_room():
+def test_full_queue_receives_its_end_later():
     queue: queues.Queue[TensorDictBase] = queues.Queue(1)
     with collector(conversations(1), dialog_turns_per_batch=1, total_dialog_turns=2, queue=queue) as collects:
         collects.start()
@@ -245,7 +245,7 @@ class _PairBuffer:
         return torch.arange(2 * (1 - self.came % 2))
 
 
-def test_a_batch_of_which_nothing_is_stored_waits_for_no_update():
+def test_unstored_batch_waits_for_no_update():
     buffer = _PairBuffer()
     with collector(conversations(1), dialog_turns_per_batch=1, replay_buffer=buffer, max_staleness=0) as collects:
         collects.start()

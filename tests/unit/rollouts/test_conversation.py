@@ -76,7 +76,7 @@ def answer(request: SampleRequest) -> list[int]:
     return [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id]
 
 
-def test_ids_trained_on_are_the_ids_sampled_with_the_engine_s_log_probs():
+def test_trained_ids_are_the_sampled_ids():
     environments = ToyEnvironments([])
     group = generate(ScriptedEngine(answer), environments)
     rendered = TOKENIZER.apply_chat_template(PROMPT.messages, add_generation_prompt=True, return_dict=False)
@@ -111,7 +111,7 @@ def test_names_of_an_environment_s_numbers_are_bounded(caplog: pytest.LogCapture
     assert caplog.text.count("is not recorded. A run records at most") == 1
 
 
-def test_messages_are_what_the_environment_opened_with_and_the_answer():
+def test_messages_are_opening_and_answer():
     class Rewriting(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
             episode = await super().start(env_class, prompt)
@@ -123,7 +123,7 @@ def test_messages_are_what_the_environment_opened_with_and_the_answer():
     assert row.messages[-1]["role"] == "assistant"
 
 
-def test_a_group_goes_out_in_one_call_with_seeds_of_its_own():
+def test_group_is_one_call_with_distinct_seeds():
     engine = ScriptedEngine(answer)
     generate(engine, ToyEnvironments([]))
     (requests,) = engine.batches
@@ -133,7 +133,7 @@ def test_a_group_goes_out_in_one_call_with_seeds_of_its_own():
 
 
 @pytest.mark.fault("F11")
-def test_a_failed_episode_is_masked_by_status_and_leaves_the_others_alone():
+def test_failed_episode_is_masked_alone():
     group = generate(ScriptedEngine(answer), ToyEnvironments([None, "bad_reward", "start"]))
     assert [(row.status, row.error) for row in group.trajectories] == [
         (OK, None),
@@ -144,7 +144,7 @@ def test_a_failed_episode_is_masked_by_status_and_leaves_the_others_alone():
     assert group.trajectories[1].response_ids.tolist() == answer(None)  # type: ignore[arg-type]
 
 
-def test_a_dead_engine_fails_the_group_instead_of_the_run():
+def test_dead_engine_fails_only_the_group():
     engine = ScriptedEngine(answer, failures={"generate": EngineError("gone")})
     group = generate(engine, ToyEnvironments([]))
     assert {(row.status, row.error) for row in group.trajectories} == {(FAILED, "engine")}
@@ -156,7 +156,7 @@ def test_a_group_whose_engine_died_closes_its_environments():
     assert [episode.closed for episode in environments.episodes] == [True] * 3
 
 
-def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environments():
+def test_canceled_rollout_aborts_requests_and_closes_environments():
     engine, environments = ScriptedEngine(answer, delay_s=3600), ToyEnvironments([])
 
     async def cancel() -> None:
@@ -176,7 +176,7 @@ def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environment
     assert [episode.closed for episode in environments.episodes] == [True] * 3
 
 
-def test_a_prompt_that_an_environment_made_too_long_is_not_sampled():
+def test_too_long_prompt_is_not_sampled():
     engine = ScriptedEngine(answer)
     group = generate(engine, ToyEnvironments([]), max_input_length=5)
     assert {row.error for row in group.trajectories} == {"prompt_too_long"}
@@ -189,13 +189,13 @@ def test_greedy_rollouts_are_scored_at_temperature_one():
 
 
 @pytest.mark.fault("F15")
-def test_an_empty_completion_is_a_trajectory_without_tokens_to_learn_from():
+def test_empty_completion_has_no_loss_tokens():
     group = generate(ScriptedEngine(lambda request: []), ToyEnvironments([]))
     assert group.trajectories[0].loss_mask.tolist() == []
     assert group.trajectories[0].status == OK
 
 
-def test_thousands_of_groups_that_begin_together_open_their_environments_over_many_turns_of_the_loop():
+def test_many_groups_start_over_several_loop_iterations():
     started: Counter[int] = Counter()
 
     class Counted(ToyEnvironments):
@@ -220,7 +220,7 @@ def test_thousands_of_groups_that_begin_together_open_their_environments_over_ma
     assert started.total() == 600 and max(started.values()) <= 32
 
 
-def test_while_its_environment_works_a_conversation_keeps_no_completion_whose_tokens_its_ledger_has():
+def test_completion_is_freed_before_the_environment_step():
     kept: list[int] = []
 
     class Looking(ToyEpisode):

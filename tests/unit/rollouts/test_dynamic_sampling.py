@@ -110,7 +110,7 @@ def test_a_group_is_useful_when_its_valid_answers_differ():
         assert not has_distinct_outcomes(group_of(prompt_at(0), rewards))
 
 
-def test_groups_that_differ_in_length_alone_are_not_useful_and_are_trained_on_without_filter():
+def test_length_penalty_alone_is_not_useful():
     group = group_of(prompt_at(0), WRONG)
     group.trajectories[1].response_ids = to_token_array([2] * 9)
     group.trajectories[1].turns = [Turn(0, 9, 0.0, "stop", 0, 0)]
@@ -119,7 +119,7 @@ def test_groups_that_differ_in_length_alone_are_not_useful_and_are_trained_on_wi
     assert not has_distinct_outcomes(group)
 
 
-def test_filter_draws_until_the_batch_is_full_and_keeps_the_order():
+def test_filter_draws_until_the_batch_is_full():
     run = Run(every_third, FILTER)
     assert run.steps(0, 2) == [["0", "3", "6", "9"], ["12", "15", "18", "21"]]
     assert run.begun == list(range(22)), "4, 2, 2, 2 prompts: those missing and no more; then the same again"
@@ -129,7 +129,7 @@ def test_filter_draws_until_the_batch_is_full_and_keeps_the_order():
     assert run.metrics["rollouts/tokens"] == 12 * 2 * 2
 
 
-def test_filter_gives_up_at_its_bound_and_says_what_to_do():
+def test_filter_raises_at_its_limit():
     run = Run(lambda position: MIXED if position == 1 else WRONG, FILTER)
     with pytest.raises(
         RolloutsFailed, match=r"found 1 groups .* among 13 prompts.*needs 4 of 4\..*max_sample_batches=3"
@@ -146,7 +146,7 @@ def test_without_a_bound_filter_goes_on():
     assert run.steps(0, 1) == [["19", "39", "59", "79"]]
 
 
-def test_a_broken_environment_stops_a_filtered_run_before_the_bound():
+def test_failed_rollouts_stop_filter_before_its_limit():
     run = Run(lambda position: (None, None), GroupFilterSettings(dynamic_sampling=DynamicSampling()))
     with pytest.raises(RolloutsFailed, match=r"8 of 8 trajectories.*timeout x 8"):
         run.steps(0, 1)
@@ -154,7 +154,7 @@ def test_a_broken_environment_stops_a_filtered_run_before_the_bound():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_filter_holds_the_staleness_bound_and_the_order_when_it_runs_ahead(max_staleness: int, seed: int):
+def test_filter_keeps_staleness_bound_and_order(max_staleness: int, seed: int):
     rng = random.Random(seed)
     live, under_way, most = 0, 0, 0
 
@@ -200,7 +200,7 @@ def test_filter_holds_the_staleness_bound_and_the_order_when_it_runs_ahead(max_s
     assert most <= 4 * (max_staleness + 1)
 
 
-def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
+def test_dropped_group_releases_its_permit_early():
     begun: list[int] = []
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
@@ -230,7 +230,7 @@ def replace(ratio: float, max_sample_batches: int = 3) -> GroupFilterSettings:
 
 @pytest.mark.defect("groups-dropped-ahead-without-a-bound")
 @pytest.mark.parametrize("size", [2, 4])
-def test_groups_that_are_dropped_ahead_are_as_many_as_a_step_may_draw(size: int):
+def test_early_replacements_respect_the_draw_limit(size: int):
     """Nothing is useful while the learner computes, for as long as that takes."""
     most = 3
     run = Run(
@@ -253,7 +253,7 @@ def test_groups_that_are_dropped_ahead_are_as_many_as_a_step_may_draw(size: int)
     asyncio.run(go())
 
 
-def test_replace_repeats_useful_groups_in_the_places_of_the_others():
+def test_replace_repeats_useful_groups():
     run = Run(lambda position: MIXED if position in (1, 3) else RIGHT, replace(0.4), size=5)
     assert run.steps(0, 1) == [["1", "1", "3", "3", "1"]]
     assert run.groups[0] is run.groups[1]
@@ -263,7 +263,7 @@ def test_replace_repeats_useful_groups_in_the_places_of_the_others():
     assert run.metrics["reward/mean"] == 0.5
 
 
-def test_replace_draws_again_below_its_share_and_keeps_what_it_has():
+def test_replace_draws_again_below_min_ratio():
     run = Run(lambda position: MIXED if position in (1, 5) else RIGHT, replace(0.5))
     assert run.steps(0, 1) == [["1", "1", "5", "5"]]
     assert run.begun == list(range(7))
@@ -276,7 +276,7 @@ def test_replace_gives_up_at_its_bound_too(ratio: float):
         run.steps(0, 1)
 
 
-def test_the_zero_variance_filter_masks_groups_and_leaves_them_in_the_batch():
+def test_zero_variance_filter_masks_groups():
     run = Run(every_third, GroupFilterSettings(zero_variance_filter=True))
     assert run.steps(0, 1) == [["0", "1", "2", "3"]]
     trained_on = [sum(item.loss_mask) for group in run.groups for item in group.trajectories]
@@ -285,7 +285,7 @@ def test_the_zero_variance_filter_masks_groups_and_leaves_them_in_the_batch():
     assert run.metrics["reward/mean"] == (0.5 + 1.0 + 0.0 + 0.5) / 4, "what is reported is the whole batch"
 
 
-def test_penalties_do_not_make_a_right_answer_a_failed_one():
+def test_penalties_do_not_change_outcomes():
     group = group_of(prompt_at(0), RIGHT)
     RewardShaping(overlong_buffer=OverlongBufferConfig(len=10), max_generate_length=10)(group)
     metrics = Metrics()
@@ -299,7 +299,7 @@ def test_penalties_do_not_make_a_right_answer_a_failed_one():
 # -- over-provisioning -------------------------------------------------------------------------------------------------
 
 
-def test_over_provisioning_takes_the_first_to_finish_in_admission_order_and_cancels_the_others():
+def test_over_provisioning_takes_the_fastest_groups():
     ended: dict[int, str] = {}
     delays = [0.03, 0.0, 0.02, 3600, 0.01, 3600]
 
@@ -330,7 +330,7 @@ def test_over_provisioning_takes_the_first_to_finish_in_admission_order_and_canc
     assert consumed == 6
 
 
-def test_a_group_that_failed_fast_does_not_take_a_slow_one_s_place():
+def test_fast_failed_group_is_not_preferred():
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         await asyncio.sleep(0.005 * position)
         return group_of(prompt, (None, None) if position in (0, 2) else MIXED)
@@ -345,7 +345,7 @@ def test_a_group_that_failed_fast_does_not_take_a_slow_one_s_place():
     assert asyncio.run(first(1 / 3)) == ["0", "1", "3"], "too few are left: a failed one fills the place, masked"
 
 
-def test_failures_that_over_provisioning_leaves_behind_are_counted_all_the_same():
+def test_surplus_failures_are_counted():
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         await asyncio.sleep(0.005 * position)
         return group_of(prompt, (None, None) if position < 2 else MIXED)
@@ -378,7 +378,7 @@ def test_over_provisioning_does_not_wait_for_useful_groups():
     assert asyncio.run(asyncio.wait_for(go(), 60)) == ["1", "4"]
 
 
-def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():
+def test_over_provisioned_exception_is_raised():
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         if position:
             await asyncio.sleep(3600)
@@ -408,7 +408,7 @@ def test_over_provisioning_and_filter_work_together():
 # -- curriculum and resuming -------------------------------------------------------------------------------------------
 
 
-def test_a_curriculum_leaves_a_prompt_out_once_and_asks_again_the_time_after():
+def test_curriculum_skips_a_prompt_once():
     curriculum = Curriculum(0.1, 0.9)
     curriculum.observe(group_of(prompt_at(0), WRONG))
     curriculum.observe(group_of(prompt_at(1), MIXED))
@@ -445,7 +445,7 @@ def toy(samplers: Callable[[], GroupFilterSettings], size: int = 3, rows: int = 
     ],
 )
 @pytest.mark.parametrize("stopped_after", [1, 4, 7])
-def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(
+def test_resumed_run_draws_the_same_prompts(
     samplers: Callable[[], GroupFilterSettings], stopped_after: int
 ):
     straight, killed, resumed = toy(samplers), toy(samplers), toy(samplers)
@@ -461,7 +461,7 @@ def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(
 @pytest.mark.defect("curriculum-decided-twice")
 @pytest.mark.parametrize("max_staleness", [1, 2])
 @pytest.mark.parametrize("stopped_after", range(1, 9))
-def test_a_resumed_run_leaves_out_what_was_left_out_ahead_of_the_step_it_stopped_at(
+def test_resumed_run_repeats_skip_decisions(
     stopped_after: int, max_staleness: int
 ):
     straight, killed, resumed = (
@@ -474,7 +474,7 @@ def test_a_resumed_run_leaves_out_what_was_left_out_ahead_of_the_step_it_stopped
     assert before + first == expected[: stopped_after + max_staleness]
 
 
-def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_often():
+def test_curriculum_halves_draws_of_extreme_prompts():
     order = PromptOrder(6, seed=1)
     run = Run(
         lambda position: MIXED if order.row(position) < 3 else RIGHT,
@@ -487,7 +487,7 @@ def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_oft
     assert (mixed, right) == (24, 12)
 
 
-def test_a_step_that_was_not_finished_leaves_no_trace_in_the_state():
+def test_unfinished_step_does_not_change_the_state():
     run = toy(
         lambda: GroupFilterSettings(
             dynamic_sampling=DynamicSampling(max_sample_batches=1), curriculum=Curriculum(0.2, 0.8)

@@ -149,7 +149,7 @@ def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajecto
 
 @given(st.sampled_from(sorted(CONTROLS)), TURNS, st.booleans(), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_ids_trained_on_are_the_ids_sampled_in_the_context_that_was_read(
+def test_trained_ids_and_contexts_are_exact(
     name: str, script: list[Turn], ends: bool, retokenize: bool
 ):
     rewrites = name == "qwen3_without_thinking"
@@ -199,7 +199,7 @@ def collate_one(item: Trajectory) -> list[list[int]]:
 
 @given(st.sampled_from(["chatml", "llama3", "gemma", "mistral"]), TURNS)
 @settings(max_examples=30, deadline=None)
-def test_without_stop_strings_the_model_reads_what_the_template_writes(name: str, script: list[Turn]):
+def test_context_equals_template_without_stop_strings(name: str, script: list[Turn]):
     """Where sampled text is what the tokenizer would make of it, and nothing has blanks to be trimmed."""
     plain = [Turn(("ok",), "end", turn.observations) for turn in script]
     item, model = episode(name, plain)
@@ -215,7 +215,7 @@ def test_without_stop_strings_the_model_reads_what_the_template_writes(name: str
         assert model.read == written
 
 
-def test_templates_that_rewrite_history_are_told_from_those_that_do_not():
+def test_history_rewriting_templates_are_detected():
     assert [name for name in CONTROLS if template_rewrites_history(tokenizer_of(name))] == ["qwen3_without_thinking"]
 
 

@@ -70,7 +70,7 @@ def collect(good: int, max_failed_fraction: float, kind: str = "ToolServerDied")
 
 
 @pytest.mark.fault("F16")
-def test_a_step_of_which_nearly_all_rollouts_fail_stops_and_says_why():
+def test_step_with_too_many_failures_raises():
     with pytest.raises(RolloutsFailed) as stopped:
         collect(good=20, max_failed_fraction=0.5)
     message = str(stopped.value)
@@ -85,7 +85,7 @@ def test_below_the_bound_they_are_counted_by_kind():
 
 
 @pytest.mark.parametrize("kind", [FailureKind.DEADLINE, "ToolServerDied"])
-def test_episodes_that_were_cut_by_their_deadline_are_a_warning_too(kind: str, caplog: pytest.LogCaptureFixture):
+def test_episodes_beyond_deadline_are_a_warning(kind: str, caplog: pytest.LogCaptureFixture):
     _, values = collect(good=2, max_failed_fraction=0.5, kind=kind)
     assert values[f"rollouts/failed/{kind}"] == 10
     said = (

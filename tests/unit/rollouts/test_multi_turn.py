@@ -107,7 +107,7 @@ def trained(item: Trajectory) -> list[int]:
     "settings",
     [{}, {"use_conversation_multi_turn": False}, {"step_wise_trajectories": True, "retokenize_chat_history": True}],
 )
-def test_what_an_environment_tells_of_calls_is_in_the_turns_and_the_model_reads_the_same(settings: dict[str, Any]):
+def test_tool_calls_are_recorded_in_turns(settings: dict[str, Any]):
     def telling(turn: int, text: str) -> StepOutput:
         time.sleep(0.02)
         return replace(until(2)(turn, text), tool_calls=[{"name": f"tool {turn}", "arguments": "{}"}])
@@ -134,7 +134,7 @@ def test_a_step_that_fails_has_its_time_too():
     assert item.status == FAILED and (item.turns[0].environment_s or 0.0) >= 0.02
 
 
-def test_the_samples_of_a_prompt_share_its_tokens_unless_their_environments_open_otherwise():
+def test_samples_share_prompt_tokens_if_equal():
     group, _ = play(says("ab"), ToyEnvironments(until(1)), samples=3)
     first, *others = group.trajectories
     assert all(item.prompt_ids is first.prompt_ids for item in others)
@@ -150,7 +150,7 @@ def test_the_samples_of_a_prompt_share_its_tokens_unless_their_environments_open
     assert [item.prompt_ids.tolist() for item in group.trajectories] == wanted == contexts(engine)
 
 
-def test_three_turns_are_one_growing_sequence_whose_sampled_tokens_alone_count():
+def test_turns_form_one_sequence_with_sampled_loss():
     environments = ToyEnvironments(until(3))
     group, engine = play(says("ab"), environments)
     (item,) = group.trajectories
@@ -182,7 +182,7 @@ def test_three_turns_are_one_growing_sequence_whose_sampled_tokens_alone_count()
     ],
 )
 @pytest.mark.parametrize("fails", [True, False])
-def test_the_text_of_an_episode_goes_from_its_first_answer_to_its_last(turns: int, answer: str, text: str, fails: bool):
+def test_episode_text_spans_first_to_last_answer(turns: int, answer: str, text: str, fails: bool):
     """What an environment said last, or how it failed, is in no text but that of a model that said nothing."""
 
     def step(turn: int, said: str) -> StepOutput:
@@ -195,13 +195,13 @@ def test_the_text_of_an_episode_goes_from_its_first_answer_to_its_last(turns: in
     assert item.text == (text if fails or text != "it raised" else "")
 
 
-def test_what_the_model_read_is_what_the_template_would_have_written():
+def test_context_equals_the_rendered_template():
     group, engine = play(says("ab"), ToyEnvironments(until(3)))
     messages = group.trajectories[0].messages
     assert contexts(engine) == [render_prompt(TOKENIZER, messages[:count]) for count in (1, 3, 5)]
 
 
-def test_later_turns_stay_with_their_engine_and_have_seeds_of_their_own():
+def test_later_turns_keep_session_with_new_seeds():
     _, engine = play(says("ab"), ToyEnvironments(until(2)), samples=3)
     assert [len(batch) for batch in engine.batches] == [3, 1, 1, 1], "the samples of a prompt begin together"
     requests = [request for batch in engine.batches for request in batch]
@@ -209,7 +209,7 @@ def test_later_turns_stay_with_their_engine_and_have_seeds_of_their_own():
     assert len({request.session for request in requests}) == 3
 
 
-def test_a_turn_cut_by_length_is_ended_without_training_on_the_end():
+def test_truncated_turn_end_is_not_in_the_loss():
     group, _ = play(lambda request: ids("abcd"), ToyEnvironments(until(2)), max_tokens=4)
     (item,) = group.trajectories
     assert item.response_ids[4] == END and item.loss_mask[4] == 0
@@ -224,7 +224,7 @@ class StopStringEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_turn_that_a_stop_string_ended_gets_its_end_or_not(ends: bool):
+def test_stop_string_turn_end_follows_the_setting(ends: bool):
     engine = StopStringEngine(says("ab</s>", end=False))
     (item,) = play(
         lambda _: [],
@@ -238,7 +238,7 @@ def test_a_turn_that_a_stop_string_ended_gets_its_end_or_not(ends: bool):
     assert trained(item) == ids("ab</s>") * 2
 
 
-def test_one_message_has_the_environment_s_words_as_they_are_and_no_end_in_it():
+def test_single_message_embeds_environment_text():
     group, engine = play(says("ab"), ToyEnvironments(until(3)), use_conversation_multi_turn=False)
     (item,) = group.trajectories
     assert item.response_ids.tolist() == [*ids("abmore 1abmore 2ab"), END]
@@ -260,7 +260,7 @@ def test_what_an_environment_says_is_text_whatever_it_spells(one_message: bool):
 
 
 @pytest.mark.parametrize("one_message", [True, False])
-def test_a_conversation_that_is_too_long_ends_with_what_was_sampled(one_message: bool):
+def test_too_long_conversation_ends_after_last_sample(one_message: bool):
     group, engine = play(
         says("ab"),
         ToyEnvironments(until(9)),
@@ -298,7 +298,7 @@ def test_the_environment_is_told_how_many_turns_there_are(row: dict[str, Any], e
 
 
 @pytest.mark.defect("rows-found-bad-when-drawn")
-def test_a_row_that_turns_out_to_be_bad_costs_its_episodes():
+def test_bad_row_fails_only_its_episodes():
     prompt = Prompt("7", PROMPT.messages, "toy", {"max_turns": "2"})
     (item,) = play(says("ab"), ToyEnvironments(until(2)), prompt=prompt)[0].trajectories
     assert (item.status, item.error) == (FAILED, "bad_row")
@@ -320,7 +320,7 @@ def test_a_row_that_its_environment_refuses_costs_its_episodes():
 
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize("kind", ["bad_reward", "timeout", "ValueError"])
-def test_an_environment_that_fails_in_a_later_turn_fails_its_episode_alone(kind: str):
+def test_environment_failure_in_later_turn_fails_one_episode(kind: str):
     environments = ToyEnvironments(until(3))
     fine = environments.step
 
@@ -345,7 +345,7 @@ def test_an_environment_that_fails_in_a_later_turn_fails_its_episode_alone(kind:
     assert all(episode.closed for episode in environments.episodes)
 
 
-def test_an_engine_that_gives_up_in_a_later_turn_fails_the_episode():
+def test_engine_failure_in_later_turn_fails_the_episode():
     engine = ScriptedEngine(says("ab"), delay_s=lambda request: 0.0 if len(request.token_ids) < 30 else 3600.0)
     (item,) = play(lambda _: [], ToyEnvironments(until(3)), engine=engine, rollout_s=3.0)[0].trajectories
     assert (item.status, item.error) == (FAILED, "deadline")
@@ -353,7 +353,7 @@ def test_an_engine_that_gives_up_in_a_later_turn_fails_the_episode():
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_all_turns_of_an_episode_share_its_deadline_and_waiting_for_the_environment_is_not_in_it():
+def test_turns_share_deadline_without_environment_time():
     class Slow(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
             episode = await super().start(env_class, prompt)
@@ -382,7 +382,7 @@ def test_all_turns_of_an_episode_share_its_deadline_and_waiting_for_the_environm
 
 
 @pytest.mark.fault("F15")
-def test_an_empty_turn_is_shown_to_the_environment_and_the_conversation_goes_on():
+def test_empty_turn_reaches_the_environment():
     environments = ToyEnvironments(until(2))
     (item,) = play(lambda request: [], environments)[0].trajectories
     assert (item.status, environments.episodes[0].texts, sum(item.loss_mask)) == (OK, ["", ""], 0)
@@ -395,7 +395,7 @@ def thinking() -> Any:
     return tokenizer
 
 
-def test_a_history_that_is_rewritten_begins_a_sequence_of_the_same_episode():
+def test_rewritten_history_starts_a_new_sequence():
     group, engine = play(
         says("<think>a</think>b"), ToyEnvironments(until(3)), tokenizer=thinking(), step_wise_trajectories=True
     )
@@ -410,7 +410,7 @@ def test_a_history_that_is_rewritten_begins_a_sequence_of_the_same_episode():
 
 
 @pytest.mark.parametrize("retokenize", [False, True])
-def test_turns_that_go_on_from_each_other_stay_one_sequence(retokenize: bool):
+def test_continuing_turns_stay_one_sequence(retokenize: bool):
     group, _ = play(
         says("ab"),
         ToyEnvironments(until(3)),
@@ -423,7 +423,7 @@ def test_turns_that_go_on_from_each_other_stay_one_sequence(retokenize: bool):
     assert group.trajectories[0].response_ids.tolist() == plain.response_ids.tolist()
 
 
-def test_a_template_that_rewrites_history_after_all_fails_the_episode():
+def test_unexpected_history_rewrite_fails_the_episode():
     forgetful = byte_tokenizer()
     forgetful.chat_template = "{{ messages | length }}" + byte_tokenizer().chat_template
     (item,) = play(says("ab"), ToyEnvironments(until(2)), tokenizer=forgetful)[0].trajectories
@@ -460,7 +460,7 @@ def test_opening_messages_that_cannot_be_rendered_cost_their_episode(message: Me
 
 
 @pytest.mark.fault("F16")
-def test_half_a_surrogate_pair_in_an_observation_costs_its_episode():
+def test_lone_surrogate_in_observation_fails_the_episode():
     def step(turn: int, text: str) -> StepOutput:
         return StepOutput([user("a \udc00")], 1.0, False)
 
@@ -469,7 +469,7 @@ def test_half_a_surrogate_pair_in_an_observation_costs_its_episode():
 
 
 @pytest.mark.defect("answers-nested-too-deeply")
-def test_an_observation_that_nests_too_deeply_for_the_template_costs_its_episode():
+def test_too_deep_observation_fails_the_episode():
     content: list[Any] = []
     for _ in range(2000):
         content = [content]
@@ -480,7 +480,7 @@ def test_an_observation_that_nests_too_deeply_for_the_template_costs_its_episode
     assert (item.status, item.error) == (FAILED, "chat_template")
 
 
-def test_an_error_that_ends_the_run_leaves_no_environment_behind():
+def test_fatal_error_closes_all_environments():
     """Of three, the first is open and the third is still being opened when the second one is refused."""
     given_up: list[str] = []
 
@@ -546,7 +546,7 @@ def test_no_episode_waits_for_another_of_its_prompt():
     assert [len(item.turns) for item in group.trajectories] == [3, 3]
 
 
-def test_together_every_turn_is_one_call_in_the_order_of_the_data():
+def test_batched_turns_are_one_call_in_order():
     engine = ScriptedEngine(says("ab"))
 
     class Slow(ToyEnvironments):
@@ -573,7 +573,7 @@ def test_together_every_turn_is_one_call_in_the_order_of_the_data():
     assert sessions == [[f"{uid}.{uid}.{sample}" for uid in range(3) for sample in range(2)]] * 3
 
 
-def test_a_limit_lets_no_more_episodes_run_than_it_says_and_loses_none():
+def test_limiter_bounds_running_episodes():
     running: set[str] = set()
     most = 0
 

@@ -46,30 +46,30 @@ def test_the_penalty_is_dapo_s_equation_13(length: int, expected: float):
     assert overlong_penalty(length, 20, OverlongBufferConfig(5, 0.5)) == pytest.approx(expected, abs=1e-15)
 
 
-def test_the_penalty_lowers_the_reward_of_the_turn_and_keeps_what_the_answer_was_worth():
+def test_penalty_lowers_turn_reward_and_keeps_raw_reward():
     item = response(1.0, length=18)
     assert shaped(item, overlong_buffer=OverlongBufferConfig(len=5)) == [1.0 - 3 / 5]
     assert (item.raw_reward, item.outcome, item.turns[0].reward) == (1.0, 1.0, 1.0 - 3 / 5)
 
 
-def test_a_conversation_pays_for_its_longest_turn_where_it_was_sampled():
+def test_longest_turn_gets_the_penalty():
     first = Turn(0, 18, 0.25, "stop", 0, 0)
     item = response(1.0, length=16, before=(first,))
     assert shaped(item, overlong_buffer=OverlongBufferConfig(len=5)) == [1.25 - 3 / 5]
     assert [turn.reward for turn in item.turns] == [0.25 - 3 / 5, 1.0]
 
 
-def test_a_response_cut_before_the_limit_pays_all_of_the_penalty():
+def test_truncated_response_gets_the_full_penalty():
     assert shaped(response(0.0, length=3, stop_reason="length"), overlong_buffer=OverlongBufferConfig(len=5)) == [-1.0]
 
 
-def test_a_response_that_did_not_end_gets_nothing_and_its_turn_says_so():
+def test_unfinished_response_gets_no_reward():
     item = response(0.75, LIMIT, "length", before=(Turn(0, 2, 0.5, "stop", 0, 0),))
     assert shaped(item, zero_reward_on_non_stop=True) == [0.0]
     assert sum(turn.reward for turn in item.turns) == 0.0
 
 
-def test_zero_is_not_a_gift_where_wrong_answers_get_less():
+def test_unfinished_reward_is_at_most_the_worst():
     cut_and_wrong, cut_and_right = response(-1.0, LIMIT, "length"), response(1.0, LIMIT, "length")
     assert shaped(cut_and_wrong, zero_reward_on_non_stop=True) == [-1.0]
     assert shaped(cut_and_right, response(-1.0), response(1.0), zero_reward_on_non_stop=True) == [-1.0, -1.0, 1.0]
@@ -81,7 +81,7 @@ cut = st.builds(response, rewards, st.integers(1, LIMIT), st.just("length"))
 
 
 @given(st.lists(ended, min_size=1), st.lists(cut, min_size=1), st.integers(0, LIMIT), st.floats(0, 2), st.booleans())
-def test_a_truncated_answer_is_never_worth_more_than_a_wrong_one_by_accident(
+def test_truncated_answer_never_beats_a_wrong_one(
     complete: list[Trajectory], truncated: list[Trajectory], buffer: int, factor: float, zero: bool
 ):
     before = [item.reward for item in [*complete, *truncated]]
@@ -94,7 +94,7 @@ def test_a_truncated_answer_is_never_worth_more_than_a_wrong_one_by_accident(
                 assert new_cut <= new
 
 
-def test_overlong_filtering_goes_by_stop_reason_and_leaves_rewards_to_the_group():
+def test_overlong_filtering_masks_by_stop_reason():
     right, limit, cut_one = response(1.0), response(1.0, LIMIT), response(0.0, 4, "length")
     assert shaped(right, limit, cut_one, apply_overlong_filtering=True) == [1.0, 1.0, 0.0]
     batch = collate([TrajectoryGroup(PROMPT, [right, limit, cut_one])])
@@ -115,7 +115,7 @@ def test_failed_episodes_are_left_as_they_are():
     assert failed.raw_reward is None
 
 
-def test_token_rewards_of_a_batch_still_sum_to_the_reward():
+def test_token_rewards_sum_to_the_shaped_reward():
     items = [response(0.5, LIMIT, "length", before=(Turn(0, 17, 0.5, "stop", 0, 0),)), response(-0.25, 19)]
     shaped(*items, zero_reward_on_non_stop=True, overlong_buffer=OverlongBufferConfig(len=7))
     batch = collate([TrajectoryGroup(PROMPT, items)])

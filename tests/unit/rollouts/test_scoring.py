@@ -45,7 +45,7 @@ def judged(*rows: Trajectory, coef: float = 0.5) -> tuple[list[Trajectory], Judg
     return group.trajectories, judge
 
 
-def test_reward_and_last_turn_move_by_the_score_times_the_coefficient():
+def test_score_is_added_to_reward_and_last_turn():
     (short, long), judge = judged(trajectory("ab"), trajectory("abcdef", reward=0.0), coef=0.5)
     assert (short.reward, long.reward) == (2.0, 3.0)
     assert [turn.reward for turn in short.turns] == [0.25, 1.75]
@@ -75,7 +75,7 @@ def test_a_group_without_one_answer_is_not_judged():
     assert judged(lost)[1].calls == []
 
 
-def test_an_answer_without_a_score_fails_by_its_reason_instead_of_counting_as_nothing():
+def test_unscored_answer_fails_with_its_reason():
     (bad, kept), _ = judged(trajectory("bad"), trajectory("ok"))
     assert (bad.status, bad.error, bad.reward, bad.env_metrics) == (FAILED, "bad_reward", 0.0, {})
     assert (kept.status, kept.reward) == (OK, 2.0)
@@ -98,7 +98,7 @@ def _group(uid: str, *statuses: str) -> TrajectoryGroup:
     return TrajectoryGroup(prompt, items)
 
 
-def test_the_first_that_ends_well_is_shown_and_no_other():
+def test_first_successful_trajectory_is_shown_once():
     shown: list[tuple[str, int, float]] = []
     first = FirstRolloutLogger(lambda item, seconds: shown.append((item.prompt.uid, item.sample, seconds)))
     groups = {

@@ -16,7 +16,7 @@ from skyrl_train.rollouts.conversation import MIN_THREAD_CHARS, TokenizerExecuto
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 
-def test_what_is_short_is_done_in_order_in_the_loop_and_what_is_long_beside_it():
+def test_short_calls_run_on_the_loop_in_order():
     tokenizer = byte_tokenizer()
     tokenizing, seen = TokenizerExecutor(tokenizer), []
 
@@ -46,7 +46,7 @@ def test_what_is_short_is_done_in_order_in_the_loop_and_what_is_long_beside_it()
 
 
 @pytest.mark.parametrize("size", [0, MIN_THREAD_CHARS - 1])
-def test_many_texts_at_once_leave_the_event_loop_time_for_other_things(size: int):
+def test_many_texts_do_not_block_the_loop(size: int):
     """Each turn of the loop does its share: with a task that counts turns, that many more of them."""
     tokenizing, done = TokenizerExecutor(byte_tokenizer()), []
 
@@ -63,7 +63,7 @@ def test_many_texts_at_once_leave_the_event_loop_time_for_other_things(size: int
     assert turns >= (7 if size == 0 else 100)
 
 
-def test_a_loop_that_ended_before_it_did_what_was_asked_holds_up_no_other():
+def test_closed_loop_does_not_block_other_loops():
     tokenizing = TokenizerExecutor(byte_tokenizer())
     loop = asyncio.new_event_loop()
     asked = loop.create_task(tokenizing.run(1, lambda tokenizer: 1))
@@ -79,7 +79,7 @@ def test_a_loop_that_ended_before_it_did_what_was_asked_holds_up_no_other():
     assert asyncio.run(run()) == 2
 
 
-def test_the_thread_follows_the_changes_of_its_tokenizer_which_need_not_be_copied():
+def test_thread_copy_follows_tokenizer_changes():
     class Own:
         """With what no copy can be made of."""
 

@@ -33,7 +33,7 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "policy" / "shard_0.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_model_path: str, tmp_path: Path):
+def test_resume_restores_step_version_and_pending_actions(tiny_model_path: str, tmp_path: Path):
     async def first(state: CheckpointManager, learner: Learner, position: Position) -> None:
         assert await state.resume() == (0, PendingActions((), {}))
         await learner.update(policy_batch())
@@ -56,7 +56,7 @@ def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_m
     with_saved_state(tiny_model_path, tmp_path, second)
 
 
-def test_a_checkpoint_from_before_a_controller_was_saved_leaves_it_as_it_is(tiny_model_path: str, tmp_path: Path):
+def test_controller_missing_in_checkpoint_is_unchanged(tiny_model_path: str, tmp_path: Path):
     async def save(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await state.save(1)
 
@@ -97,7 +97,7 @@ def test_export_replaces_that_of_another_run(tiny_model_path: str, tmp_path: Pat
 
 
 @pytest.mark.defect("forged-states-of-runs")
-def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model_path: str, tmp_path: Path):
+def test_malformed_state_names_file_and_key(tiny_model_path: str, tmp_path: Path):
     good: dict[str, Any] = {"controllers": {"position": {"at": 0}}, "fingerprints": {"data": "abc"}}
     good |= dict.fromkeys(("unfinished", "base_models", "chat_template"))  # which earlier versions did not save
     forged: list[tuple[str, Any]] = [
@@ -133,7 +133,7 @@ def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model
 
 
 @pytest.mark.defect("hashing-blocks-the-loop")
-def test_the_ranks_say_what_they_wrote_and_it_is_what_is_there(tiny_model_path: str, tmp_path: Path):
+def test_reported_digests_match_written_files(tiny_model_path: str, tmp_path: Path):
     async def save(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await state.save(1)
 
@@ -157,7 +157,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return may_write
 
 
-def test_a_save_in_the_background_holds_the_weights_of_its_step_while_training_goes_on(
+def test_background_save_has_the_weights_of_its_step(
     tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event
 ):
     async def in_background(state: CheckpointManager, learner: Learner, position: Position) -> None:
@@ -187,7 +187,7 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step_while_training_g
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.fault("F36")
 @pytest.mark.defect("C5-full-disk-ends-the-run")
-def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
+def test_third_failed_save_in_a_row_raises(
     tiny_model_path: str,
     tmp_path: Path,
     in_background: bool,
@@ -219,7 +219,7 @@ def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
 
 @pytest.mark.fault("F36")
 @pytest.mark.defect("a-full-disk-in-an-export")
-def test_a_full_disk_delays_an_export_and_leaves_nothing_half_written(
+def test_export_is_retried_after_a_full_disk(
     tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     async def steps(state: CheckpointManager, learner: Learner, position: Position) -> None:
@@ -242,7 +242,7 @@ def test_a_full_disk_delays_an_export_and_leaves_nothing_half_written(
     assert caplog.text.count("COULD NOT BE WRITTEN") >= 3
 
 
-def test_a_cancelled_save_is_written_to_its_end(tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event):
+def test_canceled_save_is_completed(tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event):
     async def steps(state: CheckpointManager, learner: Learner, position: Position) -> None:
         saving = asyncio.ensure_future(state.save(1))
         await asyncio.sleep(0.1)
@@ -258,7 +258,7 @@ def test_a_cancelled_save_is_written_to_its_end(tiny_model_path: str, tmp_path: 
 
 
 @pytest.mark.defect("C9-folders-being-deleted-stay")
-def test_what_is_left_of_an_interrupted_deletion_goes_with_the_next_save(tmp_path: Path):
+def test_next_save_removes_interrupted_deletions(tmp_path: Path):
     (tmp_path / "global_step_1.deleting" / "policy").mkdir(parents=True)
     CheckpointStore(tmp_path).begin(2)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_2.partial"]

@@ -45,7 +45,7 @@ ENDS = [
 
 @pytest.mark.defect("only-three-errors-saved")
 @pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
-def test_whatever_ends_a_rollout_the_steps_before_it_are_saved(error: BaseException):
+def test_failed_rollout_saves_earlier_steps(error: BaseException):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "collector", "next_groups", 1, error)
@@ -57,7 +57,7 @@ def test_whatever_ends_a_rollout_the_steps_before_it_are_saved(error: BaseExcept
 
 
 @pytest.mark.defect("C1-step-saved-and-never-logged")
-def test_a_step_whose_publish_failed_is_recorded_once_and_completed_when_the_run_is_resumed():
+def test_failed_publish_is_completed_on_resume():
     fakes = FakeTrainerParts()
     fakes.fail_at_version = 2
     with pytest.raises(WeightSyncError):
@@ -78,7 +78,7 @@ def test_a_step_whose_publish_failed_is_recorded_once_and_completed_when_the_run
 
 @pytest.mark.defect("C1-step-saved-and-never-logged")
 @pytest.mark.parametrize("step", [2, 3])
-def test_an_evaluation_that_failed_is_made_up_for_even_after_the_last_step(step: int):
+def test_failed_evaluation_is_repeated_on_resume(step: int):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "evaluator", "run", step, EnginesLost("none"))
@@ -95,7 +95,7 @@ def test_an_evaluation_that_failed_is_made_up_for_even_after_the_last_step(step:
 
 
 @pytest.mark.parametrize("error", [WorkerDied("rank 1"), NonFiniteUpdate("nan"), RuntimeError("out of memory")])
-def test_weights_between_two_steps_are_never_saved(error: Exception):
+def test_interrupted_update_is_never_saved(error: Exception):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "learner", "update", 1, error)
@@ -105,7 +105,7 @@ def test_weights_between_two_steps_are_never_saved(error: Exception):
     assert set(fakes.logged) == {0, 1}
 
 
-def test_a_rank_that_does_not_answer_is_not_waited_for():
+def test_unresponsive_rank_prevents_the_final_save():
     fakes = FakeTrainerParts()
     fakes.answering = False
     trainer = trainer_of(fakes)
@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for():
     assert not any(event.startswith("save") for event in fakes.events)
 
 
-def test_a_save_that_fails_does_not_hide_what_ended_the_run(caplog: pytest.LogCaptureFixture):
+def test_failed_final_save_keeps_the_original_error(caplog: pytest.LogCaptureFixture):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "collector", "next_groups", 1, EnginesLost("engine 0 died"))
@@ -156,7 +156,7 @@ def stopped_in(
     stopped_once(begun, work)
 
 
-def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
+def test_cancellation_during_update_completes_and_saves_step():
     fakes = FakeTrainerParts()
     stopped_in(trainer_of(fakes).fit(), fakes, "update")
     assert fakes.events[-3:] == ["update 4", "release ranks", "save 1"]
@@ -165,7 +165,7 @@ def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
 
 
 @pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
-def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_save(caplog: pytest.LogCaptureFixture):
+def test_cancellation_does_not_wait_for_unresponsive_rank(caplog: pytest.LogCaptureFixture):
     fakes = FakeTrainerParts()
     fakes.answering = False
     trainer = trainer_of(fakes)
@@ -177,7 +177,7 @@ def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_sav
 
 
 @pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
-def test_a_save_in_the_background_is_not_waited_for_if_a_rank_that_writes_it_is_stopped():
+def test_background_save_of_unresponsive_rank_is_abandoned():
     fakes = FakeTrainerParts()
     fakes.answering, fakes.async_checkpoint = False, True
     trainer = trainer_of(fakes)
@@ -200,7 +200,7 @@ def test_a_save_in_the_background_is_not_waited_for_if_a_rank_that_writes_it_is_
     assert fakes.events[-2:] == ["release ranks", "give up"]
 
 
-def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
+def test_restarts_are_canceled_before_ranks_are_pinged():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
 
@@ -212,7 +212,7 @@ def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
     assert fakes.events[-2:] == ["release ranks", "save 1"]
 
 
-def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
+def test_busy_rank_is_pinged_after_its_call():
     fakes, begun, busy = FakeTrainerParts(), asyncio.Event(), False
     trainer = trainer_of(fakes)
 
@@ -237,14 +237,14 @@ def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
 
 
 @pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
-def test_an_export_after_supervised_fine_tuning_is_taken_to_its_end():
+def test_canceled_sft_export_is_completed():
     fakes = FakeTrainerParts()
     stopped_in(sft_trainer_of(fakes).fit_and_export(), fakes, "export")
     assert fakes.events[-2:] == ["save 2", "export 2"]
 
 
 @pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
-def test_an_export_that_a_resumed_run_makes_up_for_is_taken_to_its_end():
+def test_canceled_pending_export_is_completed():
     fakes = FakeTrainerParts(resumed_at=2)
     fakes.unfinished = PendingActions(("export",), {})
     stopped_in(trainer_of(fakes).fit(), fakes, "export")
@@ -252,7 +252,7 @@ def test_an_export_that_a_resumed_run_makes_up_for_is_taken_to_its_end():
 
 
 @pytest.mark.defect("C9-destroyed-checkpoint-named-as-good")
-def test_an_update_that_is_not_finite_names_a_checkpoint_whose_weights_still_gave_a_finite_one():
+def test_nonfinite_update_names_last_good_checkpoint():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "learner", "update", 2, NonFiniteUpdate("5 in a row"))
@@ -266,7 +266,7 @@ def test_an_update_that_is_not_finite_names_a_checkpoint_whose_weights_still_gav
         asyncio.run(trainer.fit())
 
 
-def test_weights_that_are_not_finite_are_not_saved_and_the_one_before_is_named():
+def test_nonfinite_weights_are_not_saved():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "publisher", "publish", 3, NonFiniteWeights("NaN in lm_head"))
@@ -277,7 +277,7 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_one_before_is_named()
 
 
 @pytest.mark.defect("state-of-the-next-step-saved")
-def test_controllers_are_noted_at_the_end_of_a_step_not_when_it_is_saved():
+def test_controller_state_is_captured_at_step_end():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     marked: list[int] = []
@@ -289,13 +289,13 @@ def test_controllers_are_noted_at_the_end_of_a_step_not_when_it_is_saved():
 
 
 @pytest.mark.defect("first-probe-gap-thrown-away")
-def test_what_the_first_publish_measured_is_in_the_row_of_step_0():
+def test_first_publish_metrics_are_in_row_0():
     fakes = FakeTrainerParts()
     asyncio.run(trainer_of(fakes, evaluator=None).fit())
     assert fakes.logged[0].items() >= {"weights/version": 0.0}.items()
 
 
-def test_metrics_of_a_step_that_never_ended_are_in_no_row():
+def test_metrics_of_unfinished_step_are_not_logged():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
 
@@ -309,7 +309,7 @@ def test_metrics_of_a_step_that_never_ended_are_in_no_row():
     assert fakes.logged.keys() == {0}
 
 
-def test_a_run_that_is_asked_to_stop_while_it_saves_for_another_reason_still_saves():
+def test_cancellation_during_final_save_still_saves():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "collector", "next_groups", 1, EnginesLost("none"))
@@ -332,7 +332,7 @@ def test_a_run_that_is_asked_to_stop_while_it_saves_for_another_reason_still_sav
     assert fakes.events[-1] == "save 1"
 
 
-def test_a_reference_that_could_not_be_copied_is_copied_first_when_the_run_is_resumed():
+def test_failed_reference_copy_is_repeated_on_resume():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
 
@@ -355,7 +355,7 @@ def test_a_reference_that_could_not_be_copied_is_copied_first_when_the_run_is_re
     assert again.events == ["publish 3", "begin 3/3", "reference", "evaluate 3", "save 3"]
 
 
-def test_a_metric_that_is_a_tensor_does_not_keep_a_step_from_being_saved():
+def test_tensor_metric_is_saved_as_float():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     original = fakes.update
@@ -371,7 +371,7 @@ def test_a_metric_that_is_a_tensor_does_not_keep_a_step_from_being_saved():
     assert type(fakes.saved_with.row["mine"]) is float
 
 
-def test_pending_export_of_a_supervised_run_is_written_on_resume():
+def test_pending_sft_export_is_written_on_resume():
     fakes = FakeTrainerParts(resumed_at=2)
     fakes.unfinished = PendingActions(("export",), {})
     asyncio.run(sft_trainer_of(fakes).fit())

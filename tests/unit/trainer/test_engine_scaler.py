@@ -110,7 +110,7 @@ def scaled(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
 
 @scaled
-async def test_newcomers_get_weights_before_requests_and_those_that_came_last_leave_first():
+async def test_new_engines_get_weights_first_and_leave_first():
     run = ScalerHarness(1)
     assert await run.to(3) == ["engine 0", "engine 1", "engine 2"]
     await run.client.generate([request(str(number)) for number in range(9)])
@@ -123,7 +123,7 @@ async def test_newcomers_get_weights_before_requests_and_those_that_came_last_le
 
 
 @scaled
-async def test_who_leaves_answers_what_it_has_and_gets_nothing_more_even_of_its_sessions():
+async def test_leaving_engine_drains_and_gets_no_new_requests():
     run = ScalerHarness(2, delay_s=0.3)
     first = [asyncio.ensure_future(run.client.generate([request(f"a{n}", f"s{n}")])) for n in range(2)]
     await asyncio.sleep(0.05)
@@ -141,7 +141,7 @@ async def test_who_leaves_answers_what_it_has_and_gets_nothing_more_even_of_its_
 
 
 @scaled
-async def test_what_a_leaver_has_not_answered_at_its_deadline_others_answer_and_it_counts_as_no_loss():
+async def test_drain_deadline_moves_requests_to_other_engines():
     run = ScalerHarness(3, drain_s=0.1, delay_s=0.4)
     waiting = [asyncio.ensure_future(run.client.generate([request(str(number))])) for number in range(3)]
     await asyncio.sleep(0.05)
@@ -157,7 +157,7 @@ async def test_what_a_leaver_has_not_answered_at_its_deadline_others_answer_and_
 
 
 @scaled
-async def test_whoever_is_wanted_again_before_it_is_gone_stays():
+async def test_removal_is_canceled_by_a_higher_target():
     run = ScalerHarness(2, delay_s=0.3)
     waiting = asyncio.ensure_future(run.client.generate([request("a"), request("b")]))
     await asyncio.sleep(0.05)
@@ -172,7 +172,7 @@ async def test_whoever_is_wanted_again_before_it_is_gone_stays():
 
 
 @scaled
-async def test_sessions_stay_where_they_are_when_an_engine_before_theirs_leaves():
+async def test_sessions_keep_their_engine_when_another_leaves():
     run = ScalerHarness(3)
     await run.client.generate([request(f"a{n}", f"s{n}") for n in range(3)])
     last: Any = run.client.engines[2]
@@ -184,7 +184,7 @@ async def test_sessions_stay_where_they_are_when_an_engine_before_theirs_leaves(
 
 
 @scaled
-async def test_a_newcomer_that_finds_no_room_is_told_of_and_asked_for_again_only_when_somebody_asks():
+async def test_failed_start_is_reported_and_retried_on_request():
     run = ScalerHarness(1)
     run.no_room = True
     assert await run.to(2) == ["engine 0"]
@@ -195,7 +195,7 @@ async def test_a_newcomer_that_finds_no_room_is_told_of_and_asked_for_again_only
 
 
 @scaled
-async def test_whoever_is_no_longer_wanted_before_it_has_started_never_comes():
+async def test_start_is_canceled_by_a_lower_target():
     run = ScalerHarness(1)
     run.may_start.clear()
     run.scaler.set_target(3)
@@ -208,7 +208,7 @@ async def test_whoever_is_no_longer_wanted_before_it_has_started_never_comes():
 
 
 @scaled
-async def test_a_dead_engine_that_is_to_leave_is_not_restarted():
+async def test_retired_dead_engine_is_not_restarted():
     run = ScalerHarness(2)
     await run.client.engines[1].close()
     await run.client.health()
@@ -222,7 +222,7 @@ async def test_a_dead_engine_that_is_to_leave_is_not_restarted():
 
 
 @scaled
-async def test_a_dead_engine_leaves_before_one_that_lives():
+async def test_dead_engine_is_removed_first():
     run = ScalerHarness(2)
     run.no_room = True
     await run.client.engines[0].close()
@@ -232,7 +232,7 @@ async def test_a_dead_engine_leaves_before_one_that_lives():
 
 
 @scaled
-async def test_one_that_is_being_restarted_when_it_is_to_leave_leaves_afterwards():
+async def test_restarting_engine_is_removed_after_its_restart():
     run = ScalerHarness(2)
     await run.client.engines[1].close()
     await run.client.health()
@@ -250,7 +250,7 @@ async def test_one_that_is_being_restarted_when_it_is_to_leave_leaves_afterwards
 
 
 @scaled
-async def test_what_is_under_way_when_the_run_ends_is_given_up():
+async def test_stop_cancels_changes_in_progress():
     run = ScalerHarness(1)
     run.may_start.clear()
     run.scaler.set_target(2)
@@ -263,7 +263,7 @@ async def test_what_is_under_way_when_the_run_ends_is_given_up():
 
 
 @scaled
-async def test_engines_that_were_not_there_yet_were_not_idle():
+async def test_idle_time_excludes_time_before_joining():
     run = ScalerHarness(1, delay_s=0.2)
     await run.client.metrics()
     await run.client.generate([request("a")])
@@ -271,7 +271,7 @@ async def test_engines_that_were_not_there_yet_were_not_idle():
     assert (await run.client.metrics())["engines/idle"] < 0.5
 
 
-def test_none_is_not_a_number_of_engines():
+def test_target_of_zero_engines_is_rejected():
     async def check() -> None:
         with pytest.raises(AssertionError, match="at least one"):
             ScalerHarness(1).scaler.set_target(0)
@@ -294,7 +294,7 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("checks_often")
-def test_file_is_followed_from_begin_until_end(tmp_path: Path):
+def test_target_file_is_watched_from_start_to_stop(tmp_path: Path):
     async def check() -> None:
         run = ScalerHarness(1, folder=tmp_path)
         write_target(tmp_path, 3)

@@ -34,7 +34,7 @@ def rollout_of(rewards: dict[str, list[float | None]], error: str = "timeout"): 
     return rollout
 
 
-def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_path: Path):
+def test_metrics_per_source_count_failures_as_zero(tmp_path: Path):
     prompts = [
         Prompt("a", [], "x", data_source="one/x"),
         Prompt("b", [], "x", data_source="one/x"),
@@ -52,7 +52,7 @@ def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_p
 
 
 @pytest.mark.defect("dumped-evaluations-showed-secrets")
-def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_dumped_texts_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secret = "canary-of-a-token"
     monkeypatch.setenv("HF_TOKEN", secret)
     parts = [{"type": "text", "text": f"and {secret}"}]
@@ -78,7 +78,7 @@ def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monke
     assert (first["reward"], first["uid"], second["error"]) == (1.0, "a", "tool")
 
 
-def test_an_evaluation_that_mostly_failed_is_an_error_not_a_score_of_zero():
+def test_mostly_failed_evaluation_raises():
     prompts = [Prompt("a", [], "x")]
     evaluator = Evaluator(rollout_of({"a": [None, None, 1.0]}), prompts, 1, None, max_failed_fraction=0.5)
     with pytest.raises(RolloutsFailed, match="timeout"):
@@ -87,7 +87,7 @@ def test_an_evaluation_that_mostly_failed_is_an_error_not_a_score_of_zero():
 
 @pytest.mark.defect("evaluations-cut-in-silence")
 @pytest.mark.parametrize("error", ["deadline", "timeout"])
-def test_episodes_of_an_evaluation_that_were_cut_by_their_deadline_are_a_warning(
+def test_evaluation_warns_of_episodes_beyond_deadline(
     error: str, caplog: pytest.LogCaptureFixture
 ):
     asyncio.run(Evaluator(rollout_of({"a": [None, 1.0]}, error), [Prompt("a", [], "x")], 1, None).run(7))
@@ -96,7 +96,7 @@ def test_episodes_of_an_evaluation_that_were_cut_by_their_deadline_are_a_warning
 
 
 @pytest.mark.defect("evaluations-go-on-after-their-first-error")
-def test_nothing_of_an_evaluation_runs_on_after_its_first_error():
+def test_first_error_cancels_the_evaluation():
     running: set[str] = set()
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
@@ -118,7 +118,7 @@ def test_nothing_of_an_evaluation_runs_on_after_its_first_error():
 
 
 @pytest.mark.defect("C8-evaluation-counted-in-the-next-step")
-def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
+def test_evaluation_does_not_affect_later_engine_metrics():
     engine = ScriptedEngine()
     client = EngineClient([engine], deadline_s=60.0)
 
@@ -140,7 +140,7 @@ def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
     assert engine.calls[-3:-1] == ["reset_prefix_cache", "health"], "no prompt of the evaluation is found cached"
 
 
-def test_at_most_a_batch_of_prompts_is_in_flight():
+def test_evaluation_runs_one_batch_at_a_time():
     running = most = 0
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
@@ -163,7 +163,7 @@ def test_full_disk_leaves_no_half_of_a_dump(tmp_path: Path, caplog: pytest.LogCa
     assert "could not be written" in caplog.text
 
 
-def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):
+def test_each_source_has_separate_dump_and_metrics(tmp_path: Path):
     long = "é" * 100  # each is 6 characters in a file's name
     sources = ["math/500", "math 500", "math_500", "math%2F500", "all", "source_all", long, f"{long}y", "\ud83d", "é"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
@@ -182,7 +182,7 @@ def test_a_source_named_all_is_not_all_sources():
 
 
 @pytest.mark.defect("data-sources-made-any-number-of-metrics")
-def test_data_sources_beyond_the_limits_share_metrics_and_a_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_sources_beyond_the_limits_share_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sources = ["x" * (MAX_SOURCE_LENGTH + 1), OTHER_SOURCES, *map(str, range(MAX_SOURCES)), "0"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
     rewards: dict[str, list[float | None]] = {prompt.uid: [1.0] for prompt in prompts}

@@ -22,7 +22,7 @@ SAID = {"equal_rewards": "same reward for 1 steps", "ratio": "before the step, w
 
 
 @pytest.mark.parametrize("name", sorted(UNHEALTHY))
-def test_a_guard_warns_once_and_again_after_a_recovery(name: str, caplog: pytest.LogCaptureFixture):
+def test_guard_warns_again_after_recovery(name: str, caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(equal_rewards_steps=1), "group")
     for step, metrics in enumerate([HEALTHY, UNHEALTHY[name], UNHEALTHY[name], HEALTHY, UNHEALTHY[name]]):
         guards.check(metrics, step)
@@ -31,7 +31,7 @@ def test_a_guard_warns_once_and_again_after_a_recovery(name: str, caplog: pytest
 
 
 @pytest.mark.parametrize("name", sorted(UNHEALTHY))
-def test_a_guard_that_is_to_stop_the_run_does_and_one_that_is_off_does_nothing(
+def test_guards_stop_the_run_unless_disabled(
     name: str, caplog: pytest.LogCaptureFixture
 ):
     with pytest.raises(GuardTriggered, match=rf"{SAID[name]}.*trainer\.guards\.stop names {name}"):
@@ -71,7 +71,7 @@ ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # of one sample there is no d
         (None, ALL_EQUAL, False),
     ],
 )
-def test_rewards_are_equal_if_those_that_are_compared_are(
+def test_equal_rewards_use_the_comparison_scope(
     compared: ComparisonScope | None, metrics: dict[str, float], alarms: bool, caplog: pytest.LogCaptureFixture
 ):
     Guards(GuardsConfig(equal_rewards_steps=1), compared).check(metrics, 1)
@@ -87,7 +87,7 @@ RATIOS = {
 
 @pytest.mark.defect("ratio-to-the-engine-unseen")
 @pytest.mark.parametrize("metric", RATIOS)
-def test_an_exploding_ratio_says_between_which_policies_it_is(metric: str, caplog: pytest.LogCaptureFixture):
+def test_ratio_guard_names_the_compared_policies(metric: str, caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
     guards.check({"policy/ratio_max": 1.0, metric: 1e8}, 1)
     assert f"{RATIOS[metric]} 1e+08 ({metric}, trainer.guards.max_ratio=100)" in caplog.text
@@ -98,13 +98,13 @@ def test_an_exploding_ratio_says_between_which_policies_it_is(metric: str, caplo
 
 
 @pytest.mark.parametrize("metric", RATIOS)
-def test_a_ratio_that_is_no_number_is_too_large(metric: str):
+def test_nan_ratio_triggers_the_guard(metric: str):
     with pytest.raises(GuardTriggered, match="was nan"):
         Guards(GuardsConfig(stop=["ratio"]), None).check({metric: float("nan")}, 1)
 
 
 @pytest.mark.defect("skipped-updates-in-silence")
-def test_a_run_of_which_most_updates_are_skipped_says_so_at_once_and_now_and_then(caplog: pytest.LogCaptureFixture):
+def test_skipped_updates_warn_at_powers_of_ten(caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
     for step in range(1, 201):
         skipped = {"policy/skipped": 0.0 if step % 5 == 0 else 1.0, "critic/skipped": 0.0}
@@ -115,7 +115,7 @@ def test_a_run_of_which_most_updates_are_skipped_says_so_at_once_and_now_and_the
     assert "5 in a row end the run (trainer.guards.max_skipped_updates)" in first
 
 
-def test_no_update_skipped_is_no_warning_and_those_of_both_models_are_one(caplog: pytest.LogCaptureFixture):
+def test_skipped_updates_of_both_models_share_a_warning(caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
     guards.check({"policy/skipped": 0.0}, 1)
     assert not caplog.records
@@ -148,7 +148,7 @@ def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.defect("guards-begin-anew-when-resumed")
-def test_steps_of_equal_rewards_are_counted_over_checkpoints(caplog: pytest.LogCaptureFixture):
+def test_equal_reward_count_survives_resuming(caplog: pytest.LogCaptureFixture):
     first = saved_after_two_steps({"equal_steps": 0})
     assert first == {"equal_steps": 2}, "the step that is saved counts, too"
     assert "the same reward" not in caplog.text
@@ -156,7 +156,7 @@ def test_steps_of_equal_rewards_are_counted_over_checkpoints(caplog: pytest.LogC
     assert "all samples of a step had the same reward for 4 steps" in caplog.text
 
 
-def test_a_run_that_a_guard_stops_is_saved():
+def test_run_stopped_by_guard_is_saved():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     trainer.guards = Guards(GuardsConfig(max_ratio=1.0, stop=["ratio"]), None)

@@ -72,7 +72,7 @@ def batch(cut: bool) -> TrainBatch:
 WHOLE, CUT = batch(cut=False), batch(cut=True)
 
 
-def test_sequences_of_an_episode_are_rows_next_to_each_other():
+def test_sequences_of_an_episode_are_adjacent_rows():
     assert (len(WHOLE), len(CUT)) == (5, 9)
     assert WHOLE.episode_ids is None and CUT.episode_ids is not None
     assert CUT.episode_ids.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 4]

@@ -66,7 +66,7 @@ def request(name: str) -> SampleRequest:
 
 
 @pytest.mark.fault("F29")
-def test_requests_that_find_no_engine_alive_wait_for_one_that_comes_back():
+def test_requests_wait_for_a_restarted_engine():
     client, publisher = publisher_with_engines([KillableEngine("a"), KillableEngine("b")], budget=4)
     answers = asyncio.run(client.generate([request("r1"), request("r2")]))
     assert [answer.request_id for answer in answers] == ["r1", "r2"]
@@ -75,14 +75,14 @@ def test_requests_that_find_no_engine_alive_wait_for_one_that_comes_back():
 
 
 @pytest.mark.fault("F29")
-def test_a_spent_budget_is_an_error_that_begins_with_the_cause():
+def test_used_up_restarts_name_the_first_cause():
     client, _ = publisher_with_engines([KillableEngine("a")], budget=0)
     with pytest.raises(EnginesLost, match=r"a died \(EngineError: a was killed\), and the 0 restarts of generator\."):
         asyncio.run(client.generate([request("r1")]))
 
 
 @pytest.mark.fault("F29")
-def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spent():
+def test_failed_restarts_count_against_the_limit():
     client = EngineClient([KillableEngine("a")], deadline_s=5)
     started: list[KillableEngine] = []
 
@@ -103,7 +103,7 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
 
 
 @pytest.mark.defect("C7-restarts-in-silence")
-def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(caplog: pytest.LogCaptureFixture):
+def test_restart_logs_engine_cause_and_count(caplog: pytest.LogCaptureFixture):
     client, _ = publisher_with_engines([KillableEngine("a")], budget=4)
     asyncio.run(client.generate([request("r1")]))
     (line,) = [record.message for record in caplog.records if record.name == "skyrl_train.trainer.publisher"]
@@ -115,7 +115,7 @@ def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(
 
 
 @pytest.mark.defect("C2-a-dead-node-is-restarted")
-def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_it():
+def test_lost_cluster_ends_restarts():
     started: list[str] = []
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
@@ -133,7 +133,7 @@ def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_i
 
 
 @pytest.mark.defect("restarts-without-a-sender")
-def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
+def test_restart_is_not_repeated_without_responsive_ranks():
     started: list[str] = []
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
@@ -151,7 +151,7 @@ def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
 
 
 @pytest.mark.fault("F29")
-def test_whoever_hangs_up_in_a_restart_does_not_end_it():
+def test_canceled_request_does_not_cancel_restart():
     may_start = asyncio.Event()
     client, publisher = publisher_with_engines([KillableEngine("a")], 1, may_start)
 
@@ -169,7 +169,7 @@ def test_whoever_hangs_up_in_a_restart_does_not_end_it():
 
 
 @pytest.mark.fault("F31")
-def test_no_engine_comes_back_in_the_middle_of_a_sync():
+def test_engine_does_not_join_during_a_sync():
     survivor, may_start, may_load = KillableEngine("b", lives=True), asyncio.Event(), asyncio.Event()
     client = EngineClient([KillableEngine("a"), survivor], deadline_s=5)
     order: list[str] = []
@@ -220,7 +220,7 @@ def test_the_living_are_left_alone():
 
 
 @pytest.mark.defect("one-restart-holds-up-all")
-def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_too():
+def test_sync_does_not_wait_for_starting_engines():
     second, survivor, may_start = KillableEngine("b", lives=True), KillableEngine("c", lives=True), asyncio.Event()
     second.synced = survivor.synced = True
     started: list[str] = []
@@ -246,7 +246,7 @@ def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_to
 
 
 @pytest.mark.defect("one-restart-holds-up-all")
-def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_next_sync():
+def test_next_sync_raises_failed_background_restart():
     async def run() -> None:
         other = KillableEngine("b", lives=True)
         other.synced = True
@@ -261,7 +261,7 @@ def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_ne
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_go_on(at_once: bool):
+def test_dead_engine_restarts_immediately_in_async_runs(at_once: bool):
     async def run() -> tuple[dict[str, str], int]:
         other = KillableEngine("b", lives=True)
         other.synced = True
@@ -276,7 +276,7 @@ def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_g
 
 
 @pytest.mark.defect("all-restarts-waited-for")
-def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_start():
+def test_first_restarted_engine_serves_while_others_start():
     async def run() -> None:
         client = EngineClient([KillableEngine("a"), KillableEngine("b")], deadline_s=5)
         others_may_start = asyncio.Event()
@@ -300,7 +300,7 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_when_there_is_one(
+def test_engine_without_node_is_retried_later(
     others: bool, caplog: pytest.LogCaptureFixture
 ):
     room = False
@@ -339,7 +339,7 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
 
 
 @pytest.mark.defect("each-engine-of-a-lost-node-waited-for-another")
-def test_of_engines_without_a_node_one_waits_for_another_node_and_none_ends_a_run_that_others_can_go_on_with():
+def test_only_one_engine_waits_for_a_node():
     told: list[tuple[str, bool]] = []
     homes = {"d"}
 

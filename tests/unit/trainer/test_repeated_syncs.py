@@ -35,7 +35,7 @@ class FailingEngine(ScriptedEngine):
 @pytest.mark.fault("F29")
 @pytest.mark.defect("syncs-that-were-repeated-are-in-no-row")
 @pytest.mark.parametrize("dying", [1, 2])
-def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, monkeypatch: pytest.MonkeyPatch):
+def test_repeated_sync_reports_its_last_metrics(dying: int, monkeypatch: pytest.MonkeyPatch):
     engines = [FailingEngine(name=f"engine {index}") for index in range(2)]
     client = EngineClient(engines, deadline_s=5)
     trainer = LocalTrainer(tiny_model(vocab_size=64, hidden_size=32))

@@ -29,7 +29,7 @@ def groups_of(*lengths: int, count: int, prompt: str = "what?") -> list[Trajecto
     return groups
 
 
-def test_a_table_has_all_samples_of_the_first_groups_and_the_few_the_first_of_each():
+def test_table_rows_have_all_samples_of_first_groups():
     groups = groups_of(*[10] * 6, count=9)
     rows = table_rows(groups)
     assert len(rows) == TABLE_ROWS == 32
@@ -40,7 +40,7 @@ def test_a_table_has_all_samples_of_the_first_groups_and_the_few_the_first_of_ea
 
 
 @pytest.mark.parametrize(("lengths", "count"), [((100_000,) * 8, 4), ((50, 200_000, 300), 3), ((65_531,), 1)])
-def test_the_longest_texts_of_a_table_are_cut_until_all_fit(lengths: tuple[int, ...], count: int):
+def test_longest_table_texts_are_truncated(lengths: tuple[int, ...], count: int):
     groups = groups_of(*lengths, count=count)
     rows = table_rows(groups)
     kept = 0

@@ -166,7 +166,7 @@ def test_the_oldest_steps_make_room(tmp_path: Path):
     assert RolloutReader(tmp_path / "run").steps() == [5, 6, 7]
 
 
-def test_a_run_that_goes_on_within_a_bound_has_the_files_of_one_that_never_ended(tmp_path: Path):
+def test_resumed_run_keeps_the_same_rollout_files(tmp_path: Path):
     groups = groups_of_all_kinds(more=30)
     batch = scored_batch(groups)
     keep(RolloutWriter(tmp_path / "one"), 1, groups, batch)
@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_within_a_bound_has_the_files_of_one_that_never_ended
     assert files[0] == files[1] and len(files[0]) == 4
 
 
-def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_too_large_step_deletes_no_other_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write_rollouts(tmp_path, 1, synthetic_rollouts(4))
     kept = RolloutWriter(tmp_path, max_bytes=step_file(tmp_path, 1).stat().st_size + 10)
     groups = groups_of_all_kinds(more=300)
@@ -230,7 +230,7 @@ def test_messages_that_nobody_can_write_cost_no_run(tmp_path: Path, caplog: pyte
         deep = deep[0]
 
 
-def test_a_tokenizer_that_cannot_tell_its_texts_costs_those_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_failing_vocabulary_omits_only_token_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def vocabulary() -> list[str]:
         raise KeyError("no such token")
 
@@ -241,7 +241,7 @@ def test_a_tokenizer_that_cannot_tell_its_texts_costs_those_alone(tmp_path: Path
     assert caplog.text.count("texts of token ids are unknown (KeyError") == 1
 
 
-def test_what_was_in_the_loss_before_a_correction_is_kept(tmp_path: Path):
+def test_loss_spans_before_correction_are_written(tmp_path: Path):
     groups = groups_of_all_kinds()
     batch = scored_batch(groups)
     keep(RolloutWriter(tmp_path), 1, groups, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
@@ -260,7 +260,7 @@ def test_a_run_that_goes_on_forgets_later_steps(tmp_path: Path):
     RolloutWriter(tmp_path / "new").begin(0)
 
 
-def test_the_step_waits_for_its_file_also_when_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_canceled_step_still_waits_for_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     groups = groups_of_all_kinds()
     batch, kept = scored_batch(groups), RolloutWriter(tmp_path)
 

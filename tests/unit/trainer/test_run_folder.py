@@ -37,14 +37,14 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_new_folder_is_made_and_the_same_run_may_enter_again(tmp_path: Path):
+def test_same_run_may_enter_its_folder_again(tmp_path: Path):
     for resuming in (False, True):
         with RunFolder(tmp_path / "runs" / "a", IDENTITY, resuming) as run:
             assert (run.path / "run.json").is_file()
 
 
 @pytest.mark.fault("F06")
-def test_a_folder_in_use_is_refused_and_free_again_after_kill_9(tmp_path: Path):
+def test_lock_is_released_when_its_holder_is_killed(tmp_path: Path):
     code = (
         "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunFolder\n"
         f"with RunFolder(Path(sys.argv[1]), {IDENTITY!r}, True): print('held', flush=True); time.sleep(60)"
@@ -87,7 +87,7 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path: Path, resumi
 
 
 @pytest.mark.fault("F06")
-def test_what_is_known_before_anything_starts_is_enough_to_refuse_another_run(tmp_path: Path):
+def test_other_run_is_rejected_before_anything_starts(tmp_path: Path):
     adapted = {**IDENTITY, "adapters": {"rank": 8, "alpha": 16}}
     known = {key: value for key, value in IDENTITY.items() if key != "train_data"}
     check_same_run(tmp_path, known)

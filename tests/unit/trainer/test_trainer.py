@@ -28,7 +28,7 @@ from skyrl_train.trainer.trainer import ColocatedOffloadManager, StepProfiler, S
 from tests.support.fake_trainer_parts import FakeTrainerParts, trainer_of
 
 
-def test_a_run_is_publish_evaluate_then_rollouts_update_and_publish_of_every_step():
+def test_order_of_events_in_a_run():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     asyncio.run(trainer.fit())
@@ -44,7 +44,7 @@ def test_a_run_is_publish_evaluate_then_rollouts_update_and_publish_of_every_ste
     assert fakes.logged[1]["rollouts/max_staleness"] == 0
 
 
-def test_a_resumed_run_publishes_its_step_and_goes_on_from_there():
+def test_resumed_run_publishes_its_step_first():
     fakes = FakeTrainerParts(resumed_at=2)
     asyncio.run(trainer_of(fakes).fit())
     assert fakes.events[:3] == ["publish 2", "begin 2/3", "score"]
@@ -65,7 +65,7 @@ def test_without_evaluation_data_a_run_trains_all_the_same():
     assert not any(event.startswith("evaluate") for event in fakes.events)
 
 
-def test_the_batch_of_every_step_is_written_with_its_advantages_under_the_step_that_metrics_have(tmp_path: Path):
+def test_batch_dump_has_advantages_and_step_number(tmp_path: Path):
     fakes = FakeTrainerParts()
     asyncio.run(trainer_of(fakes, batch_dump=BatchDump(tmp_path)).fit())
     files = [tmp_path / f"global_step_{step}_training_input.safetensors" for step in (1, 2, 3)]
@@ -80,7 +80,7 @@ def test_the_batch_of_every_step_is_written_with_its_advantages_under_the_step_t
 
 
 @pytest.mark.parametrize("written", ["beside the update", "after it", "not"])
-def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_path: Path, written: str):
+def test_conversations_are_freed_before_the_update(tmp_path: Path, written: str):
     """If the update tells the trainer's log-probs, those that are kept are held until it has."""
 
     class Said(dict[str, Any]):
@@ -137,7 +137,7 @@ def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_pat
     assert len(read_batch(tmp_path / "global_step_3_training_input.safetensors")[1]) == 2
 
 
-def test_what_goes_through_all_rollouts_does_so_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+def test_work_on_all_rollouts_runs_in_threads(monkeypatch: pytest.MonkeyPatch):
     seen: dict[str, bool] = {}
 
     def watch(name: str) -> None:
@@ -156,7 +156,7 @@ def test_what_goes_through_all_rollouts_does_so_in_a_thread(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_rewards_of_tokens_are_held_only_where_a_step_reads_them(reads: bool):
+def test_token_rewards_exist_only_if_needed(reads: bool):
     class Step:
         needs_token_rewards = reads
 
@@ -170,7 +170,7 @@ def test_rewards_of_tokens_are_held_only_where_a_step_reads_them(reads: bool):
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
-def test_engines_sleep_while_the_learner_works_and_take_weights_awake():
+def test_colocated_engines_sleep_while_the_learner_works():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes))  # type: ignore[arg-type]
     asyncio.run(trainer.fit())
@@ -181,7 +181,7 @@ def test_engines_sleep_while_the_learner_works_and_take_weights_awake():
     assert "sleep onload score update 4 keep wake weights publish 1 offload wake all sleep" in text
 
 
-def test_a_step_says_how_long_moves_took_apart_from_those_of_its_sync_and_of_evaluations(
+def test_move_time_excludes_sync_and_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A clock that only moves tell: an offload is a second, a wake-up 10, a sleep 100, an onload 1,000."""
@@ -211,7 +211,7 @@ def test_a_step_says_how_long_moves_took_apart_from_those_of_its_sync_and_of_eva
     assert [fakes.logged[step]["timing/move_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
 
 
-def test_engines_give_up_their_weights_only_if_a_sync_brings_new_ones_before_they_generate():
+def test_sleep_level_2_only_before_a_sync():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes, sleep_level_before_sync=2))  # type: ignore[arg-type]
     asyncio.run(trainer.fit())
@@ -232,7 +232,7 @@ def test_engines_sleep_also_after_an_exception_in_a_rollout():
     assert fakes.events == ["offload", "wake all", "sleep"]
 
 
-def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_weights():
+def test_failed_sync_stops_before_sampling_stale_weights():
     fakes = FakeTrainerParts()
     fakes.fail_at_version = 1
     with pytest.raises(WeightSyncError):
@@ -241,7 +241,7 @@ def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_wei
     assert fakes.version == 0
 
 
-def test_what_was_learnt_is_saved_when_nothing_more_can_be_learnt_from():
+def test_failed_rollouts_save_the_trained_steps():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     collect = trainer.collector.next_groups
@@ -257,14 +257,14 @@ def test_what_was_learnt_is_saved_when_nothing_more_can_be_learnt_from():
     assert fakes.events[-1] == "save 1"
 
 
-def test_the_last_step_of_an_epoch_is_smaller_and_none_crosses_it():
+def test_steps_do_not_cross_epochs():
     schedule = StepSchedule(num_prompts=10, train_batch_size=4, epochs=2)
     assert schedule.total_steps == 6
     assert [schedule.num_prompts_in_step(step) for step in range(8)] == [4, 4, 2, 4, 4, 2, 0, 0]
     assert [schedule.first_prompt_of_step(step) for step in range(7)] == [0, 4, 8, 10, 14, 18, 20]
 
 
-def test_max_steps_ends_a_run_early_and_never_makes_it_longer():
+def test_max_steps_only_shortens_a_run():
     assert StepSchedule(10, 4, 2, max_steps=5).total_steps == 5
     assert StepSchedule(10, 4, 2, max_steps=50).total_steps == 6
     assert StepSchedule(10, 4, 2, max_steps=5).num_prompts_in_step(5) == 0
@@ -304,7 +304,7 @@ def take_steps(profiles: StepProfiler, steps: range) -> None:
     asyncio.run(run())
 
 
-def test_steps_that_are_named_are_profiled_and_a_dead_process_costs_its_own_profile(
+def test_selected_steps_are_profiled_despite_dead_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     ranks = [Rank("learner 0"), Rank("learner 1", dies=True)]
@@ -320,7 +320,7 @@ def test_steps_that_are_named_are_profiled_and_a_dead_process_costs_its_own_prof
     ]
 
 
-def test_a_step_that_is_taken_again_leaves_its_earlier_profile_alone(tmp_path: Path):
+def test_repeated_step_archives_earlier_profile(tmp_path: Path):
     for _ in range(2):
         take_steps(StepProfiler([1], tmp_path, lambda: [Rank("engine 0")]), range(1, 2))
     files = {"engine_0.json.gz", "slowest.txt"}
@@ -328,7 +328,7 @@ def test_a_step_that_is_taken_again_leaves_its_earlier_profile_alone(tmp_path: P
     assert {path.name for path in (tmp_path / "step_1" / "attempt_1").iterdir()} == files
 
 
-def test_a_step_that_fails_has_no_profile_and_raises_its_own_error(tmp_path: Path):
+def test_failed_step_is_not_profiled(tmp_path: Path):
     async def run() -> None:
         async with StepProfiler([1], tmp_path, list).profile_step(1):
             raise ValueError("of the step")
@@ -338,7 +338,7 @@ def test_a_step_that_fails_has_no_profile_and_raises_its_own_error(tmp_path: Pat
     assert list((tmp_path / "step_1").iterdir()) == []
 
 
-def test_engines_may_join_from_the_first_sync_until_the_trainer_closes():
+def test_scaler_runs_from_first_sync_to_close():
     class Scaler:
         def start(self) -> None:
             fakes.events.append("scaler begins")
@@ -359,7 +359,7 @@ def test_engines_may_join_from_the_first_sync_until_the_trainer_closes():
     assert fakes.events[-1] == "scaler ends"
 
 
-def test_no_engine_joins_while_the_last_step_of_a_failed_run_is_saved():
+def test_scaler_stops_before_the_final_save():
     class Scaler:
         def start(self) -> None: ...
 
