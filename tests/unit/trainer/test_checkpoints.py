@@ -52,7 +52,7 @@ def test_from_path_loads_checkpoint_of_another_run(tmp_path: Path):
     other = CheckpointStore(tmp_path / "other")
     save(other, 4)
     save(other, 8)
-    found = CheckpointStore(tmp_path / "mine").find_resumable("from_path", tmp_path / "other" / "global_step_4")
+    found = CheckpointStore(tmp_path / "own").find_resumable("from_path", tmp_path / "other" / "global_step_4")
     assert found is not None
     assert found.step == 4
 
@@ -85,7 +85,7 @@ def test_pruning_uses_the_manifest_step(tmp_path: Path):
 def test_resume_path_may_be_a_symbolic_link(tmp_path: Path):
     save(CheckpointStore(tmp_path / "there"), 30)
     (tmp_path / "global_step_40").symlink_to(tmp_path / "there" / "global_step_30")
-    found = CheckpointStore(tmp_path / "mine").find_resumable("from_path", tmp_path / "global_step_40")
+    found = CheckpointStore(tmp_path / "own").find_resumable("from_path", tmp_path / "global_step_40")
     assert found is not None and found.step == 30
 
 
@@ -109,7 +109,7 @@ def test_malformed_json_counts_as_damage(tmp_path: Path, name: str, content: byt
         save(checkpoints, step)
     folder = tmp_path / "global_step_2"
     (folder / name).write_bytes(content)
-    if name == "trainer_state.json":  # as a forger would
+    if name == "trainer_state.json":  # make the checksum match
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -117,7 +117,7 @@ def test_malformed_json_counts_as_damage(tmp_path: Path, name: str, content: byt
     found = checkpoints.find_resumable("latest")
     assert time.monotonic() - started < 3
     if content == b'{"files": 3}' and name == "trainer_state.json":
-        assert found is not None and found.step == 2  # an object like any other
+        assert found is not None and found.step == 2  # any JSON object is a valid state
     else:
         assert found is not None and found.step == 1
 
@@ -160,13 +160,13 @@ def test_kill_during_replacement_keeps_old_checkpoint(tmp_path: Path, monkeypatc
     save(checkpoints, 1)
     rename = Path.rename
 
-    def killed(path: Path, target: Path) -> Path:
+    def interrupted(path: Path, target: Path) -> Path:
         if path.name.endswith(".partial"):
-            raise KeyboardInterrupt  # the old one is out of the way, the new one not there yet
+            raise KeyboardInterrupt  # the old folder is renamed, the new one is not yet in place
         return rename(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
+        patch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save(checkpoints, 1)
     assert checkpoints.steps() == []
@@ -191,40 +191,42 @@ def test_later_checkpoints_are_set_aside_after_going_back(tmp_path: Path):
     found = checkpoints.find_resumable("latest")
     assert found is not None
     assert found.step == 15
-    assert find_checkpoint_damage(tmp_path / "global_step_30.set_aside_0") is None, "nothing of the user's is deleted"
+    assert find_checkpoint_damage(tmp_path / "global_step_30.set_aside_0") is None, (
+        "later checkpoints are renamed, not deleted"
+    )
 
 
 @pytest.mark.fault("F35")
 def test_interrupted_save_is_reported_but_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
-    torn = checkpoints.begin(2)
-    (torn / "half").write_text("x")
+    partial = checkpoints.begin(2)
+    (partial / "file").write_text("x")
     with caplog.at_level(logging.WARNING):
         found = CheckpointStore(tmp_path).find_resumable("latest")
     assert found is not None
     assert found.step == 1
     assert "global_step_2.partial is incomplete" in caplog.text
-    assert (torn / "half").exists()
-    assert list(checkpoints.begin(2).iterdir()) == [], "the same step's next save starts from an empty folder"
+    assert (partial / "file").exists()
+    assert list(checkpoints.begin(2).iterdir()) == [], "the next save of the step starts with an empty folder"
 
 
-def missing(file: Path) -> None:
+def delete(file: Path) -> None:
     file.unlink()
 
 
-def truncated(file: Path) -> None:
+def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
-def flipped(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 @pytest.mark.fault("F36")
-@pytest.mark.parametrize("damage", [missing, truncated, flipped])
+@pytest.mark.parametrize("damage", [delete, truncate, flip_bit])
 @pytest.mark.parametrize("name", ["policy/rank0.safetensors", "trainer_state.json", "manifest.json"])
 def test_damaged_checkpoint_falls_back_to_the_previous(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, name: str
@@ -242,7 +244,7 @@ def test_damaged_checkpoint_falls_back_to_the_previous(
 @pytest.mark.fault("F36")
 def test_damage_to_all_checkpoints_is_an_error(tmp_path: Path):
     checkpoints = CheckpointStore(tmp_path)
-    flipped(save(checkpoints, 1) / "policy" / "rank0.safetensors")
+    flip_bit(save(checkpoints, 1) / "policy" / "rank0.safetensors")
     with pytest.raises(CheckpointError, match=r"\[1\]"):
         checkpoints.find_resumable("latest")
 
@@ -254,10 +256,10 @@ def test_full_disk_keeps_earlier_checkpoint_loadable(tmp_path: Path, monkeypatch
     folder = checkpoints.begin(2)
     (folder / "big").write_text("x")
 
-    def full(descriptor: int) -> None:
+    def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
         checkpoints.commit(2, {})
     found = checkpoints.find_resumable("latest")
@@ -313,14 +315,14 @@ def test_kill_during_save_loses_only_that_save(tmp_path: Path, seed: int):
     assert process.stdout.readline() == "ready\n"
     time.sleep(random.Random(seed).uniform(0.0, 0.3))
     process.send_signal(signal.SIGKILL)
-    said, _ = process.communicate(timeout=30)
-    committed = max((int(line) for line in said.split()), default=0)
+    output, _ = process.communicate(timeout=30)
+    committed = max((int(line) for line in output.split()), default=0)
     found = CheckpointStore(tmp_path).find_resumable("latest")
     step = found.step if found else 0
-    assert step in (committed, committed + 1), "the rename of the next one may have come through before the kill"
+    assert step in (committed, committed + 1), "the next checkpoint may be committed but not printed"
     assert found is None or found.state["step_again"] == step
     again = save(CheckpointStore(tmp_path, max_ckpts_to_keep=2), step + 1)
-    assert find_checkpoint_damage(again) is None, "saving goes on over what the crash left"
+    assert find_checkpoint_damage(again) is None, "a save works in spite of what the crash left"
 
 
 def test_files_are_durable_before_they_become_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -349,7 +351,7 @@ def test_files_are_durable_before_they_become_visible(tmp_path: Path, monkeypatc
         written = partial / name
         assert written in durable_before or written.with_name(f".{name.name}.new") in durable_before, name
     assert partial in durable_before
-    assert ("fsync", tmp_path) in events[visible:], "the folder's new name is durable too"
+    assert ("fsync", tmp_path) in events[visible:], "the new name of the folder is durable"
     for position, (kind, path) in enumerate(events):
         if kind == "rename" and path.suffix == ".new":
             assert ("fsync", path) in events[:position]
@@ -365,7 +367,7 @@ def test_state_without_a_step_is_a_damaged_checkpoint(
     folder = tmp_path / "run" / "global_step_1"
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").write_text(state)
-    held = {"bytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"files": {"trainer_state.json": held}}))
+    digest = {"bytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"trainer_state.json": digest}}))
     with pytest.raises(CheckpointError), open_run_checkpoint(f"{scheme}{folder}", ()):
         pass
