@@ -20,7 +20,7 @@ from skyrl_train.cluster.addresses import BIND_ADDRESS, NODE_ADDRESS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.learner.batch_sharding import StoredCall
+from skyrl_train.learner.batch_sharding import ForwardPlan, StoredCall
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
@@ -56,7 +56,7 @@ def gradients(
 def padded_gradients(
     model_path: str, batch: TrainBatch, objective: PolicyObjective = FULL_OBJECTIVE, reduction: Any = TOKEN_MEAN
 ) -> dict[str, Tensor]:
-    """Return the gradients of the padded batch, computed by the model's address forward method: the reference result."""
+    """Return the reference gradients: those of the padded batch in the model's own forward method."""
     model = load_causal_lm(model_path, dtype=torch.float32)
     logprobs, entropy = padded_scores(model, batch)
     objective(
@@ -318,7 +318,8 @@ def test_ranks_receive_concurrent_calls_in_one_order():
 
     async def run() -> None:
         await asyncio.gather(
-            group.call_sharded("forward", [StoredCall([], None)] * 4), group.call_all("prepare_manifest")
+            group.call_sharded("forward", [StoredCall([], ForwardPlan([], 0, False))] * 4),
+            group.call_all("prepare_manifest"),
         )
 
     asyncio.run(run())

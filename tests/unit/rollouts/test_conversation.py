@@ -29,7 +29,7 @@ PROMPT = Prompt("7", [{"role": "user", "content": "2 + 2?"}], "toy")
 
 
 class ToyEpisode:
-    """Rewards the length of the text; fails as told."""
+    """An episode whose reward is the length of the text, or that fails with the given kind."""
 
     def __init__(self, messages: list[Message], failure: str | None):
         self.messages = messages
@@ -93,32 +93,32 @@ def test_trained_ids_are_the_sampled_ids():
 
 
 @pytest.mark.defect("environments-made-any-number-of-metrics")
-def test_names_of_an_environment_s_numbers_are_bounded(caplog: pytest.LogCaptureFixture):
-    class Naming(ToyEpisode):
+def test_names_of_environment_metrics_are_limited(caplog: pytest.LogCaptureFixture):
+    class NamingEpisode(ToyEpisode):
         async def step(self, text: str) -> StepOutput:
             names = ["turns", "x" * (MAX_METRIC_LENGTH + 1), *(f"{id(self)}/{number}" for number in range(100))]
             return StepOutput([], 1.0, True, dict.fromkeys(names, 1))
 
     class NamingEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
-            self.episodes.append(Naming(prompt.messages, None))
+            self.episodes.append(NamingEpisode(prompt.messages, None))
             return self.episodes[-1]
 
     rows = generate(ScriptedEngine(answer), NamingEnvironments([]), samples=5).trajectories
-    found = {name for row in rows for name in row.env_metrics}
-    assert len(found) == MAX_METRICS and max(map(len, found)) <= MAX_METRIC_LENGTH
+    names = {name for row in rows for name in row.env_metrics}
+    assert len(names) == MAX_METRICS and max(map(len, names)) <= MAX_METRIC_LENGTH
     assert all(row.env_metrics["turns"] == 1.0 and row.status == OK for row in rows)
     assert caplog.text.count("is not recorded. A run records at most") == 1
 
 
 def test_messages_are_opening_and_answer():
-    class Rewriting(ToyEnvironments):
+    class SystemMessageEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
             episode = await super().start(env_class, prompt)
             episode.messages = [{"role": "system", "content": "be brief"}, *prompt.messages]
             return episode
 
-    (row,) = generate(ScriptedEngine(answer), Rewriting([]), samples=1).trajectories
+    (row,) = generate(ScriptedEngine(answer), SystemMessageEnvironments([]), samples=1).trajectories
     assert [message["content"] for message in row.messages] == ["be brief", "2 + 2?", "ab"]
     assert row.messages[-1]["role"] == "assistant"
 
@@ -150,7 +150,7 @@ def test_dead_engine_fails_only_the_group():
     assert {(row.status, row.error) for row in group.trajectories} == {(FAILED, "engine")}
 
 
-def test_a_group_whose_engine_died_closes_its_environments():
+def test_dead_engine_closes_the_environments():
     environments = ToyEnvironments([])
     generate(ScriptedEngine(answer, failures={"generate": EngineError("gone")}), environments)
     assert [episode.closed for episode in environments.episodes] == [True] * 3
@@ -183,7 +183,7 @@ def test_too_long_prompt_is_not_sampled():
     assert engine.batches == []
 
 
-def test_greedy_rollouts_are_scored_at_temperature_one():
+def test_greedy_rollouts_have_temperature_one():
     group = generate(ScriptedEngine(answer), ToyEnvironments([]), temperature=0.0)
     assert group.trajectories[0].temperature == 1.0
 
@@ -198,21 +198,21 @@ def test_empty_completion_has_no_loss_tokens():
 def test_many_groups_start_over_several_loop_iterations():
     started: Counter[int] = Counter()
 
-    class Counted(ToyEnvironments):
+    class CountingEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
-            started[turn] += 1
+            started[iteration] += 1
             return await super().start(env_class, prompt)
 
-    turn = 0
+    iteration = 0
 
     async def run() -> None:
-        nonlocal turn
+        nonlocal iteration
         client = EngineClient([ScriptedEngine(answer)], deadline_s=10.0)
         settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_input_length=100, rollout_s=10.0)
-        generator = ConversationGenerator(client, Counted([]), TOKENIZER, settings)  # type: ignore[arg-type]
+        generator = ConversationGenerator(client, CountingEnvironments([]), TOKENIZER, settings)  # type: ignore[arg-type]
         rollouts = [asyncio.ensure_future(generator.rollout(PROMPT, position)) for position in range(200)]
         while not all(rollout.done() for rollout in rollouts):
-            turn += 1
+            iteration += 1
             await asyncio.sleep(0)
         assert [rollout.result().prompt for rollout in rollouts] == [PROMPT] * 200
 
@@ -221,32 +221,32 @@ def test_many_groups_start_over_several_loop_iterations():
 
 
 def test_completion_is_freed_before_the_environment_step():
-    kept: list[int] = []
+    num_completions: list[int] = []
 
-    class Looking(ToyEpisode):
+    class CountingEpisode(ToyEpisode):
         async def step(self, text: str) -> StepOutput:
-            await asyncio.sleep(0.01)  # all of the group are here by then
-            kept.append(sum(type(one) is Completion for one in gc.get_objects()))
+            await asyncio.sleep(0.01)  # all episodes of the group are in their step by then
+            num_completions.append(sum(type(item) is Completion for item in gc.get_objects()))
             return await super().step(text)
 
     class Environments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
-            return Looking(prompt.messages, None)
+            return CountingEpisode(prompt.messages, None)
 
     gc.collect()
-    before = sum(type(one) is Completion for one in gc.get_objects())
+    before = sum(type(item) is Completion for item in gc.get_objects())
     group = generate(ScriptedEngine(answer), Environments([]))
     assert [item.reward for item in group.trajectories] == [2.0] * 3
-    assert kept == [before] * 3
+    assert num_completions == [before] * 3
 
 
 def test_turn_across_sync_reports_both_versions():
     item = Trajectory.empty(PROMPT, 0, 1.0)
-    ledger = TrajectoryBuilder(item)
-    ledger.start_episode([1, 2])
+    builder = TrajectoryBuilder(item)
+    builder.start_episode([1, 2])
     logprobs = np.zeros(5, dtype=np.float32)
     spans = [VersionSpan(0, 2, 3), VersionSpan(2, 5, 4)]
-    ledger.append_sample(Completion("r", np.arange(5, dtype=np.int32), logprobs, logprobs, "stop", spans))
+    builder.append_sample(Completion("r", np.arange(5, dtype=np.int32), logprobs, logprobs, "stop", spans))
     (turn,) = item.turns
     assert (turn.min_version, turn.max_version, turn.mean_version) == (3, 4, (2 * 3 + 3 * 4) / 5)
 

@@ -32,17 +32,17 @@ def shaped(*items: Trajectory, **settings: object) -> list[float]:
     return [item.reward for item in shaping(TrajectoryGroup(PROMPT, list(items))).trajectories]
 
 
-def test_nothing_is_changed_by_default():
-    cut = response(1.0, LIMIT, "length")
-    assert shaped(cut, response(-1.0)) == [1.0, -1.0]
-    assert cut.loss_mask.tolist() == [1] * LIMIT
-    assert cut.raw_reward is None
+def test_shaping_is_off_by_default():
+    truncated = response(1.0, LIMIT, "length")
+    assert shaped(truncated, response(-1.0)) == [1.0, -1.0]
+    assert truncated.loss_mask.tolist() == [1] * LIMIT
+    assert truncated.raw_reward is None
 
 
 @pytest.mark.parametrize(
     ("length", "expected"), [(1, 0.0), (15, 0.0), (16, 0.1), (18, 0.3), (19, 0.4), (20, 0.5), (25, 0.5)]
 )
-def test_the_penalty_is_dapo_s_equation_13(length: int, expected: float):
+def test_penalty_is_equation_13_of_dapo(length: int, expected: float):
     assert overlong_penalty(length, 20, OverlongBufferConfig(5, 0.5)) == pytest.approx(expected, abs=1e-15)
 
 
@@ -70,39 +70,45 @@ def test_unfinished_response_gets_no_reward():
 
 
 def test_unfinished_reward_is_at_most_the_worst():
-    cut_and_wrong, cut_and_right = response(-1.0, LIMIT, "length"), response(1.0, LIMIT, "length")
-    assert shaped(cut_and_wrong, zero_reward_on_non_stop=True) == [-1.0]
-    assert shaped(cut_and_right, response(-1.0), response(1.0), zero_reward_on_non_stop=True) == [-1.0, -1.0, 1.0]
+    wrong, right = response(-1.0, LIMIT, "length"), response(1.0, LIMIT, "length")
+    assert shaped(wrong, zero_reward_on_non_stop=True) == [-1.0]
+    assert shaped(right, response(-1.0), response(1.0), zero_reward_on_non_stop=True) == [-1.0, -1.0, 1.0]
 
 
 rewards = st.floats(-3, 3)
-ended = st.builds(response, rewards, st.integers(1, LIMIT))
-cut = st.builds(response, rewards, st.integers(1, LIMIT), st.just("length"))
+finished = st.builds(response, rewards, st.integers(1, LIMIT))
+truncated = st.builds(response, rewards, st.integers(1, LIMIT), st.just("length"))
 
 
-@given(st.lists(ended, min_size=1), st.lists(cut, min_size=1), st.integers(0, LIMIT), st.floats(0, 2), st.booleans())
+@given(
+    st.lists(finished, min_size=1),
+    st.lists(truncated, min_size=1),
+    st.integers(0, LIMIT),
+    st.floats(0, 2),
+    st.booleans(),
+)
 def test_truncated_answer_never_beats_a_wrong_one(
-    complete: list[Trajectory], truncated: list[Trajectory], buffer: int, factor: float, zero: bool
+    finished: list[Trajectory], truncated: list[Trajectory], buffer: int, factor: float, zero: bool
 ):
-    before = [item.reward for item in [*complete, *truncated]]
+    before = [item.reward for item in [*finished, *truncated]]
     settings = {"overlong_buffer": OverlongBufferConfig(buffer, factor), "zero_reward_on_non_stop": zero}
-    after = shaped(*complete, *truncated, **settings)
+    after = shaped(*finished, *truncated, **settings)
     assert all(new <= old for new, old in zip(after, before, strict=True)), "no reward is raised"
-    for old_cut, new_cut in list(zip(before, after, strict=True))[len(complete) :]:
-        for old, new in list(zip(before, after, strict=True))[: len(complete)]:
-            if zero or old_cut <= old:
-                assert new_cut <= new
+    for old_truncated, new_truncated in list(zip(before, after, strict=True))[len(finished) :]:
+        for old, new in list(zip(before, after, strict=True))[: len(finished)]:
+            if zero or old_truncated <= old:
+                assert new_truncated <= new
 
 
 def test_overlong_filtering_masks_by_stop_reason():
-    right, limit, cut_one = response(1.0), response(1.0, LIMIT), response(0.0, 4, "length")
-    assert shaped(right, limit, cut_one, apply_overlong_filtering=True) == [1.0, 1.0, 0.0]
-    batch = collate([TrajectoryGroup(PROMPT, [right, limit, cut_one])])
+    right, limit, truncated = response(1.0), response(1.0, LIMIT), response(0.0, 4, "length")
+    assert shaped(right, limit, truncated, apply_overlong_filtering=True) == [1.0, 1.0, 0.0]
+    batch = collate([TrajectoryGroup(PROMPT, [right, limit, truncated])])
     assert batch.sum_per_sequence(batch.loss_mask.long()).tolist() == [5, LIMIT, 0]
     assert batch.status.tolist() == [True, True, True], "its reward counts in the group's mean"
 
 
-def test_failed_episodes_are_left_as_they_are():
+def test_failed_episodes_are_not_shaped():
     failed = response(0.0, LIMIT, "length")
     failed.status = FAILED
     ended_badly = response(-1.0)
@@ -125,7 +131,7 @@ def test_token_rewards_sum_to_the_shaped_reward():
     assert items[1].reward == pytest.approx(-0.25 - 6 / 7)
 
 
-def test_a_masked_group_keeps_rewards_and_statuses():
+def test_masked_group_keeps_rewards_and_statuses():
     group = TrajectoryGroup(PROMPT, [response(1.0), response(1.0)])
     mask_group(group)
     assert [(item.status, item.reward, sum(item.loss_mask)) for item in group.trajectories] == [(OK, 1.0, 0)] * 2
