@@ -437,7 +437,7 @@ class LearnerWorker(WeightSenderMixin):
     def poll_save(self) -> dict[str, FileDigest] | None:
         """Return the digests of the files of the last `save` by name; None while they are being written.
 
-        Raises the error of the save, such as OSError. Call `save` again before the next call that follows a result.
+        Raises the error of the save, such as OSError. Must not be called again after a result before the next `save`.
         """
         assert self._writing is not None, "nothing was saved since the last call"
         if not self._writing.done():

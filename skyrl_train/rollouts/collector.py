@@ -510,7 +510,10 @@ class DynamicSampling:
     """The setting that disables dynamic sampling, for an error message."""
 
     def min_useful_groups(self, size: int) -> int:
-        """Return the number of a step's `size` groups that must be useful: at least 1, or 0 for an empty step."""
+        """Return the number of useful groups that a step of `size` groups needs: the ratio rounded up, but at least 1.
+
+        An empty step needs 0.
+        """
         return max(1, math.ceil(round(self.min_replace_ratio * size, 6))) if size else 0
 
     @property

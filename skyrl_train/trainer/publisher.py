@@ -84,7 +84,7 @@ class WeightPublisher:
             The metrics of the last sync, of the engines and the number of restarts.
 
         Raises:
-            SkyRLError: The sync failed although no engine died.
+            SkyRLError: The sync of an engine that is still alive failed.
             EnginesLost: An engine died and cannot be restarted.
         """
         client, pause_mode = self._client, self._pause_mode

@@ -29,7 +29,7 @@ register("parity_and_1", "parity_env:ParityEnv")
 
 @pytest.fixture
 def start(run: Run, small: Small, plugins: Path, tmp_path: Path) -> Start:
-    """Return a function that runs 2 steps per epoch, with rewards for a random model, and returns the metrics by step."""
+    """Return a function that runs 2 steps per epoch, with rewards for a random model, and returns its metrics."""
     (plugins / "parity_env.py").write_text(ENVIRONMENT)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
