@@ -275,7 +275,7 @@ def test_thread_waiting_for_a_full_queue_ends():
     queue: queues.Queue[TensorDictBase] = queues.Queue(1)
     llm_collector = collector(conversations(1), dialog_turns_per_batch=1, queue=queue)
     llm_collector.start()
-    with pytest.raises(RuntimeError, match="the collector's thread llm_collector"):
+    with pytest.raises(RuntimeError, match="the collector's thread collects"):
         next(iter(llm_collector))
     queue.get(timeout=DEADLINE_S)
     llm_collector.shutdown(DEADLINE_S)
