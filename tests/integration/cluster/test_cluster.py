@@ -150,10 +150,10 @@ def test_stall_report_names_the_late_rank(cluster: Cluster, tmp_path: Path, stop
         return caught.value, pids[1]
 
     error, pid = asyncio.run(run())
-    reason = "had not come so far, while others waited in a collective"
+    why = "had not reached the collective in which the other ranks waited"
     if stopped:
-        reason = f"does not answer (its process is stopped: kill -CONT {pid} lets it go on)"
-    assert f"did not finish within 3 s: policy rank 1 {reason}" in str(error)
+        why = f"does not respond (its process is stopped; kill -CONT {pid} resumes it)"
+    assert f"did not finish within 3 s: policy rank 1 {why}" in str(error)
     assert str(tmp_path / "stacks.txt") in str(error)
     first, second = (tmp_path / "stacks.txt").read_text().split("=== policy rank 1")
     assert "in all_reduce" in first

@@ -84,7 +84,7 @@ def test_each_role_has_a_file_and_the_terminal_what_a_person_needs(
     line = TALKATIVE[: TALKATIVE.index("return len(mask) // 0")].count("\n") + 1
     ended, where, cause = failed.stderr.splitlines()[-3:]
     assert where == f"The traceback is in {logs / 'driver.log'}."
-    assert ended == "It ended in step 3 of 6."
+    assert ended == "The run ended in step 3 of 6."
     place = f"{plugins / 'talkative_plugin.py'}:{line} in divide"
     assert cause.startswith("learner 0.update: ZeroDivisionError: ") and cause.endswith(f" ({place})"), cause
 

@@ -15,7 +15,7 @@ import pytest
 
 from skyrl_train.report.rollout_files import RolloutReader
 from tests.integration.runs.conftest import arithmetic, command, small  # noqa: F401
-from tests.integration.runs.test_async import AHEAD
+from tests.integration.runs.test_async import ASYNC_OVERRIDES
 from tests.integration.viewer.conftest import Shown, reported, shown, sync_api, watching
 from tests.integration.viewer.test_curves import FIRST, PIXELS, chart
 
@@ -37,7 +37,7 @@ def test_a_run_with_a_tool_and_an_asynchronous_one_are_reported_and_watched(
 ):
     trained([sys.executable, str(TOOL), "--output", str(tmp_path / "tool"), *SHORT])
     overrides = request.getfixturevalue("small")(tmp_path / "async")
-    trained(command("main_base", [*AHEAD, *overrides]))
+    trained(command("main_base", [*ASYNC_OVERRIDES, *overrides]))
     runs = [tmp_path / "tool" / "grpo", tmp_path / "async" / "ckpts"]
     browser = request.getfixturevalue("browser")
     with shown(browser, reported(runs, tmp_path)) as window:

@@ -121,7 +121,7 @@ def test_a_changed_weight_and_a_changed_configuration_are_noticed(whole: Path, t
         assert verify_model(policy, folder, torch.float32).max_logprob_diff < 1e-4
         weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is not what it is in the checkp"):
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight differs from the checkpoint"):
             verify_model(policy, folder, torch.float32)
         written(whole, folder, overwrite=True)
         config = json.loads((folder / "config.json").read_text())
@@ -133,7 +133,7 @@ def test_a_changed_weight_and_a_changed_configuration_are_noticed(whole: Path, t
 
 def test_an_adapter_of_a_changed_model_is_not_handed_out(tmp_path: Path, tiny_model_path: str):
     checkpoint = save_run(tmp_path / "run", tiny_model_path, *LORA, "trainer.rope_theta=100", rope_theta=100.0)
-    with pytest.raises(CheckpointError, match="export such a run without --adapter"):
+    with pytest.raises(CheckpointError, match="Export such a run without --adapter"):
         written(checkpoint, tmp_path / "adapter", adapter=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing is left"
     written(checkpoint, tmp_path / "model")
@@ -277,7 +277,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
     for arguments, message in (
         (
             [str(run), "--to", "x"],
-            r"is no checkpoint: give RUN/global_step_N of a finished save. There are global_step_2",
+            r"is not a checkpoint. Give RUN/global_step_N of a finished save. This folder contains global_step_2",
         ),
         ([str(whole), "--to", "x", "--adapter"], "the run has trained the whole model"),
         ([str(whole), "--to", "x", "--dtype", "int8"], "must be one of float32, bfloat16"),
@@ -372,7 +372,7 @@ def test_export_that_renders_another_prompt_is_refused(
 
     original = PreTrainedTokenizerBase.save_pretrained
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", without_template)
-    with pytest.raises(CheckpointError, match=r"a prompt has the ids \[.*\], but in training it had \["):
+    with pytest.raises(CheckpointError, match=r"encodes a prompt as \[.*\], but the tokenizer of the training as \["):
         written(adapted, tmp_path / "export", adapter=adapter)
     assert list(tmp_path.iterdir()) == []
 

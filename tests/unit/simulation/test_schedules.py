@@ -166,7 +166,7 @@ class RecordedRun:
         async def record_groups(step: int, metrics: Metrics) -> list[TrajectoryGroup]:
             groups = await next_groups(step, metrics)
             self.trained[step] = list(groups)  # a copy, because the loop clears its own list
-            pending = [task for task in collector._queue._pending if not task.done() or task.result().useful]
+            pending = [task for task in collector._queue._pending if not task.done() or task.result().is_useful]
             self.max_pending = max(self.max_pending, len(pending))
             return groups
 
