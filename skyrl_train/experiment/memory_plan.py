@@ -221,8 +221,8 @@ def model_shape(
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{key}={path!r} is not a {description} that transformers can build ({str(error).splitlines()[0]}). Choose "
-                "another model."
+                f"{key}={path!r} is not a {description} that transformers can build "
+                f"({str(error).splitlines()[0]}). Choose another model."
             ) from error
     return _shapes[cache_key]
 
@@ -259,7 +259,7 @@ def _shape_of(
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     key_value_heads = max(get_layer_sizes(text, "num_key_value_heads"), default=heads) // tensor_parallel_size
     head_dim = max(get_layer_sizes(text, "head_dim"), default=hidden // heads)
-    # One-dimensional weights belong to norms. Those that are not as wide as the residual stream are of queries and keys.
+    # One-dimensional weights belong to norms. If not as wide as the residual stream, they normalize queries and keys.
     named = layers[0].named_parameters() if layers else ()
     norms = [len(weight) for name, weight in named if weight.ndim == 1 and name.endswith("weight")]
     return ModelShape(

@@ -71,9 +71,9 @@ def test_a_probe_says_what_to_set_and_leaves_nothing(
     assert not Path(cfg.trainer.export_path).exists()
     assert not [path for path in temporary.iterdir() if path.name.startswith("skyrl-probe-")]
     text = capsys.readouterr().out
-    for part in ("generate", "score", "update", "weight sync", "step", "the run:", "evaluations", LIMIT, "µs a token"):
+    for part in ("generate", "score", "update", "weight sync", "step", "the run:", "evaluations", LIMIT, "µs per token"):
         assert part in text
-    assert "nothing to divide: one slot" in text
+    assert "no other split, because there is one slot" in text
     assert "DOES NOT FIT" not in text
     for line in text.splitlines():
         if line.startswith("set "):

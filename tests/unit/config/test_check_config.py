@@ -143,11 +143,11 @@ def test_a_plan_says_what_every_role_holds_and_whether_it_fits(
         "logits",
         "weight-sync buckets",
         "KV cache",
-        "at its peak",
+        "peak",
         "all slots together",
         ": fits",
         "the run",
-        "tokens a step",
+        "tokens per step",
         "measured by --probe",
     ]
     assert [part for part in said if part not in text] == []

@@ -49,7 +49,7 @@ def test_a_check_that_fails_or_hangs_is_a_finding_and_no_end():
         yield CheckResult("fine", OK, "said")
 
     try:
-        found = run_checks([broken, hangs_on, fine], seconds=0.5)
+        found = run_checks([broken, hangs_on, fine], timeout_s=0.5)
     finally:
         go_on.set()
     assert [(one.what, one.state) for one in found] == [("broken", NOTE), ("hangs on", NOTE), ("fine", OK)]

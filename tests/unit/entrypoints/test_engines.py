@@ -65,7 +65,7 @@ def test_who_ask_at_the_same_time_are_all_heard(tmp_path: Path):
 def test_the_last_engine_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with under_way(tmp_path):
         said = refused(capsys, "remove", "2", str(tmp_path))
-    assert "remove 2: 2 are wanted now, and a run has at least one. Remove at most 1." in said
+    assert "remove 2: the target is 2 engines, and a run needs at least one. Remove at most 1." in said
     assert read_target(tmp_path) == 2
 
 
@@ -92,17 +92,17 @@ def test_what_is_no_run_or_none_under_way_is_refused(tmp_path: Path, capsys: pyt
     assert "is no run's folder: it has no config.yaml" in refused(capsys, "add", "1", str(tmp_path))
     with under_way(tmp_path):
         pass
-    assert "no run is under way in" in refused(capsys, "add", "1", str(tmp_path))
+    assert "no run is running in" in refused(capsys, "add", "1", str(tmp_path))
     with under_way(tmp_path):
         (tmp_path / ENGINES_FILE).unlink()
-        assert f"has no {ENGINES_FILE}: it is only starting" in refused(capsys, "add", "1", str(tmp_path))
+        assert f"has no {ENGINES_FILE}: it is still starting" in refused(capsys, "add", "1", str(tmp_path))
 
 
 @pytest.mark.parametrize(
     "arguments", [(), ("add", "0", "f"), ("add", "-1", "f"), ("add", "two", "f"), ("set", "2", "f")]
 )
 def test_what_it_does_not_understand_is_said(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
-    assert "It takes add N FOLDER or remove N FOLDER" in refused(capsys, *arguments)
+    assert "Give add N FOLDER or remove N FOLDER" in refused(capsys, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason():
         "trainer.algorithm.temperature=0.5 trainer.policy.megatron_config.moe_aux_loss_coeff=0.01 trainer.sed=1"
     )
     assert translate(text).problems == [
-        "examples.train.visgym.entrypoint has no counterpart here: docs/from_skyrl.md says how its programs run.",
-        "--env_variant: not key=value.",
-        "instruct: not key=value.",
+        "examples.train.visgym.entrypoint has no equivalent here. docs/from_skyrl.md says how to run SkyRL's programs.",
+        "--env_variant is not key=value.",
+        "instruct is not key=value.",
         "trainer.sed=1: unknown key. Did you mean trainer.seed?",
         "trainer.policy.megatron_config.moe_aux_loss_coeff=0.01: must be 0. trainer.algorithm.router_aux_loss_coef is "
         "the coefficient of a loss that balances experts.",
@@ -158,7 +158,7 @@ def test_keys_with_another_meaning_are_named():
         "generator.sampling_params.repetition_penalty=1.1 {}"
     )
     todays, older = "skyrl.train.entrypoints.main_base", "skyrl_train.entrypoints.main_base"
-    penalty, steps = "does not pass it to the engine", "are one sequence, as with merge_stepwise_output=true"
+    penalty, steps = "does not pass it to the engine", "become one sequence, as with merge_stepwise_output=true"
     notes = "\n".join(translate(text.format(todays, "")).notes)
     assert penalty in notes and steps in notes
     assert steps not in "\n".join(translate(text.format(todays, "generator.merge_stepwise_output=true")).notes)
@@ -188,8 +188,8 @@ def test_called_script_gets_arguments_and_variables(tmp_path: Path):
 def test_dropped_arguments_and_environment_are_named():
     done = translate("MINE=1 python -m skyrl.train.entrypoints.main_base trainer.seed=1", arguments=["trainer.seed=2"])
     assert done.notes[:2] == [
-        "the recipe does not pass on its arguments: trainer.seed=2 is left out.",
-        "the recipe exports MINE; if the run needs them, export them, too.",
+        "the recipe does not pass on its arguments, so trainer.seed=2 is left out.",
+        "the recipe exports MINE; export them, too, if the run needs them.",
     ]
 
 
@@ -205,7 +205,7 @@ def test_cispo_has_todays_bounds():
         ("echo a=1", "no command `... -m MODULE key=value ...` was found; loops and functions are not followed."),
         (
             "bash examples/train/gsm8k/run.sh trainer.seed=1",
-            "calls examples/train/gsm8k/run.sh, which was not found: name that script, and its arguments.",
+            "calls examples/train/gsm8k/run.sh, which was not found. Give that script and its arguments instead.",
         ),
         ("python -m skyrl.train.main_sft batch_size=4", "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md"),
         ("python examples/train/callbacks/main_sft_with_callbacks.py batch_size=4", "has keys of its own"),

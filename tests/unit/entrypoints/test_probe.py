@@ -188,7 +188,7 @@ def test_a_probe_says_what_a_step_takes_and_what_to_set():
     assert f"the run: {(30 + 10 * step_s) / 60:.1f} minutes (30 s to start, 10 steps)" in text
     assert f"set {LIMIT}=512: 2.00 times as fast" in text
     assert "DOES NOT FIT: out of memory" in text
-    assert "nothing to divide" in text
+    assert "no other split" in text
     assert "scaled from" not in text
     assert "a step of 8 prompts, scaled from steps of 2" in "\n".join(probe_lines(cfg, probed(cfg, 2)))
 
@@ -204,7 +204,7 @@ def test_a_size_is_only_proposed_if_it_is_clearly_faster():
 def test_without_a_probe_seconds_are_what_it_would_measure():
     text = "\n".join(run_lines(config(), [], DataStats(40, 20.4)))
     assert text.count(MEASURED) == 2
-    assert "8 prompts x 5 samples x (20 of a prompt, in the mean + 1,024 of an answer, the most)" in text
-    assert "40 prompts, 8 a step, trainer.epochs=1" in text
+    assert "8 prompts x 5 samples x (20 per prompt, on average + up to 1,024 per answer)" in text
+    assert "40 prompts, 8 per step, trainer.epochs=1" in text
     unknown = "\n".join(run_lines(config(), [], "not read"))
-    assert "512 of a prompt, the most, as the data are not known: not read" in unknown
+    assert "512 per prompt, the maximum, as the data are unknown: not read" in unknown

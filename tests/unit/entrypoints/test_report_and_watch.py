@@ -73,7 +73,7 @@ def test_a_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     before = {file for run in runs for file in run.rglob("*")}
     out = tmp_path / "out.html"
     report([*map(str, runs), "--out", str(out)])
-    assert re.fullmatch(r".*/out\.html: 0\.\d MB, 32 of 32 rollouts kept\.\n", capsys.readouterr().out)
+    assert re.fullmatch(r".*/out\.html: 0\.\d MB with 32 of 32 saved rollouts\.\n", capsys.readouterr().out)
     html = out.read_text(encoding="utf-8")
     assert html.count("<script") == 2 and "connect-src 'none'" in html
     assert {file for run in runs for file in run.rglob("*")} == before

@@ -47,7 +47,7 @@ def test_auto_is_separate_where_merging_would_round_and_every_engine_has_room(
     assert not sends_adapter(config(*overrides), engines), "there is no adapter"
 
 
-@pytest.mark.parametrize(("room", "why"), [(8, "takes ranks up to 8"), (0, "takes none")])
+@pytest.mark.parametrize(("room", "why"), [(8, "it supports ranks up to 8"), (0, "it supports none")])
 def test_an_engine_that_must_take_one_and_cannot_is_named(room: int, why: str):
     with pytest.raises(ConfigError, match=rf"lora\.sync=adapter: engine 'scripted' .* rank 24 .*: {why}.*sync=merged"):
         sends_adapter(config(RANK, "trainer.policy.model.lora.sync=adapter"), [engine(64), engine(room)])

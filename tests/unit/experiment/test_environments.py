@@ -30,8 +30,8 @@ def test_rows_that_name_their_environment_go_before_the_key_and_that_is_said_onc
     check_environments(load_preset(["environment.env_class=gsm8k"]), train, evaluation)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "note: 4 of 5 rows name their env_class themselves (arithmetic 3, multiply 1), which counts; "
-        "environment.env_class (gsm8k) is for rows that name none."
+        "note: 4 of 5 rows name their own env_class (arithmetic 3, multiply 1), which takes precedence. "
+        "environment.env_class (gsm8k) applies to rows that name none."
     )
 
 

@@ -234,7 +234,7 @@ def card_of() -> Callable[[str], str]:
 def test_what_is_there_is_only_replaced_when_asked_and_never_what_is_no_model(whole: Path, tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty: give another folder, or --overwrite"):
+    with pytest.raises(ConfigError, match="is not empty. Give another folder, or --overwrite"):
         written(whole, tmp_path / "notes")
     with pytest.raises(ConfigError, match="holds no model, so it is not replaced"):
         written(whole, tmp_path / "notes", overwrite=True)
@@ -279,7 +279,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
             [str(run), "--to", "x"],
             r"is no checkpoint: give RUN/global_step_N of a finished save. There are global_step_2",
         ),
-        ([str(whole), "--to", "x", "--adapter"], "the run has trained the whole model"),
+        ([str(whole), "--to", "x", "--adapter"], "the run trained the full model"),
         ([str(whole), "--to", "x", "--dtype", "int8"], "must be one of float32, bfloat16"),
         ([str(whole), "--to", "s3://bucket/x"], "must be a folder of this machine or hub:NAME"),
         ([str(whole), "--to", "hub:a/b/c"], "must be hub:OWNER/NAME"),
@@ -394,7 +394,7 @@ def test_card_tells_if_the_base_is_not_recorded(adapted: Path, tmp_path: Path):
     shutil.copytree(adapted.parent, tmp_path / "run")
     rewrite_trainer_state(tmp_path / "run" / adapted.name, base_models=None)
     written(tmp_path / "run" / adapted.name, tmp_path / "export")
-    assert "of the base model it was given (the checkpoint does not record" in parts_of_card(tmp_path / "export")[1]
+    assert "of the given base model (the checkpoint does not record" in parts_of_card(tmp_path / "export")[1]
 
 
 def test_recorded_template_is_exported_whatever_the_configuration_says_now(whole: Path, tmp_path: Path):

@@ -88,7 +88,7 @@ def test_with_room_micro_batches_are_large_and_nothing_is_gathered_or_reduced_tw
         ONCE.format("policy"): True,
     }
     assert {key: get_value(cfg, key) for key in wanted} == wanted
-    reason = "the fastest that the plan fits into 85% of 80 GiB."
+    reason = "the fastest that fits into 85% of 80 GiB by the plan."
     assert [note.split(": ")[0] for note in notes] == [
         f"{BUDGET}=null -> 16384",
         f"{RESHARD.format('policy')}=null -> false",
@@ -180,7 +180,7 @@ def test_without_an_accelerator_or_its_memory_nothing_is_chosen(path: str):
     assert tune_to_memory(on_cpu, 80 * GIB, build_policy_objective_spec(cfg)) == (on_cpu, [])
     same, (note,) = tune_to_memory(cfg, None, build_policy_objective_spec(cfg))
     assert same is cfg
-    assert note.startswith(f"{BUDGET}=null: nothing is chosen by memory")
+    assert note.startswith(f"{BUDGET}=null: not tuned")
 
 
 def test_fine_tuning_is_fitted_too(path: str):
@@ -203,7 +203,7 @@ def test_a_run_says_what_was_chosen_and_runs_without_a_plan(
 
     monkeypatch.setattr(memory_tuning, "model_ranks", unreadable)
     assert tune_and_report(cfg, build_policy_objective_spec(cfg)) is cfg
-    assert f"note: {BUDGET}=null: not chosen, as there is no plan (OSError: no such model)" in capsys.readouterr().err
+    assert f"note: {BUDGET}=null: not tuned, because there is no memory plan (OSError: no such model)" in capsys.readouterr().err
 
 
 def small(path: str, *overrides: str) -> Config:

@@ -42,7 +42,7 @@ def test_an_environment_of_the_program_is_sent_and_refused_if_it_cannot_be(regis
     lock = threading.Lock()
     environments.unregister("mine")
     environments.register("mine")(lambda env_config, extras: lock)
-    with pytest.raises(ConfigError, match=r"env_class=mine: must be .* processes of its own and cannot be sent there"):
+    with pytest.raises(ConfigError, match=r"env_class=mine: must be .* separate processes and cannot be sent to them"):
         check_plugins(prepare_config(MINE, has_accelerator=False, has_user_code=True).config)
 
 

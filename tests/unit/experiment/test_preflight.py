@@ -258,7 +258,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     reward_model_as_policy: [f"{POLICY_PATH_KEY}=", "the checkpoint lacks", "lm_head.weight"],
     policy_as_reward_model: ["trainer.reward.model.path=", "num_labels=2", "num_labels=1"],
     unservable_rope: [f"{POLICY_PATH_KEY}=", "generator.backend=transformers cannot serve", "Use another engine"],
-    no_tokenizer: [f"{POLICY_PATH_KEY}=", "has no tokenizer; save that of the model"],
+    no_tokenizer: [f"{POLICY_PATH_KEY}=", "has no tokenizer. Save the tokenizer of the model"],
     small_embedding: [
         f"{POLICY_PATH_KEY}=",
         "beyond the model's embedding of 200 rows",
@@ -284,7 +284,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     indivisible_query_heads: ["trainer.policy.sequence_parallel_size=3 does not divide", "attention heads"],
     experts_of_a_dense_model: ["Qwen2ForCausalLM: set trainer.policy.expert_parallel_size to 1"],
     router_loss_of_a_dense_model: ["trainer.algorithm.router_aux_loss_coef: Qwen2ForCausalLM has no routers"],
-    reference_of_another_family: ["trainer.ref.model.path=", "2 tokens of the policy's", "the policy's tokenizer"],
+    reference_of_another_family: ["trainer.ref.model.path=", "2 tokens of the policy", "the policy's tokenizer"],
     engine_model_that_is_missing: ["generator.model_name=", "a model's folder or its name on the hub"],
     engine_model_without_head: ["generator.model_name=", "cannot be loaded", "T5Config"],
     no_data: ["data.train_data=[]", "at least one file or dataset"],

@@ -155,7 +155,7 @@ async def fails(ranks: Ranks, allowed: int, error: Exception) -> None:
 
 
 def test_what_follows_from_a_rank_that_does_not_answer_is_its_loss():
-    with pytest.raises(WorkerDied, match="does not answer, after EngineError: the sender is gone"):
+    with pytest.raises(WorkerDied, match="does not respond, after EngineError: the sender is gone"):
         asyncio.run(fails(Ranks(answer=False), 1, EngineError("the sender is gone")))
     with pytest.raises(EngineError):
         asyncio.run(fails(Ranks(answer=True), 1, EngineError("a real one")))
