@@ -25,7 +25,7 @@ END_TAKES = 3
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(
+def test_run_survives_random_faults(
     run: Run, plugins: Path, tmp_path: Path, tiny_model_path: str
 ):
     (plugins / "chaos_plugin.py").write_text(ENVIRONMENT_CODE)
@@ -42,7 +42,7 @@ def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("command", find_commands("scripts/chaos "), ids=str)
-def test_the_commands_of_the_page(command: Command):
+def test_documented_chaos_commands_work(command: Command):
     """What the script starts, until the first fault has struck."""
     words = [sys.executable, "-m", "tests.chaos", *command.words[1:], "--faults", "1"]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

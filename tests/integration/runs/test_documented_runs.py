@@ -82,7 +82,7 @@ RUNS = [
 ]
 
 
-def test_what_is_not_run_here_is_still_documented():
+def test_excluded_commands_are_still_documented():
     assert [start for start in NOT_HERE if not find_commands(start)] == []
 
 
@@ -127,7 +127,7 @@ def check_needs(command: Command) -> None:
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUNS, ids=str)
-def test_it_trains(
+def test_documented_command_trains(
     command: Command, home: Path, ray_of_all_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     check_needs(command)

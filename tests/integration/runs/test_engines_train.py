@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param("sglang", False, 2, None, marks=pytest.mark.on_demand),
     ],
 )
-def test_three_steps_with_proven_weights(
+def test_three_steps_with_probed_weights(
     run: Run,
     small: Callable[[Path], list[str]],
     model: str,

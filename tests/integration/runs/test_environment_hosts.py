@@ -39,7 +39,7 @@ register("slow_twice", "slow_twice_plugin:SlowTwiceEnv")
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_with_hosts_is_that_of_the_driver_bit_for_bit_also_if_one_is_lost_with_its_node(
+def test_lost_environment_host_keeps_run_bitwise_equal(
     small: Callable[[Path], list[str]], tmp_path: Path
 ):
     (tmp_path / "slow_twice_plugin.py").write_text(PLUGIN)

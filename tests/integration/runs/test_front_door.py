@@ -80,7 +80,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_an_isolated_environment_of_uv_is_that_of_every_process(
+def test_all_processes_use_isolated_uv_environment(
     small: Callable[[Path], list[str]], home: Path, tmp_path: Path
 ):
     command = ["uv", "run", "--isolated", "-m", "skyrl_train.entrypoints.main_base", *small(tmp_path), *ONE_STEP]
@@ -123,7 +123,7 @@ def installed_wheel(tmp_path: Path) -> Path:
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
+def test_joined_cluster_runs_python_of_driver(
     small: Callable[[Path], list[str]], installed_wheel: Path, home: Path, tmp_path: Path
 ):
     folder = tmp_path / "prefixes"
@@ -150,7 +150,7 @@ def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
 
 
 @pytest.mark.slow
-def test_a_program_of_the_user_s_own_reads_its_keys_and_uses_its_names(
+def test_own_program_has_own_keys_and_names(
     small: Callable[[Path], list[str]], home: Path, tmp_path: Path
 ):
     (tmp_path / "main_tenfold.py").write_text(OWN_PROGRAM)
@@ -195,7 +195,7 @@ MISSING = {
 
 @pytest.mark.parametrize("entrypoint", ["check_config", "main_base"])
 @pytest.mark.parametrize("what", MISSING)
-def test_what_is_not_there_is_said_before_ray_starts(
+def test_missing_inputs_are_reported_before_ray_starts(
     what: str, entrypoint: str, small: Callable[[Path], list[str]], home: Path, tmp_path: Path
 ):
     (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")

@@ -66,7 +66,7 @@ def command_of_the_guide(gsm8k: Path, model: str, backend: str) -> list[str]:
     ]
 
 
-def test_check_config_with_the_readme_s_arguments_knows_what_is_missing(home: Path, model: str, tmp_path: Path):
+def test_check_of_readme_command_reports_missing_data(home: Path, model: str, tmp_path: Path):
     """`uv run -m skyrl_train.entrypoints.check_config` with the same arguments, as the README says."""
     _, training = commands_of_the_readme()
     command = f"{training.replace('main_base', 'check_config')} trainer.policy.model.path={model}"
@@ -166,7 +166,7 @@ def assert_no_canary(output: str, folder: Path, home: Path) -> None:
 @pytest.mark.parametrize(
     "backend", ["transformers", *(pytest.param(other, marks=pytest.mark.on_demand) for other in ("sglang", "vllm"))]
 )
-def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path, backend: str):
+def test_readme_command_trains(home: Path, model: str, tmp_path: Path, backend: str):
     """As a user has it: `uv run` in the repository and nothing in the environment."""
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
@@ -203,7 +203,7 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sglang"])
-def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model: str, tmp_path: Path, backend: str):
+def test_guide_configuration_file_trains(run: Run, gsm8k: Path, model: str, tmp_path: Path, backend: str):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
     (tmp_path / "guide.yaml").write_text(FILE_OF_THE_GUIDE.format(backend=backend, model=model))
@@ -230,7 +230,7 @@ def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model
     ],
     ids=["two-ranks-two-engines", "dedicated"],
 )
-def test_the_recipe_trains_in_other_layouts(
+def test_recipe_trains_in_other_placements(
     run: Run, gsm8k: Path, tiny_model_path: str, tmp_path: Path, layout: list[str]
 ):
     run(

@@ -112,7 +112,7 @@ def _steps(folder: Path) -> list[int]:
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
+def test_submitted_job_outlives_client_and_stops_cleanly(
     job_server: JobServer, gsm8k_recipe: Path, tmp_path: Path
 ):
     (gsm8k_recipe / "of_the_folder.py").write_text(PLUGIN)

@@ -58,7 +58,7 @@ register("talks", "talkative_plugin:Talks")
 SECRET = "5ecret-0f-a-user"
 
 
-def test_each_role_has_a_file_and_the_terminal_what_a_person_needs(
+def test_each_role_logs_to_own_file(
     plugins: Path, small: Callable[[Path], list[str]], tmp_path: Path
 ):
     (plugins / "talkative_plugin.py").write_text(TALKATIVE)

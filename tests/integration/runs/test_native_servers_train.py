@@ -17,7 +17,7 @@ from .conftest import Run, metrics_of
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_two_steps_with_proven_weights(run: Run, small: Callable[[Path], list[str]], tmp_path: Path, backend: str):
+def test_two_steps_with_probed_weights(run: Run, small: Callable[[Path], list[str]], tmp_path: Path, backend: str):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
     model = save_tiny_model(tmp_path / "model", "qwen3")

@@ -14,7 +14,7 @@ from .conftest import Run, metrics_of
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("sequence", marks=pytest.mark.on_demand), "tensor"])
-def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
+def test_all_models_train_in_parallel_groups(
     run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path, kind: str
 ):
     run(
@@ -45,7 +45,7 @@ def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["rollout", "old_policy"])
-def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_before(
+def test_expert_parallel_moe_trains_with_routing_replay(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, replay: str
 ):
     model = save_tiny_model(tmp_path / "model", "qwen3_moe")

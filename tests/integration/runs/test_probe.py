@@ -44,7 +44,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_probe_says_what_to_set_and_leaves_nothing(
+def test_probe_suggests_settings_and_leaves_no_files(
     ray_of_all_runs: None,
     small: Callable[[Path], list[str]],
     tmp_path: Path,
@@ -83,7 +83,7 @@ def test_a_probe_says_what_to_set_and_leaves_nothing(
 
 
 @pytest.mark.on_demand
-def test_parts_of_steps_are_measured_with_the_scoring_that_only_whole_ones_need(
+def test_partial_steps_include_scoring(
     ray_of_all_runs: None, small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A part is a single mini-batch, and whole steps do not fit the time."""
@@ -116,7 +116,7 @@ def ahead(folder: Path) -> list[str]:
 
 @pytest.mark.on_demand
 @pytest.mark.parametrize("change", [colocated, with_reference, ahead])
-def test_a_run_takes_what_a_probe_said(
+def test_run_takes_estimated_time(
     change: Callable[[Path], list[str]], run: Run, small: Callable[[Path], list[str]], tmp_path: Path
 ):
     """Within 20 %: what its whole steps take, while the machine keeps its speed."""

@@ -95,7 +95,7 @@ LOOKED_AT = ["trainer.trace=true", "trainer.profile_steps=[2]"]
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_has_a_time_line_and_a_profile_of_the_step(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
+def test_run_writes_trace_and_profile(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
     run("main_base", *small(tmp_path), *TWO_STEPS, *LOOKED_AT)
     check_time_line(slices(tmp_path / "ckpts" / "trace.json"))
     assert [path.name for path in (tmp_path / "ckpts" / "profiles").iterdir()] == ["step_2"]
@@ -104,7 +104,7 @@ def test_a_run_has_a_time_line_and_a_profile_of_the_step(run: Run, small: Callab
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_that_is_looked_at_computes_the_same_bits(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
+def test_tracing_keeps_run_bitwise_equal(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
     looked_at, plain = tmp_path / "looked_at", tmp_path / "plain"
     run("main_base", *small(plain), *TWO_STEPS)
     assert not (plain / "ckpts" / "trace.json").exists() and not (plain / "ckpts" / "profiles").exists()
@@ -112,7 +112,7 @@ def test_a_run_that_is_looked_at_computes_the_same_bits(run: Run, small: Callabl
     assert metrics_of(looked_at) == metrics_of(plain)
 
 
-def test_a_step_that_the_run_does_not_have_is_no_step_to_profile(
+def test_profile_steps_beyond_run_are_refused(
     run: Run, small: Callable[[Path], list[str]], tmp_path: Path
 ):
     said = run("main_base", *small(tmp_path), "trainer.profile_steps=[3,7]", expect=2)

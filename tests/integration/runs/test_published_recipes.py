@@ -105,7 +105,7 @@ TRAINS = [one for one in RUNNABLE if one not in REFUSED_HERE + EVALUATES]
 
 @pytest.mark.on_demand
 @pytest.mark.parametrize("recipe", TRAINS, ids=[one.source for one in TRAINS])
-def test_a_published_recipe_trains_through_its_own_module(
+def test_published_recipe_trains_through_own_module(
     recipe: Recipe,
     small: Callable[[Path], list[str]],
     tiny_model_path: str,

@@ -62,7 +62,7 @@ def test_own_generator_with_rewards_by_token(script: Script):
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_script_of_the_page(script: Script, tmp_path: Path):
+def test_documented_script_trains(script: Script, tmp_path: Path):
     """As it stands in docs/from_skyrl.md; the scripts beside this file have its parts."""
     (tmp_path / "page.py").write_text(snippets("docs/from_skyrl.md")[0])
     rows, _ = script(str(tmp_path / "page.py"))
@@ -71,7 +71,7 @@ def test_the_script_of_the_page(script: Script, tmp_path: Path):
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_own_loss_reaches_the_ranks_from_the_main_program(script: Script):
+def test_own_loss_reaches_ranks(script: Script):
     rows, _ = script("own_loss.py", "trainer.algorithm.policy_loss_type=my_reinforce")
     assert rows[2]["policy/clip_ratio"] == 0.25  # what the function says
 
@@ -100,7 +100,7 @@ def test_own_environment_of_the_gym_package(script: Script, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_own_experiment_with_rows_tracker_and_a_changed_generator(script: Script, tmp_path: Path):
+def test_own_experiment_replaces_data_tracker_and_generator(script: Script, tmp_path: Path):
     rows, _ = script("own_experiment.py", "trainer.dump_data_batch=true")
     logged = [json.loads(line) for line in (tmp_path / "exports" / "mine.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged] == [0, 1, 2]
@@ -118,7 +118,7 @@ def test_own_experiment_with_rows_tracker_and_a_changed_generator(script: Script
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_own_trainer_changes_masks_and_rewards_around_the_loop(script: Script, tmp_path: Path):
+def test_own_trainer_changes_masks_and_rewards(script: Script, tmp_path: Path):
     rows, _ = script(
         "own_trainer.py",
         "trainer.algorithm.advantage_estimator=no_op",
@@ -185,6 +185,6 @@ def test_own_trainer_overrides_every_method_of_a_step(script: Script, tmp_path: 
     assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_1", "global_step_2"]
 
 
-def test_a_mistake_is_told_before_ray_starts(script: Script):
+def test_mistake_is_reported_before_ray_starts(script: Script):
     _, said = script("own_loss.py", "trainer.algorithm.eps_clip_lo=0.1", expect=2)
     assert "Did you mean trainer.algorithm.eps_clip_low?" in said and "Traceback" not in said

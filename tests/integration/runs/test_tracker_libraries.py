@@ -183,7 +183,7 @@ def start_three_times(python: str, tracker: str, run: Path, **variables: str) ->
         assert f"members ['console', 'diagnosis', 'jsonl', '{tracker}']" in said
 
 
-def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_anew(
+def test_mlflow_resumes_run_in_run_folder(
     environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     python, run = environment("mlflow"), tmp_path / "run"
@@ -209,7 +209,7 @@ def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_an
     assert_no_secret_and_no_host(tmp_path)
 
 
-def test_a_folder_that_was_moved_gets_a_run_of_mlflow_whose_files_are_there(
+def test_moved_folder_gets_new_mlflow_run(
     environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     python, run, moved = environment("mlflow"), tmp_path / "run", tmp_path / "moved"
@@ -248,7 +248,7 @@ def mlflow_server(python: str, folder: Path, port: int) -> Iterator[subprocess.P
 
 
 @pytest.mark.fault("F39")
-def test_a_server_of_mlflow_gets_the_run_and_one_that_goes_away_costs_the_tracker_and_a_warning(
+def test_mlflow_server_failure_disables_tracker(
     environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     python, run = environment("mlflow"), tmp_path / "run"
@@ -276,7 +276,7 @@ def test_a_server_of_mlflow_gets_the_run_and_one_that_goes_away_costs_the_tracke
     assert time.monotonic() - began < 60
 
 
-def test_trackio_keeps_runs_where_it_is_told_continues_one_and_begins_another_one_anew(
+def test_trackio_resumes_run_in_configured_folder(
     environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     python, run, folder = environment("trackio"), tmp_path / "run", tmp_path / "trackio"
@@ -296,7 +296,7 @@ def test_trackio_keeps_runs_where_it_is_told_continues_one_and_begins_another_on
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_the_default_trackers_work_in_an_environment_of_their_own(
+def test_default_trackers_work_in_separate_environment(
     tracker: str, environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     run = tmp_path / "run"
@@ -308,7 +308,7 @@ def test_the_default_trackers_work_in_an_environment_of_their_own(
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb"])
-def test_a_resumed_training_run_is_one_run_of_the_tracker(
+def test_resumed_run_is_one_tracker_run(
     tracker: str, small: Callable[[Path], list[str]], environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     python, folder = environment(tracker), tmp_path / "trackio"
