@@ -1,4 +1,4 @@
-"""DeepSpeed through the entrypoint: it learns, engines hold its weights, and a run goes on bit for bit."""
+"""DeepSpeed through the entrypoint: it trains, engines hold its weights, and a run resumes bitwise."""
 
 from __future__ import annotations
 

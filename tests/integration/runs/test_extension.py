@@ -1,4 +1,4 @@
-"""What users bring: plugins under Ray, and subclasses of Experiment."""
+"""Extensions by users: plugins under Ray, and subclasses of Experiment."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ONE_STEP = (
 
 
 def without_environment(overrides: list[str]) -> list[str]:
-    return [one for one in overrides if not one.startswith(("environment.", "data.train"))]
+    return [override for override in overrides if not override.startswith(("environment.", "data.train"))]
 
 
 @pytest.mark.slow
@@ -96,10 +96,10 @@ def test_plugins_work_in_every_process(
         "trainer.algorithm.advantage_estimator=centred",
         "trainer.algorithm.policy_loss_type=reinforce",
     )
-    found = metrics_of(tmp_path)[1]
-    assert found["rollouts/failed"] == 0
-    assert found["environment/length"] > 0
-    assert found["policy/grad_norm"] > 0
+    row = metrics_of(tmp_path)[1]
+    assert row["rollouts/failed"] == 0
+    assert row["environment/length"] > 0
+    assert row["policy/grad_norm"] > 0
 
 
 @pytest.mark.on_demand

@@ -37,10 +37,10 @@ def test_two_steps_with_probed_weights(run: Run, small: Callable[[Path], list[st
         )
     finally:
         server.stop()
-    found = metrics_of(tmp_path)
-    assert {1, 2} <= set(found)
+    rows = metrics_of(tmp_path)
+    assert {1, 2} <= set(rows)
     for step in (1, 2):
-        assert found[step]["weights/version"] == step
-        assert found[step]["weights/probe_gap"] <= 1e-4
-        assert found[step]["rollout/logprob_diff_max"] <= 1e-4
-        assert found[step]["rollouts/failed"] == 0
+        assert rows[step]["weights/version"] == step
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
+        assert rows[step]["rollouts/failed"] == 0

@@ -1,4 +1,4 @@
-"""Parallel groups, of sequence and of tensor parallelism, through the entrypoint."""
+"""Parallel groups with sequence and tensor parallelism, through the entrypoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_all_models_train_in_parallel_groups(
     rows = metrics_of(tmp_path)
     for step in (1, 2):
         assert rows[step]["weights/probe_gap"] <= 1e-4
-        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, "scores are not those of the engine, which has one rank"
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, (
+            "log-probs differ from those of the engine, which has one rank"
+        )
         assert rows[step]["policy/grad_norm"] > 0
         assert rows[step]["critic/grad_norm"] > 0
     assert 1e-6 < rows[1]["policy/kl"] < rows[2]["policy/kl"]
@@ -65,7 +67,7 @@ def test_expert_parallel_moe_trains_with_routing_replay(
     for step in (1, 2):
         assert rows[step]["weights/probe_gap"] <= 1e-4
         assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, (
-            "scores are not those of the engine, which has all experts"
+            "log-probs differ from those of the engine, which has all experts"
         )
         assert rows[step]["policy/grad_norm"] > 0
         assert 1.0 <= rows[step]["policy/router_load_max"] <= 2.0

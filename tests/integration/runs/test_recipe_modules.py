@@ -1,4 +1,6 @@
-"""Modules that SkyRL's recipes call, by their names, two steps each; test_published_recipes has all, on demand."""
+"""Modules that SkyRL's recipes call, by their names, two steps each. On demand, test_published_recipes runs all
+recipes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a probe divides its time, and its report; tests/integration/runs/test_probe.py takes a real one."""
+"""The time budget of a probe, and its report; tests/integration/runs/test_probe.py takes a real one."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def test_failure_without_user_frame_asks_for_report():
     assert format_failure(error).splitlines()[1:] == [BUG_REPORT_HINT, f"JSONDecodeError: {error}"]
 
 
-@pytest.mark.parametrize("on_top", [True, False])
+@pytest.mark.parametrize("is_outermost", [True, False])
 def test_frame_of_another_process_is_named(is_outermost: bool, tmp_path: Path):
     frames = ((tmp_path / "my_loss.py", 12, "my_loss"), (json.__file__, 1, "loads"))
     remote_traceback = "".join('  File "{}", line {}, in {}\n'.format(*frame) for frame in frames)

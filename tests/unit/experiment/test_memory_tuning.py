@@ -229,7 +229,7 @@ def test_out_of_memory_suggests_three_settings(tiny_model_path: str):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "wanted"),
+    ("overrides", "expected"),
     [
         (["trainer.max_tokens_per_microbatch=4096"], "trainer.max_tokens_per_microbatch=2048"),
         (["trainer.micro_train_batch_size_per_gpu=16"], "trainer.micro_train_batch_size_per_gpu=8"),
