@@ -301,7 +301,7 @@ def run_experiment(experiment: type[Experiment], argv: Sequence[str] | None = No
         argv: The arguments, `key=value` and flags; None for those of the process.
 
     Raises:
-        SystemExit: With 2 for a mistake in the configuration, before torch or Ray start. With 1 if the run failed; the
+        SystemExit: With 2 for a ConfigError; most are found before torch or Ray start. With 1 if the run failed; the
             traceback is in the driver's log. With 128 + the signal's number after a signal.
     """
     launch_experiment(experiment, argv, has_user_code=True)

@@ -22,6 +22,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.memory_plan import (
     MemoryItem,
     ParameterShape,
+    Phase,
     SlotMemoryPlan,
     memory_capacity,
     memory_plan,
@@ -135,7 +136,7 @@ def peak_of_update(spec: LearnerSpec, rank: int, world_size: int, port: int | No
 def planned(plan: SlotMemoryPlan) -> int:
     """Return the planned bytes that an update adds to what a rank holds before it."""
     kept = ("parameters", "optimizer", "weight-sync buckets")
-    return plan.total("updating", role="policy") - sum(row(plan, "policy", what).size for what in kept)
+    return plan.total(Phase.UPDATING, role="policy") - sum(row(plan, "policy", what).size for what in kept)
 
 
 def on_demand(*values: Any) -> Any:
@@ -247,9 +248,11 @@ def test_critic_has_value_head_without_logits(tmp_path: Path):
 
 def test_sequential_roles_do_not_add_up(path: str):
     (plan,) = memory_plan(config(path, "trainer.algorithm.use_kl_loss=true"))
-    passing = {role: plan.total("scoring", role=role) - plan.total("generating", role=role) for role in plan.roles}
+    passing = {
+        role: plan.total(Phase.SCORING, role=role) - plan.total(Phase.GENERATING, role=role) for role in plan.roles
+    }
     assert passing["policy"] > 0
-    assert plan.total("scoring") == plan.total("generating") + max(passing.values())
+    assert plan.total(Phase.SCORING) == plan.total(Phase.GENERATING) + max(passing.values())
 
 
 def test_dedicated_slots_have_own_plan(path: str):
@@ -287,7 +290,7 @@ def test_reward_model_is_complete_on_each_slot(colocated: bool, tmp_path: Path):
     assert plan.count == (1 if colocated else 3)
     loaded = load_reward_model(judge, dtype=torch.bfloat16)
     assert row(plan, "reward model", "parameters").size == sum(weight.nbytes for weight in loaded.parameters())
-    assert plan.total("generating", role="reward model") > plan.total("updating", role="reward model")
+    assert plan.total(Phase.GENERATING, role="reward model") > plan.total(Phase.UPDATING, role="reward model")
 
 
 def test_zero_3_keeps_reused_layers_gathered(tmp_path: Path):
@@ -310,10 +313,10 @@ def test_trainer_is_offloaded_while_engines_generate(path: str):
     (plan,) = memory_plan(on_gpus(config(path)), capacity=GIB)
     held = row(plan, "policy", "parameters").size + row(plan, "policy", "optimizer").size
     buckets = row(plan, "policy", "weight-sync buckets").size
-    assert plan.total("generating", role="policy") == buckets
-    assert plan.total("generating", role="policy", on_host=True) == held
-    assert plan.total("updating", role="engine") == 0  # a sleeping vLLM holds no accelerator memory
-    assert plan.total("generating", role="engine") == int(0.8 * GIB)
+    assert plan.total(Phase.GENERATING, role="policy") == buckets
+    assert plan.total(Phase.GENERATING, role="policy", on_host=True) == held
+    assert plan.total(Phase.UPDATING, role="engine") == 0  # a sleeping vLLM holds no accelerator memory
+    assert plan.total(Phase.GENERATING, role="engine") == int(0.8 * GIB)
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
@@ -321,10 +324,14 @@ def test_sync_holds_only_weights_on_shared_accelerators(path: str):
     (plan,) = memory_plan(on_gpus(config(path, "trainer.algorithm.use_kl_loss=true")), capacity=GIB)
     weights, moments = (row(plan, "policy", what).size for what in ("parameters", "optimizer"))
     sent = sum(row(plan, "policy", what, "syncing").size for what in ("weight-sync buckets", "tensor being sent"))
-    assert plan.total("syncing") == weights + sent + row(plan, "engine", "weights", "syncing").size
-    assert plan.total("syncing", role="reference") == 0
+    assert plan.total(Phase.SYNCING) == weights + sent + row(plan, "engine", "weights", "syncing").size
+    assert plan.total(Phase.SYNCING, role="reference") == 0
     frozen = row(plan, "reference", "parameters").size
-    assert plan.total("generating", on_host=True) == plan.total("updating", on_host=True) == weights + moments + frozen
+    assert (
+        plan.total(Phase.GENERATING, on_host=True)
+        == plan.total(Phase.UPDATING, on_host=True)
+        == weights + moments + frozen
+    )
 
 
 @pytest.mark.parametrize(

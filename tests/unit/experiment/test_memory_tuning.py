@@ -18,7 +18,7 @@ from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
 from skyrl_train.experiment import memory_tuning
 from skyrl_train.experiment.algorithm import build_policy_objective_spec, build_sft_objective_spec
-from skyrl_train.experiment.memory_plan import memory_plan
+from skyrl_train.experiment.memory_plan import LEARNER_PHASES, memory_plan
 from skyrl_train.experiment.memory_tuning import (
     MAX_MEMORY_FRACTION,
     MAX_MICRO_BATCH_TOKENS,
@@ -76,7 +76,7 @@ def tuned(cfg: Config, capacity: int) -> tuple[Config, list[str]]:
 
 def peak(cfg: Config, capacity: int) -> int:
     plans = memory_plan(cfg, capacity)
-    return max(plan.total(phase) for plan in plans for phase in ("scoring", "updating") if "policy" in plan.name)
+    return max(plan.total(phase) for plan in plans for phase in LEARNER_PHASES if "policy" in plan.name)
 
 
 def test_ample_memory_selects_fastest_settings(path: str):
