@@ -323,9 +323,7 @@ def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
     group = WorkerGroup(ranks)
 
     async def run() -> None:
-        await asyncio.gather(
-            group.call_sharded("forward", [StoredCall([], None)] * 4), group.call_all("prepare_manifest")
-        )
+        await asyncio.gather(group.call_sharded("forward", [StoredCall([], None)] * 4), group.call_all("prepare_manifest"))
 
     asyncio.run(run())
     assert [rank.taken for rank in ranks] == [["forward", "manifest"]] * 4
