@@ -203,7 +203,7 @@ def _fit_lines(
         for plan in plans:
             yield verdict(f"{plan.name}, on each accelerator", plan.peak()[0], None)
         yield verdict("host memory of all slots together", host_bytes, None)
-        yield "nvidia-smi shows no accelerator here: nothing is compared, and KV caches fit the sequences of a step."
+        yield "nvidia-smi shows no accelerator here: nothing is compared, and KV caches are sized for one step."
         return
     for plan in plans:
         yield verdict(f"{plan.name}, on an accelerator like this machine's", plan.peak()[0], capacity)

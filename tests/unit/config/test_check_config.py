@@ -167,7 +167,7 @@ def test_a_probe_elsewhere_is_refused(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, text = run(capsys, monkeypatch, "--probe", "--elsewhere")
     assert code == 2
-    assert "--probe --elsewhere: a probe runs here" in text
+    assert "--probe --elsewhere: a probe runs on this machine" in text
     assert "config ok" not in text
 
 
