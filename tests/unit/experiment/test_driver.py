@@ -357,6 +357,7 @@ def test_traceback_is_printed_without_log():
 
 
 def test_gc_settings_are_restored_after_failure():
+    gc.unfreeze()  # conftest.py has frozen what collection imported
     before = gc.get_threshold(), gc.get_freeze_count()
     with suppress(RuntimeError), relaxed_gc():
         assert gc.get_threshold() == GC_THRESHOLDS and gc.isenabled() and gc.get_freeze_count() > before[1]
