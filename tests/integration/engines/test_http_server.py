@@ -289,7 +289,7 @@ def run_serve(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.P
         while not (lines and lines[-1].startswith("Serving")):
             lines.append(process.stdout.readline())
             assert lines[-1], process.communicate()
-        assert lines[-1] == f"Serving tiny at http://127.0.0.1:{port}/v1; the token is that of SKYRL_API_KEY.\n"
+        assert lines[-1] == f"Serving tiny at http://127.0.0.1:{port}/v1; the token is the value of SKYRL_API_KEY.\n"
         assert TOKEN not in "".join(lines)
         yield process, port
     finally:

@@ -150,11 +150,11 @@ def test_plan_reports_memory_of_every_role(
         "logits",
         "weight-sync buckets",
         "KV cache",
-        "at its peak",
+        "peak",
         "all slots together",
         ": fits",
         "the run",
-        "tokens a step",
+        "tokens per step",
         "measured by --probe",
     ]
     assert [part for part in expected_parts if part not in text] == []
@@ -172,7 +172,7 @@ def test_a_probe_elsewhere_is_refused(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, text = run(capsys, monkeypatch, "--probe", "--elsewhere")
     assert code == 2
-    assert "--probe --elsewhere: a probe runs here" in text
+    assert "--probe --elsewhere: a probe runs on this machine" in text
     assert "config ok" not in text
 
 
