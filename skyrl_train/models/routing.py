@@ -101,8 +101,8 @@ class Routers:
         """How tokens were spread over experts since `start_counting`, which ends here; all ranks call it.
 
         router_load_max: tokens of the expert that got most, over the mean of its layer's; the mean over layers. 1 is
-        even, E/k is always the same experts. router_unused: the share of experts that got no token. router_aux_loss:
-        the auxiliary loss, if there is one.
+        even, E/k is always the same experts. unused_expert_fraction: the fraction of experts that received no token.
+        router_aux_loss: the auxiliary loss, if there is one.
         """
         counts, loss = self._counts or {}, self._aux_loss
         self._counts = self._aux_loss = None
@@ -112,7 +112,7 @@ class Routers:
         of_layers = sum_over_ranks(torch.cat([counts[layer] for layer in sorted(counts)])).double().split(sizes)
         most = [float(of_layer.max() / of_layer.mean().clamp(min=1e-9)) for of_layer in of_layers]
         unused = [int((of_layer == 0).sum()) for of_layer in of_layers]
-        found = {"router_load_max": sum(most) / len(most), "router_unused": sum(unused) / sum(sizes)}
+        found = {"router_load_max": sum(most) / len(most), "unused_expert_fraction": sum(unused) / sum(sizes)}
         return found if loss is None else found | {"router_aux_loss": float(sum_over_ranks(loss))}
 
     def _routed(self, layer: int, router: Any, compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -214,7 +214,7 @@ class RolloutCollector:
         self.admit()
         if extra:
             drawn, surplus = await self._queue.pop_fastest(count, _is_trainable)
-            metrics.count("sampling/cut", extra)
+            metrics.count("sampling/cancelled", extra)
         else:
             drawn = []
             while len(drawn) < count:
@@ -319,7 +319,7 @@ class RolloutCollector:
             self._pass_rates = self._group_filters.curriculum.state_dict()
             self._skip_decisions = {at: out for at, out in self._skip_decisions.items() if at >= self.consumed}
             self._saved_skip_decisions = sorted(self._skip_decisions.items())
-            metrics.count("sampling/left_out", self._num_skipped)
+            metrics.count("sampling/curriculum_skipped", self._num_skipped)
             self._num_skipped = 0
 
 

@@ -336,7 +336,7 @@ class Trainer(TrainingLoop):
                 await self._publish()
             self.collector.on_weights_published(self.step)
         if moved := self.offload_manager.pop_transfer_s():
-            self.metrics.count("timing/move_s", moved)
+            self.metrics.count("timing/offload_s", moved)
         if "evaluate" in self._pending_actions:
             await self._evaluate()
         self._log_step()

@@ -156,7 +156,7 @@ class WeightSync:
                     f"true ones by {parity:.3g}: either the engine does not load what it is sent, or the probe is too "
                     "blunt."
                 )
-        self.metrics = metrics | {"weights/rehearsal_gap": min(gap.largest for gap in gaps.values())}
+        self.metrics = metrics | {"weights/self_test_gap": min(gap.largest for gap in gaps.values())}
         return self.metrics
 
     async def _sync(self, version: int, engines: list[Any]) -> dict[str, float]:

@@ -19,7 +19,7 @@ const MAIN = [
 ];
 
 /** Parts of timing/step_s that follow each other. */
-const STEP_PARTS = ["generate", "score", "update", "publish", "move"];
+const STEP_PARTS = ["generate", "score", "update", "publish", "offload"];
 const QUANTILE = /^(.*\/)p(\d+)$/;
 const EVALUATION = /^eval\/(.+)\/avg_score$/;
 

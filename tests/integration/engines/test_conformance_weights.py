@@ -164,7 +164,7 @@ def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: EngineHarn
             return version, await weight_sync.self_test(version)
 
     version, metrics = bench.run(run())
-    assert metrics["weights/rehearsal_gap"] > 0.1
+    assert metrics["weights/self_test_gap"] > 0.1
     assert metrics["weights/probe_gap"] <= TOLERANCE
     assert bench.run(bench.engine.health()).version == version
     assert_serves(bench, Reference(bench.model))

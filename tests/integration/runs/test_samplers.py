@@ -68,7 +68,7 @@ def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
     found = metrics_of(straight)
     assert metrics_of(resumed) == {step: found[step] for step in range(3, 7)}
     assert sum(found[step]["sampling/dropped"] for step in range(1, 7)) > 0
-    assert sum(found[step]["sampling/left_out"] for step in range(1, 7)) > 0
+    assert sum(found[step]["sampling/curriculum_skipped"] for step in range(1, 7)) > 0
     assert all(found[step]["rollouts/failed"] == 0 for step in range(1, 7))
     assert 0 < found[1]["reward/length_penalty"] <= 0.5
     for step in range(1, 7):
@@ -95,6 +95,6 @@ def test_a_run_cuts_the_slow_rollouts_that_it_began_in_addition(
         "trainer.algorithm.zero_variance_filter=true",
     )
     found = metrics_of(tmp_path)
-    assert [found[step]["sampling/cut"] for step in (1, 2, 3)] == [2, 2, 1]
+    assert [found[step]["sampling/cancelled"] for step in (1, 2, 3)] == [2, 2, 1]
     assert [found[step]["rollouts/trajectories"] for step in (1, 2, 3)] == [8, 8, 4]
     assert all(found[step]["rollouts/failed"] == 0 for step in (1, 2, 3))

@@ -123,7 +123,7 @@ def test_tokens_are_counted_once_even_if_layers_are_computed_again() -> None:
         seen.append(counts)
         return torch.tensor([4, 4, 4, 4, 8, 8, 0, 0])  # of all ranks
 
-    assert model.routers.collect_load_metrics(sums) == {"router_load_max": 1.5, "router_unused": 0.25}
+    assert model.routers.collect_load_metrics(sums) == {"router_load_max": 1.5, "unused_expert_fraction": 0.25}
     assert torch.equal(seen[0], wanted)
     compute_logprobs(model)
     assert model.routers.collect_load_metrics(sums) == {}, "nobody counts any more"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.report.jsonl import JsonlTracker, read_jsonl
+from skyrl_train.report.jsonl import JsonlTracker, MetricsFollower, read_jsonl, read_metrics
 from skyrl_train.report.protocol import SampleRow
 from tests.support.disk_limits import limit_file_size
 
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
     tracker.close()
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert caplog.text.count("cannot be written") == 1
-    assert "nothing of it is lost" in caplog.text
+    assert "no line is lost" in caplog.text
 
 
 def test_the_last_lines_of_a_run_are_missed_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -80,6 +80,21 @@ def test_the_last_lines_of_a_run_are_missed_loudly(tmp_path: Path, caplog: pytes
         tracker.log({"a": 1.0}, 1)
         tracker.close()
     assert "lacks its last lines" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ({"timing/move_s": 2.0}, 2.0),
+        ({"timing/move_s": 2.0, "timing/offload_s": 3.0}, 3.0),
+        ({"timing/offload_s": 3.0, "timing/move_s": None}, 3.0),
+    ],
+)
+def test_readers_use_current_metric_names(tmp_path: Path, written: dict[str, float | None], value: float):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps({"step": 1, **written}) + "\n")
+    assert read_metrics(file) == [{"step": 1, "timing/offload_s": value}]
+    assert MetricsFollower(file).read_new_lines()[1] == [{"step": 1, "timing/offload_s": value}]
 
 
 def test_a_step_that_is_logged_again_replaces_its_line(tmp_path: Path):

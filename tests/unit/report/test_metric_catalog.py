@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.report.metric_catalog import METRICS, metric_of
+from skyrl_train.report.metric_catalog import DEPRECATED_NAMES, METRICS, metric_of
 
 ROOT = Path(__file__).parents[3]
 LITERAL = re.compile(r'"((?:[a-z_]+)/[a-z_/]+)"')
@@ -34,6 +34,13 @@ def test_curves_that_the_page_shows_first_are_metrics():
 def test_no_metric_is_named_twice():
     names = [metric.name for metric in METRICS]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_deprecated_names_lead_to_metrics_of_the_catalog():
+    run_metrics = {old: new for old, new in DEPRECATED_NAMES.items() if "/" in new}
+    names = {metric.name for metric in METRICS}
+    assert not run_metrics.keys() & names
+    assert {new for new in run_metrics.values() if not new.startswith("critic/")} <= names
 
 
 @pytest.mark.parametrize(

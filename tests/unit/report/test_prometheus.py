@@ -131,9 +131,17 @@ def test_a_scrape_has_the_newest_value_of_every_number_with_what_it_is_and_its_u
         ("skyrl_eval_avg_score", (("source", "all"),)): 0.5,
         ("skyrl_mine_x", ()): math.inf,
     }
-    assert about["skyrl_timing_step_s"].documentation == "the whole step, evaluation and checkpoint apart (s)"
+    assert about["skyrl_timing_step_s"].documentation == "time of the whole step, without evaluation and checkpoint (s)"
     assert about["skyrl_reward_mean"].documentation == "mean reward of the step's samples (reward)"
     assert {family.type for family in about.values()} == {"gauge"}
+
+
+def test_deprecated_names_point_to_the_current_ones():
+    with serving() as tracker:
+        tracker.log({"timing/offload_s": 2.0, "timing/move_s": 2.0}, 1)
+        found, about = series(tracker.url), families(tracker.url)
+    assert found["skyrl_timing_offload_s", ()] == found["skyrl_timing_move_s", ()] == 2.0
+    assert about["skyrl_timing_move_s"].documentation.startswith("deprecated name of skyrl_timing_offload_s,")
 
 
 def test_a_run_that_goes_on_begins_with_its_step_and_no_old_numbers():
@@ -192,7 +200,7 @@ def test_a_run_serves_while_it_lasts_and_says_where(tmp_path: Path, capsys: pyte
         found = series(url)
         assert found["skyrl_reward_mean", ()] == 0.5
         assert found["skyrl_other", (("name", r"environment/a\ud800\x1b[31m"),)] == 1
-        assert families(url)["skyrl_other"].documentation.startswith("numbers whose names")
+        assert families(url)["skyrl_other"].documentation.startswith("metrics whose names")
     with pytest.raises(ConnectionRefusedError):
         get(url)
 

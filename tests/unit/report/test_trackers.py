@@ -139,6 +139,13 @@ def test_trackers_get_names_that_are_printable_and_hold_no_secret(monkeypatch: p
     }
 
 
+def test_renamed_metrics_keep_their_deprecated_names():
+    tracker = Recorder()
+    with Trackers({"outer": Trackers({"inner": tracker})}) as trackers:
+        trackers.log({"timing/offload_s": 2.0, "reward/mean": 0.5}, 1)
+    assert tracker.calls[0] == ("log", {"timing/offload_s": 2.0, "timing/move_s": 2.0, "reward/mean": 0.5}, 1)
+
+
 @pytest.mark.parametrize("names", [[], ["console", "console"]])
 def test_jsonl_and_console_are_always_there_and_a_name_counts_once(
     names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

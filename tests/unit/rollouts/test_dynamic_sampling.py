@@ -90,7 +90,7 @@ class Run:
                 add_rollout_metrics(self.groups, step, metrics)
                 self.metrics = metrics.flush()
                 uids.append([group.prompt.uid for group in self.groups])
-                self.left_out.append(int(self.metrics.get("sampling/left_out", 0)))
+                self.left_out.append(int(self.metrics.get("sampling/curriculum_skipped", 0)))
                 self.collector.on_weights_published(step + 1)
             return uids
 
@@ -326,7 +326,7 @@ def test_over_provisioning_takes_the_first_to_finish_in_admission_order_and_canc
     uids, metrics, consumed = asyncio.run(go())
     assert uids == ["0", "1", "2", "4"]
     assert {position for position, how in ended.items() if how == "cancelled"} == {3, 5}
-    assert metrics["sampling/cut"] == 2
+    assert metrics["sampling/cancelled"] == 2
     assert consumed == 6
 
 

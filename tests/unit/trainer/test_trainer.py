@@ -208,7 +208,7 @@ def test_a_step_says_how_long_moves_took_apart_from_those_of_its_sync_and_of_eva
     fakes = Timed()
     monkeypatch.setattr("skyrl_train.trainer.trainer.now", lambda: fakes.seconds)
     asyncio.run(trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes)).fit())  # type: ignore[arg-type]
-    assert [fakes.logged[step]["timing/move_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
+    assert [fakes.logged[step]["timing/offload_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
 
 
 def test_engines_give_up_their_weights_only_if_a_sync_brings_new_ones_before_they_generate():
