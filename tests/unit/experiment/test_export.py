@@ -150,7 +150,7 @@ def test_a_card_says_what_the_run_recorded_and_no_more(whole: Path, tmp_path: Pa
     assert "# `a whole run`, step 2" in card
     assert "| metric | step 0 | step 2 |" in card and "| `eval/all/avg_score` | 0.125 | 0.375 |" in card
     assert "| `trainer.algorithm.advantage_estimator` | `grpo` |" in card
-    assert "25% of the responses of step 2 were cut off" in card
+    assert "25% of the responses of step 2 were truncated" in card
     assert "all 26 tensors are those of the checkpoint" in card
     assert f"torch {torch.__version__.partition('+')[0]}" in card and "peft" not in card
     assert 5_000 < (folder / "learning_curve.png").stat().st_size < 100_000
@@ -170,7 +170,7 @@ def test_no_file_has_a_folder_of_the_machine_or_a_secret(
     for asked in ({}, {"adapter": True}):
         folder = written(run / adapted.name, tmp_path / f"model{len(asked)}", **asked)
         card = parts_of_card(folder)[1]
-        assert "Data of training: `train.parquet`, `y.jsonl`, `openai/gsm8k`." in card
+        assert "Training data: `train.parquet`, `y.jsonl`, `openai/gsm8k`." in card
         for path in folder.iterdir():
             for word in (SECRET, tiny_model_path, str(tmp_path), "/secret", "private-bucket", str(Path.home())):
                 assert word not in html.unescape(path.read_bytes().decode("latin-1")), f"{path.name}: {word}"
