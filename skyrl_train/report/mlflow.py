@@ -183,7 +183,7 @@ class MlflowTracker:
 
 
 def _key(name: str) -> str:
-    """Return a name that MLflow accepts, different for different names.
+    """Return a name in the form that MLflow accepts, with a hash in place of the end of a long one.
 
     MLflow accepts word characters and `-. :/`, no empty path parts, and at most MAX_ENTITY_KEY_LENGTH characters.
     """

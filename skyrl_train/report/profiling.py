@@ -62,9 +62,7 @@ class MemorySnapshotRecorder:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._memory._dump_snapshot(str(self._file))
         except (OSError, RuntimeError) as error:
-            _log.warning(
-                "trainer.policy.record_memory: %s cannot be written (%r). Recording stops.", self._file, error
-            )
+            _log.warning("trainer.policy.record_memory: %s cannot be written (%r). Recording stops.", self._file, error)
             self._memory._record_memory_history(enabled=None)
             self._memory = None
 

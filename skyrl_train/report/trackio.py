@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 class TrackioTracker:
     """A tracker with one Trackio run per run folder, which a resumed run continues.
 
-    The variables TRACKIO_DIR, TRACKIO_SERVER_URL and TRACKIO_SPACE_ID choose where it records. The default is the folder
-    `trackio` of HF_HOME, which `trackio show` reads.
+    The variables TRACKIO_DIR, TRACKIO_SERVER_URL and TRACKIO_SPACE_ID choose where it records. The default is the
+    folder `trackio` of HF_HOME, which `trackio show` reads.
     """
 
     def __init__(self, setup: TrackerSetup):

@@ -20,8 +20,8 @@ try:
     import wandb
 except ImportError as error:
     raise ConfigError(
-        f"trainer.logger names wandb, which cannot be imported ({error}). Run `uv pip install wandb`, or remove it from "
-        "trainer.logger."
+        f"trainer.logger names wandb, which cannot be imported ({error}). Run `uv pip install wandb`, or remove it "
+        "from trainer.logger."
     ) from error
 
 _log = logging.getLogger(__name__)

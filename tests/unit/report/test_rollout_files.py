@@ -87,7 +87,7 @@ def test_steps_columns_and_filters(tmp_path: Path):
     assert 0 < len(some) < 60
     same(some, every.select(["old_logprobs", "messages"]))
     assert files.vocabulary()[0] == "<end>" and len(files.vocabulary()) == 4096
-    with pytest.raises(ValueError, match=r"columns=\['rewards'\]: the columns of rollouts are step, uid, "):
+    with pytest.raises(ValueError, match=r"columns=\['rewards'\]: not columns of rollouts\. Choose from step, uid, "):
         files.table(columns=["rewards"])
 
 
