@@ -85,7 +85,7 @@ def test_a_folder_that_is_no_run_s_is_refused(main: Any, tmp_path: Path, capsys:
         main([str(tmp_path / "\x1b[31mnowhere")])
     assert exit.value.code == 2
     said = capsys.readouterr().err
-    assert "is no run's folder: it has neither metrics.jsonl nor config.yaml" in said and "\x1b" not in said
+    assert "is not the folder of a run: it has neither metrics.jsonl nor config.yaml" in said and "\x1b" not in said
 
 
 @pytest.mark.parametrize("main", [report, watch])
