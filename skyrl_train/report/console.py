@@ -61,6 +61,7 @@ class ConsoleTracker:
         self._progress: Progress | None = None
 
     def begin(self, step: int, total_steps: int) -> None:
+        """Print the first line with the run's folder, and start the progress bar if the output is a terminal."""
         self._step, self._first_step, self._total_steps = step, step, total_steps
         self._step_times.append((step, time.monotonic()))
         position = f"{'resumed at ' if step else ''}step {step} of {total_steps}" if total_steps else "evaluation"
@@ -78,6 +79,7 @@ class ConsoleTracker:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Print the line of a step if it is due, and a line with its evaluations if it has any."""
         self._step = step
         if self._step_times and self._step_times[-1][0] == step:
             self._step_times.clear()  # the time since then was an evaluation before the first step
@@ -93,6 +95,7 @@ class ConsoleTracker:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        """Print trainer.console_samples rollouts, after the first step and every console_samples_interval steps."""
         if step != self._first_step + 1 and step % self.console_samples_interval:
             return
         for row in rows[: self.console_samples]:
@@ -103,6 +106,7 @@ class ConsoleTracker:
                 self._print(line, "dim")
 
     def close(self) -> None:
+        """Remove the progress bar, and print a summary of the run and how to resume it."""
         if self._progress is not None:
             self._progress.stop()
         for line in self._last_lines():

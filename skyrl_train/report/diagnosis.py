@@ -84,7 +84,7 @@ class Rule:
     name: str
     evidence: Evidence
     advice: str
-    """What to change, with the configuration key."""
+    """Recommended change, with its configuration key."""
 
 
 @dataclass
@@ -121,6 +121,7 @@ class Diagnosis:
         self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Apply the rules after a step, and log a warning for each new finding. Rows of evaluations only are kept."""
         self._history.add(metrics, step)
         if STEP_TIME_METRIC not in metrics:
             return
@@ -132,10 +133,10 @@ class Diagnosis:
             self._write()
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        pass
+        """Do nothing: rules read metrics only."""
 
     def close(self) -> None:
-        pass
+        """Do nothing: diagnosis.json is always up to date."""
 
     def _write(self) -> None:
         findings = [asdict(finding) for finding in self.findings]

@@ -37,6 +37,7 @@ class JsonlTracker:
         self._last_step = -1
 
     def begin(self, step: int, total_steps: int) -> None:
+        """Remove the lines of steps after `step`; all lines if it is 0."""
         self._last_step = step if step else -1
         for file in (self._metrics, self._samples):
             file.truncate_after(self._last_step)
@@ -50,9 +51,11 @@ class JsonlTracker:
         self._metrics.append([{"step": step, "time": round(time.time(), 3), **values}])
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        """Append rollouts to samples.jsonl."""
         self._samples.append([{"step": step, **asdict(row), "reward": _finite_or_none(row.reward)} for row in rows])
 
     def close(self) -> None:
+        """Write the lines that wait in memory. Log an error if that is not possible."""
         for file in (self._metrics, self._samples):
             file.close()
 

@@ -119,9 +119,11 @@ class PrometheusTracker:
         print_status("metrics", self.url)
 
     def begin(self, step: int, total_steps: int) -> None:
+        """Drop the metrics of an earlier attempt, and serve `step` and `total_steps`."""
         self._latest.values = {_STEP: step, _TOTAL_STEPS: total_steps}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Replace the served values by those of a step. Metrics that the step lacks keep their last value."""
         values = {name: float(value) for name, value in metrics.items() if name not in _OWN}
         self._latest.values = {**self._latest.values, **values, _STEP: step}
 
@@ -129,6 +131,7 @@ class PrometheusTracker:
         """Do nothing: Prometheus stores numbers only."""
 
     def close(self) -> None:
+        """Stop the server and free its port."""
         self._server.close()
 
 

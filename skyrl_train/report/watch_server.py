@@ -1,7 +1,7 @@
 """The read-only web server of `skyrl-train watch`: the viewer page, and an API with the data of runs.
 
-It listens on loopback, requires a token, and never uses a part of a request in a path. Texts of models are sent as JSON.
-The page's content security policy, which allows only its own script, is sent as a header, too.
+It listens on loopback, requires a token, and never uses a part of a request in a path. Texts of models are sent as
+JSON. The page's content security policy, which allows only its own script, is sent as a header, too.
 """
 
 from __future__ import annotations
