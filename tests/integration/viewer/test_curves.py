@@ -127,7 +127,7 @@ def test_keys_that_differ_and_findings_are_shown(window: Shown):
     expect(row.locator("td")).to_have_text(["1e-06", "3e-06"])
     page.get_by_role("button", name="Diagnosis 2").click()
     expect(page.locator(".finding.holds")).to_have_count(2)
-    expect(page.locator(".finding").first).to_contain_text("60% of the responses were cut")
+    expect(page.locator(".finding").first).to_contain_text("60% of the responses were truncated")
     expect(page.locator(".finding").first).to_contain_text("generator.sampling_params.max_generate_length")
 
 

@@ -285,7 +285,7 @@ def test_a_call_that_only_the_environment_read_has_its_card_its_answer_and_its_t
     page = window.open("tab=rollouts&step=2&uid=2001&group=1&sample=1")
     expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
     asks, answer, last = (page.locator(".message").nth(index) for index in (1, 2, 3))
-    expect(asks.locator(".tool-call")).to_have_text("call of python timeoutcodeprint(6 * 7)")
+    expect(asks.locator(".tool-call")).to_have_text("call to python timeoutcodeprint(6 * 7)")
     expect(asks.locator(".turn")).to_contain_text("environment 0.25 s")
     expect(answer.locator(".answers")).to_have_text("answer to python")
     expect(answer.locator(".text-block")).to_have_text("42")
@@ -305,7 +305,7 @@ def test_a_browser_needs_the_printed_address_once_and_opens_links_in_any_tab(bro
     context = browser.new_context()
     page = context.new_page()
     page.goto(server)
-    expect(page.get_by_role("alert")).to_contain_text("Open the address that skyrl-train watch has printed")
+    expect(page.get_by_role("alert")).to_contain_text("Open the address that skyrl-train watch printed")
     page.goto(watch_address)  # the same document, with another part behind #
     expect(page.locator(".pulse")).to_contain_text("2 runs")
     assert page.url == server and context.cookies() == []
