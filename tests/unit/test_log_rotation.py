@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_costs_the_logs_only(tmp_path: Path, cap
     (tmp_path / "logs").write_text("")
     with run_logs(tmp_path):
         logging.getLogger("skyrl_train").warning("said")
-    assert "this run has no logs" in capsys.readouterr().err
+    assert "This run has no logs" in capsys.readouterr().err
 
 
 def test_what_was_set_up_before_is_there_afterwards(tmp_path: Path):

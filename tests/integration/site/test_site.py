@@ -49,7 +49,7 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path):
+def test_pages_load_nothing_from_other_hosts(site: Path):
     pages = {path.stem for path in (REPOSITORY / "docs").glob("*.md")} - {"index"}
     assert {path.parent.name for path in site.glob("*/index.html")} >= pages
     for page in site.rglob("*.html"):
@@ -72,7 +72,7 @@ def page(address: str) -> Iterator[Page]:
 
 
 @needs_chromium
-def test_keys_are_found_by_words_of_their_whole_name_and_meaning(page: Page, address: str):
+def test_key_filter_searches_names_and_descriptions(page: Page, address: str):
     page.goto(f"{address}/configuration/")
     box, rows = page.locator(".key-filter"), page.locator("article tbody tr:visible")
     everything = rows.count()
@@ -88,7 +88,7 @@ def test_keys_are_found_by_words_of_their_whole_name_and_meaning(page: Page, add
 
 
 @needs_chromium
-def test_the_search_finds_a_key_by_its_whole_name(page: Page, address: str):
+def test_search_finds_key_by_full_name(page: Page, address: str):
     page.goto(f"{address}/")
     # By its keys, which are what the theme listens to: it does not always see what is filled in at once.
     page.locator("[data-md-component=search-query]").press_sequentially("trainer.algorithm.eps_clip_low")
@@ -98,7 +98,7 @@ def test_the_search_finds_a_key_by_its_whole_name(page: Page, address: str):
 
 
 @needs_chromium
-def test_other_pages_have_no_filter_and_the_schemes_differ(page: Page, address: str):
+def test_other_pages_have_no_key_filter(page: Page, address: str):
     grounds = []
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
@@ -146,6 +146,6 @@ def test_formulas_fit_into_their_boxes(page: Page, address: str, width: int):
 @needs_chromium
 @pytest.mark.on_demand
 @pytest.mark.parametrize("width", [390, 1280])
-def test_no_page_is_wider_than_the_screen_and_no_box_too_small(page: Page, address: str, width: int):
+def test_all_pages_fit_the_screen(page: Page, address: str, width: int):
     names = sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "index")
     assert boxes_that_are_too_small(page, address, names, width) == []

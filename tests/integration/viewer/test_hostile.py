@@ -134,7 +134,7 @@ def hostile_windows(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.parametrize("kind", ["watch", "report"])
-def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: dict[str, Shown], kind: str):
+def test_model_output_never_becomes_element_or_script(hostile_windows: dict[str, Shown], kind: str):
     assert len(HOSTILE) == len(set(HOSTILE)) == 40
     window = hostile_windows[kind]
     page = window.open("tab=rollouts")
@@ -166,7 +166,7 @@ def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: 
 
 
 @pytest.mark.parametrize("kind", ["watch", "report"])
-def test_names_of_runs_and_metrics_and_sources_are_text_too(hostile_windows: dict[str, Shown], kind: str):
+def test_names_are_shown_as_text(hostile_windows: dict[str, Shown], kind: str):
     window = hostile_windows[kind]
     page = window.open()
     page.locator("summary", has_text="own").click()
@@ -182,7 +182,7 @@ def test_names_of_runs_and_metrics_and_sources_are_text_too(hostile_windows: dic
     assert window.bad == []
 
 
-def test_an_escape_is_shown_and_a_bidi_control_turns_nothing_round(hostile_windows: dict[str, Shown]):
+def test_escapes_and_bidi_controls_are_visible(hostile_windows: dict[str, Shown]):
     page = hostile_windows["report"].open(
         urlencode({"tab": "rollouts", "step": 1, "uid": NAMES[29], "group": 29, "sample": 0})
     )
@@ -203,7 +203,7 @@ ADDED = """([name, content]) => {
 }"""
 
 
-def test_the_page_lets_no_script_run_but_its_own_even_if_one_were_in_it(browser: Any, tmp_path: Path):
+def test_page_policy_blocks_injected_scripts(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "run", "run", steps=3)
     context = browser.new_context()
     refused: list[str] = []

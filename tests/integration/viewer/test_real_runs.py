@@ -32,9 +32,7 @@ def trained(arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: scripts/sandbox_tools installs it")
-def test_a_run_with_a_tool_and_an_asynchronous_one_are_reported_and_watched(
-    request: pytest.FixtureRequest, tmp_path: Path
-):
+def test_tool_and_async_runs_in_report_and_watch(request: pytest.FixtureRequest, tmp_path: Path):
     trained([sys.executable, str(TOOL), "--output", str(tmp_path / "tool"), *SHORT])
     overrides = request.getfixturevalue("small")(tmp_path / "async")
     trained(command("main_base", [*AHEAD, *overrides]))

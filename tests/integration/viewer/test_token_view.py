@@ -28,7 +28,7 @@ TOLD = {
 }
 
 
-def test_tokens_are_told_with_the_numbers_of_the_dumped_batch(browser: Any, tmp_path: Path):
+def test_token_view_matches_dumped_batch(browser: Any, tmp_path: Path):
     """Of one and several turns, of an episode of three sequences, of a failed one: all its response tokens."""
     groups = groups_of_all_kinds()
     batch = scored_batch(groups)

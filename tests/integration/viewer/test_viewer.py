@@ -58,7 +58,7 @@ def there(window: Shown, runs: list[Path]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("query", FILTERS)
-def test_a_filter_leaves_the_rollouts_that_it_names(window: Shown, there: list[dict[str, Any]], query: str):
+def test_filters_select_matching_rollouts(window: Shown, there: list[dict[str, Any]], query: str):
     left = sum(map(FILTERS[query], there))
     assert 0 < left < len(there)
     page = window.open(f"tab=rollouts&{query}")
@@ -68,7 +68,7 @@ def test_a_filter_leaves_the_rollouts_that_it_names(window: Shown, there: list[d
     assert page.url.endswith("#tab=rollouts")
 
 
-def test_filters_are_set_by_hand_and_stand_in_the_address(window: Shown):
+def test_filters_are_stored_in_url(window: Shown):
     page = window.open("tab=rollouts")
     page.get_by_label("reward from").fill("0.75")
     page.get_by_label("source").select_option("gsm8k")
@@ -84,9 +84,7 @@ def test_filters_are_set_by_hand_and_stand_in_the_address(window: Shown):
 
 
 @pytest.mark.parametrize(("order", "sign"), [("reward", 1), ("-reward", -1)])
-def test_failed_rollouts_have_no_reward_and_come_last(
-    window: Shown, there: list[dict[str, Any]], order: str, sign: int
-):
+def test_failed_rollouts_are_sorted_last(window: Shown, there: list[dict[str, Any]], order: str, sign: int):
     worked = [row for row in there if row["status"] == "ok"]
     first = min(worked, key=lambda row: (sign * row["reward"], row["step"], row["group"], row["sample"]))
     page = window.open(f"tab=rollouts&order={order}")
@@ -97,13 +95,13 @@ def test_failed_rollouts_have_no_reward_and_come_last(
 
 
 @pytest.mark.parametrize("view", ["tab=constructor", f"{SAMPLE}&how=toString", f"{SAMPLE}&how=tokens&shade=toString"])
-def test_a_link_to_what_there_is_not_opens_what_there_is(report_window: Shown, view: str):
+def test_invalid_link_opens_default_view(report_window: Shown, view: str):
     page = report_window.open(view)
     expect(page.locator("figure.chart, .message.user, [data-token='0']").first).to_be_visible()
     assert report_window.bad == []
 
 
-def test_pages_follow_each_other_and_end(window: Shown, there: list[dict[str, Any]]):
+def test_pages_cover_all_rollouts(window: Shown, there: list[dict[str, Any]]):
     page = window.open("tab=rollouts&order=step")
     seen: list[str] = []
     names = [f"step {row['step']} · row {row['uid']} · {row['sample']}" for row in there]
@@ -118,7 +116,7 @@ def test_pages_follow_each_other_and_end(window: Shown, there: list[dict[str, An
     expect(page.get_by_role("button", name="Next page")).to_be_disabled()
 
 
-def test_keys_move_through_samples_over_the_ends_of_pages(window: Shown, there: list[dict[str, Any]]):
+def test_keys_move_across_pages(window: Shown, there: list[dict[str, Any]]):
     page = window.open("tab=rollouts&order=step")
     expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
     page.keyboard.press("j")
@@ -136,7 +134,7 @@ def test_keys_move_through_samples_over_the_ends_of_pages(window: Shown, there: 
     expect(page.locator(".list li").last.locator("[aria-current]")).to_have_count(1)
 
 
-def test_keys_change_the_view_and_are_text_where_someone_types(window: Shown, there: list[dict[str, Any]]):
+def test_shortcuts_change_view_except_while_typing(window: Shown, there: list[dict[str, Any]]):
     page = window.open("tab=rollouts")
     expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
     page.keyboard.press("j")
@@ -179,7 +177,7 @@ def test_a_link_reopens_the_same_view(window: Shown):
     expect(page.locator(".token.chosen")).to_have_attribute("data-token", "12")
 
 
-def test_the_way_back_leads_to_the_view_before(window: Shown):
+def test_back_button_restores_previous_view(window: Shown):
     page = window.open("tab=rollouts")
     page.locator(".list button").first.click()
     heading = page.locator(".sample h2")
@@ -190,7 +188,7 @@ def test_the_way_back_leads_to_the_view_before(window: Shown):
     expect(heading).to_have_text(before)
 
 
-def test_tokens_have_the_numbers_of_the_batch(window: Shown, runs: list[Path]):
+def test_token_view_has_values_of_the_batch(window: Shown, runs: list[Path]):
     """Of an episode with two turns and a tool's answer between them: what the reader gives, to the last bit."""
     (row,) = RolloutReader(runs[0]).table([1], filter=_named(group=1, sample=1)).to_pylist()
     prompt, ids, vocabulary = len(row["prompt_ids"]), [*row["prompt_ids"], *row["response_ids"]], synthetic_vocabulary()
@@ -210,7 +208,7 @@ def test_tokens_have_the_numbers_of_the_batch(window: Shown, runs: list[Path]):
     assert page.eval_on_selector_all(".token.trained", "all => all.map(one => +one.dataset.token)") == trained
 
 
-def test_pointing_at_a_token_tells_its_numbers(report_window: Shown):
+def test_pointing_at_token_shows_its_values(report_window: Shown):
     page = report_window.open("tab=rollouts&how=tokens&step=1&uid=1001&group=1&sample=1&token=20")
     facts = page.locator("dl.token-facts")
     expect(facts).to_contain_text("token20")
@@ -226,7 +224,7 @@ def test_pointing_at_a_token_tells_its_numbers(report_window: Shown):
 
 
 @pytest.mark.parametrize("shade", ["logprob", "gap", "advantage"])
-def test_tokens_are_as_dark_as_their_number_is_large(report_window: Shown, runs: list[Path], shade: str):
+def test_token_shading_is_proportional_to_value(report_window: Shown, runs: list[Path], shade: str):
     (row,) = RolloutReader(runs[0]).table([1], filter=_named(group=1, sample=0)).to_pylist()
     engine, trainer = (np.array(row[name], np.float64) for name in ("rollout_logprobs", "old_logprobs"))
     values, least = {
@@ -242,7 +240,7 @@ def test_tokens_are_as_dark_as_their_number_is_large(report_window: Shown, runs:
     assert strengths[:16] == [0] * 16
 
 
-def test_samples_of_a_prompt_stand_side_by_side(window: Shown, runs: list[Path]):
+def test_group_view_shows_samples_side_by_side(window: Shown, runs: list[Path]):
     page = window.open("tab=rollouts&how=group&step=2&uid=2003&group=3&sample=4")
     articles = page.locator(".group article")
     expect(articles).to_have_count(8)
@@ -257,7 +255,7 @@ def test_samples_of_a_prompt_stand_side_by_side(window: Shown, runs: list[Path])
 
 
 @pytest.mark.defect("equal-answers-were-the-prompt")
-def test_samples_that_all_answer_alike_stand_side_by_side_in_a_report_too(browser: Any, tmp_path: Path):
+def test_report_group_view_handles_equal_responses(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "run", "alike", steps=2, kept=(1,))
     (file,) = (run / "rollouts").glob("step_*.parquet")
     table = pq.read_table(file)
@@ -272,7 +270,7 @@ def test_samples_that_all_answer_alike_stand_side_by_side_in_a_report_too(browse
         expect(page.locator(".sample .message.user")).to_have_count(1)
 
 
-def test_a_conversation_has_its_turns_and_calls(window: Shown):
+def test_conversation_has_turns_and_calls(window: Shown):
     page = window.open("tab=rollouts&step=1&uid=1001&group=1&sample=1")
     expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
     call = page.locator(".message").nth(1).locator(".tool-call")
@@ -281,7 +279,7 @@ def test_a_conversation_has_its_turns_and_calls(window: Shown):
     expect(page.locator(".message.assistant .turn")).to_have_count(2)
 
 
-def test_a_call_that_only_the_environment_read_has_its_card_its_answer_and_its_time(window: Shown):
+def test_call_parsed_by_environment_is_shown(window: Shown):
     page = window.open("tab=rollouts&step=2&uid=2001&group=1&sample=1")
     expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
     asks, answer, last = (page.locator(".message").nth(index) for index in (1, 2, 3))
@@ -300,7 +298,7 @@ def _same(shown: str, value: float | None) -> bool:
     return shown == "–" if value is None else np.float32(shown) == np.float32(value)
 
 
-def test_a_browser_needs_the_printed_address_once_and_opens_links_in_any_tab(browser: Any, watch_address: str):
+def test_printed_address_authorizes_all_tabs(browser: Any, watch_address: str):
     server = watch_address.partition("#")[0]
     context = browser.new_context()
     page = context.new_page()

@@ -55,7 +55,7 @@ def data_of(html: str) -> dict[str, Any]:
     return found
 
 
-def test_two_runs_of_different_length_are_in_one_file(tmp_path: Path):
+def test_report_has_runs_of_different_length(tmp_path: Path):
     configs: list[dict[str, Any]] = [{"trainer": {"seed": seed}} for seed in (1, 2)]
     folders = [
         write_synthetic_run(tmp_path / "a", 3, total=9, name="a", config=configs[0]),
@@ -76,7 +76,7 @@ def test_two_runs_of_different_length_are_in_one_file(tmp_path: Path):
     assert [one["tokens"]["ids"] for one in shown] == [row["prompt_ids"] + row["response_ids"] for row in kept]
 
 
-def test_what_models_wrote_ends_no_script_and_stays_what_it_is(tmp_path: Path):
+def test_model_output_cannot_end_script_element(tmp_path: Path):
     write_synthetic_run(tmp_path, 1, name=ADVERSARIAL_TEXT[0], rollouts=0)
     messages = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in ADVERSARIAL_TEXT]
     table = synthetic_rollouts(len(ADVERSARIAL_TEXT), samples_per_prompt=1, adversarial_texts=ADVERSARIAL_TEXT)
@@ -89,7 +89,7 @@ def test_what_models_wrote_ends_no_script_and_stays_what_it_is(tmp_path: Path):
     assert [one["messages"][1]["content"] for one in shown] == expected
 
 
-def test_a_long_run_is_thinned_and_sampled_all_over(tmp_path: Path):
+def test_long_run_is_downsampled_and_sampled_evenly(tmp_path: Path):
     """5 MB hold whole groups with their tokens, from the first step to the last."""
     more = {f"my/{index}": index / 7 for index in range(60)}
     write_metrics(tmp_path, [synthetic_metrics(step, **more) for step in range(1, 3001)], 3000)
@@ -112,7 +112,7 @@ def test_a_long_run_is_thinned_and_sampled_all_over(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("tokens", "budget", "least"), [(3000, 700_000, 8), (100, 300_000, 8), (30_000, 200_000, 8)])
-def test_a_small_budget_is_kept_and_shows_what_it_can(tmp_path: Path, tokens: int, budget: int, least: int):
+def test_small_report_stays_below_its_limit(tmp_path: Path, tokens: int, budget: int, least: int):
     write_synthetic_run(tmp_path, 2, rollouts=32, mean_tokens=tokens)
     made = make_report([tmp_path], render_page, budget)
     assert len(made.html.encode()) <= budget
@@ -127,23 +127,21 @@ def test_more_runs_than_fit_are_refused(tmp_path: Path):
     folders = [write_synthetic_run(tmp_path / str(number), 60, rollouts=0) for number in range(30)]
     most = len(make_report(folders[:2], render_page).html.encode()) + 100
     assert len(make_report(folders[:2], render_page, most).html.encode()) <= most
-    with pytest.raises(ConfigError, match=r"the report would have .*: name fewer runs, or look at them with"):
+    with pytest.raises(ConfigError, match=r"the report would have .*\. Name fewer runs, or open them with"):
         make_report(folders, render_page, most)
 
 
-def test_many_metrics_have_few_points_before_their_run_is_refused(tmp_path: Path):
+def test_many_metrics_reduce_points_before_refusal(tmp_path: Path):
     numbers = {f"my/{index}": index / 7 for index in range(300)}
     write_metrics(tmp_path, [numbers] * 60, 60)
     empty = len(render_page().encode())
     data = data_of(make_report([tmp_path], render_page, empty + 30_000).html)["metrics"]["0"]
     assert data["steps_per_point"] > 5 and len(data["columns"]) == 300
-    with pytest.raises(ConfigError, match=r"the report would have .*: look at it with skyrl-train watch"):
+    with pytest.raises(ConfigError, match=r"the report would have .*\. Open the run with skyrl-train watch"):
         make_report([tmp_path], render_page, empty + 5_000)
 
 
-def test_a_step_that_is_damaged_where_the_index_does_not_read_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_damaged_step_is_left_out_of_report(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write_synthetic_run(tmp_path, 2)
     file = step_file(tmp_path, 1)
     content = pq.ParquetFile(file).metadata.row_group(0)
@@ -155,4 +153,4 @@ def test_a_step_that_is_damaged_where_the_index_does_not_read_is_left_out(
     file.write_bytes(data)
     made = make_report([tmp_path], render_page)
     assert {one["step"] for one in data_of(made.html)["rollouts"]["0"]} == {2}
-    assert "Step 1 is left out" in caplog.text and "step_00000001.parquet" in caplog.text
+    assert "rollouts of step 1 cannot be read" in caplog.text and "step_00000001.parquet" in caplog.text

@@ -14,12 +14,12 @@ FAMILIES = {metric.name.partition("/")[0] for metric in METRICS}
 generator = runpy.run_path(str(ROOT / "scripts" / "generate_metric_docs.py"))
 
 
-def test_the_page_has_the_tables_as_they_are():
+def test_docs_page_has_current_tables():
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert page == generator["render"](page), "run: python scripts/generate_metric_docs.py"
 
 
-def test_curves_that_the_page_shows_first_are_metrics():
+def test_main_curves_are_catalog_metrics():
     source = (ROOT / "viewer" / "src" / "curves.ts").read_text(encoding="utf-8")
     main, parts = (
         re.findall(r'"(.+?)"', text)
@@ -54,13 +54,13 @@ def test_deprecated_names_lead_to_metrics_of_the_catalog():
         ("policy/loss", "policy/loss"),
     ],
 )
-def test_a_metric_is_found_by_its_name(name: str, found: str):
+def test_metric_is_found_by_name(name: str, found: str):
     metric = metric_of(name)
     assert metric is not None
     assert metric.name == found
 
 
-def test_every_metric_that_the_code_names_is_in_the_table():
+def test_every_metric_in_code_is_in_catalog():
     """Names composed at run time are compared with the table by tests/integration/runs."""
     named = {
         name

@@ -66,19 +66,19 @@ ALSO = {
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
-def test_a_rule_notices_a_real_run_that_has_its_illness(rule: Rule, tmp_path: Path):
+def test_rule_finds_recorded_unhealthy_run(rule: Rule, tmp_path: Path):
     found = findings(f"{rule.name}_ill", EVERY, tmp_path)
     assert set(found) == {rule.name} | ALSO.get(rule.name, set()), found
 
 
 @pytest.mark.parametrize("name", ["evaluation_falls", "engines_starved"])
-def test_an_illness_that_lasts_is_one_to_the_end(name: str, tmp_path: Path):
+def test_lasting_finding_stays_active(name: str, tmp_path: Path):
     (found,) = diagnosed(f"{name}_ill", [rule for rule in EVERY if rule.name == name], tmp_path)
     assert found.until is None
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
-def test_a_rule_says_nothing_of_a_real_run_that_is_well(rule: Rule, tmp_path: Path):
+def test_rule_ignores_recorded_healthy_run(rule: Rule, tmp_path: Path):
     name = "well_async" if rule in STARVED else "well"
     assert measured(name, rule)
     assert (
@@ -97,7 +97,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["quickstart", *(f"preset_{preset}" for preset in PRESETS)])
-def test_nothing_is_said_of_the_quickstart_and_the_presets(name: str, plugins: None, tmp_path: Path):
+def test_quickstart_and_presets_have_no_findings(name: str, plugins: None, tmp_path: Path):
     folder, preset = ("quickstart", "grpo") if name == "quickstart" else ("algorithms", name.removeprefix("preset_"))
     arguments = ["--config-dir", str(EXAMPLES / folder), "--config-name", preset, "trainer.policy.model.path=model"]
     cfg = prepare_config(arguments, has_accelerator=False).config
@@ -108,7 +108,7 @@ def test_nothing_is_said_of_the_quickstart_and_the_presets(name: str, plugins: N
     assert findings(name, rules, tmp_path) == {}
 
 
-def test_recordings_are_small_and_hold_numbers_alone():
+def test_recordings_are_small_and_numeric():
     files = sorted(RECORDED.iterdir())
     assert len(files) == len(EVERY) + len(PRESETS) + 3
     for file in files:
@@ -118,7 +118,7 @@ def test_recordings_are_small_and_hold_numbers_alone():
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_is_recorded_anew(tmp_path: Path):
+def test_recording_can_be_repeated(tmp_path: Path):
     """By the command of docs/testing.md, from a model that was not warmed up; it measures what was recorded once."""
     (command,) = find_commands("python scripts/recordings/record.py ")
     words = [str(tmp_path / "work") if word == "/tmp/recordings" else word for word in command.words[1:]]

@@ -34,7 +34,7 @@ def same(one: pa.Table, other: pa.Table) -> None:
         assert left.equals(right), name
 
 
-def test_what_is_written_is_read_to_the_bit(tmp_path: Path):
+def test_rollouts_round_trip_bitwise(tmp_path: Path):
     table = synthetic_rollouts(40, 3, adversarial_texts=["<script>alert(1)</script>", "a NUL \0", "half a pair \ud83d"])
     odd = np.array([float("nan"), -0.0, float("inf"), -float("inf"), 1e-45, 0.0, -1.0, -3.4e38], np.float32)
     for place, name in enumerate(("rollout_logprobs", "old_logprobs", "ref_logprobs")):
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path):
     assert "old_logprobs_from_rollout" in pq.read_schema(step_file(tmp_path, 3)).names
 
 
-def test_log_probs_that_have_no_pair_are_kept_as_they_are(tmp_path: Path):
+def test_unpaired_logprobs_are_stored_unchanged(tmp_path: Path):
     table = synthetic_rollouts(8).drop_columns(["rollout_logprobs", "advantages"])
     write_rollouts(tmp_path, 1, table)
     found = RolloutReader(tmp_path).table()
@@ -59,14 +59,14 @@ def test_log_probs_that_have_no_pair_are_kept_as_they_are(tmp_path: Path):
     assert found["rollout_logprobs"].null_count == found["advantages"].null_count == 8
 
 
-def test_several_tables_are_one_step_and_a_part_of_one_is_written_as_it_is(tmp_path: Path):
+def test_step_can_be_written_as_several_tables(tmp_path: Path):
     table = synthetic_rollouts(30)
     write_rollouts(tmp_path, 1, [table.slice(0, 11), table.slice(11)])
     same(RolloutReader(tmp_path).table(columns=table.column_names), table)
     assert pq.ParquetFile(step_file(tmp_path, 1)).num_row_groups == 2
 
 
-def test_what_is_trained_on_follows_from_the_spans(tmp_path: Path):
+def test_trained_mask_follows_from_spans(tmp_path: Path):
     write_rollouts(tmp_path, 1, synthetic_rollouts(60))
     for row in RolloutReader(tmp_path).table(columns=["loss_spans", "trained", "response_tokens"]).to_pylist():
         mask = [
@@ -91,7 +91,7 @@ def test_steps_columns_and_filters(tmp_path: Path):
         files.table(columns=["rewards"])
 
 
-def test_steps_that_are_deleted_meanwhile_and_folders_without_rollouts(tmp_path: Path):
+def test_deleted_steps_and_missing_folder_are_empty(tmp_path: Path):
     synthetic_run(tmp_path, 2, 4)
     files = RolloutReader(tmp_path)
     step_file(tmp_path, 1).unlink()
@@ -101,7 +101,7 @@ def test_steps_that_are_deleted_meanwhile_and_folders_without_rollouts(tmp_path:
     assert nothing.table().schema.equals(COLUMNS)
 
 
-def test_files_of_a_version_with_fewer_columns_are_read(tmp_path: Path):
+def test_files_with_fewer_columns_are_read(tmp_path: Path):
     table = synthetic_rollouts(4).select(["uid", "text"])
     step_file(tmp_path, 9).parent.mkdir()
     pq.write_table(table, step_file(tmp_path, 9))
@@ -113,7 +113,7 @@ LATER = ("environment_s", "tool_calls", "observation_tokens")
 """Fields of turns that files of earlier versions lack."""
 
 
-def test_turns_of_a_version_that_knew_less_are_read_and_those_of_one_that_knows_more(tmp_path: Path):
+def test_turns_of_older_and_newer_versions_are_read(tmp_path: Path):
     turn = COLUMNS.field("turns").type.value_type
     older = pa.list_(pa.struct([field for field in turn if field.name not in LATER]))
     table = synthetic_rollouts(20)
@@ -130,13 +130,13 @@ def test_turns_of_a_version_that_knew_less_are_read_and_those_of_one_that_knows_
     assert RolloutReader(tmp_path).table(columns=["turns"])["turns"].equals(table["turns"])
 
 
-def test_columns_that_nobody_reads_are_refused(tmp_path: Path):
+def test_unknown_columns_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="'rewards'"):
         write_rollouts(tmp_path, 1, pa.table({"rewards": [1.0]}))
     assert RolloutReader(tmp_path).steps() == []
 
 
-def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path: Path):
+def test_full_disk_leaves_the_previous_file(tmp_path: Path):
     write_rollouts(tmp_path, 1, synthetic_rollouts(4))
     before = step_file(tmp_path, 1).read_bytes()
     with limit_file_size(None, 1000), pytest.raises(OSError, match="File too large"):
@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path: Path):
     assert [path.read_bytes() for path in step_file(tmp_path, 1).parent.iterdir()] == [before]
 
 
-def test_messages_refer_to_the_text_and_come_back(tmp_path: Path):
+def test_messages_are_stored_as_references_and_restored(tmp_path: Path):
     text = "assistant: the first long answer\ntool: what it returned, at length\nassistant: yes"
     messages = [
         {"role": "user", "content": "the first long question"},
@@ -160,7 +160,7 @@ def test_messages_refer_to_the_text_and_come_back(tmp_path: Path):
     assert found == [dump_json(messages), dump_json(messages), None]
 
 
-def test_json_of_what_is_none():
+def test_invalid_json_returns_default():
     class Odd:
         def __str__(self) -> str:
             return "odd"
@@ -171,6 +171,6 @@ def test_json_of_what_is_none():
     assert dump_json("é") == '"é"'
 
 
-def test_the_vocabulary_has_any_text(tmp_path: Path):
+def test_vocabulary_holds_any_text(tmp_path: Path):
     write_vocabulary(tmp_path, ["a", "\0", "<0xE2>"])
     assert RolloutReader(tmp_path).vocabulary() == {0: "a", 1: "\0", 2: "<0xE2>"}

@@ -113,7 +113,7 @@ EXTREME = ("none", "empty", "no source", "pattern", "names", "references")
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_filter_leaves_what_a_loop_would(views: RolloutViews, rows: list[dict[str, Any]], name: str):
+def test_filters_match_a_plain_loop(views: RolloutViews, rows: list[dict[str, Any]], name: str):
     asked, wanted = FILTERS[name]
     found = views.rollouts(Query.from_params({**asked, "limit": "500"}))
     expected = [row for row in rows if wanted(row)]
@@ -123,7 +123,7 @@ def test_a_filter_leaves_what_a_loop_would(views: RolloutViews, rows: list[dict[
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_rollouts_come_in_the_order_that_is_asked_for(views: RolloutViews, rows: list[dict[str, Any]], order: str):
+def test_rollouts_are_sorted_by_the_requested_order(views: RolloutViews, rows: list[dict[str, Any]], order: str):
     found = views.rollouts(Query.from_params({"order": order, "text": "da", "limit": "500"}))["rows"]
     sign, name = (-1 if order[0] == "-" else 1), order.lstrip("-")
     value = {"step": lambda row: row["step"], "reward": reward, "tokens": sampled_tokens}[name]
@@ -135,7 +135,7 @@ def test_rollouts_come_in_the_order_that_is_asked_for(views: RolloutViews, rows:
     assert keys(found) == keys(sorted((row for row in rows if "da" in conversation(row)), key=place))
 
 
-def test_pages_are_parts_of_the_whole_and_rows_say_what_is_on_them(views: RolloutViews, rows: list[dict[str, Any]]):
+def test_pages_are_slices_with_complete_rows(views: RolloutViews, rows: list[dict[str, Any]]):
     whole = views.rollouts(Query(order="-reward", limit=500))["rows"]
     pages = [views.rollouts(Query(order="-reward", limit=70, offset=at))["rows"] for at in range(0, 500, 70)]
     assert [row for page in pages for row in page] == whole and len(whole) == len(rows)
@@ -169,7 +169,7 @@ def test_index_counts_sampled_tokens(tmp_path: Path):
     assert read == [*([3] + [0] * 8 + [1] + [0] * 2), *([3] + [0] * 7)]
 
 
-def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
+def test_page_of_many_steps_reads_texts_in_blocks(
     run: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(rollout_views, "BLOCK_BYTES", 1)
@@ -189,7 +189,7 @@ def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
     assert read == [[step] for step in range(1, STEPS + 1)] and not views.index._texts
 
 
-def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
+def test_facets_ignore_filters(views: RolloutViews):
     assert views.rollouts(Query(step=1, text="nowhere"))["facets"] == {
         "steps": [1, 2, 3, 4, 5],
         "sources": ["gsm8k", "math", "tools"],
@@ -204,15 +204,15 @@ def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
         ({"limit": "501"}, "limit=501 must be from 1 to 500"),
         ({"limit": "0"}, "limit=0 must be from 1"),
         ({"offset": "-1"}, "offset=-1 must be at least 0"),
-        ({"step": "two"}, "step='two' is not a whole number"),
+        ({"step": "two"}, "step='two' is not an integer"),
         ({"step": "9" * 30}, "step=9+ is out of range"),
         ({"reward_min": "nan"}, "reward_min='nan' is not a number"),
         ({"order": "uid"}, "order='uid' is not one of step, -step"),
-        ({"folder": "/etc"}, "'folder' is no parameter of rollouts"),
+        ({"folder": "/etc"}, "'folder' is not a parameter of rollouts"),
         ({"text": "a" * 1001}, "text has 1001 characters"),
     ],
 )
-def test_a_query_that_is_none_is_refused_by_name(asked: dict[str, str], says: str):
+def test_invalid_query_is_refused_by_name(asked: dict[str, str], says: str):
     with pytest.raises(DataError, match=says):
         Query.from_params(asked)
 
@@ -220,7 +220,7 @@ def test_a_query_that_is_none_is_refused_by_name(asked: dict[str, str], says: st
 # -- one rollout, one prompt -------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
+def test_rollout_details_have_all_saved_values(run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
     texts = RolloutReader(run).vocabulary()
     for row in rows[::9]:
         shown = json.loads(to_json(views.rollout(row["step"], row["uid"], row["sample"])))
@@ -247,14 +247,14 @@ def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: Ro
     assert not all(sampled for row in rows for sampled in row["trained"])
 
 
-def test_the_samples_of_a_prompt_come_with_it(views: RolloutViews, rows: list[dict[str, Any]]):
+def test_group_has_prompt_and_all_samples(views: RolloutViews, rows: list[dict[str, Any]]):
     found = views.group(2, rows[COUNT]["uid"])
     assert [row["sample"] for row in found["rows"]] == list(range(8))
     assert {row["uid"] for row in found["rows"]} == {rows[COUNT]["uid"]}
     assert found["prompt"] == json.loads(rows[COUNT]["messages"])[:1]
 
 
-def test_a_prompt_that_a_step_has_twice_is_told_apart_by_its_group(tmp_path: Path):
+def test_repeated_prompts_are_distinguished_by_group(tmp_path: Path):
     table = synthetic_rollouts(16)
     table = table.set_column(table.column_names.index("uid"), "uid", pa.array(["7"] * 16))
     write_rollouts(tmp_path, 1, table)
@@ -265,7 +265,7 @@ def test_a_prompt_that_a_step_has_twice_is_told_apart_by_its_group(tmp_path: Pat
 
 
 @pytest.mark.parametrize("asked", [(9, "1000", 0), (1, "../..", 0), (1, "1000", 99)])
-def test_what_there_is_not_is_said(views: RolloutViews, asked: tuple[int, str, int]):
+def test_missing_rollouts_are_reported(views: RolloutViews, asked: tuple[int, str, int]):
     with pytest.raises(DataError, match=f"step {asked[0]} has no sample"):
         views.rollout(*asked)
     with pytest.raises(DataError, match="has no rollouts of the prompt"):
@@ -281,7 +281,7 @@ def test_rollouts_are_shown_without_a_vocabulary(tmp_path: Path):
 # -- a run under way ---------------------------------------------------------------------------------------------------
 
 
-def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tmp_path: Path, run: Path):
+def test_refresh_follows_added_changed_and_deleted_steps(tmp_path: Path, run: Path):
     views = RolloutViews(tmp_path)
     assert views.rollouts(Query())["total"] == 0
     shutil.copytree(run / FOLDER, tmp_path / FOLDER)
@@ -299,7 +299,7 @@ def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tm
     assert views.rollouts(Query(text="bada", limit=500))["facets"]["steps"] == [2, 3, 4, 5, 6]
 
 
-def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_ahead_stops_at_its_limit(run: Path, monkeypatch: pytest.MonkeyPatch):
     views = RolloutViews(run)
     assert not views.index.read_ahead()  # nothing is known yet
     views.index.refresh()
@@ -316,9 +316,7 @@ def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypat
     assert some.rollouts(Query(text="bada", limit=500)) == views.rollouts(Query(text="bada", limit=500))
 
 
-def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_incomplete_file_is_ignored_until_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     for step in (1, 2, 3):
         write_rollouts(tmp_path, step, synthetic_rollouts(8, step))
     file = step_file(tmp_path, 2)
@@ -327,7 +325,7 @@ def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
     views = RolloutViews(tmp_path)
     found = views.rollouts(Query(text="is what?"))
     assert (found["total"], found["facets"]["steps"]) == (16, [1, 3])
-    assert "Step 2 is left out" in caplog.text and "step_00000002.parquet" in caplog.text
+    assert "rollouts of step 2 cannot be read" in caplog.text and "step_00000002.parquet" in caplog.text
     file.write_bytes(whole)
     assert views.rollouts(Query(text="is what?"))["total"] == 24
 
@@ -335,7 +333,7 @@ def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
 # -- what models write -------------------------------------------------------------------------------------------------
 
 
-def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
+def test_hostile_texts_are_found_and_unchanged(tmp_path: Path):
     write_rollouts(
         tmp_path, 1, synthetic_rollouts(len(ADVERSARIAL_TEXT), samples_per_prompt=1, adversarial_texts=ADVERSARIAL_TEXT)
     )
@@ -349,7 +347,7 @@ def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
         assert shown["text"] == table[index]["text"]
 
 
-def test_json_has_no_lone_surrogates_and_no_number_that_browsers_refuse():
+def test_json_is_valid_for_browsers():
     value = {"a": ["\ud800x", "x\udfff", "\ud83d\ude00", "😀", "\udc00\ud800"], "n": [float("nan"), float("-inf"), 1.5]}
     assert to_json_value(value) == {"a": ["�x", "x�", "😀", "😀", "��"], "n": [None, None, 1.5]}
     to_json(value).encode("utf-8")
@@ -366,7 +364,7 @@ def test_rewards_have_quantiles_by_step(tmp_path: Path, run: Path, views: Rollou
     assert RolloutViews(tmp_path).index.quantiles == {}
 
 
-def test_rewards_of_two_values_have_no_quantiles(tmp_path: Path):
+def test_two_distinct_rewards_have_no_quantiles(tmp_path: Path):
     index = RolloutIndex(tmp_path)
     graded = synthetic_rollouts(64)
     place, binary = graded.column_names.index("reward"), pc.cast(pc.greater(graded["reward"], 0.5), pa.float64())
@@ -384,7 +382,7 @@ def test_rewards_of_two_values_have_no_quantiles(tmp_path: Path):
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_started_server_opens_a_hundred_thousand_rollouts_in_three_seconds_and_filters_in_one(tmp_path: Path):
+def test_server_is_fast_with_100000_rollouts(tmp_path: Path):
     """In as many files as a run of 64 rollouts a step has after 1,563 steps.
 
     Texts are searched 5 s after the page has opened: they are read ahead by then. Sooner it takes 1 to 2 s.
@@ -424,7 +422,7 @@ QUESTIONS = (
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_hundred_thousand_rollouts_open_in_three_seconds_and_are_filtered_in_one(tmp_path: Path):
+def test_index_is_fast_with_100000_rollouts(tmp_path: Path):
     """With the machine to itself it takes a tenth of that."""
     synthetic_run(tmp_path, 100, 1000)
     views = RolloutViews(tmp_path)

@@ -219,7 +219,7 @@ def asked(run: int) -> list[str]:
 
 @pytest.mark.defect("one-odd-file-hid-all-runs")
 @pytest.mark.parametrize(("name", "how"), CASES, ids=[f"{name} {how}" for name, how in CASES])
-def test_an_odd_file_hides_nothing_else(name: str, how: str, tmp_path: Path, good: Path):
+def test_odd_file_hides_nothing_else(name: str, how: str, tmp_path: Path, good: Path):
     bad = write_synthetic_run(tmp_path / "a", 3, name="a", rollouts=ROWS)
     DAMAGE[name][how](bad / name)
     data = data_of([bad, good])
@@ -241,7 +241,7 @@ def test_an_odd_file_hides_nothing_else(name: str, how: str, tmp_path: Path, goo
     assert statuses[0] in (200, 400) and statuses[1] in (200, 400)
 
 
-def test_a_rollout_whose_columns_do_not_fit_is_refused_by_name(tmp_path: Path):
+def test_inconsistent_rollout_is_refused_by_name(tmp_path: Path):
     bad = write_synthetic_run(tmp_path / "a", 3, name="a", rollouts=ROWS)
     DAMAGE["rollouts/step_00000002.parquet"]["short columns"](step_file(bad, 2))
     columns(rollout_logprobs=pa.array([[1.0]] * ROWS, pa.list_(pa.float32())))(step_file(bad, 2))
@@ -260,7 +260,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], ob
         raise AssertionError("opened")
 
 
-def test_errors_inside_are_of_the_file(tmp_path: Path):
+def test_errors_inside_context_name_the_file(tmp_path: Path):
     (tmp_path / "x").write_bytes(b"12345")
     with pytest.raises(OSError, match=r"x cannot be read: \\x1b"), open_untrusted(tmp_path / "x"):
         raise ValueError("\x1b")
@@ -283,7 +283,7 @@ def test_metrics_hold_finite_numbers_only(tmp_path: Path):
     assert read_metrics(tmp_path / "none") == []
 
 
-def test_numbers_beyond_the_range_of_a_chart_are_shown_as_none(tmp_path: Path):
+def test_values_beyond_chart_range_are_none(tmp_path: Path):
     rows = '{"step": 0, "time": 1e300, "reward/mean": -1.7e308}\n{"step": 1, "reward/mean": 0.5}\n'
     text(rows)(tmp_path / METRICS_FILE)
     assert read_metrics(tmp_path / METRICS_FILE)[0]["reward/mean"] == -1.7e308
@@ -291,7 +291,7 @@ def test_numbers_beyond_the_range_of_a_chart_are_shown_as_none(tmp_path: Path):
     assert columns["reward/mean"] == [None, 0.5] and columns["reward/p10"] == [None, 0.5]
 
 
-def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_number_of_curves_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_reader, "MAX_METRICS", 5)
     rows = [{"step": step, "reward/mean": 1.0, f"id/{step}": 1.0} for step in range(20)]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -300,7 +300,7 @@ def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.defect("short-lines-after-a-wide-one-took-all-memory")
-def test_a_run_has_a_bounded_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_number_of_values_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_reader, "MAX_VALUES", 100)
     wide = {"step": 0, **{f"metric/{number}": 1.0 for number in range(10)}}
     rows = [wide, *({"step": step} for step in range(1, 1000))]
@@ -309,7 +309,7 @@ def test_a_run_has_a_bounded_number_of_values(tmp_path: Path, monkeypatch: pytes
     assert found["steps"] == list(range(10)) and found["columns"]["metric/9"] == [1.0, *[None] * 9]
 
 
-def test_a_vocabulary_that_cannot_be_read_leaves_ids(tmp_path: Path):
+def test_unreadable_vocabulary_shows_token_ids(tmp_path: Path):
     bad = write_synthetic_run(tmp_path / "a", 1, name="a", rollouts=ROWS)
     cut(vocabulary_file(bad))
     shown = data_of([bad])["rollouts"]["0"][0]["tokens"]

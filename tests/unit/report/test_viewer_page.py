@@ -51,10 +51,10 @@ def older_page() -> None:
         ("it fails", "scripts/viewer failed: no network"),
         ("it does not begin", "scripts/viewer failed: .*No such file"),
         ("it cannot be locked", r"scripts/viewer failed: .*\.lock"),
-        ("no npm", "npm builds it, and is not on PATH"),
+        ("no npm", "building it needs npm, which is not on PATH"),
     ],
 )
-def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
+def test_failed_build_falls_back_to_existing_page(
     cause: str, says: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     build = checkout / "scripts" / "viewer"
@@ -64,18 +64,18 @@ def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
         (viewer_page.FOLDER / ".lock").mkdir(parents=True)  # root may write every file, but no folder
     elif cause == "no npm":
         monkeypatch.setenv("PATH", str(checkout))
-    with pytest.raises(ConfigError, match=f"is not built; .*{says}"):
+    with pytest.raises(ConfigError, match=f"is not built: .*{says}"):
         render_page()
     older_page()
     monkeypatch.setattr(viewer_page, "_failed", {})  # as in another process
     with caplog.at_level(logging.WARNING):
         assert "an_older_one()" in render_page() and "an_older_one()" in render_page()
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert re.match(f"the page of reports is an older one than viewer/; .*{says}", warning)
+    assert re.match(f"The page of reports is older than its sources in viewer/: .*{says}", warning)
     assert cause != "it fails" or Path(f"{build}.ran").read_text() == "ran\n" * 2, "once a process"
 
 
-def test_a_build_that_takes_too_long_ends_with_all_its_processes(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+def test_build_timeout_kills_all_processes(checkout: Path, monkeypatch: pytest.MonkeyPatch):
     (checkout / "scripts" / "viewer").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$0.child"\nwait\n')
     monkeypatch.setattr(viewer_page, "BUILD_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match=r"scripts/viewer failed: it took more than 0\.5 s"):
