@@ -30,7 +30,7 @@ BAND = """canvas => {
     }
     return seen;
 }"""
-"""Pixels in the first run's color that let through what is behind them."""
+"""Script that counts translucent pixels in the first run's color."""
 CURVES = Path(__file__).parents[3] / "viewer" / "src" / "curves.ts"
 FIRST, SECOND = "59,130,246", "249,115,22"
 DARK, LIGHT = "rgb(20, 23, 27)", "rgb(255, 255, 255)"
@@ -66,7 +66,7 @@ def test_slider_smooths_each_run_s_line(report_window: Shown):
 
 
 def test_all_main_curves_are_drawn(window: Shown):
-    """Those of asynchronous runs, mismatch, throughput and memory, too."""
+    """The main section includes curves of asynchronous runs, mismatch, throughput and memory."""
     (main,) = re.findall(r"const MAIN = \[(.*?)\];", CURVES.read_text(encoding="utf-8"), re.DOTALL)
     names = ["evaluation by source" if "*" in name else name for name in re.findall(r'"(.+?)"', main)]
     page = window.open("smooth=0")
@@ -92,11 +92,11 @@ def test_pointing_at_step_shows_its_values(report_window: Shown):
     figure = chart(page, "policy/entropy")
     figure.locator(".u-over").hover(position={"x": 100, "y": 50})
     expect(figure.locator(".values li")).to_have_count(3)
-    at, *said = figure.locator(".values li").all_inner_texts()
-    step = int(at.removeprefix("step "))
+    point, *texts = figure.locator(".values li").all_inner_texts()
+    step = int(point.removeprefix("step "))
     assert 0 < step < 30
     values = [metric_lines(steps, seed)[step]["policy/entropy"] for steps, seed in ((40, 0), (30, 1))]
-    assert [float(text.split()[-1]) for text in said] == pytest.approx(values, rel=1e-3)
+    assert [float(text.split()[-1]) for text in texts] == pytest.approx(values, rel=1e-3)
 
 
 def test_zoom_into_steps_and_back(report_window: Shown):
@@ -116,7 +116,9 @@ def test_search_finds_metrics_by_substring(window: Shown):
     expect(page.locator("figure.chart").first).to_be_visible()
     page.keyboard.press("/")
     page.keyboard.type("GRAD")
-    expect(page.locator("figcaption")).to_have_text(["policy/grad_norm", "policy/grad_norm"])  # of main, of policy
+    expect(page.locator("figcaption")).to_have_text(
+        ["policy/grad_norm", "policy/grad_norm"]
+    )  # in the sections main and policy
     page.get_by_label("Find").fill("nothing")
     expect(page.get_by_text("No metric has “nothing” in its name.")).to_be_visible()
 
@@ -141,7 +143,7 @@ def test_theme_follows_system_until_chosen(browser: Any, report_address: str):
         page.get_by_label("Theme").select_option("dark")
         expect(back).to_have_css("background-color", DARK)
         assert page.evaluate("Object.values(localStorage)") == ["dark"]
-        # Chromium keeps a file's storage after a moment, and a page that is opened anew before it finds none.
+        # Chromium stores a file's local storage with a delay; a page that is reloaded earlier finds none.
         for _ in range(20):
             page.reload()
             if back.evaluate("body => getComputedStyle(body).backgroundColor") == DARK:
@@ -185,4 +187,4 @@ def test_unreadable_run_does_not_hide_others(browser: Any, tmp_path: Path):
     with watching([bad, good]) as address, shown(browser, address) as window:
         expect(chart(window.page, "reward/mean").locator(".values li")).to_have_count(1)
         expect(window.page.get_by_role("alert")).to_be_visible()
-        window.bad.clear()  # the browser's own line of the answer 500
+        window.bad.clear()  # the browser reports the response with status 500

@@ -64,7 +64,7 @@ def test_terminal_gets_no_colors_of_the_model():
 
 
 def lines_of(folder: Path, total: int, steps: int = 2, **trainer: Any) -> list[str]:
-    """What a run says that began at step 0 and logged `steps` steps."""
+    """Return the console lines of a run from step 0 that logs `steps` steps."""
     out = io.StringIO()
     setup = TrackerSetup(folder, "project", "mine", {"trainer": trainer})
     tracker = ConsoleTracker(setup, Console(file=out, markup=False, highlight=False, soft_wrap=True))
@@ -234,8 +234,8 @@ def test_many_short_steps_get_few_lines(monkeypatch: pytest.MonkeyPatch):
     tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
     tracker.begin(0, 500)
     for step in range(1, 501):
-        more = {"eval/x/avg_score": 1.0} if step == 250 else {}
-        tracker.log({"sft/loss": 1.0, **more}, step)
+        evaluation = {"eval/x/avg_score": 1.0} if step == 250 else {}
+        tracker.log({"sft/loss": 1.0, **evaluation}, step)
     lines = out.getvalue().splitlines()
     assert len(lines) < 40
     shown = [int(line.split("/")[0].removeprefix("step")) for line in lines[1:] if "loss" in line]
@@ -245,7 +245,7 @@ def test_many_short_steps_get_few_lines(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("step_s", [0.2, 0.6, 3.0])
 def test_line_frequency_adapts_to_step_time(step_s: float, monkeypatch: pytest.MonkeyPatch):
-    now, said = 0.0, [0.0]
+    now, line_times = 0.0, [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     out = io.StringIO()
     tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
@@ -254,9 +254,9 @@ def test_line_frequency_adapts_to_step_time(step_s: float, monkeypatch: pytest.M
         now, before = now + step_s, out.tell()
         tracker.log({"sft/loss": 1.0}, step)
         if out.tell() > before:
-            said.append(now)
-    assert len(said) <= max(module.MIN_LINES, now / module.MAX_LINE_INTERVAL_S) + 2 * module.FIRST_STEPS
-    assert max(after - before for before, after in pairwise(said)) <= module.MAX_LINE_INTERVAL_S + step_s
+            line_times.append(now)
+    assert len(line_times) <= max(module.MIN_LINES, now / module.MAX_LINE_INTERVAL_S) + 2 * module.FIRST_STEPS
+    assert max(after - before for before, after in pairwise(line_times)) <= module.MAX_LINE_INTERVAL_S + step_s
 
 
 def test_completions_follow_console_samples_settings():
@@ -279,7 +279,7 @@ def test_time_split_of_run():
     rows: list[dict[str, Any]] = [
         {**row, "rollouts/tokens": 5000.0},
         {**row, "rollouts/tokens": None},
-        {"eval/x/avg_score": 1.0, "timing/publish_s": 30.0},  # before the first step
+        {"eval/x/avg_score": 1.0, "timing/publish_s": 30.0},  # published before the first step
     ]
     assert time_split(rows) == "20 s in steps: generate 40%, update 55%; 250 sampled tokens/s"
     assert time_split([{"reward/mean": 1.0}]) == ""

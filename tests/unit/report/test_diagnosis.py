@@ -1,4 +1,4 @@
-"""Every rule with numbers that have the illness, and with some that nearly have it."""
+"""Every rule with metrics that show its symptom, and with metrics that nearly do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HEALTHY = {
 
 
 def steps(*changes: Mapping[str, float], count: int = 24) -> list[dict[str, float]]:
-    """A healthy run whose last steps are changed so."""
+    """Return the rows of a healthy run with changes in its last steps."""
     return [dict(HEALTHY)] * (count - len(changes)) + [{**HEALTHY, **change} for change in changes]
 
 
@@ -56,13 +56,13 @@ def last(count: int, **values: float) -> list[dict[str, float]]:
 
 
 def bursts(waits_s: float) -> list[dict[str, float]]:
-    """Of two steps the first waits for rollouts most of the time, and the second never."""
+    """Return rows in which every other step waits for rollouts most of the time, and the others never."""
     waits = {"async/trainer_idle": 0.8, "timing/step_s": waits_s}
     return steps(*[waits, {"async/trainer_idle": 0.0, "timing/step_s": 1.0}] * 3)
 
 
 def falling(score: float) -> list[dict[str, float]]:
-    """The reward rises; of three evaluations the first is 0.6."""
+    """Return rows with a rising reward and three evaluations, the first with score 0.6."""
     rewards = [HEALTHY | {"reward/mean": 0.3 + 0.02 * step} for step in range(24)]
     for step, value in ((3, 0.6), (12, score), (23, score)):
         rewards[step] = rewards[step] | {"eval/gsm8k/avg_score": value}
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
     "entropy_collapse": (last(3, policy__entropy=0.01), last(3, policy__entropy=0.03), "from 1 to 0.01 nats"),
     "kl_runs_away": (
         steps(*({"policy/kl": kl} for kl in (0.5, 0.8, 0.9, 1.5, 2.0, 2.5))),
-        [HEALTHY | {"policy/kl": 2.0 + 0.1 * (step % 4)} for step in range(24)],  # far away, where it stays
+        [HEALTHY | {"policy/kl": 2.0 + 0.1 * (step % 4)} for step in range(24)],  # far away, but not moving
         "2 nats per token away",
     ),
     "engine_and_trainer_disagree": (
@@ -121,18 +121,18 @@ def test_every_rule_has_cases():
 
 @pytest.mark.parametrize("name", CASES)
 def test_rule_finds_its_symptom_but_no_near_miss(name: str, tmp_path: Path):
-    ill, nearly, evidence = CASES[name]
-    found = findings(tmp_path / "ill", ill)
-    assert [one["rule"] for one in found] == [name]
+    unhealthy, near_miss, evidence = CASES[name]
+    found = findings(tmp_path / "unhealthy", unhealthy)
+    assert [finding["rule"] for finding in found] == [name]
     assert re.search(evidence, found[0]["evidence"]), found[0]["evidence"]
-    assert findings(tmp_path / "nearly", nearly) == []
+    assert findings(tmp_path / "near miss", near_miss) == []
 
 
 def test_nan_metrics_are_unhealthy(tmp_path: Path):
     nan = float("nan")
     found = findings(tmp_path, last(3, mismatch__ratio_mean=nan))
-    assert [one["rule"] for one in found] == ["engine_and_trainer_disagree"]
-    assert [one["rule"] for one in findings(tmp_path, last(3, policy__grad_norm=nan))] == ["gradient_spikes"]
+    assert [finding["rule"] for finding in found] == ["engine_and_trainer_disagree"]
+    assert [finding["rule"] for finding in findings(tmp_path, last(3, policy__grad_norm=nan))] == ["gradient_spikes"]
 
 
 def test_kl_mismatch_is_ignored_for_stale_samples(tmp_path: Path):
@@ -152,7 +152,7 @@ def test_engines_idle_at_the_end_are_not_starved(tmp_path: Path):
 
 
 def evaluated(*scores: float, every: int = 1, reward: float = 0.01) -> list[dict[str, float]]:
-    """A run whose reward rises by so much a step, with evaluations, the first of them before it."""
+    """Return rows whose reward rises by `reward` per step, with an evaluation every `every` steps from step 0 on."""
     rows = [HEALTHY | {"reward/mean": reward * step} for step in range(every * (len(scores) - 1))]
     rows = [{}, *rows]
     for index, score in enumerate(scores):
@@ -181,7 +181,7 @@ def test_noise_of_many_evaluations_is_no_fall(tmp_path: Path):
     assert found["since"] == 20
     equal = [HEALTHY | {"reward/mean": 0.1 * step, "eval/x/avg_score": 0.8} for step in range(8)]
     lower = [HEALTHY | {"reward/mean": 0.3, "eval/x/avg_score": 0.7}] * 4
-    assert findings(tmp_path / "equal", [*equal, *lower]) == []  # the reward has fallen since the latest best one
+    assert findings(tmp_path / "equal", [*equal, *lower]) == []  # the reward fell after the latest best evaluation
 
 
 def test_minimum_fall_scales_with_scores(tmp_path: Path):
@@ -217,7 +217,7 @@ def test_lasting_gradient_explosion_is_found(tmp_path: Path):
 
 
 def test_single_slow_step_is_no_starvation(tmp_path: Path):
-    """As one in which an engine was started again."""
+    """For example a step in which an engine restarted."""
     slow = {"async/trainer_idle": 0.95, "async/engines_idle": 0.95, "timing/step_s": 300.0}
     assert findings(tmp_path, steps(slow, *[{}] * 8)) == []
 
@@ -240,9 +240,9 @@ def test_entropy_is_compared_with_first_steps(tmp_path: Path):
 
 def test_deadline_failures_are_not_environment_failures(tmp_path: Path):
     cut = {"rollouts/failed": 8.0, "rollouts/failed/deadline": 8.0}
-    assert [one["rule"] for one in findings(tmp_path / "cut", steps(cut, cut, cut))] == ["long_answers_are_cut"]
+    assert [finding["rule"] for finding in findings(tmp_path / "cut", steps(cut, cut, cut))] == ["long_answers_are_cut"]
     both = cut | {"rollouts/failed": 12.0, "rollouts/failed/KeyError": 4.0}
-    found = {one["rule"]: one["evidence"] for one in findings(tmp_path / "both", steps(both, both, both))}
+    found = {finding["rule"]: finding["evidence"] for finding in findings(tmp_path / "both", steps(both, both, both))}
     assert found["episodes_fail"] == "6% of the episodes of the last 3 steps failed, mostly as KeyError"
 
 
@@ -263,10 +263,10 @@ def test_finding_is_logged_once_and_saved(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_resumed_run_continues_its_findings(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     cut = HEALTHY | {"response/truncated_fraction": 0.8}
-    run(tmp_path, [cut, cut, cut, HEALTHY])  # it held until step 3, which is taken again
+    run(tmp_path, [cut, cut, cut, HEALTHY])  # the rule held until step 3, which is repeated
     caplog.clear()
     trackers = run(tmp_path, [cut, cut], begin=2)
-    assert "truncated" in caplog.text  # at step 3, from rows of both attempts
+    assert "truncated" in caplog.text  # at step 3, from the rows of both attempts
     (found,) = trackers
     assert (found["since"], found["until"]) == (3, None)
     caplog.clear()
@@ -303,7 +303,7 @@ def test_invalid_diagnosis_file_is_ignored(tmp_path: Path):
 def run(
     folder: Path, rows: list[dict[str, float]], begin: int = 0, rules: Sequence[Rule] = EVERY, total: int = 1000
 ) -> list[dict[str, Any]]:
-    """What is found in a run whose rows these are, after step `begin`; from -1 on the first is of before training."""
+    """Return the findings of a run with these rows, which follow step `begin`; -1: the first row is before training."""
     folder.mkdir(exist_ok=True)
     diagnosis = Diagnosis(folder, rules)
     with Trackers({"jsonl": JsonlTracker(folder), "diagnosis": diagnosis}) as trackers:

@@ -61,7 +61,7 @@ def test_metric_is_found_by_name(name: str, found: str):
 
 
 def test_every_metric_in_code_is_in_catalog():
-    """Names composed at run time are compared with the table by tests/integration/runs."""
+    """The code outside `report` and `tensordict` names no metric that the catalog lacks."""
     named = {
         name
         for file in (ROOT / "skyrl_train").rglob("*.py")
@@ -74,4 +74,4 @@ def test_every_metric_in_code_is_in_catalog():
 
 
 INTERNAL = {"engines/idle", "engines/wasted_tokens"}
-"""Of the client: a run shows them as async/*."""
+"""Metrics of the engine client that a run reports as async/*."""

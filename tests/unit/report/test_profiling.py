@@ -20,7 +20,7 @@ print(peak_memory("cpu")["peak_rss_gib"] - before)
 
 def test_peak_memory_stays_after_release():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
-    assert 0.2 < float(done.stdout) < 0.6  # while it is copied it is there twice
+    assert 0.2 < float(done.stdout) < 0.6  # the copy exists twice for a moment
 
 
 def test_cpu_process_reports_host_memory_only():
@@ -28,7 +28,7 @@ def test_cpu_process_reports_host_memory_only():
 
 
 class Allocator:
-    """What torch.cuda.memory is asked for."""
+    """A double of torch.cuda.memory that records its calls."""
 
     def __init__(self) -> None:
         self.enabled: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a scraper reads of a run: names, labels, values, and who is let in."""
+"""The metrics server of a run: names, labels, values and access."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def serving(host: str = "127.0.0.1") -> Iterator[PrometheusTracker]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[PrometheusTracker]:
-    """One tracker for all examples of a property, which begin it anew."""
+    """One tracker for all examples of a property test, each of which calls `begin`."""
     with serving() as tracker:
         yield tracker
 
@@ -57,7 +57,7 @@ def port_of(url: str) -> int:
 
 
 def get(url: str, path: str = "/metrics", **headers: str) -> tuple[int, str, str]:
-    """Status, content type and body."""
+    """Return (status, content type, body)."""
     with closing(http.client.HTTPConnection("127.0.0.1", port_of(url), timeout=30)) as connection:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -71,14 +71,14 @@ def families(url: str) -> dict[str, Metric]:
 
 
 def series(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """(name, labels) -> value."""
+    """Return (name, labels) -> value of all samples."""
     samples = [sample for family in families(url).values() for sample in family.samples]
     found = {(sample.name, tuple(sample.labels.items())): sample.value for sample in samples}
     assert len(found) == len(samples)
     return found
 
 
-# -- names -----------------------------------------------------------------------------------------------------------
+# -- names -------------------------------------------------------------------------------------------------------------
 
 WORDS = ("eval", "rollouts", "failed", "failed_by_kind", "failed_", "other", "a", "a_b", "b", "_", "", "A", "é", "1")
 NAMES = st.lists(st.sampled_from(WORDS), max_size=4).map("/".join) | st.text(max_size=12)
@@ -111,7 +111,7 @@ def test_every_metric_has_its_own_name():
     check_each([metric.name for metric in METRICS], has_own_name)
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def test_scrape_has_newest_values_with_help_texts():
@@ -180,15 +180,15 @@ def test_quotes_backslashes_and_line_ends_are_escaped():
 
 def test_runs_in_one_process_have_separate_registries():
     before = prometheus_client.generate_latest(prometheus_client.REGISTRY).count(b"skyrl_")
-    with serving() as one, serving() as other:
-        one.log({"reward/mean": 1.0}, 1)
-        other.log({"reward/mean": 2.0}, 2)
-        assert series(one.url)["skyrl_reward_mean", ()] == 1
-        assert series(other.url)["skyrl_reward_mean", ()] == 2
+    with serving() as first, serving() as second:
+        first.log({"reward/mean": 1.0}, 1)
+        second.log({"reward/mean": 2.0}, 2)
+        assert series(first.url)["skyrl_reward_mean", ()] == 1
+        assert series(second.url)["skyrl_reward_mean", ()] == 2
     assert prometheus_client.generate_latest(prometheus_client.REGISTRY).count(b"skyrl_") == before == 0
 
 
-# -- the run's tracker -----------------------------------------------------------------------------------------------
+# -- the run's tracker -------------------------------------------------------------------------------------------------
 
 
 def test_run_prints_metrics_address_and_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -208,7 +208,8 @@ def test_run_prints_metrics_address_and_serves(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("trainer", [{}, {"metrics_port": None, "metrics_host": "127.0.0.1"}])
 def test_run_without_metrics_port_listens_nowhere(trainer: dict[str, Any], tmp_path: Path):
     def listening() -> set[Any]:
-        return {one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+        connections = psutil.Process().net_connections("inet")
+        return {connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN}
 
     before = listening()
     with make_trackers([], tmp_path, "project", "run", {"trainer": trainer}):
@@ -218,13 +219,13 @@ def test_run_without_metrics_port_listens_nowhere(trainer: dict[str, Any], tmp_p
 def test_port_in_use_is_refused_before_start(tmp_path: Path):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        said = rf"trainer\.metrics_port={port}: .*Choose another trainer\.metrics_port"
-        with pytest.raises(ConfigError, match=said):
+        message = rf"trainer\.metrics_port={port}: .*Choose another trainer\.metrics_port"
+        with pytest.raises(ConfigError, match=message):
             make_trackers([], tmp_path, "project", "run", setup(port).config)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             Experiment(prepare_config([f"trainer.metrics_port={port}", f"trainer.ckpt_path={tmp_path}"]).config)
     check_metrics_address("127.0.0.1", port)
-    check_metrics_address("not-looked-at", None)
+    check_metrics_address("not-checked", None)
 
 
 def test_reachable_address_requires_token(monkeypatch: pytest.MonkeyPatch):
@@ -239,7 +240,7 @@ def test_reachable_address_requires_token(monkeypatch: pytest.MonkeyPatch):
             assert status == 401 and "skyrl_" not in text
         assert get(tracker.url, Authorization=f"Bearer {TOKEN}")[0] == 200
     with serving() as tracker:
-        assert get(tracker.url)[0] == 200, "on loopback nobody is asked"
+        assert get(tracker.url)[0] == 200, "loopback needs no token"
 
 
 def test_other_paths_are_not_found():
@@ -280,10 +281,10 @@ def test_slow_clients_block_neither_others_nor_close(monkeypatch: pytest.MonkeyP
     with serving() as tracker, ExitStack() as clients:
         half = b"GET /metrics HTTP/1.1\r\nX: "
         held = [clients.enter_context(closing(open_connection(tracker.url, half * (place % 2)))) for place in range(7)]
-        assert get(tracker.url)[0] == 200, "others are answered at once"
+        assert get(tracker.url)[0] == 200, "other clients get an answer at once"
         held += [clients.enter_context(closing(open_connection(tracker.url, half))) for _ in range(20)]
         held[0].settimeout(20)
-        assert held[0].recv(1) == b"", "a client without a question is ended"
+        assert held[0].recv(1) == b"", "a client without a request is disconnected"
         for client in held:
             client.close()
         while get(tracker.url)[0] == 503:

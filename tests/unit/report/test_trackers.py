@@ -33,7 +33,7 @@ HOSTILE = "\x1b[31m\x00[bold]x[/bold]</think><script>\ud800\u202e\r\n"
 
 
 class Recorder:
-    """A tracker that keeps what it got, or raises."""
+    """A tracker that records its calls, and raises if `fails`."""
 
     def __init__(self, fails: bool = False):
         self.fails = fails
@@ -63,12 +63,15 @@ def test_tables_go_to_trackers_that_support_them(tmp_path: Path):
         def table(self, rows: Sequence[SampleRow], step: int) -> None:
             self._call("table", list(rows), step)
 
-    few, many = [SampleRow("p", "a", 1.0, "stop")], [SampleRow("p", "a", 1.0, "stop", sample=n) for n in range(5)]
-    with Trackers({"few": (plain := Recorder()), "many": (table := Table())}) as trackers:
-        trackers.samples(few, 3)
-        trackers.table(many, 3)
-    assert plain.calls == [("samples", few, 3), ("close",)]
-    assert table.calls == [("samples", few, 3), ("table", many, 3), ("close",)]
+    samples, table_rows = (
+        [SampleRow("p", "a", 1.0, "stop")],
+        [SampleRow("p", "a", 1.0, "stop", sample=n) for n in range(5)],
+    )
+    with Trackers({"plain": (plain := Recorder()), "table": (table := Table())}) as trackers:
+        trackers.samples(samples, 3)
+        trackers.table(table_rows, 3)
+    assert plain.calls == [("samples", samples, 3), ("close",)]
+    assert table.calls == [("samples", samples, 3), ("table", table_rows, 3), ("close",)]
 
 
 @pytest.mark.fault("F39")
@@ -175,7 +178,7 @@ def test_tensorboard_drops_later_steps_of_resumed_run(tmp_path: Path):
         tracker = Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))})
         tracker.begin(start, 4)
         tracker.table([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
-        for step in range(start + 1, start + 4):  # a tracker that fails gets nothing more
+        for step in range(start + 1, start + 4):  # a failing tracker gets no further calls
             tracker.log({"reward/mean": value, "nan": float("nan"), HOSTILE: 1e308}, step)
         tracker.close()
     assert [(e.step, e.value) for e in events_in(tmp_path).Scalars("reward/mean")] == [
@@ -221,7 +224,7 @@ def test_tensorboard_shows_completions_as_text(markdown: bool, tmp_path: Path):
 def test_tensorboard_has_configuration_as_hyperparameters(tmp_path: Path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    for seed in (1, 2):  # a resumed run may have other values
+    for seed in (1, 2):  # a resumed run may have a different configuration
         config = {"trainer": {"seed": seed, "policy": {"lr": 1e-6}, "run_name": HOSTILE}}
         with Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run", config))}) as tracker:
             tracker.begin(seed - 1, 3)
@@ -241,7 +244,7 @@ def events_in(run_dir: Path) -> EventAccumulator:
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text of each cell of its table as a browser shows it."""
+    """The elements of a page, and the texts of its table cells as a browser shows them."""
 
     def __init__(self):
         super().__init__()
@@ -310,11 +313,11 @@ def test_wandb_works_offline_and_gets_no_secrets(account: dict[str, str], tmp_pa
         for written in (b'"%s"' % host, bytes([len(host)]) + host):
             assert written not in content, f"{file} has the name of this machine"
         assert file.name != "requirements.txt"
-    (where,) = [line for line in result.stdout.splitlines() if line.startswith("wandb: ")]
-    (kept,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert where == f"wandb: offline, `wandb sync {kept}` uploads this run"
+    (address,) = [line for line in result.stdout.splitlines() if line.startswith("wandb: ")]
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert address == f"wandb: offline, `wandb sync {folder}` uploads this run"
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    (table,) = [json.loads(file.read_text()) for file in kept.glob("files/media/table/*.json")]
+    (table,) = [json.loads(file.read_text()) for file in folder.glob("files/media/table/*.json")]
     assert table["columns"] == [*SAMPLE_COLUMNS]
     assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == [
         asdict(SampleRow(HOSTILE, HOSTILE, 0.5 + n, "stop", "a-3", sample=n)) for n in range(2)
@@ -335,16 +338,16 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path):
 
 
 def exit_code(file: Path) -> int:
-    """What W&B is told of the end of a run, in a file of one block: records of checksum, length and kind, 7 bytes."""
-    content, at = file.read_bytes(), 7
+    """Return the exit code in a W&B file of one block. Each record has a header of 7 bytes with its length."""
+    content, offset = file.read_bytes(), 7
     assert len(content) < 32768
-    while at + 7 <= len(content):
-        length = int.from_bytes(content[at + 4 : at + 6], "little")
-        record = Record.FromString(content[at + 7 : at + 7 + length])
+    while offset + 7 <= len(content):
+        length = int.from_bytes(content[offset + 4 : offset + 6], "little")
+        record = Record.FromString(content[offset + 7 : offset + 7 + length])
         if record.HasField("exit"):
             return int(record.exit.exit_code)
-        at += 7 + length
-    raise AssertionError(f"{file} has no end")
+        offset += 7 + length
+    raise AssertionError(f"{file} has no exit record")
 
 
 def test_tracker_ids_are_saved_and_damaged_file_ignored(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Watch answers whoever has its token, and nobody else; what it says is what the files hold."""
+"""The watch server answers only requests with its token, with the contents of the files."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def watch(
-    folders: list[Path], test: Callable[[WatchServer, aiohttp.ClientSession], Awaitable[Any]], more: str = ""
+    folders: list[Path], test: Callable[[WatchServer, aiohttp.ClientSession], Awaitable[Any]], suffix: str = ""
 ) -> Any:
-    """Run `test(server, session)`; the session has no token. `more`: the end of the page."""
+    """Run `test(server, session)`. The session has no token. `suffix` is appended to the page."""
 
     async def run() -> Any:
-        async with WatchServer(folders, render_page() + more) as server:
+        async with WatchServer(folders, render_page() + suffix) as server:
             async with aiohttp.ClientSession(server.url) as session:
                 return await asyncio.wait_for(test(server, session), 60)
 
@@ -52,7 +52,7 @@ def watch(
 
 
 def answers(folders: list[Path], *paths: str) -> list[Any]:
-    """What is said at paths below /api/ to whoever has the token."""
+    """Return the JSON at paths below /api/ for requests with the token."""
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> list[Any]:
         found = []
@@ -74,7 +74,7 @@ def bearer(token: str) -> dict[str, str]:
 def test_every_endpoint_returns_file_contents(folders: list[Path]):
     views = RolloutViews(folders[0])
     row = views.rollouts(Query(step=2))["rows"][9]
-    one = f"step=2&uid={row['uid']}&sample={row['sample']}"
+    params = f"step=2&uid={row['uid']}&sample={row['sample']}"
     runs, metrics, short, diagnosis, rollouts, none, rollout, group = answers(
         folders,
         "runs",
@@ -83,7 +83,7 @@ def test_every_endpoint_returns_file_contents(folders: list[Path]):
         "diagnosis?run=1",
         "rollouts?run=0&step_from=2&source=math&order=-tokens&limit=5&text=",
         "rollouts?run=1",
-        f"rollout?run=0&{one}",
+        f"rollout?run=0&{params}",
         f"group?run=0&step=2&uid={row['uid']}",
     )
     assert runs == overview(open_runs(folders)) and len(runs["runs"]) == 2
@@ -119,7 +119,7 @@ def test_requests_without_token_are_refused(folders: list[Path]):
 
 def test_page_has_no_run_data_and_no_cookie(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
-        assert server.address == f"{server.url}/#access_token={server.token}"  # what is behind # is not sent
+        assert server.address == f"{server.url}/#access_token={server.token}"  # browsers do not send the fragment
         async with session.get(server.address) as answer:
             assert answer.status == 200 and answer.content_type == "text/html"
             assert "Set-Cookie" not in answer.headers
@@ -146,12 +146,12 @@ def test_requests_from_other_sites_are_refused(folders: list[Path]):
             "@",
         ):
             assert await status(session, "/api/runs", known | {"Host": host}) == 403, host
-        for host in ("localhost", "localhost:9000", "127.0.0.1", "[::1]:9000"):  # a tunnel may begin at another port
+        for host in ("localhost", "localhost:9000", "127.0.0.1", "[::1]:9000"):  # a tunnel may use another port
             assert await status(session, "/api/runs", known | {"Host": host}) == 200, host
         for site in ("cross-site", "same-site"):
             assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": site}) == 403
         assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": "same-origin"}) == 200
-        followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # a link to a view
+        followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # the user follows a link
         assert await status(session, "/", followed) == 200
         assert await status(session, "/api/runs", known | followed) == 403
         assert await status(session, "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}) == 403
@@ -190,7 +190,7 @@ def test_server_is_read_only(folders: list[Path]):
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [
         ("metrics?run=2", "run='2' is not the id of a run. Choose from 0, 1"),
         ("metrics?run=../b", "run='../b' is not the id of a run"),
@@ -201,10 +201,10 @@ def test_server_is_read_only(folders: list[Path]):
         ("group?run=1&step=1&uid=1", "step 1 has no rollouts of the prompt '1'"),
     ],
 )
-def test_invalid_request_is_refused_by_name(folders: list[Path], path: str, says: str):
+def test_invalid_request_is_refused_by_name(folders: list[Path], path: str, message: str):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         async with session.get(f"/api/{path}", headers=bearer(server.token)) as answer:
-            assert answer.status == 400 and says in await answer.text()
+            assert answer.status == 400 and message in await answer.text()
             assert answer.content_type == "text/plain"
 
     watch(folders, ask)
@@ -259,14 +259,14 @@ def test_unread_response_closes_its_connection(folders: list[Path], monkeypatch:
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with closing(open_connection(server.url, request, receive_bytes=1 << 12)):
-            for _ in range(100):  # the only connection that it may have is free again while that client holds on
+            for _ in range(100):  # the only allowed connection becomes free while the client keeps it open
                 await asyncio.sleep(0.1)
                 async with session.get("/api/runs", headers=bearer(server.token)) as answer:
                     if answer.status == 200:
                         return
-        raise AssertionError("the connection was not ended")
+        raise AssertionError("the connection was not closed")
 
-    watch(folders, ask, more="x" * (32 << 20))  # more than the kernel takes
+    watch(folders, ask, suffix="x" * (32 << 20))  # more than the kernel buffers
 
 
 def test_port_in_use_is_reported(folders: list[Path]):
