@@ -389,7 +389,7 @@ def test_two_distinct_rewards_have_no_quantiles(tmp_path: Path):
 def test_server_is_fast_with_100000_rollouts(tmp_path: Path):
     """The run has 1,563 files with 64 rollouts each. It opens in 3 s, and filters take 1 s.
 
-    Texts are searched 5 s after the page was opened, when they have been read ahead. Before that, a search takes 1 to 2 s.
+    Texts are searched 5 s after the page was opened, when they are cached. Before that, a search takes 1 to 2 s.
     """
     synthetic_run(tmp_path, 1563, 64)
     (tmp_path / "metrics.jsonl").touch()
