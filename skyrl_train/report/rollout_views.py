@@ -167,12 +167,11 @@ class RolloutViews:
     def rollouts(self, query: Query) -> dict[str, Any]:
         """Return a page of the rollouts that match a query, after looking for new files.
 
+        Files that cannot be read are skipped with a warning.
+
         Returns:
             `total`: number of matching rollouts; `rows`: those of the page, with a preview of the response; `facets`:
             values of filters, see `RolloutIndex.facets`.
-
-        Raises:
-            OSError: If a file of texts that is needed cannot be read.
         """
         self.index.refresh()
         result = self.index.find(query)

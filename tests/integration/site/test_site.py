@@ -122,7 +122,7 @@ OVERFLOWING = """([boxes, mayScroll]) => [...document.querySelectorAll(boxes)].f
   const scrolls = ["auto", "scroll"].includes(style.overflowX);
   return box.scrollWidth > box.clientWidth + 5 && !(scrolls && (mayScroll || box.tagName === "CODE"));
 }).map(box => `${box.tagName} ${box.scrollWidth} in ${box.clientWidth}: ${box.textContent.trim().slice(0, 40)}`)"""
-"""Script that lists contents wider than their box, with 5 px for the padding of inline code. Tables may scroll if asked."""
+"""Script that lists contents wider than their box, with 5 px for the padding of inline code."""
 
 
 def overflowing_boxes(page: Page, address: str, names: Iterable[str], width: int) -> list[str]:
