@@ -256,7 +256,7 @@ def test_finding_is_logged_once_and_saved(tmp_path: Path, caplog: pytest.LogCapt
     cut = HEALTHY | {"response/truncated_fraction": 0.8}
     with caplog.at_level(logging.WARNING):
         run(tmp_path, [HEALTHY, cut, cut, cut, cut, HEALTHY, HEALTHY])
-    assert [record.message[:50] for record in caplog.records] == ["step 4: truncated: 80% of the responses were trunca"]
+    assert [record.message[:50] for record in caplog.records] == ["step 4: truncated: 80% of the responses were trunc"]
     (found,) = json.loads((tmp_path / DIAGNOSIS_FILE).read_text())["findings"]
     assert (found["since"], found["until"]) == (4, 5)
 
