@@ -227,11 +227,11 @@ class BenchmarkProcess:
 
 
 _ROLES = {
-    "ray::_AsyncShell": "engine",
-    "ray::_Shell": "learner",
+    "ray::_AsyncWorkerActor": "engine",
+    "ray::_WorkerActor": "learner",
     "ray::": "idle Ray workers",
     "environments.worker": "environments",
-    "cluster.guard": "guard",
+    "cluster.ray_reaper": "reaper",
     "gcs_server": "Ray: gcs",
     "raylet/raylet": "Ray: raylet",
     "log_monitor": "Ray: log monitor",

@@ -301,9 +301,11 @@ class WeightSync:
         while not done and address and time.monotonic() < deadline:
             await asyncio.to_thread(abort_group, address)
             done, _ = await asyncio.wait([closing], timeout=_DISCONNECT_POLL_S)
-        done, _ = await asyncio.wait([closing], timeout=deadline - time.monotonic())
-        for task in done:
-            task.exception()
+        await asyncio.wait([closing], timeout=deadline - time.monotonic())
+        closing.cancel()  # a rank with a call in flight is not asked whether it responds: see Learner.is_responsive
+        await asyncio.wait([closing])
+        if not closing.cancelled():
+            closing.exception()
 
     # -- verifying ---------------------------------------------------------------------------------------------------
 

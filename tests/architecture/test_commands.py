@@ -116,9 +116,9 @@ def covered_by(test: str) -> Check:
 
     def check(command: Command) -> None:
         source = _test(test)
-        begins = re.findall(r'documented\(\s*r?"(.*?)"\s*\)', source)
+        begins = re.findall(r'find_commands\(\s*r?"(.*?)"\s*\)', source)
         page = command.page if command.page.endswith("README.md") else Path(command.page).name
-        reads = page in source and re.search(r"\b(blocks|snippets|read_text)\(", source)
+        reads = page in source and re.search(r"\b(fenced_blocks|snippets|read_text)\(", source)
         if not reads and not any(re.match(start, str(command)) for start in begins):
             missing = [word for word in _distinguishing_words(command) if word not in source]
             assert missing == [], f"{test} neither reads {command.page} nor has these words; is it only alike?"

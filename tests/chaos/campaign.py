@@ -42,6 +42,8 @@ _SPARED_STARTS = 0.5
 WITHIN_S = 240.0
 """Every run has ended, or taken its next step, within this time."""
 _SETTLES_S = 3.0
+_SURELY_THERE = 10
+"""After so many strikes in vain, what a fault hits has another name now."""
 _SURELY_MASKS = 10
 """So many faults that cost episodes cannot all have struck between episodes, or a step that was taken again."""
 _RAY_LOOKS = {
@@ -72,11 +74,15 @@ class Campaign:
     """Whether a run that goes on is the undisturbed one bit for bit; one that samples ahead depends on time."""
     say: Callable[[str], None] = print
     struck: Counter[str] = field(default_factory=Counter)
+    absent: Counter[str] = field(default_factory=Counter)
+    """Strikes that found nothing to hit."""
     masked: int = 0
     """Runs in which an episode was masked."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
+        if self.proxy is None:
+            self.faults = [fault for fault in self.faults if not fault.needs_proxy]
         self.straight = self.root / "straight"
         """The undisturbed run; `go` makes it unless it is there."""
         (self.root / "plugins").mkdir(parents=True, exist_ok=True)
@@ -92,6 +98,8 @@ class Campaign:
         while time.monotonic() < until and (faults is None or self.struck.total() < faults):
             self._run(self.root / f"run_{number}", until, faults)
             number += 1
+        if missing := [name for name, count in self.absent.items() if count >= _SURELY_THERE and not self.struck[name]]:
+            raise Miss(f"{missing} never found anything to hit")
         masking = sum(self.struck[fault.name] for fault in self.faults if fault.masks)
         if masking >= _SURELY_MASKS and not self.masked:
             raise Miss(f"no episode was masked by {masking} faults that cost episodes")
@@ -148,7 +156,11 @@ class Campaign:
                 if most and now >= next_at and (last is None or not last.ends) and (seen > before or not spares_start):
                     fault = self.chance.choice(faults)
                     next_at = self._soon()
-                    if (seen > before or not fault.needs_start) and fault.strike(victim):
+                    if seen == before and fault.needs_start:
+                        continue
+                    if not fault.strike(victim):
+                        self.absent[fault.name] += seen > before
+                    else:
                         last = fault
                         struck.append(fault)
                         most -= 1

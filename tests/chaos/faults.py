@@ -69,6 +69,8 @@ class Fault:
     """Whether it costs episodes, so that the run is not the undisturbed one any more."""
     can_mask: bool = False
     """Whether it costs an episode where it strikes within a call of an environment, which few do."""
+    needs_proxy: bool = False
+    """Whether it strikes only runs whose engine is reached through a proxy."""
     needs_start: bool = False
     """Whether it strikes only once a step was taken since the start: nothing starts without a disk."""
     settles_s: float = 0.0
@@ -131,7 +133,7 @@ def _mischief(kind: str) -> Callable[[Victim], bool]:
     return strike
 
 
-ENGINE, RANK, ENVIRONMENT = r"ray::_AsyncShell", r"ray::_Shell", r"skyrl_train\.environments\.host"
+ENGINE, RANK, ENVIRONMENT = r"ray::_AsyncWorkerActor", r"ray::_WorkerActor", r"skyrl_train\.environments\.worker"
 KILL, STOP, INT, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM
 LOST = (
     "ClusterLost|raylet died|raylet because it is dead|gcs_server died|GCS may have been killed|WorkerDied|EnginesLost"
@@ -152,7 +154,7 @@ FAULTS = (
     Fault("SIGTERM", _signal(TERM), ends=True, codes=(143,), says="SIGTERM", saves=True),
     Fault("SIGINT", _signal(INT), ends=True, codes=(130,), says="SIGINT", saves=True),
     Fault("SIGINT twice", _signal(INT, INT), ends=True, codes=(130,), says="SIGINT"),
-    Fault("connections dropped", _drop_connections, ends=True, says="EnginesLost", saves=True),
+    Fault("connections dropped", _drop_connections, ends=True, says="EnginesLost", saves=True, needs_proxy=True),
     Fault("disk full", _full_disk, needs_start=True, settles_s=1),
     *(
         Fault(f"environment {kind}", _mischief(kind), masks=True, settles_s=2)

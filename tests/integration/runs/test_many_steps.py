@@ -18,7 +18,7 @@ from .conftest import command
 
 EARLY, LATE = 50, 200
 WINDOW = 10
-ROLES = ("main_base", "ray::_Shell", "ray::_AsyncShell", "VLLM::", "sglang::")
+ROLES = ("main_base", "ray::_WorkerActor", "ray::_AsyncWorkerActor", "VLLM::", "sglang::")
 MOST = 1.02
 ENVIRONMENT = {
     "RAY_ADDRESS": "local",
@@ -87,7 +87,7 @@ def test_memory_and_descriptors_do_not_grow(small: Callable[[Path], list[str]], 
         driver.wait()
     early, late = least(looks[EARLY]), least(looks[LATE])
     assert set(early) == set(late)
-    assert {"main_base", "ray::_Shell", "ray::_AsyncShell"} <= {role for _, role in early}
+    assert {"main_base", "ray::_WorkerActor", "ray::_AsyncWorkerActor"} <= {role for _, role in early}
     for process, (memory, descriptors) in early.items():
         later, more = late[process]
         assert later <= MOST * memory, f"{process}: {memory:.1f} MiB after {EARLY} steps, {later:.1f} after {LATE}"

@@ -192,7 +192,7 @@ def test_an_engine_joins_on_a_node_that_came_after_the_run_began_on_one(
             nodes.add(num_cpus=2)
             engines(["add", "2", str(folder)])  # the head has room for one, the new node for both
             until(driver, "engine [12] joined(.|\n)*engine [12] joined", log, log)
-            workers = [one for one in nodes.processes(0) if one.name().startswith("ray::_Shell")]
+            workers = [one for one in nodes.processes(0) if one.name().startswith("ray::_WorkerActor")]
             listening = {one.laddr.ip for rank in workers for one in rank.net_connections() if one.status == "LISTEN"}
             assert nodes.addresses[0] in listening
             assert any("AsyncShell" in one.name() for one in nodes.processes(1))

@@ -147,7 +147,7 @@ def test_files_leave_the_old_version_serving_until_commit(pair_of):
     pair.sync(1)
     before = {name: tensor.clone() for name, tensor in pair.engine.named_parameters()}
     perturb(pair.trainer)
-    manifest = pair.sender.manifest(2)
+    manifest = pair.sender.prepare_manifest(2)
     pair.receiver.begin(manifest)
     for bucket in pair.sent(manifest):
         pair.receiver.receive(bucket)
@@ -184,7 +184,7 @@ def test_a_file_that_is_torn_altered_or_gone_is_caught_by_the_tensors_name(
     pair_of, spoil: Callable[[Path], None], message: str, late: bool
 ):
     pair = pair_of("checkpoint")
-    manifest = pair.sender.manifest(1)
+    manifest = pair.sender.prepare_manifest(1)
     pair.receiver.begin(manifest)
     offered = pair.sent(manifest)
     victim = offered[0]
@@ -244,7 +244,7 @@ def test_what_changed_is_refused_by_an_engine_with_another_base(pair_of):
     late = WeightReceiver(InPlaceWeightStore(lambda: dict(pair.engine.named_parameters())), "late")
     with torch.no_grad():
         pair.trainer.get_parameter(UP).add_(1)
-    manifest = pair.sender.manifest(2)
+    manifest = pair.sender.prepare_manifest(2)
     with pytest.raises(WeightSyncError, match=r"late: .* what changed since version 1.*serves version 0.* a complete"):
         late.begin(manifest)
     pair.receiver.torn = True
@@ -261,8 +261,8 @@ def test_after_a_sync_that_failed_everything_is_sent_again(pair_of):
 
 def test_a_sync_that_nobody_confirmed_is_no_base(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
-    pair.sender.manifest(1)
-    assert pair.sender.manifest(2).base_version is None
+    pair.sender.prepare_manifest(1)
+    assert pair.sender.prepare_manifest(2).base_version is None
     with pytest.raises(WeightSyncError, match="version 1 was not the one that was sent"):
         pair.sender.delivered(1)
 
@@ -280,4 +280,4 @@ def test_a_self_test_sends_altered_weights_and_the_same_version_may_follow(pair_
     assert len(true.tensors) == len(list(pair.trainer.parameters()))
     assert pair.same
     with pytest.raises(WeightSyncError, match="version 0 is stale"):
-        pair.receiver.begin(pair.sender.manifest(0))
+        pair.receiver.begin(pair.sender.prepare_manifest(0))

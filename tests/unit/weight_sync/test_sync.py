@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import NonFiniteWeights, WeightSyncError
+from skyrl_train.errors import DeadlineExceeded, NonFiniteWeights, WeightSyncError
+from skyrl_train.learner.learner import WorkerGroup
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.sync import Probe, WeightSync
 from tests.support.weight_targets import FakeEngine, LocalTrainer, score
@@ -259,6 +260,28 @@ def test_an_engine_that_comes_back_never_gets_other_weights_under_a_version_that
 
 
 @pytest.mark.fault("F30")
+def test_hung_trainer_has_no_call_left_after_failed_sync():
+    trainer = WorkerGroup([HungWorker()])
+    weight_sync = WeightSync(trainer, lambda: [engine_named("any")], route="in_process", deadline_s=0.2)
+
+    async def failed_sync() -> int:
+        with pytest.raises(DeadlineExceeded, match="connecting trainer and engines"):
+            await weight_sync.sync_all(1)
+        return trainer.num_running_calls
+
+    assert asyncio.run(failed_sync()) == 0
+
+
+class HungWorker:
+    """A trainer rank that never finishes a call."""
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*args: Any) -> None:
+            await asyncio.Event().wait()
+
+        return call
+
+
 def test_weights_that_are_not_finite_are_the_trainer_s_fault_and_no_engine_s():
     engine = engine_named("left")
     trainer, weight_sync = in_process(engine)
