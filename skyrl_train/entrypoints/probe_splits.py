@@ -186,7 +186,7 @@ def _why_not_fitted(cfg: Config, rows: Sequence[Mapping[str, float]]) -> str | N
         "its engines have several accelerators each": has_wide_engines,
         "its episodes have several turns": any(row.get("episode/max_turns", 1) > 1 for row in rows),
         "it sampled groups that no step trained on": any(
-            row.get("sampling/dropped") or row.get("sampling/cut") for row in rows
+            row.get("sampling/dropped") or row.get("sampling/cancelled") for row in rows
         ),
         "its engines had more sequences than run at a time (generator.max_num_seqs)": is_queued,
         "its responses are equally long, or equally distributed in each step": is_uniform,

@@ -245,7 +245,7 @@ class RolloutCollector:
         self.admit()
         if extra:
             drawn, surplus = await self._queue.pop_fastest(count, _is_trainable)
-            metrics.count("sampling/cut", extra)
+            metrics.count("sampling/cancelled", extra)
         else:
             drawn = []
             while len(drawn) < count:
@@ -353,7 +353,7 @@ class RolloutCollector:
                 position: skipped for position, skipped in self._skip_decisions.items() if position >= self.consumed
             }
             self._saved_skip_decisions = sorted(self._skip_decisions.items())
-            metrics.count("sampling/left_out", self._num_skipped)
+            metrics.count("sampling/curriculum_skipped", self._num_skipped)
             self._num_skipped = 0
 
 

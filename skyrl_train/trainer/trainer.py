@@ -378,7 +378,7 @@ class Trainer(TrainingLoop):
                 await self._publish()
             self.collector.on_weights_published(self.step)
         if transfer_s := self.offload_manager.pop_transfer_s():
-            self.metrics.count("timing/move_s", transfer_s)
+            self.metrics.count("timing/offload_s", transfer_s)
         if StepAction.EVALUATE in self._pending_actions:
             await self._evaluate()
         self._log_step()

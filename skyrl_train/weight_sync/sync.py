@@ -181,7 +181,7 @@ class WeightSync:
                     f"the true weights by {largest:.3g}. Either the engine does not load the weights that it receives, "
                     "or the probe is not sensitive enough."
                 )
-        self.metrics = metrics | {"weights/rehearsal_gap": min(diff.largest for diff in diffs.values())}
+        self.metrics = metrics | {"weights/self_test_gap": min(diff.largest for diff in diffs.values())}
         return self.metrics
 
     async def _sync(self, version: int, engines: list[Any]) -> dict[str, float]:

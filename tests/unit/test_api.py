@@ -183,7 +183,7 @@ def test_rollouts_that_cannot_be_read_are_explained(tmp_path: Path):
     with pytest.raises(DataError, match="this folder has no rollouts"):
         read_rollouts(tmp_path)
     synthetic_run(tmp_path, 1, 4)
-    with pytest.raises(ConfigError, match="the columns of rollouts are step, uid"):
+    with pytest.raises(ConfigError, match=r"not columns of rollouts\. Choose from step, uid"):
         read_rollouts(tmp_path, columns=["reward", "tokens"])
     step_file(tmp_path, 1).write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match="its rollouts cannot be read"):

@@ -109,7 +109,7 @@ def test_unwritable_folder_disables_logs_only(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "logs").write_text("")
     with run_logs(tmp_path):
         logging.getLogger("skyrl_train").warning("said")
-    assert "this run has no logs" in capsys.readouterr().err
+    assert "This run has no logs" in capsys.readouterr().err
 
 
 def test_logging_setup_is_restored(tmp_path: Path):

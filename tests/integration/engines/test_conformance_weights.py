@@ -162,7 +162,7 @@ def test_self_test_gap_closes_with_true_weights(bench: EngineHarness, route: str
             return version, await weight_sync.self_test(version)
 
     version, metrics = bench.run(run())
-    assert metrics["weights/rehearsal_gap"] > 0.1
+    assert metrics["weights/self_test_gap"] > 0.1
     assert metrics["weights/probe_gap"] <= TOLERANCE
     assert bench.run(bench.engine.health()).version == version
     assert_serves(bench, Reference(bench.model))

@@ -66,7 +66,7 @@ def test_filtered_run_resumes_bitwise_identical(run: Run, parity: Callable[[Path
     rows = metrics_of(straight)
     assert metrics_of(resumed) == {step: rows[step] for step in range(3, 7)}
     assert sum(rows[step]["sampling/dropped"] for step in range(1, 7)) > 0
-    assert sum(rows[step]["sampling/left_out"] for step in range(1, 7)) > 0
+    assert sum(rows[step]["sampling/curriculum_skipped"] for step in range(1, 7)) > 0
     assert all(rows[step]["rollouts/failed"] == 0 for step in range(1, 7))
     assert 0 < rows[1]["reward/length_penalty"] <= 0.5
     for step in range(1, 7):
@@ -91,6 +91,6 @@ def test_over_provisioned_run_cancels_slow_rollouts(run: Run, parity: Callable[[
         "trainer.algorithm.zero_variance_filter=true",
     )
     rows = metrics_of(tmp_path)
-    assert [rows[step]["sampling/cut"] for step in (1, 2, 3)] == [2, 2, 1]
+    assert [rows[step]["sampling/cancelled"] for step in (1, 2, 3)] == [2, 2, 1]
     assert [rows[step]["rollouts/trajectories"] for step in (1, 2, 3)] == [8, 8, 4]
     assert all(rows[step]["rollouts/failed"] == 0 for step in (1, 2, 3))

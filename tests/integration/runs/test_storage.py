@@ -137,7 +137,7 @@ def assert_remote_checkpoint_can_be_exported(stored: dict[str, bytes], folder: P
     local_copy.cache_clear()
     assert (folder / "model" / "model.safetensors").read_bytes() == stored[f"team/exports/{WEIGHTS}"]
     card = (folder / "model" / "README.md").read_text()
-    assert "a run that learns from demonstrations. Loaded again" in card and "s3://" not in card
+    assert "a run that trains on demonstrations. Loaded again" in card and "s3://" not in card
     assert "`tiny`" in card and (folder / "model" / "learning_curve.png").is_file()
     assert not list((folder / "cache").glob("checkpoint-*")), "the downloaded copy is deleted"
 

@@ -58,12 +58,12 @@ def test_requests_and_tokens_are_counted():
         assert series["skyrl_http_request_seconds_count", CHATS] == 3
         assert series["skyrl_http_request_seconds_bucket", "600.0", CHATS] == 3
         assert 0 < series["skyrl_http_request_seconds_sum", CHATS] < 60
-        assert series["skyrl_http_requests_under_way", CHATS] == 0
+        assert series["skyrl_http_requests_in_progress", CHATS] == 0
 
     serve(test, ScriptedEngine(answers_with("hello")))
 
 
-def test_running_and_client_closed_requests_are_counted():
+def test_requests_in_progress_and_disconnected_clients_are_counted():
     engine = ScriptedEngine(answers_with("hello"), delay_s=600)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -71,13 +71,14 @@ def test_running_and_client_closed_requests_are_counted():
         while not engine.batches:
             await asyncio.sleep(0.01)
         series = await scrape(session)
-        assert series["skyrl_http_requests_under_way", CHATS] == 1
+        assert series["skyrl_http_requests_in_progress", CHATS] == 1
+        assert series["skyrl_http_requests_under_way", CHATS] == 1, "the deprecated name"
         assert series["skyrl_engine_requests", "running"] == 1
         assert series["skyrl_engine_requests", "waiting"] == 0
         call.cancel()
         while not (series := await scrape(session)).get(("skyrl_http_requests_total", CHATS, "499")):
             await asyncio.sleep(0.01)
-        assert series["skyrl_http_requests_under_way", CHATS] == 0
+        assert series["skyrl_http_requests_in_progress", CHATS] == 0
 
     serve(test, engine)
 

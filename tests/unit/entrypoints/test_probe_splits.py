@@ -106,7 +106,7 @@ def test_decode_step_is_fitted_where_responses_differ():
         ({}, {"generator.max_num_seqs": 8}, "max_num_seqs"),
         ({"episode/max_turns": 2.0}, {}, "several turns"),
         ({"sampling/dropped": 2.0}, {}, "no step trained on"),
-        ({"sampling/cut": 2.0}, {}, "no step trained on"),
+        ({"sampling/cancelled": 2.0}, {}, "no step trained on"),
         ({}, AHEAD, "asynchronous"),
         ({}, {"generator.backend": "vllm", "generator.inference_engine_tensor_parallel_size": 2}, "several acc"),
     ],

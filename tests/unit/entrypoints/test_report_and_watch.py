@@ -85,7 +85,7 @@ def test_folders_without_run_are_refused(main: Any, tmp_path: Path, capsys: pyte
         main([str(tmp_path / "\x1b[31mnowhere")])
     assert exit.value.code == 2
     errors = capsys.readouterr().err
-    assert "is no run's folder: it has neither metrics.jsonl nor config.yaml" in errors and "\x1b" not in errors
+    assert "is not the folder of a run: it has neither metrics.jsonl nor config.yaml" in errors and "\x1b" not in errors
 
 
 @pytest.mark.parametrize("main", [report, watch])

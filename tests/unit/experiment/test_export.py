@@ -148,7 +148,7 @@ def test_card_contains_only_recorded_facts(whole: Path, tmp_path: Path, monkeypa
     assert "# `a whole run`, step 2" in card
     assert "| metric | step 0 | step 2 |" in card and "| `eval/all/avg_score` | 0.125 | 0.375 |" in card
     assert "| `trainer.algorithm.advantage_estimator` | `grpo` |" in card
-    assert "25% of the responses of step 2 were cut off" in card
+    assert "25% of the responses of step 2 were truncated" in card
     assert "all 26 tensors are the checkpoint's" in card
     assert f"torch {torch.__version__.partition('+')[0]}" in card and "peft" not in card
     assert 5_000 < (folder / "learning_curve.png").stat().st_size < 100_000
@@ -168,7 +168,7 @@ def test_files_contain_no_local_folders_or_secrets(
     for options in ({}, {"adapter": True}):
         folder = exported(run / adapted.name, tmp_path / f"model{len(options)}", **options)
         card = split_card(folder)[1]
-        assert "Data of training: `train.parquet`, `y.jsonl`, `openai/gsm8k`." in card
+        assert "Training data: `train.parquet`, `y.jsonl`, `openai/gsm8k`." in card
         for path in folder.iterdir():
             for word in (SECRET, tiny_model_path, str(tmp_path), "/secret", "private-bucket", str(Path.home())):
                 assert word not in html.unescape(path.read_bytes().decode("latin-1")), f"{path.name}: {word}"

@@ -90,7 +90,7 @@ class CollectorRun:
                 add_rollout_metrics(self.groups, step, metrics)
                 self.metrics = metrics.flush()
                 uids.append([group.prompt.uid for group in self.groups])
-                self.num_skipped.append(int(self.metrics.get("sampling/left_out", 0)))
+                self.num_skipped.append(int(self.metrics.get("sampling/curriculum_skipped", 0)))
                 self.collector.on_weights_published(step + 1)
             return uids
 
@@ -328,7 +328,7 @@ def test_over_provisioning_takes_the_fastest_groups():
     uids, metrics, consumed = asyncio.run(go())
     assert uids == ["0", "1", "2", "4"]
     assert {position for position, outcome in ended.items() if outcome == "canceled"} == {3, 5}
-    assert metrics["sampling/cut"] == 2
+    assert metrics["sampling/cancelled"] == 2
     assert consumed == 6
 
 

@@ -208,7 +208,7 @@ def test_move_time_excludes_sync_and_evaluation(
     fakes = Timed()
     monkeypatch.setattr("skyrl_train.trainer.trainer.now", lambda: fakes.seconds)
     asyncio.run(trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes)).fit())  # type: ignore[arg-type]
-    assert [fakes.logged[step]["timing/move_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
+    assert [fakes.logged[step]["timing/offload_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
 
 
 def test_sleep_level_2_only_before_a_sync():

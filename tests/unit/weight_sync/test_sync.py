@@ -154,7 +154,7 @@ def test_self_test_ends_with_true_weights():
     engines = [engine_named("left"), engine_named("right")]
     trainer, weight_sync = in_process(*engines, probed=True)
     metrics = asyncio.run(weight_sync.self_test(0))
-    assert metrics["weights/rehearsal_gap"] > 0.1
+    assert metrics["weights/self_test_gap"] > 0.1
     assert metrics["weights/probe_gap"] <= 1e-5
     for engine in engines:
         assert (engine.receiver.version, engine.receiver.partially_loaded) == (0, False)
@@ -218,9 +218,9 @@ def test_different_model_is_named_at_first_sync(by: float, message: str):
 def test_self_test_precedes_the_first_sync_alone():
     engine = engine_named("only")
     trainer, weight_sync = in_process(engine, probed=True, self_test=True)
-    assert asyncio.run(weight_sync.sync_all(0))["weights/rehearsal_gap"] > 0.1
+    assert asyncio.run(weight_sync.sync_all(0))["weights/self_test_gap"] > 0.1
     assert torch.equal(engine.model.get_parameter("model.norm.weight"), trainer.model.model.norm.weight)
-    assert "weights/rehearsal_gap" not in asyncio.run(weight_sync.sync_all(1))
+    assert "weights/self_test_gap" not in asyncio.run(weight_sync.sync_all(1))
 
 
 @pytest.mark.fault("F30")
