@@ -223,7 +223,7 @@ def test_without_a_host_calls_wait_for_the_deadline_and_then_end_the_run(cluster
         host = await host_of((await episode.step("one")).metadata["pid"])
         pool.environment_hosts_s = 0.5  # less than a start takes
         host.kill()
-        error = r"all of them are lost.*environment_hosts_s=0.5 s\. The last one: environment host 0 died"
+        error = r"all of them are lost.*environment_hosts_s=0.5 s\. The last loss: environment host 0 died"
         with pytest.raises(EnvironmentHostsLost, match=error):
             await episode.step("two")
 

@@ -182,5 +182,5 @@ def test_environments_that_do_not_close_are_said_once_and_as_text(
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     with caplog.at_level(logging.WARNING):
         assert play("BadEnd", *"abcdef") == [1.0] * 6
-    assert caplog.text.count("closing BadEnd: OSError: it \\x1b[2J does not close with <HF_TOKEN>") == 1
+    assert caplog.text.count("closing an environment BadEnd failed: OSError: it \\x1b[2J does not close with <HF_TOKEN>") == 1
     assert caplog.text.count("closing") == 1

@@ -38,7 +38,7 @@ def test_anything_else_is_a_bad_reward(reward: Any):
 @pytest.mark.defect("rewards-that-overflow")
 @pytest.mark.parametrize("reward", [1.7e308, -1e300, 3e38, 10**16])
 def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
-    with pytest.raises(EnvironmentFailure, match=r"bad_reward: .*not one number of at most"):
+    with pytest.raises(EnvironmentFailure, match=r"bad_reward: .*not a single number of at most"):
         validate_step_output(StepOutput([], reward, True))
 
 
@@ -140,7 +140,7 @@ def test_entry_points_that_cannot_load_are_the_users_mistakes():
     with pytest.raises(ConfigError, match=r"'no_colon' is not of the form 'package.module:Class'"):
         registry.register("a", "no_colon")
     registry.register("b", "no_such_module:Env")
-    with pytest.raises(ConfigError, match=r"environment 'b' \(no_such_module:Env\) does not load"):
+    with pytest.raises(ConfigError, match=r"environment 'b' \(no_such_module:Env\) cannot be loaded"):
         registry.make("b")
     with pytest.raises(ConfigError, match=r"Unknown environment 'gsm9k'.*Did you mean 'gsm8k'"):
         registry.make("gsm9k")
