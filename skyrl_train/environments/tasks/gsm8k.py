@@ -109,9 +109,10 @@ def parse_numeric_ground_truth(extras: Mapping[str, Any]) -> str:
 
 
 class GSM8KEnv(TextEnv):
-    """A single-turn environment that rewards the right number. Its settings are `method` and `format_score`; see `score`.
+    """A single-turn environment that rewards the right number.
 
-    An empty or truncated response is scored by the same rules, so it gets 0 unless it already contains the answer.
+    Its settings are `method` ("strict" by default) and `format_score` (0.0 by default); see `score`. An empty or
+    truncated response is scored by the same rules, so it gets 0 unless it already contains the answer.
     """
 
     parse_row = staticmethod(parse_numeric_ground_truth)

@@ -37,7 +37,7 @@ class MathEnv(TextEnv):
             for location, extras in rows:
                 if problem := grader.ground_truth_problem(truth := cls.parse_row(extras)):
                     raise DataError(
-                        f"{location}: ground truth {truth!r:.80} cannot be read ({problem}); correct the row or remove it."
+                        f"{location}: ground truth {truth!r:.80} cannot be read ({problem}); correct or remove the row."
                     )
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):

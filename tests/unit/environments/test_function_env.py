@@ -42,7 +42,7 @@ def positional(response: str, ground_truth: str, /) -> float:
         (lambda: 1.0, "its first parameter must take the response"),
         (lambda *, response: 1.0, "its first parameter must take the response"),
         (lambda **every: 1.0, "its first parameter must take the response"),
-        (lambda response, tokens: 1.0, "requires tokens; after the response it may take only prompt, extras, ground_truth"),
+        (lambda response, tokens: 1.0, "requires tokens; .* it may take only prompt, extras, ground_truth"),
         (positional, "requires ground_truth"),
         (later, "must be an ordinary function"),
         (float, "must be an ordinary function"),

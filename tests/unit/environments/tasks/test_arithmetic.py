@@ -94,7 +94,7 @@ def test_prompts_are_short_and_the_vocabulary_small():
         ((10, 6, 9, 0, "train"), "operations=6"),
         ((10, 2, 1, 0, "train"), "max_value=1"),
         ((10, 2, 9, 0, "test"), "split='test' is not 'train' or 'validation'"),
-        ((10_000, 1, 2, 0, "train"), "different train problems of the 10000 asked for"),
+        ((10_000, 1, 2, 0, "train"), "different train problems of count=10000"),
     ],
 )
 def test_impossible_wishes_are_refused(arguments: tuple[int, int, int, int, str], says: str):
