@@ -88,7 +88,7 @@ class MiniSWEEnv(TextEnv):
     """
 
     replayable = False
-    """False because a replayed command may give another result (dates, $RANDOM), which the transcript would not match."""
+    """False because a replayed command may give another result (dates, $RANDOM) than the transcript has."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
@@ -199,7 +199,7 @@ class MiniSWEEnv(TextEnv):
         return len(self.tests)
 
     def _read_submission(self) -> dict[str, str]:
-        """Return the repository's files, {path: base64}. The result is empty if there are too many or too large files."""
+        """Return the repository's files, {path: base64}, or an empty dict if they exceed the limits."""
         assert self._session is not None
         limits = len(self.files) + _MAX_FILES, _size(self.files) + _MAX_BYTES
         reply = _last_line(self._session.execute(f"print_files{limits!r}", self.grading_timeout_s).stdout)

@@ -75,7 +75,7 @@ def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, A
             misses += 1
             if misses > 1000:
                 raise ConfigError(
-                    f"multiply: found only {len(rows)} different {split} problems of count={count} with digits={digits}."
+                    f"multiply: found only {len(rows)} {split} problems of count={count} with digits={digits}."
                 )
             continue
         misses = 0

@@ -27,7 +27,7 @@ SQL_TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*
 
 
 def extract_tagged(text: str, tag: str) -> list[str]:
-    """Return the stripped contents of all <tag>...</tag> in a text, each from an opening tag to the next closing tag."""
+    """Return the stripped contents of all <tag>...</tag>, each from an opening tag to the next closing tag."""
     contents, at = [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
     while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:

@@ -289,7 +289,7 @@ def test_a_row_that_cannot_be_scored_is_refused(changed: dict[str, Any], said: s
 
 def test_the_machine_and_the_templates_are_checked_early():
     MiniSWEEnv.check(SETTINGS)
-    with pytest.raises(ConfigError, match=r"mini_swe\.system_template: is no Jinja template"):
+    with pytest.raises(ConfigError, match=r"mini_swe\.system_template: is not a valid Jinja template"):
         MiniSWEEnv.check(SETTINGS | {"system_template": "{{ task"})
 
 

@@ -179,7 +179,7 @@ def test_a_row_whose_gold_query_fails_is_an_error_and_not_a_reward(folder: Path)
 
 def test_the_folder_must_be_there_before_the_run_starts(folder: Path):
     Text2SQLEnv.check({"db_path": str(folder)})
-    with pytest.raises(ConfigError, match=r"text2sql\.db_path='/nowhere' is no folder"):
+    with pytest.raises(ConfigError, match=r"text2sql\.db_path='/nowhere' is not a folder"):
         Text2SQLEnv.check({"db_path": "/nowhere"})
 
 
