@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from skyrl_train.data.reasoning import final_answer
 
 TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
-"""Matches the start of a box, an escaped character or a brace. Models trained on much JSON write \\boxed."""
+"""Matches the start of a box, an escape or a brace. Models trained on much JSON write \\boxed."""
 SPACE = re.compile(r"\s+")
 
 

@@ -86,7 +86,8 @@ ROOT = re.compile(r"\\sqrt(?:\[[^][]*\])?\s*(?=\()")
 def normalize_latex(text: str) -> str:
     r"""Return a mathematical text in one spelling of LaTeX, without Markdown, math delimiters, sizes and layout.
 
-    Words in \text{...}, \mathrm{...} and similar commands become \text{...}. A single letter loses its command.
+    Words in \text{...}, \mathrm{...} and similar commands become \text{...}. Single letters and quantities such as
+    \text{5 cm} lose the command.
     """
     text = text.replace("`", "").strip()
     for _ in range(2):

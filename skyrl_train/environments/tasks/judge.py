@@ -96,7 +96,7 @@ class LLMJudgeEnv(TextEnv):
         key, url = "environment.skyrl_gym.llm_as_a_judge.base_url", env_config.get("base_url")
         if url is None and not os.environ.get(API_KEY_VARIABLE):
             raise ConfigError(
-                f"{key}=null means OpenAI's server, which needs an API key: set the environment variable {API_KEY_VARIABLE}, "
+                f"{key}=null means OpenAI's server: set its API key in the environment variable {API_KEY_VARIABLE}, "
                 "or set this key to the URL of another server."
             )
         if url is not None and not url.startswith(("http://", "https://")):
