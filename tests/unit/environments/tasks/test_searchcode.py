@@ -37,7 +37,7 @@ def call(tool: str, text: str) -> str:
     return f"I will <tool><{tool}>{text}</{tool}></tool>"
 
 
-def test_a_question_is_answered_with_a_search_and_a_program_that_runs_in_the_sandbox(retriever: WebServer):
+def test_question_is_answered_with_search_and_program(retriever: WebServer):
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
     searched, computed, lost, solved = play(
@@ -74,12 +74,12 @@ def test_only_one_solution_is_scored(text: str, reward: float):
     assert (output.reward, output.done) == (reward, True)
 
 
-def test_turns_that_run_out_call_nothing_and_are_worth_nothing(retriever: WebServer):
+def test_last_turn_without_solution_gets_0(retriever: WebServer):
     (output,) = play(retriever.url, call("search", "x") + "#### 42", max_turns=1)
     assert (output.reward, output.done, retriever.requests) == (0.0, True, [])
 
 
-def test_a_search_that_fails_fails_the_episode_and_an_empty_one_does_not():
+def test_failed_search_fails_the_episode():
     with pytest.raises(EnvironmentFailure, match="search_failed"):
         play("http://127.0.0.1:1/", call("search", "x"), timeout=0.2)
     (output,) = play("http://127.0.0.1:1/", call("search", " "))
@@ -88,11 +88,11 @@ def test_a_search_that_fails_fails_the_episode_and_an_empty_one_does_not():
 
 @pytest.mark.fault("F14")
 @pytest.mark.parametrize("unit", ["<tool>", "<tool><python>", "</python>", "<tool> ", "<tool><search></search> "])
-def test_a_megabyte_of_tags_is_read_in_linear_time(unit: str):
+def test_tags_are_parsed_in_linear_time(unit: str):
     CALL.search(unit * (2**20 // len(unit)))
 
 
-def test_what_cannot_work_is_refused_at_the_start():
+def test_unusable_settings_are_rejected_early():
     with pytest.raises(ConfigError, match="search_url='nowhere'"):
         SearchCodeEnv.check({"search_url": "nowhere"})
     with pytest.raises(ValueError, match="reward_spec"):
