@@ -88,7 +88,7 @@ def test_prompts_are_short_and_the_vocabulary_small():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ((10, 0, 9, 0, "train"), "operations=0 is not in 1..5"),
         ((10, 6, 9, 0, "train"), "operations=6"),
@@ -97,6 +97,6 @@ def test_prompts_are_short_and_the_vocabulary_small():
         ((10_000, 1, 2, 0, "train"), "different train problems of count=10000"),
     ],
 )
-def test_impossible_arguments_are_rejected(arguments: tuple[int, int, int, int, str], says: str):
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_impossible_arguments_are_rejected(arguments: tuple[int, int, int, int, str], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         generate(*arguments)

@@ -111,15 +111,15 @@ def test_megabyte_of_text_is_parsed_quickly(unit: str):
 )
 def test_values_match_python(case: tuple[str, list[int]]):
     expression, numbers = case
-    found = evaluate_expression(expression)
-    assert found is not None and found[1] == numbers
+    result = evaluate_expression(expression)
+    assert result is not None and result[1] == numbers
     try:
         expected = eval(expression, {}, {})
     except ZeroDivisionError:
-        assert found[0] is None
+        assert result[0] is None
         return
-    assert found[0] is not None and float(found[0]) == pytest.approx(float(expected), rel=1e-9, abs=1e-6)
-    assert isinstance(found[0], Fraction)
+    assert result[0] is not None and float(result[0]) == pytest.approx(float(expected), rel=1e-9, abs=1e-6)
+    assert isinstance(result[0], Fraction)
 
 
 @pytest.mark.parametrize("truth", [None, "24", {"target": 24}, {"target": "x", "numbers": [1]}])

@@ -316,9 +316,9 @@ def test_integral_floats_are_accepted():
 def environment(settings: dict[str, Any], *, as_json: bool) -> IFEvalEnv:
     truth = {"instruction_id_list": ["punctuation:no_comma", "combination:repeat_prompt"], "kwargs": [{}, {}]}
     extras = {"reward_spec": {"ground_truth": json.dumps(truth) if as_json else truth}}
-    made = IFEvalEnv(settings, extras)
-    made.init([{"role": "system", "content": "x"}, {"role": "user", "content": "Sing!"}])
-    return made
+    env = IFEvalEnv(settings, extras)
+    env.init([{"role": "system", "content": "x"}, {"role": "user", "content": "Sing!"}])
+    return env
 
 
 @pytest.mark.parametrize(
@@ -386,8 +386,8 @@ def test_local_rows_are_converted_and_scored(tmp_path: Path):
     assert "train.parquet: 2 rows, 1 left out" in done.stdout
     for prompt in load_prompts([str(tmp_path / "out" / "train.parquet")], lambda messages: 1, 10, "other").prompts:
         assert (prompt.env_class, prompt.data_source) == ("ifeval", "ifeval_like")
-        made = IFEvalEnv({}, prompt.env_extras)
-        assert [made.step(text).reward for text in ("two words", "one", "one, two")] == [1.0, 0.5, 0.5]
+        env = IFEvalEnv({}, prompt.env_extras)
+        assert [env.step(text).reward for text in ("two words", "one", "one, two")] == [1.0, 0.5, 0.5]
 
 
 def test_row_with_unequal_lists_is_reported(tmp_path: Path):

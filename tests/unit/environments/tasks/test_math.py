@@ -170,9 +170,9 @@ def test_reply_to_another_request_is_ignored():
         before = servers()
         assert grader.grade("42.0", "42") == (True, "graded")
         (server,) = servers() - before
-        asked = {"truth": "1", "answer": "1.0", "deadline_s": 5.0, "number": -1}
+        request = {"truth": "1", "answer": "1.0", "deadline_s": 5.0, "number": -1}
         Path(f"/proc/{server.pid}/fd/0").write_text(
-            json.dumps(asked) + "\n"
+            json.dumps(request) + "\n"
         )  # as another thread could do at the same time
         assert grader.grade("44.0", "43") == (False, "graded")
 

@@ -50,9 +50,9 @@ def test_feedback_to_long_answer_is_short():
 def test_generated_problems_are_distinct_and_reproducible():
     train, validation = (generate(200, 2, seed=0, split=split) for split in ("train", "validation"))
     assert train[:50] == generate(50, 2, seed=0, split="train")
-    asked = [{row["prompt"][1]["content"] for row in rows} for rows in (train, validation)]
-    assert len(asked[0]) == len(asked[1]) == 200
-    assert not asked[0] & asked[1]
+    questions = [{row["prompt"][1]["content"] for row in rows} for rows in (train, validation)]
+    assert len(questions[0]) == len(questions[1]) == 200
+    assert not questions[0] & questions[1]
     for row in train:
         a, b = row["prompt"][1]["content"].split(" * ")
         assert len(a) == len(b) == 2
@@ -61,11 +61,11 @@ def test_generated_problems_are_distinct_and_reproducible():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [((9, 0, 0, "train"), "digits=0"), ((9, 2, 0, "test"), "split='test'"), ((99, 1, 0, "validation"), "found only")],
 )
-def test_impossible_arguments_are_rejected(arguments: Any, says: str):
-    with pytest.raises(ConfigError, match=says):
+def test_impossible_arguments_are_rejected(arguments: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
         generate(*arguments)
 
 

@@ -16,18 +16,18 @@ from tests.support.web_server import Request, Response, WebServer, web_server
 TARGET = {"reward_spec": {"method": "rule", "ground_truth": {"target": ["The Eiffel Tower", "Tour Eiffel"]}}}
 
 
-def found(request: Request) -> Response:
+def search_reply(request: Request) -> Response:
     (query,) = json.loads(request.body)["queries"]
     return Response(json.dumps({"result": [[{"document": {"contents": f"about {query}"}, "score": 1.0}]]}).encode())
 
 
 @pytest.fixture
 def retriever() -> Iterator[WebServer]:
-    with web_server(found) as server:
+    with web_server(search_reply) as server:
         yield server
 
 
-def play(server: WebServer | None, *texts: str, max_turns: int | None = 4, **settings: Any) -> list[StepOutput]:
+def run_episode(server: WebServer | None, *texts: str, max_turns: int | None = 4, **settings: Any) -> list[StepOutput]:
     url = server.url if server else "http://127.0.0.1:1/"
     environment = SearchEnv({"search_url": url, "sandbox": {}, **settings}, TARGET | {"max_turns": max_turns})
     environment.init([{"role": "user", "content": "?"}])
@@ -38,7 +38,7 @@ def play(server: WebServer | None, *texts: str, max_turns: int | None = 4, **set
 
 
 def test_question_is_answered_after_searches(retriever: WebServer):
-    first, second, third = play(
+    first, second, third = run_episode(
         retriever, "I think <search> towers\nin Paris </search>", "hm", "It is <answer>eiffel  tower!</answer>"
     )
     assert first == StepOutput(
@@ -50,7 +50,7 @@ def test_question_is_answered_after_searches(retriever: WebServer):
 
 
 def test_last_turn_without_answer_gets_0(retriever: WebServer):
-    outputs = play(retriever, "<search>a</search>", "<search>b</search>", max_turns=None)
+    outputs = run_episode(retriever, "<search>a</search>", "<search>b</search>", max_turns=None)
     assert [(output.reward, output.done) for output in outputs] == [(0.0, False), (0.0, True)]
     assert len(retriever.requests) == 1
 
@@ -70,16 +70,16 @@ def test_last_turn_without_answer_gets_0(retriever: WebServer):
     ],
 )
 def test_answer_must_match_after_normalization(text: str, reward: float):
-    (output,) = play(None, text)
+    (output,) = run_episode(None, text)
     assert (output.reward, output.done, output.observations) == (reward, True, [])
 
 
 @pytest.mark.fault("F13")
 def test_only_single_answer_of_model_counts(retriever: WebServer):
-    assert play(None, "<answer>Louvre</answer><answer>Eiffel Tower</answer>")[0].reward == 0.0
-    assert play(None, "<answer>Eiffel Tower</answer>" + "<answer>x</answer>" * 20)[0].reward == 0.0
+    assert run_episode(None, "<answer>Louvre</answer><answer>Eiffel Tower</answer>")[0].reward == 0.0
+    assert run_episode(None, "<answer>Eiffel Tower</answer>" + "<answer>x</answer>" * 20)[0].reward == 0.0
     # the passage that the search returns repeats the query with its tags
-    first, second = play(retriever, "<search>x <answer>Eiffel Tower</search>", "</answer>", max_turns=2)
+    first, second = run_episode(retriever, "<search>x <answer>Eiffel Tower</search>", "</answer>", max_turns=2)
     assert (first.done, second.reward) == (False, 0.0)
 
 
@@ -102,7 +102,9 @@ def test_answer_of_only_articles_can_be_right():
 
 
 def test_tags_in_reasoning_are_ignored(retriever: WebServer):
-    hinted, searched = play(retriever, "<think><search>a</search></think>", "<think>hm</think><search>b</search>")
+    hinted, searched = run_episode(
+        retriever, "<think><search>a</search></think>", "<think>hm</think><search>b</search>"
+    )
     assert (hinted.done, "Write <search>" in hinted.observations[0]["content"]) == (False, True)
     assert "about b" in searched.observations[0]["content"] and len(retriever.requests) == 1
 
@@ -115,7 +117,7 @@ def test_row_without_targets_is_rejected(truth: Any):
 
 def test_failed_search_fails_the_episode():
     with pytest.raises(EnvironmentFailure, match="search_failed"):
-        play(None, "<search>a</search>", timeout=0.3)
+        run_episode(None, "<search>a</search>", timeout=0.3)
     over = threading.Event()
 
     def hang(request: Request) -> Response:
@@ -124,9 +126,9 @@ def test_failed_search_fails_the_episode():
 
     with web_server(hang) as server:
         with pytest.raises(EnvironmentFailure, match="search_failed"):
-            play(server, "<search>a</search>", timeout=0.3)
+            run_episode(server, "<search>a</search>", timeout=0.3)
         over.set()
-        (output,) = play(server, "<search> </search>")
+        (output,) = run_episode(server, "<search> </search>")
         assert "The query is empty." in output.observations[0]["content"]
 
 

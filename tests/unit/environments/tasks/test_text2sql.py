@@ -118,28 +118,28 @@ def test_last_turn_without_solution_gets_minus_one(folder: Path, text: str):
 
 
 def test_queries_are_answered_until_solution(folder: Path):
-    made = environment(folder, SPECIES, max_turns=4)
+    env = environment(folder, SPECIES, max_turns=4)
     texts = (
         "<sql>SELECT species, age FROM animals WHERE age IS NOT 3</sql>",
         "<sql>SELECT plant FROM animals</sql> <sql>SELECT 1</sql>",
         "I wonder <sql>SELECT",
     )
-    outputs = [made.step(text) for text in texts]
+    outputs = [env.step(text) for text in texts]
     assert [(output.reward, output.done) for output in outputs] == [(0.0, False)] * 3
-    said = [output.observations[0]["content"] for output in outputs]
-    assert said[0] == (
+    observations = [output.observations[0]["content"] for output in outputs]
+    assert observations[0] == (
         "<observation>\nspecies | age\nhen | 1\nhen | NULL\n(2 rows)\n"
         "<reminder>You have 3 turns left to complete the task.</reminder>\n</observation>"
     )
-    assert "Error: no such column: plant" in said[1] and "2 turns left" in said[1]
-    assert "Error: write one <sql>" in said[2] and "1 turn left" in said[2]
+    assert "Error: no such column: plant" in observations[1] and "2 turns left" in observations[1]
+    assert "Error: write one <sql>" in observations[2] and "1 turn left" in observations[2]
     assert [output.tool_calls for output in outputs] == [
         [{"name": "sql", "arguments": "SELECT species, age FROM animals WHERE age IS NOT 3"}],
         [{"name": "sql", "arguments": "SELECT plant FROM animals", "error": "query_error"}],
         [],
     ]
     assert outputs[0].observations[0]["role"] == "user"
-    last = made.step(f"<solution>{SPECIES}</solution>")
+    last = env.step(f"<solution>{SPECIES}</solution>")
     assert (last.reward, last.done) == (1.0, True)
     assert last.metadata == {"turns": 4, "failed_queries": 1, "has_solution": True}
 
@@ -147,15 +147,15 @@ def test_queries_are_answered_until_solution(folder: Path):
 def test_observations_and_queries_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(text2sql, "EXPLORATION_LIMITS", QueryLimits(wall_s=0.5, max_rows=50))
     monkeypatch.setattr(text2sql, "SCORING_LIMITS", QueryLimits(wall_s=0.5))
-    made = environment(folder, SPECIES, max_turns=9)
+    env = environment(folder, SPECIES, max_turns=9)
     before = time.monotonic()
-    many = made.step("<sql>SELECT a.age FROM animals a, animals b, animals c</sql>").observations[0]["content"]
+    many = env.step("<sql>SELECT a.age FROM animals a, animals b, animals c</sql>").observations[0]["content"]
     assert "(first 50 rows; there are more)" in many
-    wide = made.step("<sql>SELECT hex(zeroblob(50000)), char(27, 0) FROM animals</sql>").observations[0]["content"]
+    wide = env.step("<sql>SELECT hex(zeroblob(50000)), char(27, 0) FROM animals</sql>").observations[0]["content"]
     assert len(wide) < text2sql.MAX_OBSERVATION + 500
     assert "\x1b" not in wide and "\x00" not in wide
-    assert "timed out" in made.step(f"<sql>{ENDLESS}</sql>").observations[0]["content"]
-    assert made.step(f"<solution>{ENDLESS}</solution>").reward == 0.0
+    assert "timed out" in env.step(f"<sql>{ENDLESS}</sql>").observations[0]["content"]
+    assert env.step(f"<solution>{ENDLESS}</solution>").reward == 0.0
     assert time.monotonic() - before < 60
 
 
@@ -214,5 +214,5 @@ def test_local_rows_are_converted_and_answered(folder: Path, tmp_path: Path):
     prompts = load_prompts([str(tmp_path / "out" / "train.parquet")], lambda messages: 1, 10, "other").prompts
     assert [prompt.messages[-1]["content"][-6:] for prompt in prompts] == ["ecies?", "Which?"]
     for prompt in prompts:
-        made = Text2SQLEnv({"db_path": str(folder)}, prompt.env_extras)
-        assert (prompt.env_class, made.step(f"<solution>{SPECIES}</solution>").reward) == ("text2sql", 1.0)
+        env = Text2SQLEnv({"db_path": str(folder)}, prompt.env_extras)
+        assert (prompt.env_class, env.step(f"<solution>{SPECIES}</solution>").reward) == ("text2sql", 1.0)
