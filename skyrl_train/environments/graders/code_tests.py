@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ class CodeTest:
     """Name of the function, or of the method of class Solution, to call. None for a program."""
 
 
+class GradingFailure(StrEnum):
+    """The reason why grading ended before a program passed all tests."""
+
+    WRONG_ANSWER = "wrong_answer"
+    ERROR = "error"
+    """The program exited with a non-zero status."""
+    LIMIT = "limit"
+    """A test hit its time limit or one of the sandbox's limits."""
+    OUT_OF_TIME = "out_of_time"
+    """The time of all tests together is over."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradingResult:
     """The result of grading a program, which ends at the first test that fails."""
@@ -45,12 +58,8 @@ class GradingResult:
     """Number of tests that the program passed."""
     total: int
     """Number of all tests."""
-    failure: str | None
-    """None if all tests passed, else why grading ended.
-
-    "wrong_answer", "error" (non-zero exit status), "limit" (a test hit its time limit or one of the sandbox's limits)
-    or "out_of_time" (the time of all tests is over).
-    """
+    failure: GradingFailure | None
+    """Why grading ended, or None if all tests passed."""
 
 
 def last_python_block(text: str) -> str | None:
@@ -84,16 +93,17 @@ def grade(
     for passed, test in enumerate(tests):
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
-            return GradingResult(passed, len(tests), "out_of_time")
+            return GradingResult(passed, len(tests), GradingFailure.OUT_OF_TIME)
         outcome = _run(code, test, sandbox, min(test_timeout_s, remaining_s))
         if outcome.killed_by is not None or outcome.timed_out:
             out_of_total = remaining_s < test_timeout_s and outcome.killed_by == "wall"
-            return GradingResult(passed, len(tests), "out_of_time" if out_of_total else "limit")
+            failure = GradingFailure.OUT_OF_TIME if out_of_total else GradingFailure.LIMIT
+            return GradingResult(passed, len(tests), failure)
         if outcome.returncode != 0:
-            return GradingResult(passed, len(tests), "error")
+            return GradingResult(passed, len(tests), GradingFailure.ERROR)
         matches = outputs_match if test.function is None else values_match
         if not matches(outcome.stdout, test.output):
-            return GradingResult(passed, len(tests), "wrong_answer")
+            return GradingResult(passed, len(tests), GradingFailure.WRONG_ANSWER)
     return GradingResult(len(tests), len(tests), None)
 
 

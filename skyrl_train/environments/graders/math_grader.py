@@ -22,6 +22,7 @@ import select
 import signal
 import subprocess
 import sys
+from enum import StrEnum
 from typing import Any
 
 from skyrl_train.environments.graders.math_normalization import normalize_latex
@@ -43,6 +44,20 @@ HEDGE_SOURCES = (
     r"[0-9}]\s*(?:'|\^?\s*\{?\s*\\prime(?![A-Za-z]))",
 )
 HEDGE_PATTERNS = [re.compile(pattern, re.IGNORECASE) for pattern in HEDGE_SOURCES]
+
+
+class GradingMethod(StrEnum):
+    """How a comparison of an answer with the ground truth was decided."""
+
+    NO_ANSWER = "no_answer"
+    """The answer is too long or ambiguous; see `is_unambiguous`."""
+    SAME_TEXT = "same_text"
+    """The normalized texts are equal."""
+    GRADED = "graded"
+    """The child compared the two."""
+    TIMEOUT = "timeout"
+    DIED = "died"
+    """The child ran out of memory or stack, or died for another reason."""
 
 
 def is_unambiguous(answer: str, truth: str) -> bool:
@@ -108,7 +123,7 @@ class MathGrader:
             env=os.environ | {"PYTHONPATH": path},
         )
 
-    def grade(self, answer: str, truth: str) -> tuple[bool, str]:
+    def grade(self, answer: str, truth: str) -> tuple[bool, GradingMethod]:
         """Compare an answer with the ground truth.
 
         This blocks for at most `deadline_s` plus a second, and for the start of the child if it is not ready.
@@ -118,22 +133,21 @@ class MathGrader:
             truth: The ground truth in LaTeX.
 
         Returns:
-            True if they are equal, and how that was decided: "no_answer" (too long or ambiguous, see
-            `is_unambiguous`), "same_text", "graded", "timeout" or "died" (out of memory or stack).
+            True if they are equal, and how that was decided.
 
         Raises:
             EnvironmentFailure: The child does not start (kind "grader").
             ConfigError: math-verify is not installed.
         """
         if len(answer) > max(MAX_ANSWER_CHARS, len(truth)):
-            return False, "no_answer"
+            return False, GradingMethod.NO_ANSWER
         compared, reference = normalize_latex(answer), normalize_latex(truth)
         if not is_unambiguous(compared, reference):
-            return False, "no_answer"
+            return False, GradingMethod.NO_ANSWER
         if compared == reference:
-            return True, "same_text"
+            return True, GradingMethod.SAME_TEXT
         reply = self._ask({"truth": truth, "answer": answer})
-        return reply.get("same", False), reply["how"]
+        return reply.get("same", False), GradingMethod(reply["how"])
 
     def ground_truth_problem(self, truth: str) -> str | None:
         """Return why a text cannot be a ground truth, or None if it can be.
@@ -146,7 +160,11 @@ class MathGrader:
             ConfigError: math-verify is not installed.
         """
         reply = self._ask({"truth": truth})
-        return reply["why"] if reply["how"] == "graded" else f"reading it takes more than {self.deadline_s:g} s"
+        return (
+            reply["why"]
+            if reply["how"] == GradingMethod.GRADED
+            else f"reading it takes more than {self.deadline_s:g} s"
+        )
 
     def close(self) -> None:
         """End the child. A later request starts another one."""
@@ -181,8 +199,8 @@ class MathGrader:
             self.close()
             self.start()  # it loads while the model generates
             if ended == -signal.SIGALRM:
-                return {"how": "timeout"}
-        return {"how": "died"}
+                return {"how": GradingMethod.TIMEOUT}
+        return {"how": GradingMethod.DIED}
 
     def _wait_until_ready(self) -> None:
         self.start()
@@ -244,14 +262,14 @@ def run_grader() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["deadline_s"])
-        reply: dict[str, Any] = {"how": "graded", "number": request["number"]}
+        reply: dict[str, Any] = {"how": GradingMethod.GRADED, "number": request["number"]}
         try:
             if "answer" in request:
                 reply["same"] = is_equal(request["truth"], request["answer"])
             else:
                 reply["why"] = ground_truth_problem(request["truth"])
         except (MemoryError, RecursionError):
-            reply["how"] = "died"
+            reply["how"] = GradingMethod.DIED
         except Exception as error:  # sympy raises many types on a model's text, which is then wrong
             reply |= {"same": False, "why": f"{type(error).__name__}: {error}"[:200]}
         signal.setitimer(signal.ITIMER_REAL, 0)

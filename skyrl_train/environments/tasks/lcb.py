@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.code_tests import CodeTest, grade, last_python_block, parse_tests
+from skyrl_train.environments.graders.code_tests import (
+    CodeTest,
+    GradingFailure,
+    grade,
+    last_python_block,
+    parse_tests,
+)
 from skyrl_train.environments.tools.sandbox import Sandbox
 
 
@@ -47,6 +53,6 @@ class LCBEnv(TextEnv):
             "has_code": True,
             "tests_passed": verdict.passed / verdict.total,
             "failure": verdict.failure,
-            "hit_limit": verdict.failure in ("limit", "out_of_time"),
+            "hit_limit": verdict.failure in (GradingFailure.LIMIT, GradingFailure.OUT_OF_TIME),
         }
         return StepOutput([], float(verdict.failure is None), done=True, metadata=metadata)

@@ -8,6 +8,7 @@ from typing import Any
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders import math_grader
 from skyrl_train.environments.graders.boxed import extract_boxed_answer
+from skyrl_train.environments.graders.math_grader import GradingMethod
 from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
 from skyrl_train.errors import DataError
 
@@ -48,6 +49,12 @@ class MathEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         answer = extract_boxed_answer(action)
-        same, how = (False, "no_answer") if answer is None else self.grader.grade(answer, self.ground_truth)
-        metadata = {"no_answer": float(how == "no_answer"), "timeout": float(how in ("timeout", "died")), "how": how}
+        same, method = (False, GradingMethod.NO_ANSWER)
+        if answer is not None:
+            same, method = self.grader.grade(answer, self.ground_truth)
+        metadata = {
+            "no_answer": float(method == GradingMethod.NO_ANSWER),
+            "timeout": float(method in (GradingMethod.TIMEOUT, GradingMethod.DIED)),
+            "how": method,
+        }
         return StepOutput([], float(same), done=True, metadata=metadata)

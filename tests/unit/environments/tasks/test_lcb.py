@@ -17,6 +17,7 @@ from skyrl_train.config.prepare import prepare_config
 from skyrl_train.data.dataset import load_prompts
 from skyrl_train.environments.graders.code_tests import (
     CodeTest,
+    GradingFailure,
     GradingResult,
     grade,
     last_python_block,
@@ -68,14 +69,14 @@ def test_correct_program_passes_every_test(code: str, tests: list[CodeTest]):
 @pytest.mark.parametrize(
     ("code", "tests", "expected"),
     [
-        ("print(3)", ADD, GradingResult(1, 2, "wrong_answer")),
-        ("print(input())", ADD, GradingResult(0, 2, "wrong_answer")),
-        ("print(3); raise SystemExit(1)", ADD, GradingResult(0, 2, "error")),
-        ("print(3", ADD, GradingResult(0, 2, "error")),
-        ("print('x' * 10**7)", ADD, GradingResult(0, 2, "limit")),
-        ("def total(xs, y): return {y}", METHOD, GradingResult(0, 2, "error")),
-        ("def other(xs, y): return 7", METHOD, GradingResult(0, 2, "error")),
-        ("def total(xs, y): print(7)", METHOD, GradingResult(0, 2, "wrong_answer")),
+        ("print(3)", ADD, GradingResult(1, 2, GradingFailure.WRONG_ANSWER)),
+        ("print(input())", ADD, GradingResult(0, 2, GradingFailure.WRONG_ANSWER)),
+        ("print(3); raise SystemExit(1)", ADD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("print(3", ADD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("print('x' * 10**7)", ADD, GradingResult(0, 2, GradingFailure.LIMIT)),
+        ("def total(xs, y): return {y}", METHOD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("def other(xs, y): return 7", METHOD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("def total(xs, y): print(7)", METHOD, GradingResult(0, 2, GradingFailure.WRONG_ANSWER)),
     ],
 )
 def test_grading_ends_at_the_first_test_that_fails(code: str, tests: list[CodeTest], expected: GradingResult):
@@ -133,9 +134,9 @@ def test_cheating_program_fails(attack: str):
 def test_a_test_and_all_tests_have_deadlines():
     before = time.monotonic()
     loop = "while True: pass"
-    assert verdict(loop, ADD, test_timeout_s=1.0) == GradingResult(0, 2, "limit")
+    assert verdict(loop, ADD, test_timeout_s=1.0) == GradingResult(0, 2, GradingFailure.LIMIT)
     assert verdict(loop, ADD, timeout_s=1.0).failure in ("out_of_time", "limit")
-    assert verdict(loop, ADD, timeout_s=0.0) == GradingResult(0, 2, "out_of_time")
+    assert verdict(loop, ADD, timeout_s=0.0) == GradingResult(0, 2, GradingFailure.OUT_OF_TIME)
     assert time.monotonic() - before < 100
 
 
