@@ -91,9 +91,7 @@ class Adapters:
             return None
         if name not in self._loaded:
             loaded = ", ".join(sorted(self._loaded)) or "none"
-            raise UnsupportedParameter(
-                f"Engine {self._engine!r} rejects adapter={name!r}: adapters loaded: {loaded}."
-            )
+            raise UnsupportedParameter(f"Engine {self._engine!r} rejects adapter={name!r}: adapters loaded: {loaded}.")
         return self._loaded[name]
 
     def read(self, name: str, path: str) -> Adapter:
