@@ -124,7 +124,7 @@ NO_DEFAULT = {
 """Values for what some default configurations leave open; the reasons for a refusal do not depend on them."""
 REASONS = (
     (r"transformers has no tensor-parallel plan", "transformers has no plan for the model"),
-    (r"divides \d+% of its layers' weights", "The plan divides less than 75% of the layers' weights"),
+    (r"shards only \d+% of its layers' weights", "The plan divides less than 75% of the layers' weights"),
     (r"plan has '(\w+)' for [\w.]*\.(\w+)", r"The plan has the style `\1` for `\2`, which is not supported"),
 )
 TESTS = """\

@@ -1,29 +1,32 @@
-"""Advantage estimators: how good each response, or each token, was compared with others. Nothing here has a gradient.
+"""Advantage estimators: how much better each response, or each token, was than its alternatives.
 
-    estimator(rewards, group_ids, valid, *, ...) -> [B] advantages, the same on all tokens of a response,
+    estimator(rewards, group_ids, valid, *, ...) -> advantages [B], the same on all tokens of a response,
                                                     or TokenAdvantages
 
-rewards [B] float32, group_ids [B] (equal for the samples of a prompt), valid [B] bool: failed samples neither count in
-any statistic nor get an advantage. An estimator declares what else it needs as keywords: numbers come from the
-configuration, and the available tensors are
+rewards [B] are float32. group_ids [B] are equal for the samples of one prompt. valid [B] is bool: failed samples
+neither count in any statistic nor get an advantage. No result has a gradient. An estimator declares its other inputs as
+keyword-only parameters. Numbers come from the configuration, and the available tensors are
 
     mask [T] bool                the sampled tokens of valid sequences
     sequence_ids [T] int64       the sequence (0 to B-1) of a token
     token_rewards [T]            the reward of a turn on the turn's last token, minus KL penalties; sums to `rewards`
-    response_lengths [B] int64   number of tokens that count
+    response_lengths [B] int64   number of loss tokens
     values [T]                   the critic's value of the state before each token
-    old_logprobs, ref_logprobs [T]
+    old_logprobs [T]             the trainer's log-probs before the step's first update
+    ref_logprobs [T]             the reference model's log-probs
+    rollout_logprobs [T]         the engine's log-probs
 
-`AdvantageStep` applies an estimator to the batch of a step.
+`AdvantageCalculator` applies an estimator to the batch of a step.
 
-Legend: B sequences, T tokens, G groups.
+Legend: B sequences, T tokens, S sampled tokens, G groups. Loss tokens are the tokens in the batch's loss mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,39 +43,70 @@ from skyrl_train.data.batch import TrainBatch, pack
 from skyrl_train.metrics import Metrics
 
 EPSILON = 1e-6
-"""Added to a group's divisor."""
+"""Added to the standard deviation of a group before the division."""
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, grpo_norm_by_std: bool) -> Tensor:
-    """A = r - mean(r of its group), over (std + 1e-6) with `grpo_norm_by_std` (arXiv:2402.03300, section 4.1.2).
+    """Return A = r - mean(r of its group) (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    The standard deviation is the unbiased one. A group without information (one valid sample, or equal rewards) gets
-    exactly 0.
+    With `grpo_norm_by_std`, the result is divided by (std + 1e-6), where std is the group's unbiased standard
+    deviation. A group without information (one valid sample, or equal rewards) gets exactly 0.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B]; they get 0.
+        grpo_norm_by_std: Divide by the standard deviation of the group.
+
+    Returns:
+        Advantages [B], in the dtype of `rewards`.
     """
     group = _GroupStatistics(group_ids, valid)
-    centred = group.center(rewards)
+    centered = group.center(rewards)
     if grpo_norm_by_std:
-        variance = group.sums(centred.square()) / (group.counts - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + EPSILON)
-    return centred.to(rewards.dtype)
+        variance = group.sums(centered.square()) / (group.counts - 1).clamp(min=1)
+        centered = centered / (variance.sqrt() + EPSILON)
+    return centered.to(rewards.dtype)
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """A = r - mean(r of its group) (Dr. GRPO, arXiv:2503.20783), to be used with `seq_mean_token_sum_norm`."""
+    """Return A = r - mean(r of its group), [B] (Dr. GRPO, arXiv:2503.20783).
+
+    Use it with the reduction `seq_mean_token_sum_norm`. Failed samples get 0.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B]; they do not count.
+    """
     return grpo(rewards, group_ids, valid, grpo_norm_by_std=False)
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """A = r - mean(r of the others in its group) (arXiv:2402.14740, eq. 6); 0 for a sample without others."""
+    """Return A = r - mean(r of the other samples in its group), [B] (RLOO, arXiv:2402.14740, eq. 6).
+
+    A sample that is alone in its group gets 0, and so do failed samples.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B]; they do not count.
+    """
     group = _GroupStatistics(group_ids, valid)
     return (group.center(rewards) * group.counts / (group.counts - 1).clamp(min=1)).to(rewards.dtype)
 
 
 def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """A = (r - m) / max(m, 1 / n), m = mean(r of its group of n): maximum-likelihood RL (arXiv:2602.02710).
+    """Return A = (r - m) / max(m, 1 / n), [B], with m = mean(r) over its group of n (MaxRL, arXiv:2602.02710).
 
-    Meant for rewards of 0 and 1: m is then the pass rate, and at least 1 / n if any sample passes. The lower bound
-    matters only for other rewards, if penalties bring m near 0 or below. A group of equal rewards gets 0.
+    This is maximum-likelihood RL, meant for rewards of 0 and 1: m is then the pass rate, and is at least 1 / n if any
+    sample passes. The lower bound 1 / n matters only for other rewards, when penalties bring m near 0 or below. A group
+    of equal rewards gets 0, and so do failed samples.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B]; they do not count.
     """
     group = _GroupStatistics(group_ids, valid)
     floor = 1 / group.counts.clamp(min=1)
@@ -80,15 +114,22 @@ def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
 
 
 def opo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, response_lengths: Tensor) -> Tensor:
-    """A = r - b, b = sum(length r) / sum(length) over its group: the optimal baseline (arXiv:2505.23585).
+    """Return A = r - b, [B], with b = sum(length * r) / sum(length) over its group (OPO, arXiv:2505.23585).
 
-    Exactly 0 if all rewards of a group are equal, and for a group of one sample.
+    b is the optimal baseline. The result is exactly 0 if all rewards of a group are equal, for a group of one sample,
+    and for failed samples.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B].
+        response_lengths: Number of loss tokens of each sample [B].
     """
     group = _GroupStatistics(group_ids, valid)
-    centred = group.center(rewards)  # b shifts with the rewards: equal ones give exactly 0
+    centered = group.center(rewards)  # b shifts with the rewards, so equal rewards give exactly 0
     lengths = response_lengths.double() * valid
-    baseline = group.sums(lengths * centred) / group.sums(lengths).clamp(min=1)
-    return torch.where(valid, centred - baseline, 0.0).to(rewards.dtype)
+    baseline = group.sums(lengths * centered) / group.sums(lengths).clamp(min=1)
+    return torch.where(valid, centered - baseline, 0.0).to(rewards.dtype)
 
 
 def reinforce_pp(
@@ -101,7 +142,22 @@ def reinforce_pp(
     sequence_ids: Tensor,
     gamma: float,
 ) -> TokenAdvantages:
-    """`reinforce++`: discounted sum of rewards from each token on, normalised over the batch (arXiv:2501.03262)."""
+    """Return the discounted sum of rewards from each token on, normalized over the batch (`reinforce++`).
+
+    The source is REINFORCE++ (arXiv:2501.03262). The normalization is `batch_normalize` with the unbiased variance.
+
+    Args:
+        rewards: Not used.
+        group_ids: Not used.
+        valid: Not used; the mask excludes failed samples.
+        token_rewards: Rewards of tokens [T].
+        mask: Loss tokens [T] bool.
+        sequence_ids: Sequence of each token [T].
+        gamma: Discount per sampled token.
+
+    Returns:
+        Advantages [T], and the discounted sums themselves as returns [T].
+    """
     returns = _discounted_sums(token_rewards, mask, sequence_ids, gamma)
     return TokenAdvantages(batch_normalize(returns, mask, correction=1), returns)
 
@@ -109,9 +165,23 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     rewards: Tensor, group_ids: Tensor, valid: Tensor, *, mask: Tensor, sequence_ids: Tensor
 ) -> TokenAdvantages:
-    """`reinforce++_baseline`: r - mean(r of its group), normalised over the batch's tokens (arXiv:2501.03262)."""
-    centred = _GroupStatistics(group_ids, valid).center(rewards).to(rewards.dtype)
-    return TokenAdvantages(batch_normalize(torch.where(mask, centred[sequence_ids], 0.0), mask, correction=1))
+    """Return r - mean(r of its group) on each token, normalized over the batch (`reinforce++_baseline`).
+
+    The source is REINFORCE++ (arXiv:2501.03262). The normalization over the loss tokens is `batch_normalize` with the
+    unbiased variance.
+
+    Args:
+        rewards: Rewards [B].
+        group_ids: Group of each sample [B].
+        valid: False for failed samples [B].
+        mask: Loss tokens [T] bool.
+        sequence_ids: Sequence of each token [T].
+
+    Returns:
+        Advantages [T], without returns.
+    """
+    centered = _GroupStatistics(group_ids, valid).center(rewards).to(rewards.dtype)
+    return TokenAdvantages(batch_normalize(torch.where(mask, centered[sequence_ids], 0.0), mask, correction=1))
 
 
 def gae(
@@ -126,18 +196,34 @@ def gae(
     gamma: float,
     lambd: float,
 ) -> TokenAdvantages:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), normalised over the batch's tokens.
+    """Return generalized advantage estimates (GAE, arXiv:1506.02438, eq. 16), normalized over the batch.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum over k of (gamma lambd)^k delta_{t+k}, V = 0 after the last token;
-    returns are A + V, before A is normalised. Steps are sampled tokens: an environment's tokens between two turns
+        delta_t = r_t + gamma V_{t+1} - V_t, and V = 0 after the last token
+        A_t = sum over k of (gamma lambd)^k delta_{t+k}
+
+    Returns are A + V, before A is normalized. Steps are sampled tokens: an environment's tokens between two turns
     belong to the step before them.
+
+    Args:
+        rewards: Not used.
+        group_ids: Not used.
+        valid: Not used; the mask excludes failed samples.
+        token_rewards: Rewards of tokens, r [T].
+        values: The critic's values, V [T].
+        mask: Loss tokens [T] bool.
+        sequence_ids: Sequence of each token [T].
+        gamma: Discount per sampled token.
+        lambd: The lambda of GAE: 0 for one-step estimates, 1 for Monte Carlo returns.
+
+    Returns:
+        Normalized advantages [T] and returns [T], both 0 outside the mask.
     """
     sampled = values[mask].double()
-    rows = sequence_ids[mask]
-    following = torch.cat([sampled[1:], sampled.new_zeros(min(1, len(sampled)))])
-    following[:-1][rows[1:] != rows[:-1]] = 0.0
-    deltas = token_rewards[mask].double() + gamma * following - sampled
-    advantages = _scatter_to_tokens(suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
+    sampled_sequence_ids = sequence_ids[mask]
+    next_values = torch.cat([sampled[1:], sampled.new_zeros(min(1, len(sampled)))])
+    next_values[:-1][sampled_sequence_ids[1:] != sampled_sequence_ids[:-1]] = 0.0
+    deltas = token_rewards[mask].double() + gamma * next_values - sampled
+    advantages = _scatter_to_tokens(suffix_sums(deltas, sampled_sequence_ids, gamma * lambd), mask).to(values.dtype)
     returns = torch.where(mask, advantages + values, 0.0)
     return TokenAdvantages(batch_normalize(advantages, mask, correction=1), returns)
 
@@ -151,47 +237,75 @@ def distillation(
     ref_logprobs: Tensor,
     mask: Tensor,
 ) -> TokenAdvantages:
-    """A_t = ref_logprobs - old_logprobs: on-policy distillation with the reference as teacher; rewards are ignored.
+    """Return A_t = ref_logprobs - old_logprobs: on-policy distillation with the reference model as teacher.
 
     With this advantage, the policy gradient descends the reverse KL divergence KL(policy || teacher), token by token
-    (arXiv:2306.13649, with samples of the student only).
+    (arXiv:2306.13649, with samples of the student only). Rewards are ignored.
+
+    Args:
+        rewards: Not used.
+        group_ids: Not used.
+        valid: Not used; the mask excludes failed samples.
+        old_logprobs: The policy's log-probs, nats [T].
+        ref_logprobs: The teacher's log-probs, nats [T].
+        mask: Loss tokens [T] bool.
+
+    Returns:
+        Advantages [T], 0 outside the mask.
     """
     return TokenAdvantages(torch.where(mask, ref_logprobs - old_logprobs, 0.0))
 
 
-ComparisonScope = Literal["group", "step"]
-"""Among which samples an estimator compares rewards: those of one prompt, or all of a step."""
+class ComparisonScope(StrEnum):
+    """The set of samples whose rewards an estimator compares."""
+
+    GROUP = "group"
+    """The samples of one prompt."""
+    STEP = "step"
+    """All samples of a step."""
+
+
 _COMPARE_GROUPS = (grpo, dr_grpo, rloo, maxrl, opo, reinforce_pp_baseline)
 
 
 def get_comparison_scope(estimator: Callable[..., Any]) -> ComparisonScope | None:
-    """Among which samples an estimator compares rewards; None if it reads none.
+    """Return the set of samples whose rewards an estimator compares.
 
-    Of a user's own estimator "step" is assumed: what compares groups learns nothing from a step of equal rewards
-    either.
+    Args:
+        estimator: An advantage estimator.
+
+    Returns:
+        GROUP or STEP; None if the estimator ignores rewards. A user's own estimator counts as STEP: even if it compares
+        groups, a step of equal rewards has no training signal for it.
     """
     if estimator is distillation:
         return None
-    return "group" if estimator in _COMPARE_GROUPS else "step"
+    return ComparisonScope.GROUP if estimator in _COMPARE_GROUPS else ComparisonScope.STEP
 
 
 def batch_normalize(advantages: Tensor, mask: Tensor, *, correction: int = 0) -> Tensor:
-    """(A - mean) / std over the tokens that count (`trainer.algorithm.advantage_batch_normalize`).
+    """Return (A - mean) / std over the loss tokens (`trainer.algorithm.advantage_batch_normalize`).
 
-    advantages [T], mask [T] bool; 0 outside the mask. The variance, at least 1e-8, is the sum of squares over
-    n - `correction`: as in SkyRL, 1 where an estimator normalises its own advantages, and 0 for the configuration key.
+    Args:
+        advantages: Advantages [T].
+        mask: Loss tokens [T] bool.
+        correction: The variance is the sum of squares over n - `correction`. As in SkyRL, it is 1 in estimators that
+            normalize their own advantages, and 0 for the configuration key.
+
+    Returns:
+        Normalized advantages [T], 0 outside the mask. The variance is at least 1e-8.
     """
     count = mask.sum().clamp(min=1)
-    freedom = (count - correction).clamp(min=1)
-    wide = torch.where(mask, advantages.double(), 0.0)  # float32 rounding over 1e-4 would be noticeable
-    centred = torch.where(mask, wide - wide.sum() / count, 0.0)
-    return (centred * (centred.square().sum() / freedom).clamp(min=1e-8).rsqrt()).to(advantages.dtype)
+    degrees_of_freedom = (count - correction).clamp(min=1)
+    masked = torch.where(mask, advantages.double(), 0.0)  # float32 rounding, divided by a std of 1e-4, would show
+    centered = torch.where(mask, masked - masked.sum() / count, 0.0)
+    return (centered * (centered.square().sum() / degrees_of_freedom).clamp(min=1e-8).rsqrt()).to(advantages.dtype)
 
 
 class _GroupStatistics:
     """Statistics of each sample's group over its valid samples; every result is [B] float64.
 
-    In float64, the mean of equal float32 rewards is exact; a rounding error divided by 1e-6 would be an advantage.
+    In float64, the mean of equal float32 rewards is exact. A rounding error divided by EPSILON would be an advantage.
     """
 
     def __init__(self, group_ids: Tensor, valid: Tensor):
@@ -200,26 +314,31 @@ class _GroupStatistics:
         self.counts = self.sums(torch.ones_like(group_ids, dtype=torch.float64))
 
     def sums(self, values: Tensor) -> Tensor:
-        inside = torch.where(self._valid, values.double(), 0.0)
-        zeros = inside.new_zeros(len(inside))  # G <= B: avoids a device sync for the number of groups
-        return zeros.index_add(0, self._groups, inside)[self._groups]
+        valid_values = torch.where(self._valid, values.double(), 0.0)
+        zeros = valid_values.new_zeros(len(valid_values))  # G <= B: avoids a device sync for the number of groups
+        return zeros.index_add(0, self._groups, valid_values)[self._groups]
 
     def means(self, values: Tensor) -> Tensor:
         return self.sums(values) / self.counts.clamp(min=1)
 
     def center(self, values: Tensor) -> Tensor:
-        """Values minus their group's mean; 0 for invalid samples."""
+        """Return values minus their group's mean; 0 for invalid samples."""
         return torch.where(self._valid, values.double() - self.means(values), 0.0)
 
 
 MAX_PADDED_ELEMENTS = 1 << 20
-"""Places of a rectangle of sequences, unless one sequence alone is longer."""
+"""Maximum size of a padded array of sequences, unless a single sequence is longer."""
 
 
 def suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
-    """[S] s_t = v_t + factor * s_{t+1} within each sequence; `values`: of all sampled tokens, `rows`: their sequences.
+    """Return s_t = v_t + factor * s_{t+1} within each sequence [S].
 
-    Sequences of about one length are summed side by side, so that one long answer does not make all of them long.
+    Sequences of similar length are padded and summed together, so that one long response does not pad all others.
+
+    Args:
+        values: Values of the sampled tokens [S].
+        rows: Sequence of each sampled token [S]; the tokens of a sequence are consecutive.
+        factor: Discount per token.
     """
     result = torch.zeros_like(values)
     _, counts = torch.unique_consecutive(rows, return_counts=True)
@@ -230,19 +349,19 @@ def suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
         end, length = begin + 1, lengths[begin]
         while end < len(lengths) and 2 * lengths[end] >= length and (end + 1 - begin) * length <= MAX_PADDED_ELEMENTS:
             end += 1
-        which = longest_first.indices[begin:end]
-        columns = torch.arange(length, device=values.device)[:, None]
-        there, places = columns < counts[which], columns + starts[which]  # (L, B')
-        sums = torch.where(there, values[places.clamp(max=len(values) - 1)], 0.0)
-        for column in range(length - 2, -1, -1):
-            sums[column] += factor * sums[column + 1]
-        result[places[there]] = sums[there]
+        batch = longest_first.indices[begin:end]
+        offsets = torch.arange(length, device=values.device)[:, None]
+        is_token, indices = offsets < counts[batch], offsets + starts[batch]  # (L, B')
+        sums = torch.where(is_token, values[indices.clamp(max=len(values) - 1)], 0.0)
+        for offset in range(length - 2, -1, -1):
+            sums[offset] += factor * sums[offset + 1]
+        result[indices[is_token]] = sums[is_token]
         begin = end
     return result
 
 
 def _scatter_to_tokens(sampled: Tensor, mask: Tensor) -> Tensor:
-    """[S] -> [T], 0 outside the mask."""
+    """Place values of sampled tokens [S] at their tokens [T], with 0 outside the mask."""
     result = torch.zeros(len(mask), dtype=sampled.dtype, device=sampled.device)
     result[mask] = sampled
     return result
@@ -268,14 +387,14 @@ ESTIMATOR_TENSORS = frozenset(
         "rollout_logprobs",
     }
 )
-"""The tensors that estimators may take as keywords."""
+"""Names of the tensors that estimators may take as keyword-only parameters."""
 _STATISTICS_CHUNK_TOKENS = 1 << 20
-"""Tokens whose statistics are summed at a time: they are float64 then."""
+"""Number of tokens whose statistics are computed at a time, to bound the memory of their float64 copies."""
 
 
 @dataclass
 class KLInReward:
-    """`trainer.algorithm.use_kl_in_reward`: a KL penalty on the reward of every token instead of a loss term."""
+    """The settings of `trainer.algorithm.use_kl_in_reward`: a KL penalty on token rewards instead of a loss term."""
 
     estimator: KLEstimator
     controller: FixedKLController | AdaptiveKLController
@@ -283,24 +402,38 @@ class KLInReward:
 
 @dataclass
 class AdvantageCalculator:
-    """Applies the estimator to the rewards (minus the KL penalty).
+    """A callable that turns the rewards of a batch into advantages.
 
-    With batch normalisation, advantages are then normalised over the tokens of the batch.
+    It subtracts the KL penalty from the rewards, if one is configured, and applies the estimator. With
+    `advantage_batch_normalize`, it then normalizes the advantages over the loss tokens of the batch.
     """
 
     estimator: AdvantageEstimator
-    """Takes only keywords that are in TENSORS."""
+    """All its keyword-only parameters without default are bound or in ESTIMATOR_TENSORS."""
     advantage_batch_normalize: bool = False
     kl: KLInReward | None = None
 
     @property
     def needs_token_rewards(self) -> bool:
+        """True if the estimator takes `token_rewards`."""
         return "token_rewards" in get_keyword_parameters(self.estimator)
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
-        """Return the batch with `sequence_advantages` [B], if all tokens of a sequence have the same one, or with
-        `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the mask."""
-        episodes = batch.episodes  # an estimator sees an episode as one sequence, even if it consists of several
+        """Return the batch with advantages, and record metrics.
+
+        An estimator treats an episode as one sequence, even if the batch contains it as several sequences. With a KL
+        penalty, the call also updates the KL controller.
+
+        Args:
+            batch: The batch of a step, with the tensors that the estimator and the KL penalty take.
+            metrics: Receives advantages/* and, with a KL penalty, policy/kl_in_reward and policy/kl_coef.
+
+        Returns:
+            The batch with `sequence_advantages` [B], if the estimator returns one advantage per sample. Otherwise with
+            `advantages` [T] and, from estimators with a critic, `returns` [T], both 0 outside the mask. With batch
+            normalization it is always `advantages`.
+        """
+        episodes = batch.episodes
         rewards, token_rewards = episodes.first_per_episode(batch.rewards), batch.token_rewards
         if self.kl is not None:
             penalty = self.kl_penalty(self.kl, batch, metrics)
@@ -316,15 +449,15 @@ class AdvantageCalculator:
             "ref_logprobs": lambda: batch.ref_logprobs,
             "rollout_logprobs": lambda: batch.rollout_logprobs,
         }
-        groups, valid = episodes.first_per_episode(batch.group_ids), episodes.first_per_episode(batch.status)
-        wanted = {name: tensor() for name, tensor in select_keyword_arguments(self.estimator, tensors).items()}
-        result = self.estimator(rewards, groups, valid, **wanted)
+        group_ids, valid = episodes.first_per_episode(batch.group_ids), episodes.first_per_episode(batch.status)
+        arguments = {name: tensor() for name, tensor in select_keyword_arguments(self.estimator, tensors).items()}
+        result = self.estimator(rewards, group_ids, valid, **arguments)
         if isinstance(result, TokenAdvantages):
             batch = replace(batch, advantages=result.advantages, returns=result.returns, sequence_advantages=None)
         else:
-            numbers = result if result.is_floating_point() else result.float()
-            numbers = numbers[episodes.sequence_to_episode]
-            batch = replace(batch, advantages=None, returns=None, sequence_advantages=numbers)
+            per_episode = result if result.is_floating_point() else result.float()
+            per_sequence = per_episode[episodes.sequence_to_episode]
+            batch = replace(batch, advantages=None, returns=None, sequence_advantages=per_sequence)
         if self.advantage_batch_normalize and (advantages := batch.token_advantages) is not None:
             advantages = batch_normalize(advantages, batch.loss_mask)
             batch = replace(batch, advantages=advantages, sequence_advantages=None)
@@ -332,7 +465,16 @@ class AdvantageCalculator:
         return batch
 
     def kl_penalty(self, kl: KLInReward, batch: TrainBatch, metrics: Metrics) -> Tensor:
-        """[T] coefficient times KL; also updates the KL controller."""
+        """Return the KL penalty of each token and update the KL controller.
+
+        Args:
+            kl: The estimator and the controller of the coefficient.
+            batch: A batch with `old_logprobs` and `ref_logprobs` [T].
+            metrics: Receives the mean KL of an episode (policy/kl_in_reward) and the coefficient (policy/kl_coef).
+
+        Returns:
+            Coefficient times KL, nats [T]. The coefficient is the one before the update.
+        """
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "KL in the reward needs both"
         nats = kl.estimator(
             batch.old_logprobs,
@@ -353,36 +495,37 @@ class AdvantageCalculator:
         return penalty
 
     def state_dict(self) -> dict[str, float]:
-        """The state that a resumed run needs: the adapted KL coefficient."""
+        """Return the state that a resumed run needs: the KL coefficient as "kl_coef", or {} without a KL penalty."""
         return {} if self.kl is None else {"kl_coef": self.kl.controller.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the state that `state_dict` returned; missing keys keep their current values."""
         if self.kl is not None:
             self.kl.controller.coef = float(state.get("kl_coef", self.kl.controller.coef))
 
 
 def record_advantage_metrics(batch: TrainBatch, metrics: Metrics) -> None:
-    """advantages/*: statistics over the tokens that count."""
-    for chosen in _iterate_advantages(batch):
-        if not len(chosen):
+    """Record statistics of the advantages of loss tokens as advantages/*; nothing for a batch without advantages."""
+    for values in _iterate_advantages(batch):
+        if not len(values):
             continue
-        metrics.add_sum("advantages/mean", float(chosen.sum()), weight=len(chosen))
-        metrics.add_sum("advantages/abs_mean", float(chosen.abs().sum()), weight=len(chosen))
-        metrics.update_max("advantages/abs_max", float(chosen.abs().max()))
-        metrics.add_sum("advantages/zero_fraction", float(torch.count_nonzero(chosen == 0)), weight=len(chosen))
+        metrics.add_sum("advantages/mean", float(values.sum()), weight=len(values))
+        metrics.add_sum("advantages/abs_mean", float(values.abs().sum()), weight=len(values))
+        metrics.update_max("advantages/abs_max", float(values.abs().max()))
+        metrics.add_sum("advantages/zero_fraction", float(torch.count_nonzero(values == 0)), weight=len(values))
 
 
 def _iterate_advantages(batch: TrainBatch) -> Iterator[Tensor]:
-    """The advantages of the tokens that count, in order, some at a time: float64."""
+    """Yield the advantages of the loss tokens in order, in float64, one chunk of tokens at a time."""
     if batch.advantages is not None:
-        for values, counts in zip(
+        for values, mask in zip(
             batch.advantages.split(_STATISTICS_CHUNK_TOKENS),
             batch.loss_mask.split(_STATISTICS_CHUNK_TOKENS),
             strict=True,
         ):
-            yield values[counts].double()
+            yield values[mask].double()
     elif batch.sequence_advantages is not None:
         tokens = batch.num_loss_tokens
         for rows in pack(tokens.tolist(), None, _STATISTICS_CHUNK_TOKENS):
-            chosen = slice(rows[0], rows[-1] + 1)
-            yield torch.repeat_interleave(batch.sequence_advantages[chosen].double(), tokens[chosen])
+            sequences = slice(rows[0], rows[-1] + 1)
+            yield torch.repeat_interleave(batch.sequence_advantages[sequences].double(), tokens[sequences])

@@ -1,16 +1,17 @@
-"""Policy losses: per-token values over the ragged tokens [T]; a reduction weighs and sums them (reductions.py).
+"""Policy losses: per-token values over the ragged tokens [T]. A reduction (reductions.py) weights and sums them.
 
     loss(logprobs, advantages, mask, *, ...) -> (values, was_clipped)
 
-All tensors are [T]: log-probs in nats, mask bool and True on the tokens that count. Gradient flows only through
-`logprobs`. Both results are exactly 0 outside the mask, whatever the inputs contain there. A loss declares what else it
-needs as keywords: numbers come from the configuration, and the available tensors are
+All tensors are [T]. Log-probs are in nats, and mask is bool, True on the loss tokens. The gradient flows only through
+`logprobs`. Both results are exactly 0 outside the mask, whatever the inputs contain there. was_clipped is 1 on tokens
+whose loss was clipped or masked. A loss declares its other inputs as keyword-only parameters. Numbers come from the
+configuration, and the available tensors are
 
     old_logprobs      [T] the trainer's, before the step's first update
     frozen_logprobs   [T] the values of `logprobs` without gradient, for terms under a stop-gradient
     rollout_logprobs  [T] the engine's, at the sampling temperature and before top-p and top-k
     sequence_ids      [T] int64, the sequence (0 to B-1) to which a token belongs
-    selected          [T] bool, chosen over the whole mini-batch (token_selection.py)
+    selected          [T] bool, selected over the whole mini-batch (token_selection.py)
 
 Below, r = exp(logprobs - old_logprobs), A = advantages, sg[] is the stop-gradient, clip(x, a, b) = min(max(x, a), b).
 """
@@ -33,9 +34,21 @@ def clipped_surrogate(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular`: -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A).
+    """Return PPO's clipped loss, -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A) (`regular`).
 
-    PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO, arXiv:2503.14476, eq. 10).
+    r = exp(logprobs - old_logprobs) is the importance ratio (arXiv:1707.06347, eq. 7). The bounds are separate, as in
+    DAPO (arXiv:2503.14476, eq. 10).
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     return _clipped(importance_ratios(logprobs, old_logprobs, mask), advantages, mask, eps_clip_low, eps_clip_high)
 
@@ -50,13 +63,28 @@ def dual_clip(
     eps_clip_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular`, but at most -c A if A < 0, so that a huge ratio gives no huge loss (arXiv:1912.09729, eq. 5)."""
+    """Return the loss of `clipped_surrogate`, but at most -clip_ratio_c A if A < 0 (arXiv:1912.09729, eq. 5).
+
+    In dual-clip PPO, the bound prevents a huge ratio from causing a huge loss.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+        clip_ratio_c: Bound c > 1 of the ratio for negative advantages.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     values, clipped = clipped_surrogate(
         logprobs, advantages, mask, old_logprobs=old_logprobs, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
     )
     ceiling = -clip_ratio_c * torch.where(mask, advantages, 0.0)
-    beyond = mask & (advantages < 0) & (values > ceiling)
-    return torch.where(beyond, ceiling, values), torch.maximum(clipped, beyond.to(clipped.dtype))
+    is_above = mask & (advantages < 0) & (values > ceiling)
+    return torch.where(is_above, ceiling, values), torch.maximum(clipped, is_above.to(clipped.dtype))
 
 
 def gspo(
@@ -70,10 +98,24 @@ def gspo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular` with one ratio per sequence: s = exp(mean of log r over the sequence's tokens) instead of r.
+    """Return the loss of `clipped_surrogate` with one ratio per sequence: the geometric mean of its tokens' ratios.
 
-    GSPO-token (arXiv:2507.18071, section 4.3): a token's ratio is sg[s] * exp(logprobs - sg[logprobs]). With
-    `sequence_mean` and one advantage per sequence, its gradient is GSPO's.
+    This is GSPO-token (arXiv:2507.18071, section 4.3). A token's ratio is sg[s] * exp(logprobs - sg[logprobs]), where s
+    = exp(mean of logprobs - old_logprobs over the sequence's loss tokens) and sg is the stop-gradient. With
+    `sequence_mean` and one advantage per sequence, its gradient is that of GSPO.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        sequence_ids: Sequence of each token [T] int64.
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     mean = _sequence_mean(frozen_logprobs - old_logprobs, mask, sequence_ids)
     ratio = torch.where(mask, mean + (logprobs - frozen_logprobs), 0.0)
@@ -90,11 +132,24 @@ def gmpo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """-A exp(mean over the sequence's tokens of the clipped log r), on every token of the sequence.
+    """Return -A exp(mean over the sequence's tokens of the clipped log-ratio), on every token of the sequence.
 
-    GMPO (arXiv:2507.20673): the geometric instead of the arithmetic mean. The bounds are on the log-ratio,
-    log r in [-eps_clip_low, eps_clip_high] (the paper uses 0.4 for both, and mirrors them if A < 0), and apply only in
-    the direction in which A pushes. A is the sequence's mean advantage. Meant for `sequence_mean`.
+    GMPO (arXiv:2507.20673) takes the geometric instead of the arithmetic mean of ratios. Log-ratios logprobs -
+    old_logprobs are clipped to [-eps_clip_low, eps_clip_high], but only in the direction in which the token's advantage
+    pushes. (The paper uses 0.4 for both bounds, and mirrors them if A < 0.) A is the sequence's mean advantage. Use it
+    with `sequence_mean`.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        sequence_ids: Sequence of each token [T] int64.
+        eps_clip_low: Lower bound of the log-ratio is -eps_clip_low.
+        eps_clip_high: Upper bound of the log-ratio.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     bounded = log_ratio.clamp(-eps_clip_low, eps_clip_high)
@@ -114,7 +169,23 @@ def cispo(
     cispo_eps_clip_low: float,
     cispo_eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """-sg[clip(r, 1 - low, 1 + high)] A logprobs: every token keeps a gradient (arXiv:2506.13585, eq. 4-5)."""
+    """Return -sg[clip(r, 1 - low, 1 + high)] A logprobs (CISPO, arXiv:2506.13585, eq. 4-5).
+
+    r = exp(logprobs - old_logprobs) is the importance ratio, low and high are `cispo_eps_clip_low` and
+    `cispo_eps_clip_high`, and sg is the stop-gradient. Every token keeps a gradient, also those whose ratio is clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        cispo_eps_clip_low: Lower clip distance of the ratio from 1.
+        cispo_eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     ratio = importance_ratios(frozen_logprobs, old_logprobs, mask)
     weight = ratio.clamp(1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)
     return _reinforce(weight, logprobs, advantages, mask), (mask & (weight != ratio)).to(logprobs.dtype)
@@ -130,10 +201,22 @@ def cispo_rollout(
     cispo_eps_clip_low: float,
     cispo_eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """`cispo` with r = exp(logprobs - rollout_logprobs) (SkyRL's `cispo_anchor: rollout`).
+    """Return the loss of `cispo` with ratios to the engine's log-probs (SkyRL's `cispo_anchor: rollout`).
 
-    With one update a step r is 1 against `old_logprobs` and nothing is clipped; against the engine's log-probs it also
-    covers how stale the sample is.
+    The ratio is exp(logprobs - rollout_logprobs). With one update per step, the ratio to `old_logprobs` is 1 and
+    nothing is clipped. The ratio to the engine's log-probs also covers the staleness of the sample.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        rollout_logprobs: The engine's log-probs, nats [T].
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        cispo_eps_clip_low: Lower clip distance of the ratio from 1.
+        cispo_eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     return cispo(
         logprobs,
@@ -156,9 +239,22 @@ def rollout_is(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """-sg[u] A logprobs with u = exp(logprobs - rollout_logprobs); 0 outside (1 - eps_clip_low, 1 + eps_clip_high).
+    """Return -sg[u] A logprobs with u = exp(logprobs - rollout_logprobs), or 0 where u is out of bounds.
 
-    The ratio is to the policy that actually sampled (SkyRL's `rollout_is`; double-sided masking as in IcePop).
+    u must be in (1 - eps_clip_low, 1 + eps_clip_high). It is the ratio to the policy that actually sampled (SkyRL's
+    `rollout_is`; double-sided masking as in IcePop). sg is the stop-gradient.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        rollout_logprobs: The engine's log-probs, nats [T].
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     ratio = importance_ratios(frozen_logprobs, rollout_logprobs, mask)
     inside = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
@@ -169,13 +265,36 @@ def rollout_is(
 def importance_sampling(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-r A without clipping: the policy gradient with plain importance weights."""
+    """Return -r A without clipping: the policy gradient with plain importance weights.
+
+    r = exp(logprobs - old_logprobs) is the importance ratio. No token counts as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     values = -importance_ratios(logprobs, old_logprobs, mask) * torch.where(mask, advantages, 0.0)
     return values, torch.zeros_like(values)
 
 
 def cross_entropy(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """-logprobs: imitate the samples whatever their reward (rejection sampling, if they are filtered before)."""
+    """Return -logprobs, whatever the advantages: rejection sampling, if samples are filtered before.
+
+    No token counts as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Not used.
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     values = torch.where(mask, -logprobs, 0.0)
     return values, torch.zeros_like(values)
 
@@ -183,10 +302,21 @@ def cross_entropy(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[T
 def sapo(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, tau_pos: float, tau_neg: float
 ) -> tuple[Tensor, Tensor]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos if A > 0, else tau_neg (SAPO, arXiv:2511.20347).
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, where tau = tau_pos if A > 0, else tau_neg (SAPO, arXiv:2511.20347).
 
-    A soft gate: its gradient equals that of r A at r = 1 and fades with the distance from it. Meant for
-    `sequence_mean`.
+    r = exp(logprobs - old_logprobs) is the importance ratio. The sigmoid is a soft gate: its gradient equals that of r
+    A at r = 1 and fades with the distance from it. No token counts as clipped. Use it with `sequence_mean`.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        tau_pos: Temperature of the gate for positive advantages.
+        tau_neg: Temperature of the gate for other advantages.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     ratio = importance_ratios(logprobs, old_logprobs, mask)
     tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
@@ -205,16 +335,30 @@ def dppo_tv(
     delta_high: float,
     tv_threshold: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-u A, but 0 if p - q is not in [-delta_low, delta_high] and the gradient would move it further out.
+    """Return -u A, or 0 where p - q is outside [-delta_low, delta_high] and the gradient would move it further out.
 
-    p, q are the trainer's and the engine's probability of the sampled token. DPPO with the binary total variation
-    (arXiv:2602.04879, eq. 12-13, which has one bound): the trust region around the policy that sampled bounds
-    probabilities instead of ratios; u = exp(logprobs - rollout_logprobs). `tv_threshold` replaces both bounds.
+    p and q are the trainer's and the engine's probability of the sampled token, and u = exp(logprobs -
+    rollout_logprobs). This is DPPO with the binary total variation (arXiv:2602.04879, eq. 12-13, which has one bound).
+    The trust region around the policy that sampled bounds probabilities instead of ratios. `tv_threshold` replaces both
+    bounds.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        rollout_logprobs: The engine's log-probs, nats [T].
+        delta_low: Lower bound of p - q is -delta_low.
+        delta_high: Upper bound of p - q.
+        tv_threshold: Replaces both bounds; None keeps them.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
     """
     if tv_threshold is not None:
         delta_low = delta_high = tv_threshold
-    moved = frozen_logprobs.exp() - rollout_logprobs.exp()
-    outside = (moved < -delta_low) | (moved > delta_high)
+    difference = frozen_logprobs.exp() - rollout_logprobs.exp()
+    outside = (difference < -delta_low) | (difference > delta_high)
     return _mask_outside_trust_region(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, outside)
 
 
@@ -227,7 +371,22 @@ def dppo_kl(
     rollout_logprobs: Tensor,
     kl_threshold: float,
 ) -> tuple[Tensor, Tensor]:
-    """Like `dppo_tv` with the binary KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (eq. 14)."""
+    """Return the loss of `dppo_tv` with a bound on the binary KL divergence instead (arXiv:2602.04879, eq. 14).
+
+    The divergence is q log(q / p) + (1 - q) log((1 - q) / (1 - p)). Tokens where it exceeds `kl_threshold` are masked
+    if the gradient would increase it.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        frozen_logprobs: The values of `logprobs` without gradient, nats [T].
+        rollout_logprobs: The engine's log-probs, nats [T].
+        kl_threshold: Upper bound of the divergence, nats.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     p, q = (x.exp().clamp(1e-7, 1 - 1e-7) for x in (frozen_logprobs, rollout_logprobs))
     divergence = q * (q.log() - p.log()) + (1 - q) * ((-q).log1p() - (-p).log1p())
     return _mask_outside_trust_region(
@@ -246,7 +405,22 @@ def clip_cov(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular` without gradient on the tokens that `choose_clip_cov` selected (Clip-Cov, arXiv:2505.22617)."""
+    """Return the loss of `clipped_surrogate`, but 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
+
+    `select_clip_cov_tokens` selects them over the whole mini-batch. Only the selected tokens count as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        selected: Tokens of the declared selection [T] bool.
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     values, _ = clipped_surrogate(
         logprobs, advantages, mask, old_logprobs=old_logprobs, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
     )
@@ -257,18 +431,33 @@ def clip_cov(
 def kl_cov(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, selected: Tensor, ppo_kl_coef: float
 ) -> tuple[Tensor, Tensor]:
-    """-r A, plus ppo_kl_coef |log r| on the tokens that `choose_kl_cov` selected (KL-Cov, arXiv:2505.22617)."""
+    """Return -r A, plus ppo_kl_coef |log r| on the selected tokens (KL-Cov, arXiv:2505.22617).
+
+    r = exp(logprobs - old_logprobs) is the importance ratio. `select_kl_cov_tokens` selects the tokens over the whole
+    mini-batch. No token counts as clipped.
+
+    Args:
+        logprobs: Log-probs of the policy in training, with gradient, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool. Both results are 0 elsewhere.
+        old_logprobs: The trainer's log-probs before the step's first update, nats [T].
+        selected: Tokens of the declared selection [T] bool.
+        ppo_kl_coef: Coefficient of the penalty on selected tokens.
+
+    Returns:
+        Loss of each token [T], and 1 where it was clipped or masked, else 0 [T].
+    """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    values, none = importance_sampling(logprobs, advantages, mask, old_logprobs=old_logprobs)
-    return values + torch.where(selected & mask, ppo_kl_coef * log_ratio.abs(), 0.0), none
+    values, was_clipped = importance_sampling(logprobs, advantages, mask, old_logprobs=old_logprobs)
+    return values + torch.where(selected & mask, ppo_kl_coef * log_ratio.abs(), 0.0), was_clipped
 
 
 def _clipped(
     ratio: Tensor, advantages: Tensor, mask: Tensor, eps_clip_low: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
     advantages = torch.where(mask, advantages, 0.0)
-    plain, clipped = ratio * advantages, ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages
-    return -torch.minimum(plain, clipped), ((clipped < plain) & mask).to(ratio.dtype)
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages
+    return -torch.minimum(unclipped, clipped), ((clipped < unclipped) & mask).to(ratio.dtype)
 
 
 def _reinforce(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -279,7 +468,7 @@ def _reinforce(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tenso
 def _mask_outside_trust_region(
     logprobs: Tensor, frozen: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, outside: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-u A, except on tokens that are `outside` the trust region and that A would push further."""
+    """Return -u A, except 0 on tokens that are `outside` the trust region and that A would push further out."""
     further = ((advantages > 0) & (frozen > rollout)) | ((advantages < 0) & (frozen < rollout))
     blocked = outside & further & mask
     values, _ = importance_sampling(logprobs, advantages, mask & ~blocked, old_logprobs=rollout)
@@ -287,8 +476,8 @@ def _mask_outside_trust_region(
 
 
 def _sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """[T] -> [T]: on every token, the mean over its sequence's tokens that count."""
-    size = len(values)  # at least the number of sequences, known without a device sync
+    """Return on every token [T] the mean over its sequence's loss tokens."""
+    size = len(values)  # an upper bound of the number of sequences that needs no device sync
     sums = values.new_zeros(size).index_add(0, sequence_ids, torch.where(mask, values, 0.0))
     counts = values.new_zeros(size).index_add(0, sequence_ids, mask.to(values.dtype))
     return (sums / counts.clamp(min=1))[sequence_ids]

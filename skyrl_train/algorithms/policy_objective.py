@@ -15,53 +15,64 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
 POLICY_LOSS_TENSORS = frozenset({"frozen_logprobs", "old_logprobs", "rollout_logprobs", "sequence_ids", "selected"})
-"""The tensors that losses and KL estimators may take as keywords."""
+"""Names of the tensors that losses and KL estimators may take as keyword-only parameters."""
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """loss = sum_t w_t (c_t policy_loss_t + kl_loss_coef kl_t - entropy_loss_coef H_t).
+    """The function that a policy update minimizes.
 
-    w are the batch's `token_weights`, c its `importance_weights`, if any. It can be pickled and sent to workers, as
-    module-level functions pickle by name.
+        loss = sum_t w_t (c_t policy_loss_t + kl_loss_coef kl_t - entropy_loss_coef H_t)
+
+    w are the batch's `token_weights`, c its `importance_weights` (1 if there are none). An objective is pickled and
+    sent to workers, so its functions must be module-level functions, which pickle by name.
     """
 
     policy_loss: PolicyLoss
-    """Takes only keywords that are in TENSORS."""
+    """All its keyword-only parameters without default are bound or in POLICY_LOSS_TENSORS."""
     kl_estimator: KLEstimator | None = None
-    """None: no KL in the loss, and no reference model needed."""
+    """None: no KL term in the loss, and no reference model needed."""
     kl_loss_coef: float = 0.0
     entropy_loss_coef: float | None = None
     """None: no entropy bonus; entropy is still reported."""
     report_mismatch: bool = True
-    """Whether to report mismatch/*; False where a correction does, of the whole batch before it masks any of it."""
+    """True to report mismatch/*. False if a correction reports them for the whole batch, before it masks tokens."""
 
     @property
     def needs_entropy(self) -> bool:
-        """Always True, even without a bonus: a run must show if its entropy collapses."""
+        """True, even without a bonus: a run must show if its entropy collapses."""
         return True
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the objective needs the policy's log-probs from before the step's first update."""
-        asks = (
+        """True if the loss or the KL estimator takes the policy's log-probs from before the step's first update."""
+        parameters = (
             get_keyword_parameters(self.policy_loss),
             get_keyword_parameters(self.kl_estimator) if self.kl_estimator else {},
         )
-        return any("old_logprobs" in keywords for keywords in asks)
+        return any("old_logprobs" in keywords for keywords in parameters)
 
     def __call__(
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
-        """Return the scalar to backpropagate, to be summed over micro-batches and ranks.
+        """Return the scalar to backpropagate for one micro-batch, to be summed over micro-batches and ranks.
 
-        logprobs and entropy are [T], in nats; values outside loss_mask are not read. If a loss reads old_logprobs and
-        there are none, the update is on-policy, with ratio 1; a loss that does not read them reports no ratio.
-        `mini_batch_tokens` is the number of tokens that count in the whole mini-batch, from which this micro-batch's
-        weight in the metrics follows.
+        Values outside loss_mask are not read. If the loss takes old_logprobs and the batch has none, the update is
+        on-policy, with ratio 1. If the loss does not take them and the batch has none, no ratio is reported.
+
+        Args:
+            batch: A micro-batch with `token_weights` and advantages.
+            logprobs: The policy's log-probs with gradient, nats [T].
+            entropy: Entropies, nats [T]; None if they were not computed. An entropy bonus needs them.
+            mini_batch_tokens: Number of loss tokens of the whole mini-batch. The micro-batch's weight in the metrics is
+                its own number of loss tokens divided by this.
+            metrics: Receives policy/*, mismatch/* and rollout/*.
+
+        Returns:
+            The loss of this micro-batch [].
         """
         mask, weights = batch.loss_mask, batch.token_weights
-        assert weights is not None, "weights come before the update"
+        assert weights is not None, "assign_loss_weights comes before the update"
         tensors = _tensors(batch, logprobs)
         old_logprobs = tensors["old_logprobs"]
         assert old_logprobs is not None
@@ -70,7 +81,7 @@ class PolicyObjective:
         terms = [policy_loss]
         token_sums = {"policy/clip_ratio": clipped}
         if self.kl_estimator is not None:
-            assert batch.ref_logprobs is not None, "KL in the loss needs the reference's log-probs"
+            assert batch.ref_logprobs is not None, "a KL term in the loss needs the reference model's log-probs"
             kl = self.kl_estimator(
                 logprobs, batch.ref_logprobs, mask, **select_keyword_arguments(self.kl_estimator, tensors)
             )
@@ -99,18 +110,26 @@ class PolicyObjective:
     def compute_token_losses(
         self, batch: TrainBatch, logprobs: Tensor, tensors: Mapping[str, Tensor | None] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[T] the policy loss of each token times its importance weight, and whether it was clipped."""
+        """Return the policy loss of each token times its importance weight [T], and 1 where it was clipped [T].
+
+        Args:
+            batch: A batch with advantages.
+            logprobs: The policy's log-probs, nats [T].
+            tensors: The values of POLICY_LOSS_TENSORS by name; by default those of the batch.
+        """
         advantages = batch.token_advantages
-        assert advantages is not None, "advantages come before the loss"
-        wanted = select_keyword_arguments(self.policy_loss, _tensors(batch, logprobs) if tensors is None else tensors)
-        values, clipped = self.policy_loss(logprobs, advantages, batch.loss_mask, **wanted)
+        assert advantages is not None, "advantages are computed before the loss"
+        arguments = select_keyword_arguments(
+            self.policy_loss, _tensors(batch, logprobs) if tensors is None else tensors
+        )
+        values, clipped = self.policy_loss(logprobs, advantages, batch.loss_mask, **arguments)
         if batch.importance_weights is not None:
             values = values * torch.where(batch.loss_mask, batch.importance_weights, 0.0)
         return values, clipped
 
 
 def _tensors(batch: TrainBatch, logprobs: Tensor) -> dict[str, Tensor | None]:
-    """Those of TENSORS, by name."""
+    """Return the tensors of POLICY_LOSS_TENSORS by name."""
     frozen = logprobs.detach()
     return {
         "frozen_logprobs": frozen,
@@ -130,26 +149,26 @@ def _record(
     mini_batch_tokens: int,
     metrics: Metrics,
 ) -> None:
-    """Record means weighted by tokens, and losses by the micro-batch's share, so that they sum to the full loss.
+    """Record means weighted by tokens, and losses that sum to the loss of the mini-batch.
 
-    rollout/*: the engine's log-probs compared with the trainer's for the same tokens; importance ratios absorb the
+    rollout/* compares the engine's log-probs with the trainer's for the same tokens; importance ratios absorb the
     difference.
     """
     mask = batch.loss_mask
-    sums = {name: values.sum() for name, values in token_sums.items()}
+    sums = {name: per_token.sum() for name, per_token in token_sums.items()}
     if batch.rollout_logprobs is not None:
         mismatch = torch.where(mask, batch.rollout_logprobs - old_logprobs, 0.0)
         sums["rollout/logprob_diff"] = mismatch.abs().sum()
         sums["rollout/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask).sum()
         maxima["rollout/logprob_diff_max"] = mismatch.abs()
-    numbers = [mask.sum(), *losses.values(), *sums.values(), *(values.max() for values in maxima.values())]
-    tokens, *read = torch.stack([number.double() for number in numbers]).tolist()  # a single device sync
+    numbers = [mask.sum(), *losses.values(), *sums.values(), *(per_token.max() for per_token in maxima.values())]
+    tokens, *values = torch.stack([number.double() for number in numbers]).tolist()  # a single device sync
     if not tokens:
         return
-    found = iter(read)
+    remaining = iter(values)
     for name in losses:
-        metrics.add_sum(name, next(found), weight=tokens / mini_batch_tokens)
+        metrics.add_sum(name, next(remaining), weight=tokens / mini_batch_tokens)
     for name in sums:
-        metrics.add_sum(name, next(found), weight=tokens)
+        metrics.add_sum(name, next(remaining), weight=tokens)
     for name in maxima:
-        metrics.update_max(name, next(found))
+        metrics.update_max(name, next(remaining))

@@ -1,8 +1,8 @@
-"""Selections: tokens that a loss treats differently, chosen over a whole mini-batch before its first backward.
+"""Token selections: tokens that a loss treats differently, selected over a whole mini-batch before its first backward.
 
-A choice made within a micro-batch would depend on how the mini-batch was cut. With `selects`, a loss declares a
-selection; the learner then scores the mini-batch under the current policy, selects, and gives each micro-batch its part
-of the `selected` mask. Both selections here are from arXiv:2505.22617.
+A selection within a micro-batch would depend on how the mini-batch is split. A loss declares its selection with
+`selects_tokens_with`. The learner then computes the mini-batch's log-probs under the current policy, selects, and gives
+each micro-batch its part of the `selected` mask. Both selections here are from arXiv:2505.22617.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def selects_tokens_with(select: Callable[..., Tensor]) -> Callable[[F], F]:
-    """Decorator of a loss that takes `selected`: choose(logprobs, old_logprobs, advantages, mask, *, ...) -> [T]."""
+    """Return a decorator that declares the selection of a loss that takes `selected`.
+
+    Args:
+        select: Function (logprobs, old_logprobs, advantages, mask, *, ...), all [T], to the selected tokens [T] bool.
+            Its other keyword-only parameters are configuration keys.
+    """
 
     def declare(loss: F) -> F:
         loss.select_tokens = select  # type: ignore[attr-defined]
@@ -27,18 +32,26 @@ def selects_tokens_with(select: Callable[..., Tensor]) -> Callable[[F], F]:
 
 
 def get_token_selector(loss: Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """The selection that a loss declared; None if it treats all tokens alike."""
-    found: Callable[..., Tensor] | None = getattr(loss, "select_tokens", None)
-    return found
+    """Return the selection that a loss declared, or None if the loss treats all tokens alike."""
+    selector: Callable[..., Tensor] | None = getattr(loss, "select_tokens", None)
+    return selector
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """[T] (logprob - its mean) (A - its mean), with means over the mask: it drives entropy down. 0 outside the mask."""
+    """Return (logprob - its mean) (A - its mean) [T], with means over the mask; 0 outside the mask.
+
+    A positive covariance drives entropy down.
+
+    Args:
+        logprobs: Log-probs under the current policy, nats [T].
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool.
+    """
     count = mask.sum().clamp(min=1)
 
     def center(values: Tensor) -> Tensor:
-        inside = torch.where(mask, values.double(), 0.0)
-        return torch.where(mask, inside - inside.sum() / count, 0.0)
+        masked = torch.where(mask, values.double(), 0.0)
+        return torch.where(mask, masked - masked.sum() / count, 0.0)
 
     return center(logprobs) * center(advantages)
 
@@ -55,11 +68,23 @@ def select_clip_cov_tokens(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> Tensor:
-    """[T] bool: a share `clip_ratio` of all tokens, chosen among those with a covariance in bounds (see `_share`).
+    """Return a bool tensor [T] that selects the fraction `clip_ratio` of all loss tokens.
 
-    Tokens that PPO clips anyway are left out. The paper draws at random among the candidates; here the bits of their
-    covariances decide, so that the choice depends neither on the order of rows nor, except for ties, on float32
-    rounding.
+    Candidates have a covariance in (clip_cov_lb, clip_cov_ub), and PPO's clipping does not affect them. The paper draws
+    at random among the candidates. Here the low bits of their covariances decide, so that the selection depends neither
+    on the order of rows nor, except for ties, on float32 rounding. The number of tokens is rounded down, but at least 1
+    unless the fraction is 0; it is lower if there are fewer candidates.
+
+    Args:
+        logprobs: Log-probs under the current policy, nats [T].
+        old_logprobs: Log-probs before the step's first update, nats [T].
+        advantages: Advantages [T].
+        mask: Loss tokens [T] bool.
+        eps_clip_low: Lower clip distance of the ratio from 1.
+        eps_clip_high: Upper clip distance of the ratio from 1.
+        clip_ratio: Fraction of the loss tokens to select.
+        clip_cov_lb: Exclusive lower bound of the covariance.
+        clip_cov_ub: Exclusive upper bound of the covariance.
     """
     weights = covariance(logprobs, advantages, mask)
     ratio = (logprobs - old_logprobs).exp()
@@ -73,19 +98,30 @@ def select_clip_cov_tokens(
 def select_kl_cov_tokens(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, kl_cov_frac: float
 ) -> Tensor:
-    """[T] bool: the share `kl_cov_frac` of all tokens with the largest covariance (see `_share`)."""
+    """Return a bool tensor [T] that selects the loss tokens with the largest covariance.
+
+    The number of tokens is the fraction `kl_cov_frac` of all loss tokens, rounded down, but at least 1 unless the
+    fraction is 0. `old_logprobs` are not used.
+
+    Args:
+        logprobs: Log-probs under the current policy, nats [T].
+        old_logprobs: Not used.
+        advantages: Advantages A [T].
+        mask: Loss tokens [T] bool.
+        kl_cov_frac: Fraction of the loss tokens to select.
+    """
     weights = covariance(logprobs, advantages, mask)
     number = _count_selected(kl_cov_frac, mask)
     return _largest(torch.where(mask, weights, -torch.inf), number)
 
 
 def _count_selected(fraction: float, mask: Tensor) -> int:
-    """The number of tokens in this fraction of those that count, rounded down but at least 1; 0 for a fraction of 0."""
+    """Return this fraction of the loss tokens, rounded down but at least 1; 0 for a fraction of 0."""
     return max(int(fraction * int(mask.sum())), 1) if fraction > 0 else 0
 
 
 def _largest(values: Tensor, number: int) -> Tensor:
-    """[T] bool: the `number` largest values, never minus infinity."""
-    chosen = torch.zeros_like(values, dtype=torch.bool)
-    chosen[values.topk(min(number, len(values))).indices] = True
-    return chosen & (values > -torch.inf)
+    """Return a bool tensor [T] that is True for the `number` largest values; minus infinity is never selected."""
+    selected = torch.zeros_like(values, dtype=torch.bool)
+    selected[values.topk(min(number, len(values))).indices] = True
+    return selected & (values > -torch.inf)

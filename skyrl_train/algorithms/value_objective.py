@@ -14,33 +14,51 @@ from skyrl_train.metrics import Metrics
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2, the loss of PPO's reference code.
+    """Return the clipped value loss of PPO's reference code, and 1 where it was clipped, both [T], 0 outside the mask.
 
-    All tensors are [T]; gradient flows only through `values`. Returns (loss, was_clipped), 0 outside the mask.
+        max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2
+
+    Args:
+        values: Values V [T]; only they have a gradient.
+        old_values: The values V_old [T] from which the advantages were computed.
+        returns: The targets R [T].
+        mask: Loss tokens [T] bool.
+        value_clip: Maximum distance of V from V_old.
     """
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
-    plain, clipped = (values - returns).square(), (bounded - returns).square()
-    return torch.maximum(plain, clipped) / 2, ((clipped > plain) & mask).to(values.dtype)
+    unclipped, clipped = (values - returns).square(), (bounded - returns).square()
+    return torch.maximum(unclipped, clipped) / 2, ((clipped > unclipped) & mask).to(values.dtype)
 
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """loss = sum_t w_t value_loss_t over the tokens in loss_mask, where w are the batch's `token_weights`."""
+    """The function that a critic's update minimizes.
+
+    loss = sum_t w_t value_loss_t over the loss tokens, where w are the batch's `token_weights`
+    """
 
     value_clip: float
-    """Maximum distance of values from those that were used for the advantages; beyond it, the loss is clipped."""
+    """Maximum distance of values from those from which the advantages were computed; beyond it, the loss is clipped."""
 
     @property
     def needs_entropy(self) -> bool:
+        """False: a critic has no entropy."""
         return False
 
     def __call__(
         self, batch: TrainBatch, values: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
-        """Return the scalar to backpropagate, to be summed over micro-batches and ranks. values [T] are the critic's.
+        """Return the scalar to backpropagate for one micro-batch, to be summed over micro-batches and ranks.
 
-        Values outside loss_mask are not read. `mini_batch_tokens` is the token count of the whole mini-batch.
+        Values outside loss_mask are not read.
+
+        Args:
+            batch: A micro-batch with `values`, `returns` and `token_weights`.
+            values: The critic's values with gradient [T].
+            entropy: Not used.
+            mini_batch_tokens: Number of loss tokens of the whole mini-batch.
+            metrics: Receives critic/loss, critic/clip_ratio and critic/value_mean.
         """
         mask, weights = batch.loss_mask, batch.token_weights
         assert batch.values is not None and batch.returns is not None and weights is not None, "set before the update"
@@ -58,9 +76,15 @@ class ValueObjective:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float | None:
-    """1 - Var(returns - values) / Var(returns) over the tokens that count, all [T]; a constant explains 0.
+    """Return 1 - Var(returns - values) / Var(returns) over the loss tokens; a constant prediction explains 0.
 
-    None if all returns are equal: there is no variance to explain.
+    Args:
+        values: The critic's values [T].
+        returns: Their targets [T].
+        mask: Loss tokens [T] bool.
+
+    Returns:
+        The explained variance; None if there are no loss tokens or all returns are equal, so that there is no variance.
     """
     values, returns = values[mask].double(), returns[mask].double()
     if len(returns) == 0 or bool((returns == returns[0]).all()):

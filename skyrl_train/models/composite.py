@@ -1,8 +1,8 @@
 """Composite checkpoints, such as vision-language models, used as text models.
 
-A composite holds a language model beside other towers. Here its language model becomes a model of its own, with the
-names that a text-only checkpoint has ("model.layers.0..."). `Composite` owns the mapping from these names to those of
-the checkpoint: weights are read, sent to engines and exported through it.
+A composite contains a language model in addition to other towers. Here its language model becomes a separate model,
+with the names of a text-only checkpoint ("model.layers.0..."). `CompositeModel` owns the mapping from these names to
+those of the checkpoint. Weights are read, sent to engines and exported through it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _NOT_AS_TEXT = {
     "kosmos-2.5": "its positions do not start at 0",
     "paligemma": "it lets the tokens of a prompt see later ones",
 }
-"""Value of `model_type` -> what a composite's language model alone would do otherwise, though `_check_text` passes."""
-_LENGTH = 3
-"""Tokens of the text with which a composite is checked."""
-_OF_TOKENS = frozenset({"per_layer_inputs"})
-"""Arguments of language models that these compute of the tokens themselves, too: of Gemma 3n and 4."""
+"""`model_type` -> why a composite's language model alone would compute something else, though `_check_text` passes."""
+_CHECK_LENGTH = 3
+"""Number of tokens of the text with which a composite is checked."""
+_COMPUTED_FROM_TOKENS = frozenset({"per_layer_inputs"})
+"""Arguments of language models that these can also compute from the tokens: those of Gemma 3n and 4."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class CompositeModel:
     """The composite that a text model is a part of."""
 
     model: PreTrainedModel
-    """The whole composite, on the meta device."""
+    """The full composite, on the meta device."""
     body_path: str
-    """Name of the language model, without its head, in the composite."""
+    """Path of the language model, without its head, in the composite."""
     tensor_names: Mapping[str, str]
     """Name of each parameter and persistent buffer of the text model -> its name in the composite."""
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the whole checkpoint."""
+        """The configuration of the full checkpoint."""
         return self.model.config
 
     def module_name(self, name: str) -> str:
@@ -69,14 +69,16 @@ class CompositeModel:
         return self.tensor_names[f"{name}.weight"].removesuffix(".weight")
 
     def to_checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the text model under the names of checkpoints; other names are kept as they are."""
+        """Return tensors of the text model with the names and shapes of checkpoints; tensors with other names are
+        unchanged.
+        """
         inner = {self.tensor_names[name]: tensor for name, tensor in tensors.items() if name in self.tensor_names}
         others = {name: tensor for name, tensor in tensors.items() if name not in self.tensor_names}
         return revert_weight_conversion(self.model, inner) | others
 
 
 def is_composite(config: PreTrainedConfig) -> bool:
-    """True for the configuration of a checkpoint that has a language model beside other towers."""
+    """True for the configuration of a checkpoint with a language model and other towers."""
     return type(config) in COMPOSITES and config.get_text_config() is not config
 
 
@@ -89,19 +91,27 @@ def get_composite_class_name(config: PreTrainedConfig) -> str | None:
 
 
 def get_auto_class(config: PreTrainedConfig) -> Any:
-    """Return the Auto class with which transformers loads a checkpoint of a configuration as it is."""
+    """Return the Auto class with which transformers loads the full checkpoint of a configuration."""
     return AutoModelForImageTextToText if is_composite(config) else AutoModelForCausalLM
 
 
 def get_multimodal_token_ids(config: PreTrainedConfig) -> Tensor:
-    """Return the ids of a composite's tokens that stand for images and the like, which it reads in ways of its own."""
+    """Return the ids of a composite's tokens that stand for images and the like, int64; it processes them specially."""
     named = config.to_dict().items()
     ids = [value for name, value in named if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
     return torch.tensor(ids, dtype=torch.int64)
 
 
 def to_composite_overrides(config: PreTrainedConfig, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes of a language model as changes of its composite's config.json."""
+    """Convert changes of a language model's configuration to changes of its composite's config.json.
+
+    Args:
+        config: The composite's configuration.
+        changed: New values of attributes of its language model's configuration.
+
+    Returns:
+        Nested overrides; {} for no changes. `tie_word_embeddings` is set in both configurations.
+    """
     if not changed:
         return {}
     text = config.get_text_config()
@@ -123,15 +133,22 @@ def get_checkpoint_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def build_meta_composite(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a composite on the meta device, whose configuration keeps the dtypes that the parts were saved in."""
-    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    saved = {name: part.dtype for name, part in parts.items()}
-    # It never computes attention, so the kernels that its configuration may name need not be installed.
+    """Return a composite on the meta device.
+
+    Its configuration keeps the dtypes in which the parts were saved. `config` is shared with the model.
+
+    Args:
+        config: The composite's configuration.
+        dtype: Dtype of the parameters.
+    """
+    sections = {name: section for name in config.sub_configs if (section := getattr(config, name, None)) is not None}
+    saved_dtypes = {name: section.dtype for name, section in sections.items()}
+    # Eager, so that kernels that the configuration may name need not be installed; attention never runs.
     options: Any = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, **options)
-    for name, dtype_of_part in saved.items():
-        getattr(model.config, name).dtype = dtype_of_part
+    for name, part_dtype in saved_dtypes.items():
+        getattr(model.config, name).dtype = part_dtype
     return model
 
 
@@ -142,11 +159,11 @@ def build_text_model(
 
     Args:
         composite: The composite, on the meta device.
-        dtype: The dtype of its parameters.
-        attention: The implementation of attention; None for the best one that the model supports.
+        dtype: The dtype of the parameters.
+        attn_implementation: The attention implementation; None for the best one that the model supports.
 
     Raises:
-        ConfigError: The composite does not compute for text what its language model alone computes.
+        ConfigError: The language model alone would not compute for text what the composite computes.
     """
     if reason := _NOT_AS_TEXT.get(composite.config.model_type):
         raise _not_separable(composite, reason)
@@ -156,7 +173,7 @@ def build_text_model(
         head, embeddings = composite.get_output_embeddings(), composite.get_input_embeddings()
         tower: Any = type(composite.get_submodule(_body(composite)))
     except (AttributeError, NotImplementedError, StopIteration) as error:
-        raise _not_separable(composite, "it has no embedding of tokens of its own") from error
+        raise _not_separable(composite, "it has no token embedding of its own") from error
     if head is None:
         raise _not_separable(composite, "it has no language-model head")
     config.tie_word_embeddings = head.weight is embeddings.weight
@@ -171,29 +188,34 @@ def build_text_model(
 
 
 def _names(model: PreTrainedModel, composite: PreTrainedModel) -> dict[str, str]:
-    """Name of a tensor of the text model -> its name in the composite. Raises ConfigError if they do not correspond."""
-    body, place = _body(model), _body(composite)
-    tower = composite.get_submodule(place)
+    """Return the name of each tensor of the text model -> its name in the composite.
+
+    Raises ConfigError if the tensors do not correspond.
+    """
+    body, body_path = _body(model), _body(composite)
+    tower = composite.get_submodule(body_path)
     if type(tower) is not type(model.get_submodule(body)):
-        raise _not_separable(composite, f"its language model is a {type(tower).__name__}")
+        raise _not_separable(composite, f"its language model has another class, {type(tower).__name__}")
     prefixes = {
-        f"{body}.": f"{place}.",
+        f"{body}.": f"{body_path}.",
         f"{_path(model, model.get_output_embeddings())}.": f"{_path(composite, composite.get_output_embeddings())}.",
     }
-    theirs = composite.state_dict()
+    composite_tensors = composite.state_dict()
     names = {}
     for name, tensor in model.state_dict().items():
         outer = next((outer + name[len(own) :] for own, outer in prefixes.items() if name.startswith(own)), None)
-        if outer not in theirs or theirs[outer].shape != tensor.shape:
+        if outer not in composite_tensors or composite_tensors[outer].shape != tensor.shape:
             raise _not_separable(composite, f"it has no tensor for {name}")
         names[name] = outer
-    if more := [name for name in theirs if name.startswith(tuple(prefixes.values())) and name not in names.values()]:
-        raise _not_separable(composite, f"its language model has also {more[0]}")
+    if extra := [
+        name for name in composite_tensors if name.startswith(tuple(prefixes.values())) and name not in names.values()
+    ]:
+        raise _not_separable(composite, f"its language model also has the tensor {extra[0]}")
     return names
 
 
 def _check_text(model: PreTrainedModel, composite: PreTrainedModel) -> None:
-    """Check on the meta device that a composite passes text to its language model as it is, and has its logits.
+    """Check on the meta device that a composite passes text to its language model unchanged, and returns its logits.
 
     No layer runs: known outputs take the place of those of the language model's body and of the head.
 
@@ -201,91 +223,106 @@ def _check_text(model: PreTrainedModel, composite: PreTrainedModel) -> None:
         ConfigError: Names what the composite adds.
     """
     embeddings: list[Tensor] = []
-    hook = composite.get_input_embeddings().register_forward_hook(lambda *seen: embeddings.append(seen[-1]))
-    inputs = {name: torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta") for name in ("input_ids", "position_ids")}
+    hook = composite.get_input_embeddings().register_forward_hook(
+        lambda *hook_arguments: embeddings.append(hook_arguments[-1])
+    )
+    inputs = {
+        name: torch.zeros(1, _CHECK_LENGTH, dtype=torch.int64, device="meta") for name in ("input_ids", "position_ids")
+    }
     try:
         with pass_windows_as_masks(composite):
-            given, logits = _around_body(composite, inputs)
+            arguments, logits = _around_body(composite, inputs)
     finally:
         hook.remove()
     known = [*inputs.values(), *embeddings]
-    for name, value in given.items():
+    for name, value in arguments.items():
         for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor) and name not in _OF_TOKENS and not any(tensor is one for one in known):
-                raise _not_separable(composite, f"it also gives {name} to its language model")
-    _, alone = _around_body(model, inputs)
-    if logits.is_meta or alone.is_meta or logits.shape != alone.shape:
-        found = f"{tuple(logits.shape)} on {logits.device}, alone {tuple(alone.shape)} on {alone.device}"
-        raise _not_separable(composite, f"its logits are not made of its head's outputs alone ({found})")
-    if not torch.equal(logits, alone):
-        gap = float((logits - alone).abs().max())
-        raise _not_separable(composite, f"its logits are not those of its language model: they differ by {gap:.3g}")
+            if (
+                isinstance(tensor, Tensor)
+                and name not in _COMPUTED_FROM_TOKENS
+                and not any(tensor is known_input for known_input in known)
+            ):
+                raise _not_separable(composite, f"it also passes {name} to its language model")
+    _, text_logits = _around_body(model, inputs)
+    if logits.is_meta or text_logits.is_meta or logits.shape != text_logits.shape:
+        difference = (
+            f"{tuple(logits.shape)} on {logits.device}, but {tuple(text_logits.shape)} on {text_logits.device} alone"
+        )
+        raise _not_separable(composite, f"its logits depend on more than its head's outputs ({difference})")
+    if not torch.equal(logits, text_logits):
+        max_difference = float((logits - text_logits).abs().max())
+        raise _not_separable(
+            composite, f"its logits are not those of its language model: they differ by {max_difference:.3g}"
+        )
 
 
 def _around_body(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
     """Return what a model on the meta device passes to its body, and its logits for known outputs of the head."""
     body, head = model.get_submodule(_body(model)), model.get_output_embeddings()
-    given: dict[str, Any] = {}
-    seen, between = OperationRecorder(), list[str]()
-    outputs = torch.linspace(-100.0, 100.0, head.out_features, device="cpu").expand(1, _LENGTH, -1)
+    body_arguments: dict[str, Any] = {}
+    recorder, changes_before_head = OperationRecorder(), list[str]()
+    outputs = torch.linspace(-100.0, 100.0, head.out_features, device="cpu").expand(1, _CHECK_LENGTH, -1)
 
     def states(*arguments: Any, **options: Any) -> LastHiddenStateOutput:
-        given.update(options, **{f"argument {index}": value for index, value in enumerate(arguments)})
-        seen.changes.clear()
-        return LastHiddenStateOutput(last_hidden_state=torch.zeros(1, _LENGTH, head.in_features, device="meta"))  # type: ignore[arg-type]
+        body_arguments.update(options, **{f"argument {index}": value for index, value in enumerate(arguments)})
+        recorder.changes.clear()
+        return LastHiddenStateOutput(last_hidden_state=torch.zeros(1, _CHECK_LENGTH, head.in_features, device="meta"))  # type: ignore[arg-type]
 
     hooks = (
-        head.register_forward_pre_hook(lambda *_: between.extend(seen.changes)),
+        head.register_forward_pre_hook(lambda *_: changes_before_head.extend(recorder.changes)),
         head.register_forward_hook(lambda *_: outputs.clone()),
     )
     body.forward = states  # type: ignore[method-assign]
     try:
-        with torch.no_grad(), seen:
+        with torch.no_grad(), recorder:
             logits: Tensor = model(**inputs, use_cache=False).logits
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise _not_separable(
-            model, f"it computes no logits of text alone ({type(error).__name__}: {reason})"
+            model, f"it computes no logits from text alone ({type(error).__name__}: {reason})"
         ) from error
     finally:
         del body.forward
         for hook in hooks:
             hook.remove()
-    if not given:
+    if not body_arguments:
         raise _not_separable(model, "it does not run its language model for text")
-    if between:
-        raise _not_separable(model, f"it changes states before its head ({', '.join(between[:3])})")
-    return given, logits
+    if changes_before_head:
+        raise _not_separable(model, f"it changes states before its head ({', '.join(changes_before_head[:3])})")
+    return body_arguments, logits
 
 
 def _body(model: PreTrainedModel) -> str:
-    """Return the name of the module that has the embedding of tokens."""
+    """Return the path of the module that has the token embedding."""
     return _path(model, model.get_input_embeddings()).rpartition(".")[0]
 
 
-def _path(model: PreTrainedModel, wanted: nn.Module | None) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)
+def _path(model: PreTrainedModel, submodule: nn.Module | None) -> str:
+    return next(path for path, module in model.named_modules() if module is submodule)
 
 
 def _not_separable(composite: PreTrainedModel, reason: str) -> ConfigError:
-    return ConfigError(f"{type(composite).__name__} cannot be used as its language model alone: {reason}.")
+    return ConfigError(
+        f"{type(composite).__name__} cannot be used as a text model: {reason}. Use a text-only checkpoint, or another "
+        "model."
+    )
 
 
 @cache
 def _causal_lm_of(body: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a causal language model class for a text tower that transformers has only inside of a composite."""
+    """Return a causal language model class for a text tower that transformers has only as a part of a composite."""
 
     class TextTowerForCausalLM(_TextTower, body.__base__, GenerationMixin):  # type: ignore[misc, name-defined]
         tower = body
 
     TextTowerForCausalLM.__name__ = body.__name__.removesuffix("Model") + "ForCausalLM"
-    # transformers looks into the source of a class's module to see if its attention can be replaced.
+    # transformers reads the source of a class's module to decide if its attention can be replaced.
     TextTowerForCausalLM.__module__ = body.__module__
     return TextTowerForCausalLM
 
 
 class _TextTower:
-    """A text tower with its head: three-dimensional rotary positions follow from the plain ones of text."""
+    """A text tower with its head: three-dimensional rotary positions follow from the one-dimensional ones of text."""
 
     base_model_prefix = "model"
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -309,7 +346,7 @@ class _TextTower:
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """Return logits [B, L, V]. See the causal language models of transformers; labels are not supported."""
+        """Return logits [B, L, V], as transformers' causal language models do; labels are not supported."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -319,9 +356,9 @@ class _TextTower:
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return MoeCausalLMOutputWithPast(
-            logits=self.lm_head(outputs.last_hidden_state[:, kept, :]),
+            logits=self.lm_head(outputs.last_hidden_state[:, positions, :]),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

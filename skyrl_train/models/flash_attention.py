@@ -1,6 +1,6 @@
-"""The fused attention kernel for packed sequences that a GPU has: chosen once for a device, called in one way.
+"""The fused attention kernel for ragged sequences that a GPU supports: chosen once per device, with one interface.
 
-Legend: T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head size, B stretches.
+Legend: T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head size, B segments.
 """
 
 from __future__ import annotations
@@ -20,39 +20,55 @@ from torch.autograd.function import once_differentiable
 from skyrl_train.terminal import print_stderr
 
 MAX_HEAD_SIZE = 256
-"""Of every kernel; a head's size must be a multiple of 8 besides."""
+"""Maximum head size that the fused kernels support. Head sizes must also be multiples of 8."""
 _MAX_ORDERED_HEAD_SIZE_FA3 = 192
-"""Beyond it, FlashAttention-3 adds up gradients in any order, even if it is asked for one. Learners ask for none on
-accelerators: their updates are not the same bits from run to run."""
+"""Maximum head size for which FlashAttention-3 can sum gradients in a fixed order.
+
+It matters only if deterministic algorithms are enabled. Learners do not enable them on accelerators: their updates are
+not bitwise equal from run to run.
+"""
 
 
 class VarlenArgs(NamedTuple):
-    """What of a packed batch attends to what. Causal: the last query of a stretch is level with its last key."""
+    """Sequence boundaries and options of a variable-length attention call.
+
+    Attention is causal within each segment. If a segment has more keys than queries, the last query is aligned with the
+    last key.
+    """
 
     cu_seqlens_q: Tensor
-    """[B+1] int32, in the queries."""
+    """[B+1] int32: boundaries of segments in the queries."""
     cu_seqlens_k: Tensor
-    """[B+1] int32, in the keys."""
+    """[B+1] int32: boundaries of segments in the keys."""
     max_seqlen_q: int
-    """Of a stretch."""
+    """Maximum number of queries of a segment."""
     max_seqlen_k: int
-    """Of a stretch."""
+    """Maximum number of keys of a segment."""
     softmax_scale: float
     sliding_window: int | None
-    """How many keys a query sees, that on its level included; None for all."""
+    """Number of keys that a query attends to, the one aligned with it included; None for all."""
 
 
 @dataclass(frozen=True)
 class FlashKernel:
-    """One kernel under the arguments that all of them share."""
+    """A fused kernel behind the arguments that all kernels share."""
 
     name: str
     attend: Callable[[Tensor, Tensor, Tensor, VarlenArgs, Tensor | None], Tensor]
-    """query [T, H, D], key and value [S, K, D], stretches, sinks [H] or None -> [T, H, D]: see `ragged_attention`."""
+    """Maps query [T, H, D], key and value [S, K, D], varlen_args and sinks [H] or None to [T, H, D].
+
+    See `ragged_attention`.
+    """
 
 
 def get_flash_kernel(query: Tensor, value: Tensor, *, with_sinks: bool = False) -> FlashKernel | None:
-    """The kernel for tensors like these; None where there is none, and scaled dot product attention runs instead."""
+    """Return the fused kernel for tensors like these; None if scaled dot product attention must run instead.
+
+    Args:
+        query: Queries [T, H, D].
+        value: Values [S, K, D].
+        with_sinks: Attention has sinks.
+    """
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size != value.shape[-1]:
         return None
@@ -65,42 +81,56 @@ def _kernel_of_device(device: torch.device, head_size: int, with_sinks: bool) ->
 
 
 def choose_flash_kernel(capability: tuple[int, int], head_size: int, with_sinks: bool = False) -> FlashKernel | None:
-    """The fastest kernel installed for a compute capability and a head size; a line on stderr says which.
+    """Return the fastest installed kernel, and print its name on stderr.
 
-    With attention sinks it is torch's, whose backward pass can be called by itself: see `_WithSinks`.
+    With attention sinks it is torch's kernel, whose backward pass can be called separately: see `_SinkAttention`.
+
+    Args:
+        capability: Compute capability of the GPU.
+        head_size: Head size, D.
+        with_sinks: Attention has sinks.
+
+    Returns:
+        The kernel; None if the compute capability is below 8.0.
     """
-    where = f"compute capability {capability[0]}.{capability[1]}, head size {head_size}"
+    conditions = f"compute capability {capability[0]}.{capability[1]}, head size {head_size}"
     if capability < (8, 0):
-        print_stderr(f"note: attention ({where}): scaled dot product attention, as fused kernels need 8.0")
+        print_stderr(f"note: attention ({conditions}): scaled dot product attention; fused kernels need 8.0")
         return None
-    ordered = torch.are_deterministic_algorithms_enabled()
-    fits = capability[0] == 9 and not with_sinks and (head_size <= _MAX_ORDERED_HEAD_SIZE_FA3 or not ordered)
-    kernel = _flash_attention_3() if fits else None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    supports_fa3 = (
+        capability[0] == 9 and not with_sinks and (head_size <= _MAX_ORDERED_HEAD_SIZE_FA3 or not deterministic)
+    )
+    kernel = _flash_attention_3() if supports_fa3 else None
     kernel = kernel or torch_varlen(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
-    print_stderr(f"note: attention ({where}): {kernel.name}")
+    print_stderr(f"note: attention ({conditions}): {kernel.name}")
     return kernel
 
 
 def _flash_attention_3() -> FlashKernel | None:
-    """From the package flash_attn_3, if it is installed; one that does not load is said, and not used."""
+    """Return the kernel of the package flash_attn_3; None, with a warning on stderr, if it does not load."""
     if find_spec("flash_attn_interface") is None:
         return None
     try:
         library = importlib.import_module("flash_attn_interface")
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
         reason = f"{type(error).__name__}: {error}"
-        print_stderr(f"warning: FlashAttention-3 is installed but does not load, and is not used ({reason})")
+        print_stderr(f"warning: FlashAttention-3 is installed but cannot be loaded; it is not used ({reason})")
         return None
     return flash_attention_3(library.flash_attn_varlen_func)
 
 
 def flash_attention_3(function: Callable[..., Any]) -> FlashKernel:
-    """FlashAttention-3 (arXiv:2407.08608), by its `flash_attn_varlen_func`."""
+    """Return FlashAttention-3 (arXiv:2407.08608) as a kernel.
+
+    Args:
+        function: Its `flash_attn_varlen_func`.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, varlen_args: VarlenArgs, sinks: Tensor | None) -> Tensor:
         assert sinks is None, "FlashAttention-3 has no backward pass for sinks"
         window = varlen_args.sliding_window
-        found: Any = function(
+        result: Any = function(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -113,23 +143,28 @@ def flash_attention_3(function: Callable[..., Any]) -> FlashKernel:
             window_size=(-1, -1) if window is None else (window - 1, 0),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        output: Tensor = found[0] if isinstance(found, tuple) else found  # older ones return the log-sum-exp too
+        # Older versions also return the log-sum-exp.
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
 
     return FlashKernel("FlashAttention-3", attend)
 
 
 def torch_varlen(function: Callable[..., Any]) -> FlashKernel:
-    """FlashAttention-2 as it comes with torch, by its `varlen_attn`."""
-    groups = "enable_gqa" in inspect.signature(function).parameters  # since torch 2.12
+    """Return torch's FlashAttention-2 as a kernel.
+
+    Args:
+        function: `torch.nn.attention.varlen.varlen_attn`.
+    """
+    supports_gqa = "enable_gqa" in inspect.signature(function).parameters  # since torch 2.12
 
     def attend(query: Tensor, key: Tensor, value: Tensor, varlen_args: VarlenArgs, sinks: Tensor | None) -> Tensor:
-        shared = query.shape[1] // key.shape[1]
-        options: dict[str, Any] = {"enable_gqa": shared > 1} if groups else {}
-        if shared > 1 and not groups:
-            key, value = (_repeated(heads, shared) for heads in (key, value))
+        queries_per_key = query.shape[1] // key.shape[1]
+        options: dict[str, Any] = {"enable_gqa": queries_per_key > 1} if supports_gqa else {}
+        if queries_per_key > 1 and not supports_gqa:
+            key, value = (_repeat_heads(heads, queries_per_key) for heads in (key, value))
         heads = query.contiguous(), key.contiguous(), value.contiguous()
-        options |= {"scale": varlen_args.softmax_scale, "window_size": _two_sided(varlen_args.sliding_window)}
+        options |= {"scale": varlen_args.softmax_scale, "window_size": _window_size(varlen_args.sliding_window)}
         run = partial(function, cu_seq_q=varlen_args.cu_seqlens_q, cu_seq_k=varlen_args.cu_seqlens_k, **options)
         run = partial(run, max_q=varlen_args.max_seqlen_q, max_k=varlen_args.max_seqlen_k)
         output: Tensor
@@ -144,14 +179,17 @@ def torch_varlen(function: Callable[..., Any]) -> FlashKernel:
     return FlashKernel("torch's variable-length flash attention", attend)
 
 
-def _two_sided(window: int | None) -> tuple[int, int]:
+def _window_size(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
 def _varlen_backward(varlen_args: VarlenArgs, gradient: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; `saved` are these, the output, and the scores' log-sum-exp [H, T] float32."""
-    window = _two_sided(varlen_args.sliding_window)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+    """Return gradients of query, key and value.
+
+    `saved` are these three, the output, and the log-sum-exp of the scores [H, T] float32.
+    """
+    window = _window_size(varlen_args.sliding_window)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
         gradient.contiguous(),
         *saved,
         varlen_args.cu_seqlens_q,
@@ -159,19 +197,20 @@ def _varlen_backward(varlen_args: VarlenArgs, gradient: Tensor, *saved: Tensor) 
         varlen_args.max_seqlen_q,
         varlen_args.max_seqlen_k,
         window == (-1, 0),
-        torch.zeros(2, dtype=torch.uint64, device=gradient.device),  # the state of dropout's generator: there is none
+        torch.zeros(2, dtype=torch.uint64, device=gradient.device),  # state of the dropout generator: unused
         scale=varlen_args.softmax_scale,
         window_size=list(window),
     )
-    return found
+    return gradients
 
 
 class _SinkAttention(torch.autograd.Function):
-    """Attention with sinks, from a kernel that knows none.
+    """Attention with sinks, from a kernel without support for them.
 
     A sink joins the denominator of a softmax, so the output shrinks by a factor, and the log-sum-exp grows. The
-    backward pass of flash attention (arXiv:2205.14135, B.4) gets its weights from scores and log-sum-exp, and the mean
-    of their gradients from the output: with those of all keys, sink included, it has the gradients of the whole.
+    backward pass of flash attention (arXiv:2205.14135, B.4) computes its weights from scores and log-sum-exp, and the
+    mean of their gradients from the output. Given the output and log-sum-exp over all keys, sink included, it computes
+    the gradients of attention with sinks.
     """
 
     @staticmethod
@@ -184,23 +223,23 @@ class _SinkAttention(torch.autograd.Function):
         attend: Callable[..., tuple[Tensor, Tensor]],
         backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
     ) -> Tensor:
-        output, of_keys = attend(query, key, value)  # [T, H, D], [H, T]
-        scores = sinks.to(of_keys.dtype).unsqueeze(1)
-        output = output * torch.sigmoid(of_keys - scores).T.unsqueeze(2).to(output.dtype)
-        ctx.save_for_backward(query, key, value, output, torch.logaddexp(of_keys, scores), sinks)
-        ctx.backward_of_keys = backward
+        output, logsumexp_of_keys = attend(query, key, value)  # [T, H, D], [H, T]
+        scores = sinks.to(logsumexp_of_keys.dtype).unsqueeze(1)
+        output = output * torch.sigmoid(logsumexp_of_keys - scores).T.unsqueeze(2).to(output.dtype)
+        ctx.save_for_backward(query, key, value, output, torch.logaddexp(logsumexp_of_keys, scores), sinks)
+        ctx.kernel_backward = backward
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *saved, sinks = ctx.saved_tensors
-        output, of_all = saved[3:]
-        weights = torch.exp(sinks.to(of_all.dtype).unsqueeze(1) - of_all)
-        mean = (gradient.to(of_all.dtype) * output.to(of_all.dtype)).sum(2).T
-        return *ctx.backward_of_keys(gradient, *saved), -(weights * mean).sum(1).to(sinks.dtype), None, None
+        output, logsumexp = saved[3:]
+        weights = torch.exp(sinks.to(logsumexp.dtype).unsqueeze(1) - logsumexp)
+        mean = (gradient.to(logsumexp.dtype) * output.to(logsumexp.dtype)).sum(2).T
+        return *ctx.kernel_backward(gradient, *saved), -(weights * mean).sum(1).to(sinks.dtype), None, None
 
 
-def _repeated(heads: Tensor, times: int) -> Tensor:
-    """[S, K, D] -> [S, K · times, D], each head next to its copies; their gradients are added up in one reduction."""
+def _repeat_heads(heads: Tensor, times: int) -> Tensor:
+    """Repeat heads [S, K, D] to [S, K · times, D], copies adjacent; backward sums their gradients in one reduction."""
     return heads.unsqueeze(2).expand(-1, -1, times, -1).flatten(1, 2)

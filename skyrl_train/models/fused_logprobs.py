@@ -1,7 +1,8 @@
-"""`sampled_logprobs` on GPUs: what eager passes do to a chunk's logits is one kernel in forward and one in backward.
+"""Triton kernels of `sampled_logprobs` for GPUs: one kernel per chunk of logits in forward, and one in backward.
 
-Legend: N rows, D hidden size, V vocabulary. A chunk's logits are written once, by the matrix product, and read once in
-each direction; backward writes the narrow gradient that the next products read. Importing this needs Triton.
+Legend: N rows, n rows of a chunk, D hidden size, V vocabulary. The matrix product writes a chunk's logits once, and
+each kernel reads them once. The backward kernel writes the gradient in the narrow dtype that the following products
+read. Importing this module requires Triton.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn.functional import linear
 from skyrl_train.models.logits import LogitTransform, accumulate_weight_grad, compute_logits, split_slices
 
 _LOWEST = tl.constexpr(-3.0e38)
-"""Below every logit, and finite: a difference of two infinities is not a number."""
+"""Below every logit, and finite: the difference of two infinities would be NaN."""
 BLOCK_SIZE, NUM_WARPS = 4096, 8
 
 
@@ -45,8 +46,10 @@ def _logprob_kernel(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row per program. Every lane keeps, of the logits x that it saw, the largest m, s = sum of exp(x - m), and
-    t = sum of (x - m) exp(x - m); lanes are put together at the end. The entropy is log s - t / s.
+    """Compute the log-prob of the target, the entropy and the log-sum-exp of one row per program.
+
+    Every lane keeps, over the logits x that it read, the maximum m, s = sum of exp(x - m), and t = sum of (x - m) exp(x
+    - m). Lanes are combined at the end. The entropy is log s - t / s.
     """
     row = tl.program_id(0).to(tl.int64)
     raw_ptr += row * vocabulary
@@ -93,26 +96,29 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of a row per program: d loss / d raw logits, see sampled_logprobs._SampledLogprobs."""
+    """Compute d loss / d raw logits of one block of a row per program; see sampled_logprobs._SampledLogprobs."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
     temperature, d_logprob = tl.load(temperature_ptr + row), tl.load(d_logprobs_ptr + row)
-    shaped = _transform_logits(
+    transformed = _transform_logits(
         tl.load(raw_ptr + row * vocabulary + columns, mask=inside, other=0.0), factor, softcap, CAPPED
     )
-    logs = shaped / temperature - tl.load(logsumexp_ptr + row)
-    spread = d_logprob + tl.load(d_entropy_ptr + row) * (logs + tl.load(entropy_ptr + row))
-    gradient = -tl.exp(logs) * spread
+    logs = transformed / temperature - tl.load(logsumexp_ptr + row)
+    coefficient = d_logprob + tl.load(d_entropy_ptr + row) * (logs + tl.load(entropy_ptr + row))
+    gradient = -tl.exp(logs) * coefficient
     gradient = tl.where(columns == tl.load(targets_ptr + row), gradient + d_logprob, gradient)
     gradient = gradient / temperature * factor
     if CAPPED:
-        gradient *= 1.0 - (shaped / softcap) * (shaped / softcap)
+        gradient *= 1.0 - (transformed / softcap) * (transformed / softcap)
     tl.store(gradient_ptr + row * vocabulary + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
 
 
 def _launch_logprob_kernel(logits: Tensor, rows: list[Tensor], transform: LogitTransform) -> None:
-    """logits [n, V] as the product left them; rows, [n] each: targets, divisor; out: logprobs, entropy, normaliser."""
+    """Run the kernel on raw logits [n, V].
+
+    rows, [n] each: targets, temperature; results: logprobs, entropy, logsumexp.
+    """
     with torch.cuda.device_of(logits):
         _logprob_kernel[(len(logits),)](
             logits,
@@ -127,7 +133,10 @@ def _launch_logprob_kernel(logits: Tensor, rows: list[Tensor], transform: LogitT
 
 
 def _launch_gradient_kernel(logits: Tensor, rows: list[Tensor], transform: LogitTransform, gradient: Tensor) -> None:
-    """rows, [n] each: targets, divisor, entropy, normaliser, d logprobs, d entropy; gradient [n, V] is the result."""
+    """Run the kernel on raw logits [n, V] and write `gradient` [n, V].
+
+    rows, [n] each: targets, temperature, entropy, logsumexp, d logprobs, d entropy.
+    """
     with torch.cuda.device_of(logits):
         _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], BLOCK_SIZE))](
             logits,
@@ -151,16 +160,23 @@ def fused_logprobs(
     chunk_rows: int,
     cached_chunks: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """[N] log-probs and [N] entropies, nats, float32: what `sampled_logprobs` returns, for a head without a bias.
+    """Return log-probs [N] and entropies [N], in nats, float32, as `sampled_logprobs` does for a head without bias.
 
-    The products' dtype is at most float32. kept_chunks: for how many chunks the logits are kept for backward.
+    Args:
+        hidden: Hidden states [N, D], at most float32.
+        weight: The head's weight [V, D], at most float32.
+        targets: Target token of each row [N] int64.
+        temperature: Sampling temperature of each row [N].
+        transform: The architecture's transform of the head's outputs.
+        chunk_rows: Number of rows of a chunk.
+        cached_chunks: Number of chunks whose logits are kept for backward instead of recomputed.
     """
     if not torch.is_grad_enabled():
         cached_chunks = 0
-    found: tuple[Tensor, Tensor] = _FusedLogprobs.apply(
+    result: tuple[Tensor, Tensor] = _FusedLogprobs.apply(
         hidden, weight, targets, temperature.float(), transform, chunk_rows, cached_chunks
     )
-    return found
+    return result
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -178,20 +194,20 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.transform, ctx.chunk_rows = transform, chunk_rows
         ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
-        states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
+        states, narrow_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         logprobs, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        kept: list[Tensor] = []
+        cached_logits: list[Tensor] = []
         scratch: Tensor | None = None
         for chunk in split_slices(len(hidden), chunk_rows):
-            keeps = len(kept) < cached_chunks
-            logits = compute_logits(states[chunk], rows_of_weight, None, None if keeps else scratch)
-            if keeps:
-                kept.append(logits)
+            is_cached = len(cached_logits) < cached_chunks
+            logits = compute_logits(states[chunk], narrow_weight, None, None if is_cached else scratch)
+            if is_cached:
+                cached_logits.append(logits)
             elif scratch is None:
                 scratch = logits
             rows = (targets, temperature, logprobs, entropy, logsumexp)
             _launch_logprob_kernel(logits, [row[chunk] for row in rows], transform)
-        ctx.save_for_backward(hidden, weight, targets, temperature, entropy, logsumexp, *kept)
+        ctx.save_for_backward(hidden, weight, targets, temperature, entropy, logsumexp, *cached_logits)
         return logprobs, entropy
 
     @staticmethod
@@ -199,24 +215,26 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, entropy, logsumexp, *kept = ctx.saved_tensors
-        ds = [torch.zeros_like(entropy) if d is None else d.contiguous() for d in (d_logprobs, d_entropy)]
-        states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
+        hidden, weight, targets, temperature, entropy, logsumexp, *cached_logits = ctx.saved_tensors
+        output_grads = [torch.zeros_like(entropy) if d is None else d.contiguous() for d in (d_logprobs, d_entropy)]
+        states, narrow_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         d_hidden = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         # Sum over chunks in float32: in half precision the error would grow with their number.
-        d_weight = torch.zeros_like(rows_of_weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_weight = torch.zeros_like(narrow_weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         scratch: Tensor | None = None
-        narrow: Tensor | None = None
-        for chunk, logits in zip_longest(split_slices(len(hidden), ctx.chunk_rows), kept):
+        gradient_buffer: Tensor | None = None
+        for chunk, logits in zip_longest(split_slices(len(hidden), ctx.chunk_rows), cached_logits):
             if logits is None:
-                logits = compute_logits(states[chunk], rows_of_weight, None, scratch)
+                logits = compute_logits(states[chunk], narrow_weight, None, scratch)
                 scratch = logits if scratch is None else scratch
-            narrow = torch.empty_like(logits, dtype=states.dtype) if narrow is None else narrow
-            gradient = narrow[: len(logits)]
-            rows = (targets, temperature, entropy, logsumexp, *ds)
+            gradient_buffer = (
+                torch.empty_like(logits, dtype=states.dtype) if gradient_buffer is None else gradient_buffer
+            )
+            gradient = gradient_buffer[: len(logits)]
+            rows = (targets, temperature, entropy, logsumexp, *output_grads)
             _launch_gradient_kernel(logits, [row[chunk] for row in rows], ctx.transform, gradient)
             if d_hidden is not None:
-                torch.mm(gradient, rows_of_weight, out=d_hidden[chunk])
+                torch.mm(gradient, narrow_weight, out=d_hidden[chunk])
             if d_weight is not None:
                 accumulate_weight_grad(d_weight, gradient, states[chunk])
         return (

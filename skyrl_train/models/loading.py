@@ -1,4 +1,4 @@
-"""Reads Hugging Face folders: models and tokenizers. Only safetensors; never a checkpoint's code. See export.py."""
+"""Reads models and tokenizers from Hugging Face folders: only safetensors, never a checkpoint's code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from skyrl_train.storage.download_cache import local_copy
 POLICY_PATH_KEY = "trainer.policy.model.path"
 REWARD_PATH_KEY = "trainer.reward.model.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of which a folder with a tokenizer has at least one."""
+"""A folder with a tokenizer has at least one of these files."""
 
 
 def load_config(
@@ -46,25 +46,35 @@ def load_config(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
 ) -> Any:
-    """The model's configuration with `overrides` (only of existing attributes) and rope changes. Raises ConfigError.
+    """Return a model's configuration with changes.
 
-    For a composite this is the configuration of the whole checkpoint; changes apply to its language model.
+    For a composite this is the configuration of the full checkpoint; changes apply to its language model.
+
+    Args:
+        path: A folder, hub name or URI.
+        key: Configuration key of `path`, for messages.
+        overrides: New values of existing attributes.
+        rope_scaling: Values to merge into the rope parameters.
+        rope_theta: The rope's base frequency; None to keep it.
+
+    Raises:
+        ConfigError: The configuration cannot be loaded, has no such attribute, or has no single set of rope parameters.
     """
     folder = local_copy(path, weights=False)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # configurations check themselves, and raise many kinds
+    except Exception as error:  # configurations validate themselves, and raise many types
         raise _cannot_load(key, path, error) from error
-    changed = config.get_text_config() if is_composite(config) else config
+    text_config = config.get_text_config() if is_composite(config) else config
     for name, value in (overrides or {}).items():
-        if not hasattr(changed, name):
-            close = difflib.get_close_matches(name, changed.to_dict(), n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            kind = type(changed).__name__
-            raise ConfigError(f"model_config_kwargs.{name}={value!r}: {kind} has no such attribute.{hint}")
-        setattr(changed, name, value)
+        if not hasattr(text_config, name):
+            matches = difflib.get_close_matches(name, text_config.to_dict(), n=1)
+            hint = f"Did you mean {matches[0]!r}?" if matches else "Remove it."
+            kind = type(text_config).__name__
+            raise ConfigError(f"model_config_kwargs.{name}={value!r}: {kind} has no such attribute. {hint}")
+        setattr(text_config, name, value)
     if rope_scaling or rope_theta is not None:
-        _change_rope(changed, dict(rope_scaling or {}), rope_theta)
+        _change_rope(text_config, dict(rope_scaling or {}), rope_theta)
     return config
 
 
@@ -79,22 +89,33 @@ def load_causal_lm(
     attn_implementation: str | None = None,
     key: str = POLICY_PATH_KEY,
 ) -> PreTrainedModel:
-    """Load a causal language model from a folder or a hub name, in `dtype`, in evaluation mode.
+    """Load a causal language model in evaluation mode.
 
-    Of a composite checkpoint only the language model is loaded: see composite.py.
+    Only the language model of a composite checkpoint is loaded: see composite.py.
 
-    Raises ConfigError naming `key` if there is nothing to load, if weights are not safetensors or need code from the
-    checkpoint, or if the checkpoint lacks a parameter (which would silently be trained from random values).
+    Args:
+        path: A folder, hub name or URI.
+        dtype: Dtype of the parameters.
+        device: Device of the model.
+        model_config_kwargs: See `overrides` of `load_config`.
+        rope_scaling: See `load_config`.
+        rope_theta: See `load_config`.
+        attn_implementation: Attention implementation of transformers; None for the best one that the model supports.
+        key: Configuration key of `path`, for messages.
+
+    Raises:
+        ConfigError: The model cannot be loaded, its weights are not safetensors or require code of the checkpoint, or
+            the checkpoint lacks a parameter, which would silently be trained from random values.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
     if is_composite(config):
-        model, saved = _open(path, config, dtype, key, attn_implementation)
-        tie_equal_weights(model, saved)
-        materialize_buffers(model, saved)
-        _materialize_parameters(model, saved)
+        model, pretrained = _open(path, config, dtype, key, attn_implementation)
+        tie_equal_weights(model, pretrained)
+        materialize_buffers(model, pretrained)
+        _materialize_parameters(model, pretrained)
         return model.eval().to(device)  # type: ignore[arg-type]
     model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attn_implementation)
-    _refuse_absent(key, path, info["missing_keys"])
+    _check_complete(key, path, info["missing_keys"])
     return model.to(device)  # type: ignore[arg-type]
 
 
@@ -108,16 +129,27 @@ def open_causal_lm(
     attn_implementation: str | None = None,
     key: str = POLICY_PATH_KEY,
 ) -> tuple[PreTrainedModel, PretrainedWeights]:
-    """The model of `load_causal_lm` with its parameters on the meta device, and the checkpoint that has their values.
+    """Return the model of `load_causal_lm` with its parameters on the meta device, and the weights to read them from.
 
-    Raises the same errors, and ConfigError for quantized weights and for a parameter that cannot be read row by row.
     Everything else of the model, such as buffers, is on the CPU.
+
+    Args:
+        path: A folder, hub name or URI.
+        dtype: Dtype of the parameters.
+        model_config_kwargs: See `overrides` of `load_config`.
+        rope_scaling: See `load_config`.
+        rope_theta: See `load_config`.
+        attn_implementation: See `load_causal_lm`.
+        key: Configuration key of `path`, for messages.
+
+    Raises:
+        ConfigError: As `load_causal_lm`, or the weights are quantized, or a parameter cannot be read row by row.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    model, saved = _open(path, config, dtype, key, attn_implementation)
-    tie_equal_weights(model, saved)
-    materialize_buffers(model, saved)
-    return model, saved
+    model, pretrained = _open(path, config, dtype, key, attn_implementation)
+    tie_equal_weights(model, pretrained)
+    materialize_buffers(model, pretrained)
+    return model, pretrained
 
 
 def check_causal_lm(
@@ -129,18 +161,23 @@ def check_causal_lm(
     rope_theta: float | None = None,
     check_weight_files: bool = True,
 ) -> PreTrainedModel:
-    """Return the model of `open_causal_lm` on the meta device without reading a weight.
+    """Return the model of `open_causal_lm` on the meta device, after checks that read no weights.
 
     Args:
-        checkpoint: Also refuse quantized weights, and check the names and shapes in the weight files of a folder, as
-            `open_causal_lm` does. Weight files on the hub or at an address are never looked at.
+        path: A folder, hub name or URI.
+        key: Configuration key of `path`, for messages.
+        model_config_kwargs: See `overrides` of `load_config`.
+        rope_scaling: See `load_config`.
+        rope_theta: See `load_config`.
+        check_weight_files: Also reject quantized weights, and check the names and shapes in the weight files of a local
+            folder, as `open_causal_lm` does. Weight files on the hub or at a URI are never read.
 
     Raises:
-        ConfigError: As `open_causal_lm`, and for an architecture that is no causal language model.
+        ConfigError: As `open_causal_lm`, or the architecture is not a causal language model.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
     if check_weight_files:
-        _refuse_quantized(path, config, key)
+        _check_not_quantized(path, config, key)
         if is_local_folder(path):
             return _open(path, config, torch.float32, key, "eager")[0]
     try:
@@ -152,15 +189,15 @@ def check_causal_lm(
 
 
 def is_local_folder(path: str) -> bool:
-    """True for a folder of this machine, False for a name on the hub and for an address of storage."""
+    """True for a folder on this machine; False for a hub name or a URI of remote storage."""
     return Path(strip_file_scheme(path)).is_dir()
 
 
 def _open(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, key: str, attn_implementation: str | None
 ) -> tuple[PreTrainedModel, PretrainedWeights]:
-    """Return the model on the meta device and its checkpoint, whose names and shapes fit. Raises ConfigError."""
-    _refuse_quantized(path, config, key)
+    """Return the model on the meta device and its weights, whose names and shapes match. Raises ConfigError."""
+    _check_not_quantized(path, config, key)
     if is_composite(config):
         _, info = _load(AutoModelForImageTextToText, path, config, key, dtype, "eager", "meta")
         if has_untied_head(path):
@@ -168,41 +205,51 @@ def _open(
         model = build_text_model(build_meta_composite(config, dtype), dtype, attn_implementation)
         composite = get_composite(model)
         assert composite is not None
-        _refuse_absent(key, path, set(composite.tensor_names.values()).intersection(info["missing_keys"]))
+        _check_complete(key, path, set(composite.tensor_names.values()).intersection(info["missing_keys"]))
         with suppress(OSError):  # it is optional
             model.generation_config = GenerationConfig.from_pretrained(local_copy(path, weights=False))
     else:
         model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attn_implementation, "meta")
-        _refuse_absent(key, path, info["missing_keys"])
+        _check_complete(key, path, info["missing_keys"])
     try:
-        saved = open_pretrained_weights(model, path, config)
+        pretrained = open_pretrained_weights(model, path, config)
     except (OSError, SafetensorError) as error:
         raise _cannot_load(key, path, error) from error
-    if lost := [name for name, _ in model.named_parameters() if name not in saved]:
+    if missing := [name for name, _ in model.named_parameters() if name not in pretrained]:
         raise ConfigError(
-            f"{key}={path!r}: {len(lost)} parameters, such as {lost[0]!r}, cannot be read from the checkpoint row by "
-            "row: transformers makes them of its tensors in a way that is not known here. Save the model with "
-            "save_pretrained, and give that folder."
+            f"{key}={path!r}: {len(missing)} parameters, such as {missing[0]!r}, cannot be read from the checkpoint "
+            "row by row, because transformers converts its tensors in an unsupported way. Load the model with "
+            f"transformers, save it with save_pretrained, and set {key} to that folder."
         )
-    return model, saved
+    return model, pretrained
 
 
 def open_pretrained_weights(model: PreTrainedModel, path: str, config: PreTrainedConfig) -> PretrainedWeights:
-    """Return the weights of a folder or hub name, for its model on the meta device. Raises OSError if it has none."""
+    """Return the weights of a folder or hub name, for its model on the meta device.
+
+    Args:
+        model: The model, on the meta device.
+        path: A folder, hub name or URI.
+        config: The model's configuration.
+
+    Raises:
+        OSError: There are no weights, or a file cannot be read.
+        ConfigError: The model names files outside its folder.
+    """
     return PretrainedWeights(model, _weight_files(path, config))
 
 
 def set_config_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Write into a configuration, and that of a composite's language model, the dtype in which it is saved."""
-    for part in (config, config.get_text_config()):
-        part.dtype = dtype
+    """Set the dtype in a configuration, and in that of a composite's language model."""
+    for section in (config, config.get_text_config()):
+        section.dtype = dtype
 
 
-def _refuse_quantized(path: str, config: PreTrainedConfig, key: str) -> None:
-    parts = (config, config.get_text_config())
-    if any(getattr(part, "quantization_config", None) is not None for part in parts):
+def _check_not_quantized(path: str, config: PreTrainedConfig, key: str) -> None:
+    sections = (config, config.get_text_config())
+    if any(getattr(section, "quantization_config", None) is not None for section in sections):
         raise ConfigError(
-            f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
+            f"{key}={path!r}: quantized weights are not supported. Use the checkpoint without quantization."
         )
 
 
@@ -215,51 +262,67 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Load a sequence classifier with one output, in evaluation mode.
 
-    On the device "meta" everything is checked, but no weights are read. Raises ConfigError as `load_causal_lm` does;
-    also for another number of outputs, for a head with tensors unknown to its class, and for encoder-decoders.
+    Args:
+        path: A folder, hub name or URI.
+        dtype: Dtype of the parameters.
+        device: Device of the model. With "meta" everything is checked, but no weights are read.
+        model_config_kwargs: See `overrides` of `load_config`.
+
+    Raises:
+        ConfigError: The model cannot be loaded, has another number of outputs, lacks a tensor, has a head with tensors
+            that its class does not have, or is an encoder-decoder.
     """
     config = load_reward_config(path, model_config_kwargs)
     meta = "meta" if str(device) == "meta" else None
     model, info = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH_KEY, dtype, device=meta)
-    _refuse_absent(REWARD_PATH_KEY, path, info["missing_keys"])
+    _check_complete(REWARD_PATH_KEY, path, info["missing_keys"])
     unexpected = sorted(info["unexpected_keys"])
     body = model.base_model_prefix
-    if head := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
+    if head_tensors := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
         raise ConfigError(
-            f"{REWARD_PATH_KEY}={path!r}: {type(model).__name__} has no place for {head[0]!r}, so its scores would be "
-            "others than those it was trained to give; use a model that transformers' own class describes."
+            f"{REWARD_PATH_KEY}={path!r}: {type(model).__name__} has no parameter for {head_tensors[0]!r}, so its "
+            "scores would differ from those it was trained for. Use a model that transformers supports without "
+            "custom code."
         )
-    for part in (model.config, model.config.get_text_config()):
-        part.use_cache = False
+    for section in (model.config, model.config.get_text_config()):
+        section.use_cache = False
     return model.to(device)  # type: ignore[arg-type]
 
 
 def load_reward_config(path: str, model_config_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return the configuration of a reward model. Raises ConfigError for one that gives no single score of a text."""
+    """Return the configuration of a reward model.
+
+    Args:
+        path: A folder, hub name or URI.
+        model_config_kwargs: See `overrides` of `load_config`.
+
+    Raises:
+        ConfigError: The configuration cannot be loaded, its number of outputs is not 1, or it is an encoder-decoder.
+    """
     config = load_config(path, key=REWARD_PATH_KEY, overrides=model_config_kwargs)
     if config.num_labels != 1:
         raise ConfigError(
             f"{REWARD_PATH_KEY}={path!r}: its configuration has num_labels={config.num_labels}; a reward model has one "
-            "output: give a sequence classification model that was trained with num_labels=1."
+            "output. Use a sequence classification model that was trained with num_labels=1."
         )
     if config.is_encoder_decoder:
         raise ConfigError(
-            f"{REWARD_PATH_KEY}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
-            "a model that has one of them."
+            f"{REWARD_PATH_KEY}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts. "
+            "Use a model with only one of them."
         )
     return config
 
 
 def get_max_positions(model: PreTrainedModel) -> int | None:
-    """The most tokens that a model can read at once; None if there is no limit.
+    """Return the maximum number of tokens that a model can read at once; None if there is no limit.
 
-    RoBERTa and its relatives count positions from the one after the padding token's.
+    RoBERTa and its relatives number positions from the one after the padding token's.
     """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return module.num_embeddings - module.padding_idx - 1
-    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return longest if longest and longest > 0 else None
+    max_positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return max_positions if max_positions and max_positions > 0 else None
 
 
 def _load(
@@ -271,10 +334,10 @@ def _load(
     attn_implementation: str | None = None,
     device: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model, and transformers' account of tensors that are missing in the checkpoint or unexpected.
+    """Return the model, and transformers' loading info: tensors that are missing in the checkpoint or unexpected.
 
-    `kind`: the Auto class. `attention`: None for the best implementation that the model supports. `device`: "meta" to
-    check everything, but read no weights.
+    `kind` is the Auto class. `attn_implementation` None means the best one that the model supports. With `device`
+    "meta" everything is checked, but no weights are read.
     """
     folder = local_copy(path)
     try:
@@ -288,34 +351,40 @@ def _load(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # model classes and files raise many kinds for what they cannot use
+    except Exception as error:  # model classes and files raise many types of errors
         raise _cannot_load(key, path, error) from error
     set_base_model_prefix(model)
     return model, info
 
 
-def _refuse_absent(key: str, path: str, absent: Iterable[str]) -> None:
-    """Raise ConfigError if there are names in `absent`, those of tensors that the checkpoint lacks."""
-    if names := sorted(absent):
+def _check_complete(key: str, path: str, missing: Iterable[str]) -> None:
+    """Raise ConfigError if the checkpoint lacks tensors."""
+    if names := sorted(missing):
         raise ConfigError(
-            f"{key}={path!r}: the checkpoint lacks {len(names)} tensors, such as {names[0]!r}; use a complete one."
+            f"{key}={path!r}: the checkpoint lacks {len(names)} tensors, such as {names[0]!r}. Use a complete one."
         )
 
 
 def _materialize_parameters(model: PreTrainedModel, pretrained: PretrainedWeights) -> None:
-    """Give the parameters of a model on the meta device their values, on the CPU."""
+    """Read the values of a meta-device model's parameters, on the CPU."""
     for name, parameter in list(model.named_parameters()):
-        real = nn.Parameter(pretrained.read(name).to(parameter.dtype, copy=True))
-        torch.utils.swap_tensors(parameter, real)
+        materialized = nn.Parameter(pretrained.read(name).to(parameter.dtype, copy=True))
+        torch.utils.swap_tensors(parameter, materialized)
 
 
 def load_meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model on the meta device: layers, names and shapes, without memory."""
+    """Return the causal language model of a folder or hub name on the meta device.
+
+    Raises ConfigError as `load_config` and `build_meta_model`.
+    """
     return build_meta_model(load_config(path), dtype)
 
 
 def load_meta_model_as_served(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of `meta_model` as the weights at `path` are: see `has_untied_head`."""
+    """Return the model of `load_meta_model`, with an untied head if the weights at `path` have one.
+
+    See `has_untied_head`.
+    """
     config = load_config(path)
     if has_untied_head(path):
         untie_head(config)
@@ -323,10 +392,14 @@ def load_meta_model_as_served(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the causal language model of a configuration on the meta device; of a composite its language model."""
+    """Return the causal language model of a configuration on the meta device; for a composite, its language model.
+
+    Raises:
+        ConfigError: The composite cannot be used as a text model: see `build_text_model`.
+    """
     if is_composite(config):
         return build_text_model(build_meta_composite(config, dtype), dtype)
-    # It never computes attention, so the kernels that its configuration may name need not be installed.
+    # Eager, so that kernels that the configuration may name need not be installed; attention never runs.
     options = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
@@ -334,37 +407,36 @@ def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     return model
 
 
-def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name -> parameter of a causal language model on the meta device; tied names have the same object."""
-    return dict(load_meta_model(path, dtype).named_parameters(remove_duplicate=False))
-
-
 def has_untied_head(path: str) -> bool:
     """True if config.json ties the head to the embedding, but the weights of a folder or hub name have different ones.
 
-    transformers keeps both then. Other engines go by config.json, so they must be told.
+    transformers then keeps both. Other engines rely on config.json, so they need an override.
     """
     config = load_config(path)
-    if not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())):
+    if not any(getattr(section, "tie_word_embeddings", False) for section in (config, config.get_text_config())):
         return False
     tied = build_meta_model(config, torch.float32)
-    held = list_checkpoint_names(path)
+    checkpoint_names = list_checkpoint_names(path)
     pairs = _tied_names(tied).items()
-    if not contains_tied_pair(tied, [name for pair in pairs for name in pair if _checkpoint_name(tied, name) in held]):
+    if not contains_tied_pair(
+        tied, [name for pair in pairs for name in pair if _checkpoint_name(tied, name) in checkpoint_names]
+    ):
         return False
     untie_head(config)
-    saved = open_pretrained_weights(build_meta_model(config, torch.float32), path, config)
-    return any(not torch.equal(saved.read(name), saved.read(source)) for name, source in _tied_names(tied).items())
+    pretrained = open_pretrained_weights(build_meta_model(config, torch.float32), path, config)
+    return any(
+        not torch.equal(pretrained.read(name), pretrained.read(source)) for name, source in _tied_names(tied).items()
+    )
 
 
 def contains_tied_pair(model: PreTrainedModel, names: Iterable[str]) -> bool:
     """True if `names` contains both a parameter and another one that the model's configuration ties to it."""
-    held = set(names)
-    return any(name in held and source in held for name, source in _tied_names(model).items())
+    name_set = set(names)
+    return any(name in name_set and source in name_set for name, source in _tied_names(model).items())
 
 
 def _checkpoint_name(model: PreTrainedModel, name: str) -> str:
-    """Return the name that a tensor of a model, which is saved as it is, has in checkpoints."""
+    """Return the name in checkpoints of a tensor that is saved without conversion."""
     return next(iter(to_checkpoint_tensors(model, {name: torch.empty(0, device="meta")})))
 
 
@@ -373,15 +445,20 @@ def _tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def untie_head(config: PreTrainedConfig) -> None:
-    """Change a configuration to that of a model whose head is not the embedding."""
-    for part in (config, config.get_text_config()):
-        part.tie_word_embeddings = False
+    """Change a configuration to that of a model whose head is not tied to the embedding."""
+    for section in (config, config.get_text_config()):
+        section.tie_word_embeddings = False
 
 
 def to_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights named and split as in checkpoints, if transformers differs from them.
+    """Return the weights with the names and shapes of published checkpoints.
 
-    Experts are separate there, and the language model of a composite has the composite's names.
+    Where these differ from transformers' own, experts are split and a composite's text model gets the composite's
+    names.
+
+    Args:
+        model: The model, which may be on the meta device.
+        tensors: Name in the model -> tensor.
     """
     composite = get_composite(model)
     if composite is not None:
@@ -390,51 +467,63 @@ def to_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor])
 
 
 def list_checkpoint_names(path: str) -> set[str]:
-    """Names of the tensors in the safetensors files of a folder or hub name; empty if it has none."""
-    absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    if index := cached_file(local_copy(path, weights=False), "model.safetensors.index.json", **absent):
+    """Return the names of the tensors in the safetensors files of a folder or hub name; empty if it has none."""
+    optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    if index := cached_file(local_copy(path, weights=False), "model.safetensors.index.json", **optional):
         return set(json.loads(Path(index).read_text())["weight_map"])
-    if file := cached_file(local_copy(path), "model.safetensors", **absent):
+    if file := cached_file(local_copy(path), "model.safetensors", **optional):
         with safe_open(file, framework="pt") as opened:
             return set(opened.keys())
     return set()
 
 
 def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
-    """The safetensors files of a folder or hub name, in the order in which transformers looks for them.
+    """Return the safetensors files of a folder or hub name, in the order in which transformers looks for them.
 
-    Raises ConfigError for a model that names files outside its folder.
+    Raises:
+        ConfigError: The model names files outside its folder.
+        OSError: There is no such file.
     """
     path = local_copy(path)
     first = getattr(config, "transformers_weights", None) or "model.safetensors"
-    _refuse_outside(path, first)
+    _check_inside_folder(path, first)
     file = cached_file(path, first, _raise_exceptions_for_missing_entries=False)
-    found = Path(file or str(cached_file(path, "model.safetensors.index.json")))
-    if found.suffix != ".json":
-        return [str(found)]
-    files = set(json.loads(found.read_text())["weight_map"].values())
-    _refuse_outside(path, *files)
+    weights_or_index = Path(file or str(cached_file(path, "model.safetensors.index.json")))
+    if weights_or_index.suffix != ".json":
+        return [str(weights_or_index)]
+    files = set(json.loads(weights_or_index.read_text())["weight_map"].values())
+    _check_inside_folder(path, *files)
     return [str(cached_file(path, name)) for name in sorted(files)]
 
 
-def _refuse_outside(model: str, *files: str) -> None:
+def _check_inside_folder(model: str, *files: str) -> None:
     if outside := [name for name in files if not is_relative_name(str(name))]:
-        raise ConfigError(f"{model}: its weights are in {outside[0]!r}, which is not a file of the model's folder.")
+        raise ConfigError(
+            f"{model}: its weights are in {outside[0]!r}, which is not a file of the model's folder. Move the file "
+            "into the folder, and correct the name in config.json or model.safetensors.index.json."
+        )
 
 
 def has_tokenizer(path: str) -> bool:
     """True if a folder or hub name has files of a tokenizer."""
-    absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     path = local_copy(path, weights=False)
-    return any(cached_file(path, name, **absent) for name in TOKENIZER_FILES)
+    return any(cached_file(path, name, **optional) for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(
     path: str, *, use_fast: bool = True, key: str = POLICY_PATH_KEY, chat_template: str | None = None
 ) -> Any:
-    """Return the tokenizer of a folder or hub name, with `chat_template` in place of its own if that is given.
+    """Return the tokenizer of a folder or hub name.
 
-    Raises ConfigError naming `key`.
+    Args:
+        path: A folder, hub name or URI.
+        use_fast: Use the fast implementation if there is one.
+        key: Configuration key of `path`, for messages.
+        chat_template: Replaces the tokenizer's own chat template; None keeps it.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded.
     """
     folder = local_copy(path, weights=False)
     try:
@@ -450,24 +539,25 @@ def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:
     reason = str(error).strip().split("\n")[0]
     if is_uri(path) or Path(path).is_dir():
         kind = "sequence classification model" if key == REWARD_PATH_KEY else "causal language model"
-        todo = f"The folder must hold config.json, a tokenizer and *.safetensors of a {kind}."
+        advice = f"The folder must contain config.json, a tokenizer and *.safetensors of a {kind}."
     elif Path(path).is_absolute() or path.startswith("."):
-        todo = "There is no such folder: give one that exists, or a hub name like 'Qwen/Qwen2.5-0.5B-Instruct'."
+        advice = "There is no such folder. Use an existing one, or a hub name like 'Qwen/Qwen2.5-0.5B-Instruct'."
     else:
-        todo = (
-            "There is no such folder, and the hub has no such model or does not answer: check name, network, HF_TOKEN."
+        advice = (
+            "There is no such folder, and the hub has no such model or does not answer. Check the name, the network "
+            "and HF_TOKEN."
         )
-    return ConfigError(f"{key}={path!r} cannot be loaded. {todo} ({type(error).__name__}: {reason})")
+    return ConfigError(f"{key}={path!r} cannot be loaded. {advice} ({type(error).__name__}: {reason})")
 
 
 def _change_rope(config: Any, scaling: dict[str, Any], theta: float | None) -> None:
-    """Merge into `rope_parameters`; the older spelling `type` is accepted for `rope_type`."""
+    """Merge changes into `rope_parameters`; the older key `type` is accepted for `rope_type`. Raises ConfigError."""
     current: Any = getattr(config, "rope_parameters", None)
-    single = isinstance(current, dict) and not any(isinstance(value, dict) for value in current.values())
-    if not single:
+    is_single_set = isinstance(current, dict) and not any(isinstance(value, dict) for value in current.values())
+    if not is_single_set:
         raise ConfigError(
             f"trainer.rope_scaling={scaling or None!r}, trainer.rope_theta={theta!r}: {type(config).__name__} has no "
-            "single set of rope parameters to change; set them in model_config_kwargs.rope_parameters."
+            "single set of rope parameters to change. Set all of them in model_config_kwargs.rope_parameters."
         )
     if "type" in scaling:
         scaling["rope_type"] = scaling.pop("type")

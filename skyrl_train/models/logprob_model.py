@@ -1,6 +1,7 @@
-"""Log-probabilities and entropies of chosen tokens under a causal language model, from the ragged batch.
+"""Log-probs and entropies of given tokens under a causal language model, for the ragged batch.
 
-Legend: T tokens of all sequences, B sequences, N tokens that are scored, V vocabulary.
+Legend: T tokens of all sequences, B sequences, N target tokens, V vocabulary, L layers with experts, k experts for each
+token. Target tokens are those whose log-probs are computed.
 """
 
 from __future__ import annotations
@@ -33,40 +34,49 @@ from skyrl_train.models.sampled_logprobs import sampled_logprobs
 from skyrl_train.models.temporary_weights import temporarily_materialized
 
 MIN_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU; on a GPU at least four times
-that, see `chunk_bytes`.
+"""Minimum size of one chunk's float32 logits, in bytes, by device type.
+
+On a CPU it is the size of a chunk: a hundred rows of a vocabulary of 150,000. For GPUs see `chunk_bytes`.
 """
 
 CACHED_CHUNKS = {"cpu": 8, "cuda": 1}
-"""How many chunks' probabilities are kept for backward instead of recomputed: CPUs have more memory than arithmetic."""
+"""Number of chunks whose probabilities are kept for backward instead of recomputed, by device type.
+
+CPUs have more memory than arithmetic.
+"""
 
 
 def chunk_bytes(device: str, memory: int | None) -> int:
-    """The size of a chunk on a kind of device with so many bytes of memory (None if unknown).
+    """Return the size of one chunk's float32 logits in bytes.
 
-    A chunk costs a pass over the weight's gradient, which is as large as thousands of rows of logits, so on a GPU it is
-    a 64th of the memory. That is rounded down to a power of two: GPUs of one kind, whose memory differs a little, add
-    up in the same order.
+    A chunk costs a pass over the weight's gradient, which is as large as thousands of rows of logits. On a GPU a chunk
+    therefore has a 64th of the memory. It is rounded down to a power of two, so that GPUs of one model, whose memory
+    differs a little, sum in the same order.
+
+    Args:
+        device: "cpu" or "cuda".
+        memory: The device's memory in bytes; None if unknown.
     """
-    least = MIN_CHUNK_BYTES[device]
-    return least if device == "cpu" or not memory else max(least, 1 << ((memory // 64).bit_length() - 1))
+    minimum = MIN_CHUNK_BYTES[device]
+    return minimum if device == "cpu" or not memory else max(minimum, 1 << ((memory // 64).bit_length() - 1))
 
 
 class TokenLogprobs(NamedTuple):
-    """Both are [T], and 0 for tokens that were not scored."""
+    """Log-probs and entropies, both [T], and 0 for tokens outside the target mask."""
 
     logprobs: Tensor
-    """nats, of the token given the tokens before it in its sequence, at the sequence's temperature."""
+    """Log-prob of each token given the tokens before it in its sequence, at the sequence's temperature; nats."""
     entropy: Tensor | None
-    """nats, of the distribution that the token was drawn from; None unless requested."""
+    """Entropy of the distribution that each token was drawn from, nats; None unless requested."""
 
 
 class LogprobModel(RaggedModel):
-    """The root module that strategies shard: hidden states of all tokens, then the LM head on the rows to score.
+    """The root module that strategies shard: a causal language model that computes log-probs of target tokens.
 
-    The head runs inside this module's forward, where sharded weights are gathered, and in chunks: KEPT_CHUNKS of them
-    are kept for backward, the others are recomputed. So no tensor of shape (tokens, vocabulary) ever exists. Softmax is
-    at least float32. Raises ConfigError for a model whose logits it cannot reproduce.
+    It computes hidden states of all tokens, and applies the LM head to the states before target tokens. The head runs
+    inside this module's forward, where sharded weights are gathered, and in chunks. CACHED_CHUNKS of them are kept for
+    backward, and the others are recomputed, so no tensor of shape (tokens, vocabulary) ever exists. The softmax is at
+    least float32.
     """
 
     def __init__(
@@ -77,7 +87,19 @@ class LogprobModel(RaggedModel):
         pretrained: PretrainedWeights | None = None,
         expert_parallel: ExpertParallel | None = None,
     ):
-        """`chunk_bytes`: None for the device's own, see the function. The others: see RaggedModel."""
+        """Wrap a causal language model.
+
+        Args:
+            model: A causal language model; it is switched to attention without padding.
+            chunk_bytes: Size of one chunk's float32 logits; None for the default of the device, see `chunk_bytes`.
+            parallel_group: See RaggedModel.
+            pretrained: See RaggedModel.
+            expert_parallel: See RaggedModel.
+
+        Raises:
+            ConfigError: The model cannot run without padding or in its parallel groups, or its logits cannot be
+                reproduced.
+        """
         super().__init__(model, parallel_group, pretrained, expert_parallel)
         self.chunk_bytes = chunk_bytes
         self._logit_transform = get_logit_transform(model.config.get_text_config())
@@ -87,7 +109,7 @@ class LogprobModel(RaggedModel):
         verify_and_shard(self)
 
     def head_parameters(self) -> list[Tensor]:
-        """Parameters that forward reads without running their module."""
+        """Return the parameters that forward reads without running their module."""
         head = get_lm_head(self.model)
         return [head.weight, *([] if head.bias is None else [head.bias])]
 
@@ -102,26 +124,37 @@ class LogprobModel(RaggedModel):
         shared_prompt_lengths: Tensor | None = None,
         replayed_experts: Tensor | None = None,
     ) -> TokenLogprobs:
-        """input_ids, position_ids, score_mask [T], offsets [B+1], temperature [B] (0 counts as 1, as in engines).
+        """Return log-probs and, if requested, entropies of the target tokens.
 
-        repeated [B]: how many first tokens a sequence has in common with the one before it; they are run once, which
-        does not change values and gradients. routing [T, L, k]: see TrainBatch.
-        score_mask is True for the tokens to score, never for a sequence's first.
-        Even if it is all False, the result has a (zero) gradient for every parameter: sharded models need the same
-        backward on every rank.
+        Even if there are no target tokens, the result has a (zero) gradient for every parameter: sharded models need
+        the same backward on every rank.
+
+        Args:
+            input_ids: Token ids [T].
+            position_ids: Position of each token in its sequence [T].
+            offsets: Sequence boundaries [B+1].
+            temperature: Sampling temperature of each sequence [B]; 0 counts as 1, as in engines.
+            target_mask: True for target tokens [T]; never for a sequence's first token.
+            compute_entropy: Also return entropies.
+            shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B], or
+                None. Shared tokens run once, which changes neither values nor gradients.
+            replayed_experts: Expert ids to replay [T, L, k], or None; see TrainBatch.routing.
+
+        Raises:
+            ConfigError: A sequence is longer than the model supports.
         """
         positions, hidden = self.hidden_before_targets(
             input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts
         )
-        sequence = torch.searchsorted(offsets, positions, right=True) - 1
-        divisor = torch.where(temperature > 0, temperature, 1.0)[sequence]
+        sequence_ids = torch.searchsorted(offsets, positions, right=True) - 1
+        target_temperature = torch.where(temperature > 0, temperature, 1.0)[sequence_ids]
         head: Any = self.model.get_output_embeddings()
         logprobs, entropy = sampled_logprobs(
             hidden,
             head.weight,
             head.bias,
             input_ids[positions],
-            divisor,
+            target_temperature,
             self._logit_transform,
             self._chunk_rows(hidden),
             compute_entropy,
@@ -138,15 +171,20 @@ class LogprobModel(RaggedModel):
         return max(1, size // (4 * self.model.config.get_text_config().vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden size] -> [..., V] at least float32, with the architecture's own scaling and capping."""
+        """Return logits [..., V] for hidden states [..., hidden size], at least float32, with the architecture's
+        transform.
+        """
         return self._logit_transform(self.model.get_output_embeddings()(hidden))
 
 
 def check_model_supported(model: PreTrainedModel, *, values: bool = False) -> None:
-    """Raise ConfigError for a model that a scorer refuses, as far as a model on the meta device shows it.
+    """Raise ConfigError for a model that a LogprobModel or ValueModel rejects, as far as a meta-device model shows it.
+
+    The model is patched in place (see `patch_model`).
 
     Args:
-        values: For a ValueScorer, which has a head of its own, and not for a TokenScorer.
+        model: A causal language model, on any device.
+        values: Check for a ValueModel, which has its own head, instead of a LogprobModel.
     """
     patch_model(model)
     check_padding_free(model)
@@ -156,7 +194,7 @@ def check_model_supported(model: PreTrainedModel, *, values: bool = False) -> No
 
 
 def get_logit_transform(config: Any) -> LogitTransform:
-    """Return what a model with this configuration makes of the outputs of its head."""
+    """Return the transform that a model with this text configuration applies to the outputs of its head."""
     return LogitTransform(
         factor=getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0),
         softcap=getattr(config, "final_logit_softcapping", None),
@@ -164,27 +202,31 @@ def get_logit_transform(config: Any) -> LogitTransform:
 
 
 def _check_around_head(model: PreTrainedModel) -> None:
-    """Check on the meta device that the head gets the last hidden states, and that logits are `logit_shape` of its
-    outputs, in whose place known numbers are put. Raises ConfigError.
+    """Check on the meta device the operations directly before and after the head. Raises ConfigError.
+
+    The head must get the last hidden states, and logits must be the `get_logit_transform` of its outputs. Known numbers
+    take the place of these outputs.
     """
-    head, seen = get_lm_head(model), OperationRecorder()
-    before: list[str] = []
+    head, recorder = get_lm_head(model), OperationRecorder()
+    changes_before_head: list[str] = []
     outputs = torch.linspace(-100.0, 100.0, head.out_features).view(1, 1, -1)
     hooks = (
-        head.register_forward_pre_hook(lambda *_: before.extend(seen.changes)),
+        head.register_forward_pre_hook(lambda *_: changes_before_head.extend(recorder.changes)),
         head.register_forward_hook(lambda *_: outputs.clone()),
     )
     hidden = torch.zeros(1, 1, head.in_features, device="meta", dtype=head.weight.dtype)
     try:
-        with seen:
+        with recorder:
             logits = _logits_after(model, hidden)
     except RuntimeError:
-        return  # it reads values, which there are none of on the meta device: the check with real weights decides
+        return  # it reads values, which meta tensors do not have: the check with real weights decides
     finally:
         for hook in hooks:
             hook.remove()
-    if before:
-        raise ConfigError(_unknown_logits(model, "last hidden states", f"before the head ({', '.join(before[:3])})"))
+    if changes_before_head:
+        raise ConfigError(
+            _unknown_logits(model, "last hidden states", f"before the head ({', '.join(changes_before_head[:3])})")
+        )
     expected = get_logit_transform(model.config.get_text_config())(outputs)
     if logits.is_meta or logits.shape != expected.shape or not is_close(logits.float(), expected, torch.float32):
         raise ConfigError(_unknown_logits(model, "logits", "after the head"))
@@ -192,8 +234,8 @@ def _check_around_head(model: PreTrainedModel) -> None:
 
 def _unknown_logits(model: PreTrainedModel, changed: str, where: str) -> str:
     return (
-        f"{type(model).__name__} changes its {changed} {where} in a way that is not known here (known: "
-        "final_logit_softcapping, logit_scale, logits_scaling); its log-probs would be wrong, so it is not trained."
+        f"{type(model).__name__} changes its {changed} {where} in an unsupported way (supported: "
+        "final_logit_softcapping, logit_scale, logits_scaling). Its log-probs would be wrong. Use another model."
     )
 
 
@@ -203,8 +245,8 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     The model's body is replaced by these states for the duration of the call, so it costs only rows of the head.
 
     Raises:
-        ConfigError: The model reads something else of its body.
-        RuntimeError: On the meta device: the model reads values.
+        ConfigError: The model computes its logits from more than these states.
+        RuntimeError: The model reads values on the meta device.
     """
     body = model.base_model
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
@@ -230,12 +272,12 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
         del body.forward
     raise ConfigError(
         f"{type(model).__name__} computes its logits from more than the last hidden states of its body ({reason}), "
-        "so it is not trained; use a model of another architecture."
+        "which is not supported. Use a model of another architecture."
     )
 
 
 def _check_head(logprob_model: LogprobModel) -> None:
-    """Compare `logits` with those of the model's own forward for the same hidden states. Raises ConfigError.
+    """Compare `LogprobModel.logits` with the model's own logits for the same hidden states. Raises ConfigError.
 
     It costs only a few rows of the head.
     """
@@ -243,8 +285,8 @@ def _check_head(logprob_model: LogprobModel) -> None:
     noise = torch.randn(1, 4, head.in_features, generator=torch.Generator().manual_seed(0))
     sizes = torch.tensor([0.1, 1.0, 10.0, 100.0]).view(1, 4, 1)
     hidden: Any = (noise * sizes).to(head.weight.device, head.weight.dtype)
-    theirs = _logits_after(model, hidden)
+    expected = _logits_after(model, hidden)
     with torch.no_grad():
-        ours = logprob_model.logits(hidden)
-    if theirs.shape != ours.shape or not is_close(theirs.to(ours.dtype), ours, head.weight.dtype):
+        computed = logprob_model.logits(hidden)
+    if expected.shape != computed.shape or not is_close(expected.to(computed.dtype), computed, head.weight.dtype):
         raise ConfigError(_unknown_logits(model, "logits", "after the head"))

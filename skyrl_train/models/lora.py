@@ -31,15 +31,15 @@ BASE_LAYER_INFIX, LORA_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = (
     ".lora_A.default.weight",
     ".lora_B.default.weight",
 )
-"""Parts of peft's names: of a layer's own parameters, of its adapter's, of A [rank, in], and of B [out, rank]."""
+"""Parts of peft's names: of a layer's own parameters, of adapters, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def get_adaptable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Name -> layer, for the layers that an adapter may change: all linear layers but the head.
+    """Return the layers that an adapter may change, by name: all linear layers except the head.
 
-    Llama 4's routers derive from linear layers, but return more than the product.
+    Llama 4's routers are excluded: they derive from linear layers, but return more than the product.
     """
     head = model.get_output_embeddings()
     return {
@@ -50,7 +50,7 @@ def get_adaptable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def get_exported_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names of `adapted_linears` -> their names in the model that exported adapters are loaded on.
+    """Return the names of `get_adaptable_linears` -> their names in the model that exported adapters are loaded on.
 
     They differ for the text model of a composite, whose adapters are loaded on the composite.
     """
@@ -63,28 +63,28 @@ def peft_name(name: str, exported: Mapping[str, str]) -> str:
 
     Args:
         name: The tensor's name, with the layer's name in the text model.
-        exported: See `exported_linears`.
+        exported: See `get_exported_names`.
     """
     layer, adapter, rest = name.partition(LORA_INFIX)
     return f"base_model.model.{exported[layer]}{adapter}{rest}"
 
 
 def get_peft_defaults() -> dict[str, Any]:
-    """The options of a peft configuration and their defaults."""
+    """Return the options of a peft configuration with their defaults."""
     from peft import LoraConfig as PeftConfig  # takes a second to import
 
     return {field.name: field.default for field in fields(PeftConfig)}
 
 
 def build_peft_config(**options: Any) -> Any:
-    """A peft configuration. Raises ValueError or TypeError for options that contradict each other."""
+    """Return a peft LoRA configuration. Raises ValueError or TypeError for options that contradict each other."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(**options)
 
 
 def filter_targeted(config: Any, names: Iterable[str]) -> list[str]:
-    """Those of the names that a peft configuration targets."""
+    """Return the names that a peft configuration targets."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     return [name for name in names if check_target_module_exists(config, name)]
@@ -93,25 +93,30 @@ def filter_targeted(config: Any, names: Iterable[str]) -> list[str]:
 def select_adapted_layers(model: PreTrainedModel, settings: LoraConfig, key: str) -> tuple[Any, list[str]]:
     """Return the peft configuration of a model's adapters, and the names of the layers that get one.
 
+    Args:
+        model: The model, without adapters.
+        settings: The LoRA settings.
+        key: Configuration key of the settings, for messages.
+
     Raises:
-        ConfigError: Names `key` for targets that are no linear layers of the model.
+        ConfigError: A target is not a linear layer of the model, or no layer is left.
     """
     linears = get_adaptable_linears(model)
-    targets = _plain(settings.target_modules)
+    targets = _to_list(settings.target_modules)
     if targets == ALL_LINEAR:
         targets = sorted({name.rpartition(".")[2] for name in linears})
     config = build_peft_config(
         target_modules=targets,
-        exclude_modules=_plain(settings.exclude_modules),
+        exclude_modules=_to_list(settings.exclude_modules),
         base_model_name_or_path=model.name_or_path,
         task_type="CAUSAL_LM",
         inference_mode=True,
-        **_shape(settings),
+        **_rank_and_alpha(settings),
     )
-    return config, _chosen(model, linears, config, key)
+    return config, _select_layers(model, linears, config, key)
 
 
-def _shape(settings: LoraConfig) -> dict[str, Any]:
+def _rank_and_alpha(settings: LoraConfig) -> dict[str, Any]:
     return {"r": settings.rank, "lora_alpha": settings.alpha}
 
 
@@ -119,66 +124,81 @@ class LoraAdapters:
     """The adapters of one model, as parameters of its modules; all other parameters of the model are frozen."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraConfig, key: str):
-        """Add adapters to `model`. Raises ConfigError naming `key` for targets that are no linear layers of the model.
+        """Add adapters to `model`.
 
         A is drawn from torch's generator, which must have the same seed on all ranks that share a model.
+
+        Args:
+            model: The model, which is changed.
+            settings: The LoRA settings.
+            key: Configuration key of the settings, for messages.
+
+        Raises:
+            ConfigError: A target is not a linear layer of the model, or no layer is left.
         """
         from peft import inject_adapter_in_model
 
         self.config, self.layers = select_adapted_layers(model, settings, key)
         self.scaling = settings.alpha / settings.rank
         targets = self.config.target_modules
-        if not isinstance(targets, str):  # readers of the file require a layer for every name, so drop excluded ones
+        if not isinstance(targets, str):  # loaders require a layer for every name, so drop names without one
             self.config.target_modules = {
                 name for name in targets if any(f".{layer}".endswith(f".{name}") for layer in self.layers)
             }
-        if settings.target_modules == ALL_LINEAR and (fused := _fused(model)):
-            _log.warning("%s.target_modules=all-linear: %s", key, fused)
+        if settings.target_modules == ALL_LINEAR and (note := _note_on_fused_experts(model)):
+            _log.warning("%s.target_modules=all-linear: %s", key, note)
         self.names = get_exported_names(model)
         """Layer -> its name in exported adapters."""
-        if get_composite(model) is not None:  # whose other towers may have layers that match the names, too
+        if get_composite(model) is not None:  # other towers may have layers that match the names, too
             self.config.target_modules = {self.names[layer] for layer in self.layers}
             self.config.exclude_modules = None
-        # peft redirects names of experts in models that it knows; in a plain container it uses names as they are.
-        start: Any = True if settings.init_method == "kaiming" else settings.init_method
+        # peft redirects names of experts in model classes that it supports; in a plain container it does not.
+        init_lora_weights: Any = True if settings.init_method == "kaiming" else settings.init_method
         names = [f"0.{layer}" for layer in self.layers]
-        exact = build_peft_config(target_modules=names, init_lora_weights=start, **_shape(settings))
-        with _seen_in_host_memory(model):
+        exact = build_peft_config(
+            target_modules=names, init_lora_weights=init_lora_weights, **_rank_and_alpha(settings)
+        )
+        with _expanded_on_cpu(model):
             inject_adapter_in_model(exact, nn.Sequential(model))
 
     def iter_merged(
         self, parameters: Iterator[tuple[str, ShardedTensor]], adapters: dict[str, Tensor] | None = None
     ) -> Iterator[tuple[str, ShardedTensor]]:
-        """(checkpoint name, tensor) of the model with merged weights W + s B A, in the adapters' dtype.
+        """Yield (checkpoint name, tensor) of the model with merged weights W + s B A, in the adapters' dtype.
 
-        `parameters`: (name, this rank's part) of the model, in its order; they are not changed. A rank merges its part
-        of W, for which A and B are gathered: a collective of all ranks. `adapters` is filled with A and B under peft's
-        names.
+        A rank merges its shard of W, for which A and B are gathered. This is a collective: all ranks must iterate.
+
+        Args:
+            parameters: (name, this rank's shard) of the model, in the model's order; they are not changed.
+            adapters: Filled with A and B on the CPU, under peft's names; None to skip that.
         """
-        held: dict[str, ShardedTensor] = {}
+        pending: dict[str, ShardedTensor] = {}
         for name, tensor in parameters:
             if name.endswith((f"{BASE_LAYER_INFIX}weight", LORA_A_SUFFIX)):
-                held[name] = tensor
+                pending[name] = tensor
             elif name.endswith(LORA_B_SUFFIX):
                 layer = name.removesuffix(LORA_B_SUFFIX)
-                weight = held.pop(f"{layer}{BASE_LAYER_INFIX}weight")
-                down, up = held.pop(f"{layer}{LORA_A_SUFFIX}").full_tensor(), tensor.full_tensor()
+                weight = pending.pop(f"{layer}{BASE_LAYER_INFIX}weight")
+                lora_a, lora_b = pending.pop(f"{layer}{LORA_A_SUFFIX}").full_tensor(), tensor.full_tensor()
                 if adapters is not None:
-                    for end, matrix in (("A", down), ("B", up)):
-                        adapters[self.exported_name(f"{layer}.lora_{end}.weight")] = matrix.cpu()
-                columns = weight.select_columns(down)
-                start = weight.start * columns.shape[1] // down.shape[1]
-                yield f"{layer}.weight", weight.map(partial(_merged, up, columns, self.scaling, start))
+                    for letter, matrix in (("A", lora_a), ("B", lora_b)):
+                        adapters[self.exported_name(f"{layer}.lora_{letter}.weight")] = matrix.cpu()
+                lora_a_columns = weight.select_columns(lora_a)
+                start = weight.start * lora_a_columns.shape[1] // lora_a.shape[1]
+                yield (
+                    f"{layer}.weight",
+                    weight.map(partial(_merge_elements, lora_b, lora_a_columns, self.scaling, start)),
+                )
             else:
                 yield name.replace(BASE_LAYER_INFIX, "."), tensor
-        assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
+        assert not pending, f"the parameters lack the adapter of {next(iter(pending))}"
 
     def exported_name(self, name: str) -> str:
-        """Return the name that peft gives A or B of a layer, from the name that `separate` yields."""
+        """Return peft's name of A or B of a layer, from the name that `iter_unmerged` yields."""
         return peft_name(name, self.names)
 
     def iter_unmerged(self, parameters: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """(name, tensor) of `parameters` without merging: the model's under their checkpoint names, and A and B.
+        """Yield (name, tensor) of `parameters` without merging: the model's under their checkpoint names, and A and B.
 
         The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
         """
@@ -192,32 +212,35 @@ class LoraAdapters:
 
 
 def load_peft_adapter(model: PreTrainedModel, folder: Path) -> Any:
-    """The model with the adapter in a peft folder on it, as peft loads it."""
+    """Return the model with the adapter of a peft folder on it, as peft loads it."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder))
 
 
 def get_adapter_state_dict(model: Any) -> dict[str, Tensor]:
-    """A and B of a model that peft has put an adapter on, by peft's names."""
+    """Return A and B of a model on which peft has put an adapter, by peft's names."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model, save_embedding_layers=False)  # type: ignore[no-any-return]
 
 
-def _merged(up: Tensor, down: Tensor, scaling: float, start: int, held: Tensor) -> Tensor:
-    """W + s B A for elements of W from `start` on, in their shape: of B only the rows that they lie in are used."""
-    columns, count = down.shape[1], held.numel()
+def _merge_elements(lora_b: Tensor, lora_a: Tensor, scaling: float, start: int, weight: Tensor) -> Tensor:
+    """Return W + s B A for the elements `weight` of W from `start` on, in their shape.
+
+    Only the rows of B that belong to these elements are used.
+    """
+    columns, count = lora_a.shape[1], weight.numel()
     first, last = start // columns, -(-(start + count) // columns)
-    inside = slice(start - first * columns, start - first * columns + count)
-    rows = held.new_zeros(last - first, columns, dtype=up.dtype)
-    rows.view(-1)[inside] = held.reshape(-1)
-    return torch.addmm(rows, up[first:last], down, alpha=scaling).view(-1)[inside].view_as(held)
+    elements = slice(start - first * columns, start - first * columns + count)
+    rows = weight.new_zeros(last - first, columns, dtype=lora_b.dtype)
+    rows.view(-1)[elements] = weight.reshape(-1)
+    return torch.addmm(rows, lora_b[first:last], lora_a, alpha=scaling).view(-1)[elements].view_as(weight)
 
 
 @contextmanager
-def _seen_in_host_memory(model: PreTrainedModel) -> Iterator[None]:
-    """Within it parameters on the meta device look as if they were on the CPU, where one number is all they have.
+def _expanded_on_cpu(model: PreTrainedModel) -> Iterator[None]:
+    """Replace meta-device parameters by expanded CPU tensors of one number while the context is active.
 
     peft moves an adapter to the device of its layer, and on the meta device it would lose its values.
     """
@@ -227,50 +250,57 @@ def _seen_in_host_memory(model: PreTrainedModel) -> Iterator[None]:
         torch.utils.swap_tensors(parameter, nn.Parameter(number.expand(parameter.shape), parameter.requires_grad))
     yield
     for parameter in parameters:
-        nothing = torch.empty_like(parameter, device="meta", memory_format=torch.contiguous_format)
-        torch.utils.swap_tensors(parameter, nn.Parameter(nothing, parameter.requires_grad))
+        meta_tensor = torch.empty_like(parameter, device="meta", memory_format=torch.contiguous_format)
+        torch.utils.swap_tensors(parameter, nn.Parameter(meta_tensor, parameter.requires_grad))
 
 
-def _plain(names: Any) -> Any:
-    """A frozen configuration has tuples, but peft expects lists."""
+def _to_list(names: Any) -> Any:
+    """Return a list for a tuple: a frozen configuration has tuples, but peft expects lists."""
     return list(names) if isinstance(names, tuple) else names
 
 
-def _chosen(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, key: str) -> list[str]:
-    """Names of the layers that get an adapter. Raises ConfigError for a name that fits none of them."""
-    there = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+def _select_layers(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, key: str) -> list[str]:
+    """Return the names of the layers that get an adapter. Raises ConfigError for a target that matches none of them."""
+    available = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
     for option in ("target_modules", "exclude_modules"):
-        wanted = getattr(config, option)
-        for one in sorted([wanted] if isinstance(wanted, str) else wanted or ()):
+        targets = getattr(config, option)
+        for target in sorted([targets] if isinstance(targets, str) else targets or ()):
             try:
-                pattern = re.compile(one if isinstance(wanted, str) else rf"(.*\.)?{re.escape(one)}")
+                pattern = re.compile(target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}")
             except re.error as error:
-                raise ConfigError(f"{key}.{option}={one!r} is not a regular expression: {error}.") from error
+                raise ConfigError(
+                    f"{key}.{option}={target!r} is not a valid regular expression: {error}. Correct it, or give a list "
+                    "of names."
+                ) from error
             if not any(pattern.fullmatch(name) for name in linears):
                 message = (
-                    f"{key}.{option}={one!r}: no linear layer of {type(model).__name__} is called that; they are "
-                    f"called {there}. A text is a regular expression for whole names. {_fused(model)}"
+                    f"{key}.{option}={target!r}: no linear layer of {type(model).__name__} has that name. The names "
+                    f"are {available}. A string, unlike a list, is a regular expression that must match full names. "
+                    f"{_note_on_fused_experts(model)}"
                 )
                 raise ConfigError(message.rstrip())
     modules = dict(model.named_modules())
     if others := filter_targeted(config, (name for name in modules if name not in linears)):
         raise ConfigError(
-            f"{key}.target_modules fits {others[0]}, a {type(modules[others[0]]).__name__}: adapters go on linear "
-            f"layers, and not on the head; they are called {there}."
+            f"{key}.target_modules matches {others[0]}, a {type(modules[others[0]]).__name__}. Only linear layers "
+            f"except the head can have adapters. Their names are {available}."
         )
-    chosen = filter_targeted(config, linears)
-    if not chosen:
+    layers = filter_targeted(config, linears)
+    if not layers:
         if not linears:
             raise ConfigError(
-                f"{key}: {type(model).__name__} has no linear layer but its head, so there is none to adapt."
+                f"{key}: {type(model).__name__} has no linear layer except its head, so no layer can have an adapter. "
+                "Use another model, or train without LoRA."
             )
-        raise ConfigError(f"{key}.exclude_modules={config.exclude_modules!r} leaves no layer to train.")
-    return chosen
+        raise ConfigError(
+            f"{key}.exclude_modules={config.exclude_modules!r} leaves no layer to train. Exclude fewer layers."
+        )
+    return layers
 
 
-def _fused(model: PreTrainedModel) -> str:
-    """A note on experts that adapters do not change; empty if there are none."""
+def _note_on_fused_experts(model: PreTrainedModel) -> str:
+    """Return a note on experts that adapters do not change; empty if there are none."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 2:
-            return f"Experts are fused into parameters such as {name}, which adapters do not change: they stay frozen."
+            return f"Experts are fused into parameters such as {name}. They stay frozen: adapters do not change them."
     return ""

@@ -1,8 +1,8 @@
-"""Decides whether a model computes each sequence of a batch exactly if all of them share one row without padding.
+"""Decides if a model computes each sequence of a batch exactly when all of them share one row without padding.
 
 The body runs once on the meta device, where tensors have shapes but no values, with our attention. Every operation
-outside of attention must treat each token by itself. So it does not matter which class of transformers a model has, how
-large it is, and whether its weights have been read.
+outside of attention must treat each token separately. So the check works for every class of transformers and every
+size, and does not read weights.
 
 Legend: T tokens.
 """
@@ -27,9 +27,9 @@ from skyrl_train.models.ragged_attention import Segments, check_attention_argume
 from skyrl_train.models.sliding_windows import disable_query_scaling, register_window_masks
 
 _TRACED = "skyrl_traced"
-"""The name of the attention, in transformers, that only checks what it is called with."""
+"""Name, in transformers, of the attention that only checks its arguments."""
 SUPPORTED_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of attention layers that run without padding."""
+"""Types of attention layers that run without padding."""
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot"})
 """Operations whose last two tensors are multiplied as matrices."""
 _ALONG_A_DIMENSION = frozenset(
@@ -39,7 +39,7 @@ _ALONG_A_DIMENSION = frozenset(
         *("index_add", "index_copy", "index_fill"),
     )
 )
-"""Operations that keep the number of tokens, but move or accumulate along a dimension."""
+"""Operations that keep the number of tokens, but move or accumulate values along a dimension."""
 _REDUCTIONS = frozenset(
     (
         *("sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "any", "all", "argmax"),
@@ -52,7 +52,7 @@ _SAME_VALUES = frozenset(
         *("transpose", "unsqueeze", "view", "permute"),
     )
 )
-"""Operations that do not change a value."""
+"""Operations that do not change values."""
 _WITHOUT_VALUES = frozenset(
     (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
@@ -63,67 +63,74 @@ _WITHOUT_VALUES = frozenset(
 
 
 def patch_model(model: PreTrainedModel) -> None:
-    """Change what Llama 4 states in a way that packing cannot use: see `name_body` and `drop_query_scales`."""
+    """Change what Llama 4 defines in a way that ragged batches cannot use.
+
+    See `set_base_model_prefix` and `disable_query_scaling`. Other models are unchanged.
+    """
     set_base_model_prefix(model)
     disable_query_scaling(model)
 
 
 def set_base_model_prefix(model: PreTrainedModel) -> None:
-    """Let `model.base_model` be the body of a causal language model: Llama 4's class names it as its composite does."""
+    """Make `model.base_model` the body of a causal language model: Llama 4's class has the prefix of its composite."""
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"
 
 
 def check_padding_free(model: PreTrainedModel) -> None:
-    """Check that the states of a sequence do not depend on the rest of its batch, on where it is in it, or on chance.
+    """Check that the states of a sequence depend on nothing but its tokens: not on its batch, its row or randomness.
 
     The weights are not read: they may be on any device, also on the meta device.
 
     Raises:
-        ConfigError: Names the class, and what in it packing would change.
+        ConfigError: Names the class, and the property that makes it unsupported.
     """
     config: Any = model.config.get_text_config()
     name = type(model).__name__
     if not model._can_set_attn_implementation():
-        raise ConfigError(f"{name} does not follow transformers' attention interface: it cannot run without padding.")
-    kinds = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_ATTENTION_TYPES
-    if kinds:
         raise ConfigError(
-            f"{name} has layers of kind {sorted(kinds)}; only full, sliding-window and chunked attention are known."
+            f"{name} does not use transformers' attention interface, so it cannot run without padding. Use another "
+            "model."
+        )
+    types = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_ATTENTION_TYPES
+    if types:
+        raise ConfigError(
+            f"{name} has layers of the types {sorted(types)}. Only full, sliding-window and chunked attention are "
+            "supported. Use another model."
         )
     if any(rope.get("rope_type") == "dynamic" for rope in get_rope_parameters(config)):
         raise ConfigError(
-            f"{name} uses rope type 'dynamic', which depends on the longest sequence of a batch; "
-            "set trainer.rope_scaling to a static type such as 'yarn' or 'linear'."
+            f"{name} uses rope type 'dynamic', which depends on the longest sequence of a batch. "
+            "Set trainer.rope_scaling to a static type such as 'yarn' or 'linear'."
         )
-    dropping: list[str] = [
+    dropouts: list[str] = [
         path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
     ]
     if getattr(config, "attention_dropout", None):
-        dropping.append("attention_dropout")
-    if dropping:
+        dropouts.append("attention_dropout")
+    if dropouts:
         raise ConfigError(
-            f"{name} drops activations at random ({', '.join(dropping[-3:])}), so log-probs would be noise; "
-            "set its dropout keys to 0 in model_config_kwargs."
+            f"{name} drops activations at random ({', '.join(dropouts[-3:])}), so log-probs would be noisy. "
+            "Set its dropout keys to 0 in model_config_kwargs."
         )
     _trace(model)
 
 
 def is_meta_value_error(error: Exception) -> bool:
-    """True if a model has failed because it read values of a tensor on the meta device, which has none."""
+    """True if a model failed because it read values of a tensor on the meta device, which has none."""
     return isinstance(error, RuntimeError) and (isinstance(error, NotImplementedError) or "meta" in str(error).lower())
 
 
 def get_rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The model's sets of rope parameters: one, or one for each kind of layer."""
+    """Return the sets of rope parameters of a text configuration: one, or one for each type of layer."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
 def _trace(model: PreTrainedModel) -> None:
-    """Run the body on the meta device. Raises ConfigError for anything but attention that lets tokens see others."""
+    """Run the body on the meta device. Raises ConfigError if anything except attention lets tokens see others."""
     body: Any = model.base_model
-    tokens = _number_of_tokens(model)
+    tokens = _pick_token_count(model)
     flow = _TokenFlow(tokens, type(model).__name__)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     with _attention(model, flow), _unchanged(model), torch.no_grad(), flow.modules(), flow:
@@ -140,7 +147,7 @@ def _trace(model: PreTrainedModel) -> None:
             raise
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if is_meta_value_error(error):
-                return  # what runs depends on values, as in JetMoE's experts: the check with real weights decides
+                return  # the operations depend on values, as in JetMoE's experts: the check with real weights decides
             reason = str(error).strip().split("\n")[0]
             raise ConfigError(
                 f"{flow.owner} computes no last hidden states from token ids and position ids alone "
@@ -149,32 +156,32 @@ def _trace(model: PreTrainedModel) -> None:
         flow.check_not_mixed(hidden)
 
 
-def _number_of_tokens(model: PreTrainedModel) -> int:
-    """A prime that divides no size of the model, so that a dimension of that many tokens is known by its size."""
+def _pick_token_count(model: PreTrainedModel) -> int:
+    """Return a prime that divides no size of the model: a dimension of that size, or a multiple, contains tokens."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    for part in (model.config, model.config.get_text_config()):
-        sizes |= {abs(value) for value in part.to_dict().values() if type(value) is int and value}
+    for section in (model.config, model.config.get_text_config()):
+        sizes |= {abs(value) for value in section.to_dict().values() if type(value) is int and value}
     primes = (number for number in range(101, 1 << 20, 2) if all(number % d for d in range(3, 1 + int(number**0.5), 2)))
     return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
 class MetaDispatchMode(TorchDispatchMode):
-    """Within it a tensor on the meta device may be combined with real ones, of which only the shapes are used.
+    """A mode in which meta tensors can be combined with real ones, of which only the shapes are used.
 
-    A number that Python reads of a tensor is 0, and a selection by values is empty.
+    A number that Python reads from a tensor is 0, and a selection by values is empty.
     """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_meta = [tensor for tensor in tensors if tensor.is_meta]
+        meta_tensors = [tensor for tensor in tensors if tensor.is_meta]
         name = operation_name(function)
-        if on_meta and name == "_local_scalar_dense":
+        if meta_tensors and name == "_local_scalar_dense":
             return torch.zeros((), dtype=tensors[0].dtype).item()
-        if on_meta and name == "nonzero":
+        if meta_tensors and name == "nonzero":
             return torch.empty(0, tensors[0].ndim, dtype=torch.int64, device="meta")
-        if on_meta and len(on_meta) < len(tensors):
+        if meta_tensors and len(meta_tensors) < len(tensors):
             args, kwargs = tree_map(_shape_of, (args, dict(kwargs or {})))
         return function(*args, **(kwargs or {}))
 
@@ -184,13 +191,13 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def operation_name(function: Any) -> str:
-    """The name of an operation without its overload, and without the mark of one that changes its input."""
+    """Return the name of an operation without its overload, and without the suffix of in-place variants."""
     name: str = function._schema.name.split("::")[-1]
     return name if name.endswith("__") else name.removesuffix("_")
 
 
 class LastHiddenStateOutput(MoeModelOutputWithPast):
-    """The output of a body of any architecture: everything but the last hidden state is None."""
+    """The output of a body of any architecture: every attribute except the last hidden state is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -198,7 +205,7 @@ class LastHiddenStateOutput(MoeModelOutputWithPast):
 
 
 class OperationRecorder(MetaDispatchMode):
-    """A mode that notes which operations change values."""
+    """A mode that records which operations change values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +219,7 @@ class OperationRecorder(MetaDispatchMode):
 
 
 class _TokenFlow(MetaDispatchMode):
-    """A mode that follows which tensors depend on several tokens, or on the number of a token in its row."""
+    """A mode that tracks tensors that depend on several tokens, or on the index of a token in its row."""
 
     def __init__(self, tokens: int, model: str):
         super().__init__()
@@ -220,15 +227,15 @@ class _TokenFlow(MetaDispatchMode):
         self.owner = model
         self._stack: list[str] = [model]
         self._mixed: dict[int, tuple[Tensor, str]] = {}
-        """id -> (the tensor, which keeps the id in use; what mixed its tokens)."""
+        """id -> (the tensor, which keeps the id in use; the reason why its tokens are mixed)."""
         self._storages: dict[int, tuple[Any, str]] = {}
-        """Likewise for storages that were written to."""
+        """The same for storages that were written to."""
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Keep the classes of the modules that run, to name them."""
+        """Keep track of the classes of running modules, to name them in messages."""
 
-        thread = get_ident()  # an engine may run modules of its own in others
+        thread = get_ident()  # an engine may run its modules in other threads
 
         def begin(module: nn.Module, _: Any) -> None:
             if get_ident() == thread:
@@ -246,10 +253,10 @@ class _TokenFlow(MetaDispatchMode):
                 hook.remove()
 
     def check_not_mixed(self, *tensors: Tensor) -> None:
-        """Raise ConfigError if one of `tensors` is not made of each token by itself."""
+        """Raise ConfigError if one of `tensors` has values that depend on several tokens."""
         for tensor in tensors:
             if (reason := self._reason(tensor)) is not None:
-                raise ConfigError(f"{self.owner} cannot run without padding: {reason}.")
+                raise ConfigError(f"{self.owner} cannot run without padding: {reason}. Use another model.")
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -260,9 +267,9 @@ class _TokenFlow(MetaDispatchMode):
         name = operation_name(function)
         if name in _WITHOUT_VALUES:
             return result
-        reason = next((found for tensor in inputs if (found := self._reason(tensor)) is not None), None)
+        reason = next((input_reason for tensor in inputs if (input_reason := self._reason(tensor)) is not None), None)
         if reason is None and self._counts_tokens(name, outputs):
-            reason = f"{self._stack[-1]} numbers the tokens of a row itself, where position_ids are given"
+            reason = f"{self._stack[-1]} numbers the tokens of a row itself instead of using position_ids"
         if reason is None and self._mixes(function, name, args, kwargs or {}, inputs, outputs):
             reason = f"{self._stack[-1]} combines different tokens outside of attention, with {name.strip('_')}"
         if reason is not None:
@@ -274,11 +281,11 @@ class _TokenFlow(MetaDispatchMode):
         return result
 
     def _reason(self, tensor: Tensor) -> str | None:
-        found = self._mixed.get(id(tensor)) or self._storages.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
+        entry = self._mixed.get(id(tensor)) or self._storages.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def _dimensions(self, tensor: Tensor) -> list[int]:
-        """The dimensions of a tensor that tokens are in."""
+        """Return the dimensions of a tensor that contain tokens."""
         return [dimension for dimension, size in enumerate(tensor.shape) if size and size % self.tokens == 0]
 
     def _counts_tokens(self, name: str, outputs: list[Tensor]) -> bool:
@@ -293,7 +300,7 @@ class _TokenFlow(MetaDispatchMode):
         inputs: list[Tensor],
         outputs: list[Tensor],
     ) -> bool:
-        """True if an output has values of several tokens in one place, or a token's value in the place of another."""
+        """True if an output combines values of several tokens, or moves a token's value to another token."""
         if not any(self._dimensions(tensor) for tensor in inputs):
             return False
         if any(tensor.numel() and len(self._dimensions(tensor)) != 1 for tensor in outputs):
@@ -306,16 +313,20 @@ class _TokenFlow(MetaDispatchMode):
         if name == "index" or name.startswith("index_put"):
             return any(index is not None and dim in self._dimensions(first) for dim, index in enumerate(args[1]))
         if name in _ALONG_A_DIMENSION or name in _REDUCTIONS:
-            given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False), **kwargs)
-            along = given.get("dim", given.get("dims"))
-            along = range(first.ndim) if along in (None, []) else along if isinstance(along, list) else [along]
-            return any(dimension % first.ndim in self._dimensions(first) for dimension in along)
+            arguments = dict(
+                zip((argument.name for argument in function._schema.arguments), args, strict=False), **kwargs
+            )
+            dims = arguments.get("dim", arguments.get("dims"))
+            dims = range(first.ndim) if dims in (None, []) else dims if isinstance(dims, list) else [dims]
+            return any(dimension % first.ndim in self._dimensions(first) for dimension in dims)
         return False
 
 
 @contextmanager
 def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
-    """Within it the attention of `model` is one that checks its arguments, and lets tokens see each other."""
+    """Replace the attention of `model` by one that checks its arguments while the context is active; tokens may see
+    others.
+    """
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
@@ -335,13 +346,18 @@ def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
 
 @contextmanager
 def pass_windows_as_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Within it `model` makes no masks but its windows (see sliding_windows.py), and an empty tensor for any other kind."""
+    """Make `model` pass windows instead of masks to its attention while the context is active.
+
+    See sliding_windows.py. For any other kind of mask, it passes an empty tensor. The configurations of the model are
+    restored at the end.
+    """
     register_window_masks(_TRACED)
     configs = _configs(model)
     before = [(config, config._attn_implementation, config._experts_implementation) for config in configs]
     for config in configs:
         config._attn_implementation_internal = _TRACED
-        config._experts_implementation_internal = "eager"  # a loop over experts with tokens, which is empty here
+        # Eager is a loop over the experts that have tokens. It is empty on the meta device.
+        config._experts_implementation_internal = "eager"
     try:
         yield
     finally:
@@ -351,25 +367,28 @@ def pass_windows_as_masks(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations of a model and its parts, each once."""
-    waiting: list[Any] = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
-    found: dict[int, PreTrainedConfig] = {}
-    while waiting:
-        config = waiting.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in found:
-            found[id(config)] = config
-            waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    """Return the configurations of a model and its parts, each once."""
+    queue: list[Any] = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
+    configs: dict[int, PreTrainedConfig] = {}
+    while queue:
+        config = queue.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config
+            queue += [getattr(config, name, None) for name in config.sub_configs]
+    return list(configs.values())
 
 
 @contextmanager
 def _unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """Within it modules may set attributes and buffers, such as the frequencies of a rope, which are undone after."""
-    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    """Undo, at the end of the context, changes that modules make to their attributes and buffers.
+
+    For example, some models update the frequencies of a rope in forward.
+    """
+    saved_state = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
     finally:
-        for module, attributes, buffers in kept:
+        for module, attributes, buffers in saved_state:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()

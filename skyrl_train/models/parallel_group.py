@@ -1,4 +1,4 @@
-"""Ranks that work on the same layers together: on the same micro-batches, or with experts that they share out."""
+"""Groups of ranks that share the layers of a model: in tensor, sequence and expert parallelism."""
 
 from __future__ import annotations
 
@@ -13,18 +13,27 @@ G = TypeVar("G", bound="ParallelGroup")
 
 
 def make_meta_group(group_class: type[G], size: int, key: str) -> G:
-    """Return the first rank of a group that does not exist yet. It can divide a model, but not communicate."""
-    planned: type[G] = type(group_class.__name__, (group_class,), {"size": size, "rank": 0})
-    return planned(None, key)  # type: ignore[arg-type]
+    """Return the first rank of a group without processes. It can shard a model, but not communicate.
+
+    Args:
+        group_class: The class of the group.
+        size: Number of ranks.
+        key: The configuration key of the size, for messages.
+    """
+    meta_class: type[G] = type(group_class.__name__, (group_class,), {"size": size, "rank": 0})
+    return meta_class(None, key)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """Ranks that make the same calls in the same order. Those of a parallel group get the same micro-batches, too."""
+    """A process group of ranks that make the same calls in the same order.
+
+    In tensor and sequence parallelism the ranks also get the same micro-batches.
+    """
 
     group: dist.ProcessGroup
     size_key: str
-    """The configuration key of its size, for messages."""
+    """The configuration key of the group's size, for messages."""
 
     @property
     def size(self) -> int:
@@ -37,37 +46,47 @@ class ParallelGroup:
         return dist.get_rank(self.group)
 
     def split_sizes(self, count: int) -> list[int]:
-        """[size] how many of `count` items each rank gets: consecutive parts whose sizes differ by at most one."""
+        """Return the number of `count` items that each rank gets [size].
+
+        The parts are consecutive, and their sizes differ by at most one.
+        """
         return [count // self.size + (rank < count % self.size) for rank in range(self.size)]
 
     def local_slice(self, count: int) -> slice:
-        """The slice of `count` items that this rank gets."""
+        """Return the slice of `count` items that this rank gets."""
         rank, chunks = self.rank, self.split_sizes(count)
         return slice(sum(chunks[:rank]), sum(chunks[: rank + 1]))
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over ranks, without gradient."""
+        """Return the sum over ranks, without gradient. This is a collective."""
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """[size] the values of every rank, which have the same shape; without gradient."""
-        mine = values.contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=self.group)
-        return parts
+        """Return the values of every rank [size], without gradient. This is a collective; all have the same shape."""
+        contiguous = values.contiguous()
+        gathered = [torch.empty_like(contiguous) for _ in range(self.size)]
+        dist.all_gather(gathered, contiguous, group=self.group)
+        return gathered
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent` rows to each rank, in order; returns the `received` rows from each of them."""
+        """Send consecutive rows to each rank, and return the rows received from each; differentiable. This is a
+        collective.
+
+        Args:
+            rows: The rows to send, in the order of ranks.
+            sent: Number of rows to send to each rank.
+            received: Number of rows to receive from each rank.
+        """
         output: Tensor = _AllToAll.apply(rows, sent, received, self.group)  # type: ignore[no-untyped-call]
         return output
 
     def all_reduce_disjoint(self, values: Tensor) -> Tensor:
-        """The sum over ranks of `values`, where each position is 0 on all ranks but one.
+        """Return the sum over ranks of `values`, where each element is 0 on all ranks but one. This is a collective.
 
-        Every rank then computes the same loss from it, and gets the gradient of its own part: gradients of parameters
-        are summed over ranks.
+        Every rank then computes the same loss from it, and gets the gradient of its own elements. Gradients of
+        parameters must therefore be summed over ranks.
         """
         total: Tensor = _AllReduceDisjoint.apply(values, self)  # type: ignore[no-untyped-call]
         return total
@@ -86,16 +105,16 @@ class _AllReduceDisjoint(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all, whose gradient is the reverse all-to-all."""
+    """An all-to-all whose gradient is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.back = received, sent, group
+        ctx.reverse = received, sent, group
         output = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        received, sent, group = ctx.back
+        received, sent, group = ctx.reverse
         return _AllToAll.apply(gradient, received, sent, group), None, None, None  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""A checkpoint's weights, read parameter by parameter and row by row, so that a rank reads no more than it keeps.
+"""Pretrained weights, read parameter by parameter and row by row, so that a rank reads no more than it keeps.
 
-transformers describes how a checkpoint's tensors become a model's parameters: under other names, and merged where a
-mixture's experts are saved one by one. Here that is done for what is asked for, not for the whole model.
+transformers describes how a checkpoint's tensors become a model's parameters: under other names, and merged if the
+files hold a mixture's experts separately. This module does that for the requested rows, not for the full model.
 """
 
 from __future__ import annotations
@@ -29,55 +29,82 @@ from transformers.core_model_loading import (
 from skyrl_train.models.composite import get_composite
 
 ALL_ROWS = slice(None)
+"""The slice of all rows of a tensor."""
 
 
 class PretrainedWeights:
-    """The parameters and persistent buffers of one model in its checkpoint's files, which are mapped into memory.
+    """The parameters and persistent buffers of one model in its pretrained weight files, which are mapped into memory.
 
-    Tensors have the dtype of the file. One that is saved as it is shares the file's pages, as every process's mapping
-    of the file does; one that is made of several is a copy.
+    Tensors have the dtype of the file. A tensor that one tensor of a file holds unchanged shares the file's pages, as
+    every process's mapping of the file does. A tensor that is converted from several is a copy.
     """
 
     def __init__(self, model: PreTrainedModel, files: Iterable[str | Path]):
-        """`model`: on the meta device, as it was loaded from these files; the text model of a composite, too."""
+        """Map the files and find the sources of every tensor.
+
+        Args:
+            model: A model on the meta device, with the configuration of these files. It may be the text model of a
+                composite.
+            files: The safetensors files.
+
+        Raises:
+            OSError: A file cannot be read.
+            SafetensorError: A file is not valid.
+        """
         composite = get_composite(model)
         self._model = model = model if composite is None else composite.model
         self._names = {} if composite is None else composite.tensor_names
         """Name of a tensor of a text model -> its name in the composite."""
         self._body = "" if composite is None else f"{composite.body_path}."
         self._renamed: dict[str, str] = {}
-        """Name in the files -> name in the model, or what it would be if the model had it."""
+        """Name in the files -> name in the model, or the name it would have if the model had it."""
         self._slices: dict[str, Any] = {}
         for file in files:
             opened = safe_open(file, framework="pt")
             self._slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
         self._tensors: dict[str, tuple[WeightConverter | None, dict[str, list[str]]]] = {}
-        """Name -> the converter that makes it, if any, and the keys of the file by the converter's pattern."""
+        """Name -> the converter that makes the tensor, if any, and the keys of the files by the converter's pattern."""
         self._first: dict[str, str] = {}
-        """Name -> the name under which it is in `_tensors`, if several are made at once, or are the same."""
+        """Name -> the name of its entry in `_tensors`. Tensors share an entry if one converter makes them or they are
+        tied.
+        """
         self._map_tensors(model)
 
     def __contains__(self, name: str) -> bool:
         return self._names.get(name, name) in self._first
 
     def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
-        """These rows of a parameter or buffer, by its name in the model; the result must not be changed."""
+        """Return rows of a parameter or buffer, in the file's dtype.
+
+        Args:
+            name: Its name in the model.
+            rows: The rows to read; by default all.
+
+        Returns:
+            The rows; they must not be changed, because they may be pages of the file.
+
+        Raises:
+            KeyError: The files have no such tensor.
+        """
         name = self._names.get(name, name)
         converter, keys = self._tensors[self._first[name]]
         if converter is None:
             ((key,),) = keys.values()
             return self._read_from_file(key, rows)
-        first, made, merges = self._first[name], deepcopy(converter), _merges_rows(converter)
+        entry, conversion, has_row_sources = self._first[name], deepcopy(converter), _merges_rows(converter)
         for pattern, sources in keys.items():
-            for key in sources[rows] if merges else sources:
+            for key in sources[rows] if has_row_sources else sources:
                 tensor: Any = partial(self._read_from_file, key, ALL_ROWS)
-                made.add_tensor(first, key, pattern, tensor)
-        converted = made.convert(first, model=self._model, config=self._model.config)[name]
+                conversion.add_tensor(entry, key, pattern, tensor)
+        converted = conversion.convert(entry, model=self._model, config=self._model.config)[name]
         tensor = converted[0] if isinstance(converted, list) else converted
-        return tensor if merges else tensor[rows]
+        return tensor if has_row_sources else tensor[rows]
 
     def iter_row_blocks(self, name: str) -> Iterator[Tensor]:
-        """Yield a parameter or buffer in blocks of rows: one expert at a time, if each is saved by itself."""
+        """Yield a parameter or buffer in blocks of rows.
+
+        A block is one expert if the files hold experts separately, else the full tensor.
+        """
         converter, _ = self._tensors[self._first[self._names.get(name, name)]]
         if converter is None or not _merges_rows(converter):
             yield self.read(name)
@@ -86,7 +113,7 @@ class PretrainedWeights:
             yield self.read(name, slice(row, row + 1))
 
     def count_rows(self, name: str) -> int:
-        """The length of a parameter's or buffer's first dimension."""
+        """Return the length of a parameter's or buffer's first dimension."""
         converter, keys = self._tensors[self._first[self._names.get(name, name)]]
         if converter is None:
             ((key,),) = keys.values()
@@ -94,7 +121,7 @@ class PretrainedWeights:
         return len(next(iter(keys.values()))) if _merges_rows(converter) else len(self.read(name))
 
     def iter_non_text_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the files, tensor) of what a composite has beside its language model, as it is saved."""
+        """Yield (name in the files, tensor) of a composite's tensors outside its language model, unchanged."""
         inner = set(self._names.values())
         for key, name in self._renamed.items():
             if name not in inner and not name.startswith(self._body):
@@ -106,46 +133,49 @@ class PretrainedWeights:
         return tensor
 
     def _map_tensors(self, model: PreTrainedModel) -> None:
-        """Find out what every tensor of the model is made of, as `from_pretrained` does."""
+        """Find the sources of every tensor of the model, as `from_pretrained` does."""
         transforms = get_model_conversion_mapping(model)
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        wanted: dict[str, Any] = model.state_dict()
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        by_pattern = {pattern: transform for transform in converters for pattern in transform.source_patterns}
+        state_dict: dict[str, Any] = model.state_dict()
         for key in sorted(self._slices, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-            if name not in wanted and key in wanted:
-                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state_dict)
+            if name not in state_dict and key in state_dict:
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state_dict)
             self._renamed[key] = name
-            if name not in wanted:
+            if name not in state_dict:
                 continue
             converter = None if pattern is None else by_pattern[pattern]
             keys = self._tensors.setdefault(name, (converter, {}))[1]
             keys.setdefault(pattern or key, []).append(key)
             targets = [name] if converter is None else converter.target_patterns
             self._first |= {name.replace(targets[0], target): name for target in targets} if converter else {name: name}
-        same: dict[int, str] = {}
+        entry_by_parameter: dict[int, str] = {}
         named = list(model.named_parameters(remove_duplicate=False))
         for name, parameter in named:
             if name in self._first:
-                same.setdefault(id(parameter), self._first[name])
-        self._first |= {name: same[id(parameter)] for name, parameter in named if id(parameter) in same}
+                entry_by_parameter.setdefault(id(parameter), self._first[name])
+        self._first |= {
+            name: entry_by_parameter[id(parameter)] for name, parameter in named if id(parameter) in entry_by_parameter
+        }
 
 
 def _merges_rows(converter: WeightConverter) -> bool:
-    """Whether a row of the result is made of one source of each kind: an expert."""
+    """True if each row of the result comes from one source of each kind: an expert."""
     merge, *others = converter.operations
     return (
         isinstance(merge, MergeModulelist)
         and merge.dim == 0
-        and all(isinstance(one, Concatenate) and one.dim > 0 for one in others)
+        and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
     )
 
 
 def materialize_buffers(model: PreTrainedModel, pretrained: PretrainedWeights) -> None:
-    """Give a model on the meta device, on the CPU, all but its parameters: its buffers.
+    """Move all buffers of a meta-device model to the CPU and fill them.
 
-    What no file has is computed as `from_pretrained` does, such as the frequencies of rotary embeddings.
+    Buffers that the files contain are read. All others, such as the frequencies of rotary embeddings, are computed as
+    `from_pretrained` does.
     """
     buffers = dict(model.named_buffers())
     for name, tensor in buffers.items():
@@ -160,9 +190,13 @@ def materialize_buffers(model: PreTrainedModel, pretrained: PretrainedWeights) -
 
 
 def tie_equal_weights(model: PreTrainedModel, pretrained: PretrainedWeights) -> None:
-    """Tie what should be the same and is saved twice, if it is equal: on the meta device `from_pretrained` cannot."""
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    for name, source in list(tied.items()):
+    """Tie parameters of a meta-device model that the configuration ties and the files hold twice with equal values.
+
+    `from_pretrained` cannot compare them on the meta device. Parameters with different values are removed from the
+    model's tied weights.
+    """
+    tied_names: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    for name, source in list(tied_names.items()):
         parameter = model.get_parameter(source)
         if model.get_parameter(name) is parameter:
             continue
@@ -170,4 +204,4 @@ def tie_equal_weights(model: PreTrainedModel, pretrained: PretrainedWeights) -> 
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, parameter)
         else:
-            del tied[name]
+            del tied_names[name]

@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences, without padding: for training and for prefill.
+"""Causal attention over ragged sequences, without padding: for training and for prefill.
 
-Legend: T tokens of all sequences, H query heads, K key/value heads (H a multiple of K), D head size, B sequences,
-S stretches of tokens (`Segments`).
+Legend: T tokens of all sequences, H query heads, K key/value heads (H a multiple of K), D head size, B sequences, S
+segments of tokens (`Segments`).
 """
 
 from __future__ import annotations
@@ -22,49 +22,57 @@ from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.sliding_windows import register_window_masks
 
 RAGGED_ATTENTION_NAME = "skyrl_ragged"
-"""The name of this attention in transformers: `model.set_attn_implementation(RAGGED)`."""
+"""Name of this attention in transformers, for `model.set_attn_implementation`."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The boundaries of stretches of tokens, and the keys that each of them sees: the same in every layer.
+    """The boundaries of segments of tokens, and the keys that each segment attends to: the same in every layer.
 
-    A stretch is a sequence, or the rest of a sequence after tokens that it shares with others. In the latter case
-    `keys` lists the tokens that it sees: the shared ones first, its own last. Adjacent stretches of equal lengths share
-    one kernel call.
+    A segment is a sequence, or the rest of a sequence after tokens that it shares with others. In the latter case
+    `key_indices` lists the tokens that it attends to: the shared ones first, its own last. Adjacent segments of equal
+    lengths share one kernel call.
     """
 
     offsets: Tensor
-    """[S+1] int32 on the tokens' device: stretch s is tokens offsets[s]:offsets[s+1]."""
+    """[S+1] int32 on the tokens' device: segment s is tokens offsets[s]:offsets[s+1]."""
     lengths: tuple[int, ...]
-    """[S]"""
+    """[S]: the number of tokens of each segment."""
     key_indices: Tensor | None = None
-    """[sum of key_lengths] int64, token indices, stretch by stretch; None if each sees only its own tokens."""
+    """[sum of key_lengths] int64: token indices, segment by segment; None if each attends only to its own tokens."""
     key_offsets: Tensor | None = None
-    """[S+1] int32, with `keys`."""
+    """[S+1] int32: the boundaries of segments in `key_indices`; set with it."""
     key_lengths: tuple[int, ...] | None = None
-    """[S], with `keys`."""
+    """[S]: the number of keys of each segment; set with `key_indices`."""
 
     @classmethod
     def from_offsets(cls, offsets: Tensor) -> Segments:
-        """One stretch per sequence, from offsets [B+1] on any device; synchronises with the device once."""
+        """Return one segment per sequence, from offsets [B+1] on any device. It synchronizes with the device once."""
         return cls(offsets.to(torch.int32), tuple(offsets.diff().tolist()))
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """[S] how many tokens the last token of a stretch sees, itself included."""
+        """[S]: the number of tokens that the last token of each segment attends to, itself included."""
         return self.lengths if self.key_lengths is None else self.key_lengths
 
     def group_equal_lengths(self) -> list[tuple[int, int, int]]:
-        """(number of stretches, their length, how many tokens they see) of runs of adjacent stretches of equal size."""
-        found = [
-            (len(list(same)), *sizes) for sizes, same in groupby(zip(self.lengths, self.attended_lengths, strict=True))
+        """Return groups of adjacent segments of equal size; empty segments are left out.
+
+        Returns:
+            (number of segments, their length, number of tokens that they attend to) for each group.
+        """
+        groups = [
+            (len(list(equal)), *sizes)
+            for sizes, equal in groupby(zip(self.lengths, self.attended_lengths, strict=True))
         ]
-        return [(count, length, seen) for count, length, seen in found if length]
+        return [(count, length, attended) for count, length, attended in groups if length]
 
     def sort_by_length(self) -> tuple[Segments, Tensor]:
-        """The sequences sorted by length, and the [T] index that reorders tokens: `sorted = tokens[index]`."""
-        assert self.key_indices is None, "stretches that share tokens are sorted when they are made"
+        """Return the segments sorted by length, and the index [T] that reorders tokens: `sorted = tokens[index]`.
+
+        Only for segments without `key_indices`.
+        """
+        assert self.key_indices is None, "segments with shared keys are sorted when they are built"
         rows = torch.tensor(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), device=self.offsets.device)
         offsets, lengths = self.offsets.long(), self.offsets.diff()[rows]
         sorted_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
@@ -72,7 +80,7 @@ class Segments:
 
 
 def concat_aranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[sum of lengths] int64: lengths[0] numbers from starts[0] on, then lengths[1] numbers from starts[1] on, ..."""
+    """Return concatenated ranges of int64 [sum of lengths]: lengths[i] numbers from starts[i] on, for each i."""
     before = lengths.cumsum(0) - lengths
     shift = torch.repeat_interleave(starts - before, lengths)
     return shift + torch.arange(len(shift), device=shift.device)
@@ -89,12 +97,21 @@ def ragged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scaling · q kᵀ) v within each sequence, where each token sees itself and the tokens before it.
+    """Return softmax(scaling · q kᵀ) v within each sequence, where each token attends to itself and earlier tokens.
 
-    query [T, H, D], key and value [T, K, D], segments or the offsets [B+1] of sequences; returns [T, H, D]. scaling:
-    1/√D unless given. sliding_window: a token sees that many tokens, itself included. softcap c: scores become
-    c·tanh(scores/c). sinks [H]: the score, in each head, of one more key that all tokens see, whose value is 0
-    (gpt-oss, arXiv:2508.10925).
+    Args:
+        query: Queries [T, H, D].
+        key: Keys [T, K, D].
+        value: Values [T, K, D].
+        segments: The segments, or the offsets [B+1] of sequences.
+        scaling: Factor of the scores; 1/√D by default.
+        sliding_window: Number of tokens that a token attends to, itself included; None for all.
+        softcap: With a softcap c, scores become c·tanh(scores/c).
+        sinks: Score, in each head [H], of an additional key with value 0 that all tokens attend to (gpt-oss,
+            arXiv:2508.10925).
+
+    Returns:
+        The attended values [T, H, D].
     """
     if isinstance(segments, Tensor):
         segments = Segments.from_offsets(segments)
@@ -107,9 +124,9 @@ def ragged_attention(
         )
     kernel = get_flash_kernel(query, value, with_sinks=sinks is not None) if softcap is None else None
     if kernel is not None:
-        of_keys = segments.offsets if segments.key_offsets is None else segments.key_offsets
-        most = max(segments.lengths), max(segments.attended_lengths)
-        varlen_args = VarlenArgs(segments.offsets, of_keys, *most, options.scaling, sliding_window)
+        cu_seqlens_k = segments.offsets if segments.key_offsets is None else segments.key_offsets
+        max_seqlens = max(segments.lengths), max(segments.attended_lengths)
+        varlen_args = VarlenArgs(segments.offsets, cu_seqlens_k, *max_seqlens, options.scaling, sliding_window)
         return kernel.attend(query, key, value, varlen_args, sinks)
     if segments.key_indices is None and len(segments.group_equal_lengths()) > len(set(segments.lengths) - {0}):
         segments, tokens = segments.sort_by_length()
@@ -132,21 +149,21 @@ class _DeterministicIndexSelect(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         exact = torch.promote_types(gradient.dtype, torch.float32)
         sums, terms = gradient.new_zeros(ctx.count, *gradient.shape[1:], dtype=exact), gradient.to(exact)
-        if gradient.is_cuda:  # sorts, where index_add_ adds in any order
+        if gradient.is_cuda:  # index_put_ sorts on GPUs, but index_add_ adds in any order
             sums.index_put_((index,), terms, accumulate=True)
-        else:  # one row after the other, where index_put_ adds in any order
+        else:  # index_add_ adds rows in order on CPUs, but index_put_ adds in any order
             sums.index_add_(0, index, terms)
         return sums.to(gradient.dtype), None
 
 
 def deterministic_index_select(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]; gradients of a row that occurs repeatedly are summed in a fixed order, in at least float32."""
+    """Return rows[index], whose backward sums the gradients of repeated rows in a fixed order, in at least float32."""
     result: Tensor = _DeterministicIndexSelect.apply(rows, index)
     return result
 
 
 class _ScoreOptions(NamedTuple):
-    """What becomes of the scores of queries and keys: see `ragged_attention`."""
+    """Options that change attention scores; see `ragged_attention`."""
 
     scaling: float
     window: int | None
@@ -155,25 +172,25 @@ class _ScoreOptions(NamedTuple):
 
 
 def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: _ScoreOptions) -> Tensor:
-    """One kernel call per run of equal lengths; `split` instead of slices, so that backward is one concatenation."""
-    runs = segments.group_equal_lengths()
-    queries = query.split([count * length for count, length, _ in runs])
-    sizes = [count * seen for count, _, seen in runs]
+    """Run one kernel call per group of equal lengths. `split` instead of slices makes backward one concatenation."""
+    groups = segments.group_equal_lengths()
+    queries = query.split([count * length for count, length, _ in groups])
+    sizes = [count * attended for count, _, attended in groups]
     window = options.window
     outputs = []
-    for (count, length, seen), q, k, v in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
+    for (count, length, attended), q, k, v in zip(groups, queries, key.split(sizes), value.split(sizes), strict=True):
         q = q.unflatten(0, (count, length)).transpose(1, 2)  # [count, heads, length, D]
-        k, v = (x.unflatten(0, (count, seen)).transpose(1, 2) for x in (k, v))
+        k, v = (x.unflatten(0, (count, attended)).transpose(1, 2) for x in (k, v))
         if options.softcap is not None or options.sinks is not None:
             output = _unfused_attention(q, k, v, options)
         else:
-            triangle = length == seen and (window is None or window >= length)
+            is_plain_causal = length == attended and (window is None or window >= length)
             output = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if triangle else _visible(length, seen, window, q.device),
-                is_causal=triangle,
+                attn_mask=None if is_plain_causal else _visible(length, attended, window, q.device),
+                is_causal=is_plain_causal,
                 scale=options.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -182,7 +199,9 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, segments: Segme
 
 
 def _unfused_attention(query: Tensor, key: Tensor, value: Tensor, options: _ScoreOptions) -> Tensor:
-    """Attention whose scores exist as a tensor for each run, for what no fused kernel of this device computes."""
+    """Compute attention with the scores of each group as a tensor, for options that no fused kernel of the device
+    supports.
+    """
     count, heads, length, size = query.shape
     grouped = query.unflatten(1, (key.shape[1], -1))  # [count, K, H/K, length, D]
     scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * options.scaling
@@ -196,11 +215,14 @@ def _unfused_attention(query: Tensor, key: Tensor, value: Tensor, options: _Scor
     return (weights[..., : key.shape[2]] @ value.unsqueeze(2)).view(count, heads, length, size)
 
 
-def _visible(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, seen] bool: which keys (columns) a query (row) sees; the last query is aligned with the last key."""
-    level = seen - length
-    visible = torch.ones(length, seen, dtype=torch.bool, device=device).tril(level)
-    return visible if window is None else visible.triu(level + 1 - window)
+def _visible(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return a bool tensor [length, num_keys], True for the keys (columns) that a query (row) attends to.
+
+    The last query is aligned with the last key.
+    """
+    diagonal = num_keys - length
+    visible = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(diagonal)
+    return visible if window is None else visible.triu(diagonal + 1 - window)
 
 
 def check_attention_arguments(
@@ -211,24 +233,35 @@ def check_attention_arguments(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Raise ConfigError if what a model passes to its attention is not what sequences without padding need."""
+    """Raise ConfigError if a model passes arguments to its attention that attention without padding does not support.
+
+    Args:
+        module: The attention module, for the message.
+        attention_mask: None, or an int for the layer's window; a tensor is an error.
+        dropout: Must be 0.
+        ragged_segments: The segments of the batch; None is an error.
+        position_bias: Must be None.
+        **_: Ignored.
+    """
     name = type(module).__name__
     if ragged_segments is None:
         raise ConfigError(
-            f"{name} was run without sequence boundaries: its model does not pass keyword arguments on to its "
-            "attention as transformers' attention interface asks, or something other than the token scorer called it."
+            f"{name} was called without sequence boundaries. Either its model does not pass keyword arguments to its "
+            "attention, as transformers' attention interface requires, or it was not called by a RaggedModel."
         )
-    for what, present in (
+    for feature, is_used in (
         ("attention dropout", dropout > 0),
         ("a position bias", position_bias is not None),
         ("attention to later tokens", not getattr(module, "is_causal", True)),
-        ("a ready-made mask", isinstance(attention_mask, Tensor)),
+        ("a precomputed mask", isinstance(attention_mask, Tensor)),
     ):
-        if present:
-            raise ConfigError(f"{name} uses {what}, which attention over unpadded sequences does not support.")
+        if is_used:
+            raise ConfigError(
+                f"{name} uses {feature}, which attention without padding does not support. Use another model class."
+            )
 
 
-@torch.compiler.disable  # lists of lengths: a graph would be compiled again for every micro-batch
+@torch.compiler.disable  # lists of lengths would recompile a graph for every micro-batch
 def _attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -245,10 +278,10 @@ def _attention_forward(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
+    """Compute attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D] to [1, T, H, D].
 
-    With `sequence_parallel`, T is the number of this rank's tokens, but `ragged_segments` covers those of all ranks.
-    An int as mask is the layer's window: see sliding_windows.py.
+    With `sequence_parallel`, T is the number of this rank's tokens, but `ragged_segments` covers those of all ranks. An
+    int as mask is the layer's window: see sliding_windows.py.
     """
     check_attention_arguments(module, attention_mask, dropout, ragged_segments, position_bias)
     assert ragged_segments is not None

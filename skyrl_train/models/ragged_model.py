@@ -1,6 +1,6 @@
-"""The body of a causal language model over the ragged batch: the base of all scorers, which add a head.
+"""The body of a causal language model over the ragged batch: the base of LogprobModel and ValueModel, which add a head.
 
-Legend: T tokens of all sequences, B sequences, N tokens that are scored.
+Legend: T tokens of all sequences, B sequences, N target tokens, L layers with experts, k experts for each token.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from skyrl_train.models.temporary_weights import temporarily_materialized
 from skyrl_train.models.tensor_parallel import TensorParallel
 
 _CHECK_WINDOW = 4
-"""Tokens that layers with a sliding window see in the check of a new model: fewer than its sequences have."""
+"""Sliding window in the check of a new model, in tokens: less than the length of the check's sequences."""
 
 
 class RaggedModel(nn.Module):
-    """Base of scorers: computes hidden states of all tokens; the head reads those before the tokens to score.
+    """The base of models that compute hidden states of all tokens; the head reads those before the target tokens.
 
-    The model is switched to attention without padding. Raises ConfigError for a model whose hidden states would depend
-    on other sequences in the batch, or on randomness.
+    The model is switched to attention without padding.
     """
 
     def __init__(
@@ -46,10 +45,16 @@ class RaggedModel(nn.Module):
         pretrained: PretrainedWeights | None = None,
         expert_parallel: ExpertParallel | None = None,
     ):
-        """`parallel_group`: the ranks that share every batch; each passes the whole batch and gets its whole result.
+        """Wrap a model, after checks that the hidden states of a sequence depend on nothing but the sequence.
 
-        `expert_parallel`: the ranks that share out the experts; they run the same number of batches.
-        `saved`: what the parameters of a model on the meta device are read from.
+        Args:
+            model: A causal language model or its body, with parameters on a device or on the meta device.
+            parallel_group: The ranks that share every batch. Each passes the full batch and gets the full result.
+            pretrained: The weights from which the parameters of a meta-device model are read.
+            expert_parallel: The ranks that hold different experts. They run the same number of batches.
+
+        Raises:
+            ConfigError: Hidden states would depend on other sequences in the batch, or on randomness.
         """
         super().__init__()
         patch_model(model)
@@ -63,53 +68,62 @@ class RaggedModel(nn.Module):
         self.expert_parallel = expert_parallel
         self.routers = Routers(model)
         self.router_aux_loss_weight = 0.0
-        """Of the routers' auxiliary loss, for each token that is scored; 0 for none."""
+        """Weight of the router auxiliary loss for each target token; 0 for none."""
         self.routed_experts: Tensor | None = None
-        """[T, L, k] int16: the experts that the last forward chose, if routers keep their choices."""
+        """The experts of the last forward [T, L, k] int16, if `routers.record_routed_experts` is set."""
         self.parameter_shards: dict[str, ParameterShard] = {}
-        """Checkpoint name -> part, for parameters of which this rank has only a part."""
+        """Checkpoint name -> shard, for parameters of which this rank holds only a part."""
         self._max_exact_length = max_exact_length(model.config.get_text_config())
         self._learned_positions = _learned_positions(model)
         self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
     def train(self, mode: bool = True) -> Self:
-        """See Module. Routers with jitter stay in evaluation mode: the engines' log-probs have none of its noise."""
+        """See Module. Routers with jitter stay in evaluation mode: engines compute log-probs without its noise."""
         super().train(mode)
         for module in self._noisy:
             module.training = False
         return self
 
     def hf_name(self, name: str) -> str:
-        """A parameter's name in the Hugging Face checkpoint, from its name in this module."""
+        """Return a parameter's name in the Hugging Face checkpoint, from its name in this module."""
         return name.removeprefix("model.")
 
     def read_pretrained(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
-        """Rows of this rank's part of a parameter, by its name in this module, from the checkpoint, in its dtype."""
-        assert self.pretrained is not None, f"{name} has no values: its model was made on the meta device"
+        """Return rows of this rank's shard of a parameter from the pretrained weights, in their dtype.
+
+        Only for a model with `pretrained` weights.
+
+        Args:
+            name: The parameter's name in this module.
+            rows: Rows of the shard; by default all.
+        """
+        assert self.pretrained is not None, f"{name} has no values: its model has no pretrained weights"
         name = self.hf_name(name)
-        part, saved = self.parameter_shards.get(name), name.replace(BASE_LAYER_INFIX, ".")
-        if part is None:
-            return self.pretrained.read(saved, rows)
-        if part.dim == 0 and part.blocks == 1:
-            return self.pretrained.read(saved, part.to_full_rows(self.pretrained.count_rows(saved), rows))
-        return part.extract(self.pretrained.read(saved))[rows]
+        shard, checkpoint_name = self.parameter_shards.get(name), name.replace(BASE_LAYER_INFIX, ".")
+        if shard is None:
+            return self.pretrained.read(checkpoint_name, rows)
+        if shard.dim == 0 and shard.blocks == 1:
+            return self.pretrained.read(
+                checkpoint_name, shard.to_full_rows(self.pretrained.count_rows(checkpoint_name), rows)
+            )
+        return shard.extract(self.pretrained.read(checkpoint_name))[rows]
 
     def persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, buffer) of those that checkpoints have: DeepSeek's routers have one."""
+        """Yield (checkpoint name, buffer) of the buffers in checkpoints, such as the router biases of DeepSeek."""
         for path, module in self.model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     yield f"{path}.{name}", buffer
 
     def expert_modules(self) -> list[nn.Module]:
-        """The modules with the experts of a layer, where ranks share these out."""
+        """Return the modules that hold the experts of a layer; empty without expert parallelism."""
         if self.expert_parallel is None:
             return []
         owners = {name.rpartition(".")[0] for name in self.parameter_shards}
         return [module for path, module in self.model.named_modules() if self.hf_name(f"model.{path}") in owners]
 
     def decoder_layers(self) -> list[nn.Module]:
-        """The repeated blocks, which strategies shard one by one."""
+        """Return the repeated blocks, which strategies shard separately."""
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if any(c.__name__ in names for c in type(module).__mro__)]
 
@@ -122,61 +136,82 @@ class RaggedModel(nn.Module):
         shared_prompt_lengths: Tensor | None,
         replayed_experts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Positions [N] of the tokens in score_mask [T], and the last hidden state before each [N, hidden size].
+        """Run the body and return the hidden states from which the target tokens are predicted.
 
-        In a parallel group, only those whose state is on this rank. repeated [B]: how many first tokens a sequence has
-        in common with the one before it; these are run once (see data.batch.TrainBatch.repeated_prompts); None means
-        none. `routing` [T, L, k]: see TrainBatch.
-        If nothing is scored, it returns position and state of some first token, which `spread` multiplies by 0:
-        sharded models need the same backward on every rank.
+        Args:
+            input_ids: Token ids [T].
+            position_ids: Position of each token in its sequence [T].
+            offsets: Sequence boundaries [B+1].
+            target_mask: True for tokens to predict [T]; never for a sequence's first token.
+            shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B], or
+                None. Shared tokens run once.
+            replayed_experts: Expert ids to replay [T, L, k], or None; see TrainBatch.routing.
+
+        Returns:
+            Positions of the predicted tokens [N] and the hidden state before each [N, hidden size]. In a parallel
+            group, only those on this rank. If there are none, one arbitrary token, which `scatter_to_tokens` multiplies
+            by 0, so that every rank runs the same backward.
+
+        Raises:
+            ConfigError: A sequence is longer than the model supports.
         """
         layout = SharedPromptLayout.from_offsets(offsets, shared_prompt_lengths, self._min_tokens)
         longest = max(layout.segments.attended_lengths)
         if self._max_exact_length and longest > self._max_exact_length:
             raise ConfigError(
-                f"A sequence has {longest} tokens, but beyond {self._max_exact_length} this model's rope changes for a "
-                "whole micro-batch (longrope), or its attention is divided into chunks (Llama 4); shorten prompts or "
-                "responses (max_prompt_length, max_generate_length)."
+                f"A sequence has {longest} tokens, but beyond {self._max_exact_length} this model's rope changes for "
+                "the full micro-batch (longrope), or its attention is split into chunks (Llama 4). Shorten prompts or "
+                "responses: max_prompt_length, max_generate_length."
             )
         if self._learned_positions and longest > self._learned_positions:
             raise ConfigError(
                 f"A sequence has {longest} tokens, but this model has embeddings of {self._learned_positions} "
-                "positions; shorten prompts or responses (max_prompt_length, max_generate_length)."
+                "positions. Shorten prompts or responses: max_prompt_length, max_generate_length."
             )
         positions = target_mask.nonzero().flatten()
         assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
-        places = layout.inverse_indices[positions - 1]
+        indices = layout.inverse_indices[positions - 1]
         if self.sequence_parallel is not None:
-            mine = self.sequence_parallel.local_slice(len(layout.token_indices))
-            here = (places >= mine.start) & (places < mine.stop)
-            positions, places = positions[here], places[here] - mine.start
+            local = self.sequence_parallel.local_slice(len(layout.token_indices))
+            is_local = (indices >= local.start) & (indices < local.stop)
+            positions, indices = positions[is_local], indices[is_local] - local.start
         if self.tensor_parallel is not None:
-            mine = self.tensor_parallel.local_slice(len(positions))
-            positions, places = positions[mine], places[mine]
+            local = self.tensor_parallel.local_slice(len(positions))
+            positions, indices = positions[local], indices[local]
         if positions.numel() == 0:
-            positions, places = positions.new_zeros(1), places.new_zeros(1)
+            positions, indices = positions.new_zeros(1), indices.new_zeros(1)
         if self.router_aux_loss_weight:
             self.routers.loss_inputs = self._router_loss_inputs(layout, offsets, target_mask)
         hidden = self._hidden_states(input_ids, position_ids, layout, self.sequence_parallel, replayed_experts)
         self.routed_experts = (
             self.routers.routed_experts()[layout.inverse_indices] if self.routers.record_routed_experts else None
         )
-        return positions, deterministic_index_select(hidden, places)
+        return positions, deterministic_index_select(hidden, indices)
 
     def _router_loss_inputs(self, layout: SharedPromptLayout, offsets: Tensor, target_mask: Tensor) -> RouterLossInputs:
         sequence_ids = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
-        scored = sequence_ids.new_zeros(len(offsets) - 1).index_add(0, sequence_ids, target_mask.long()).double()
+        num_targets = sequence_ids.new_zeros(len(offsets) - 1).index_add(0, sequence_ids, target_mask.long()).double()
         ranks = 1 if self.tensor_parallel is None else self.tensor_parallel.size  # each of which adds the same
-        return RouterLossInputs(layout.inverse_indices, sequence_ids, scored * self.router_aux_loss_weight / ranks)
+        return RouterLossInputs(layout.inverse_indices, sequence_ids, num_targets * self.router_aux_loss_weight / ranks)
 
     def scatter_to_tokens(self, values: Tensor, positions: Tensor, target_mask: Tensor) -> Tensor:
-        """[T] with all ranks' values [N] at their positions; 0, with a gradient of 0, outside score_mask."""
-        everywhere = values.new_zeros(len(target_mask)).index_copy(0, positions, values * target_mask[positions])
-        return everywhere if self.parallel_group is None else self.parallel_group.all_reduce_disjoint(everywhere)
+        """Return all ranks' values [N] at their positions [T]; 0, with a gradient of 0, outside `target_mask`.
+
+        In a parallel group this is a collective.
+
+        Args:
+            values: Values of this rank's target tokens [N].
+            positions: Positions of the values [N].
+            target_mask: Target tokens of the batch [T].
+        """
+        scattered = values.new_zeros(len(target_mask)).index_copy(0, positions, values * target_mask[positions])
+        return scattered if self.parallel_group is None else self.parallel_group.all_reduce_disjoint(scattered)
 
     @property
     def _min_tokens(self) -> int:
-        """The fewest tokens of a batch: every rank must have one, as it takes part in the exchanges between ranks."""
+        """The minimum number of tokens of a batch: every rank takes part in the exchanges between ranks, so it needs a
+        token.
+        """
         return 1 if self.sequence_parallel is None else self.sequence_parallel.size
 
     def _hidden_states(
@@ -187,7 +222,7 @@ class RaggedModel(nn.Module):
         parallel: SequenceParallel | None,
         replayed_experts: Tensor | None = None,
     ) -> Tensor:
-        """[c, hidden size] the last hidden states of the tokens of `packing` that this rank runs."""
+        """Return the last hidden states [c, hidden size] of the tokens of `layout` that this rank runs."""
         tokens = (
             layout.token_indices
             if parallel is None
@@ -206,83 +241,89 @@ class RaggedModel(nn.Module):
 
 
 def get_lm_head(model: PreTrainedModel) -> nn.Linear:
-    """The LM head. Raises ConfigError for a model that is not a body with a linear head."""
+    """Return the LM head. Raises ConfigError for a model that is not a body with a linear head."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or model.base_model is model:
         raise ConfigError(
-            f"{type(model).__name__} is not a causal language model with a linear head; use a text-only one."
+            f"{type(model).__name__} is not a causal language model with a linear head. Use a text-only model."
         )
     return head
 
 
 def verify_and_shard(ragged_model: RaggedModel) -> None:
-    """Check that a model can run without padding and in its parallel group; with tensor parallelism also divide it.
+    """Check that a model can run without padding and in its parallel groups, and shard it.
 
-    It runs the same tokens twice in one batch, after different ones: results must be equal, and those of the model's
-    own attention. Sliding windows are shorter meanwhile than the sequences. Then the parallel group, if there is one,
-    must get the same results as one process. Raises ConfigError.
+    The check runs the same tokens twice in one batch, after different ones. Both results must be equal, and equal to
+    those of the model's own attention. Sliding windows are shortened meanwhile, so that they are shorter than the
+    sequences. In tensor and expert parallelism the model is then sharded. The parallel groups, if any, must get the
+    same results as one process.
+
+    Raises:
+        ConfigError: A result differs, or the model cannot be sharded.
     """
     with temporarily_materialized(ragged_model), shortened_windows(ragged_model.model, _CHECK_WINDOW) as windowed:
         _verify_and_shard(ragged_model, compare_attention=windowed or ragged_model.pretrained is None)
 
 
 def _verify_and_shard(ragged_model: RaggedModel, compare_attention: bool) -> None:
-    """`compares`: with the model's own attention, which reads lent weights once more."""
+    """Implement `verify_and_shard`; `compare_attention` reads temporary weights once more."""
     parameter, vocabulary = next(ragged_model.parameters()), ragged_model.model.config.get_text_config().vocab_size
-    same = torch.arange(1, 10, device=parameter.device) % vocabulary
-    ids = torch.cat([same, same[[3, 4]], same])
-    places = torch.cat([torch.arange(length, device=parameter.device) for length in (9, 2, 9)])
+    tokens = torch.arange(1, 10, device=parameter.device) % vocabulary
+    ids = torch.cat([tokens, tokens[[3, 4]], tokens])
+    position_ids = torch.cat([torch.arange(length, device=parameter.device) for length in (9, 2, 9)])
     layout = SharedPromptLayout.from_offsets(
         torch.tensor([0, 9, 11, 20], device=parameter.device), None, ragged_model._min_tokens
     )
     with torch.no_grad():
-        computed = ragged_model._hidden_states(ids, places, layout, None)
+        computed = ragged_model._hidden_states(ids, position_ids, layout, None)
     first, second = computed[layout.inverse_indices[:9]], computed[layout.inverse_indices[11:]]
     if not is_close(first, second, computed.dtype):
         raise ConfigError(
-            f"{type(ragged_model.model).__name__} lets sequences of one batch see each other (its layers are not all "
-            "attention), so it cannot run without padding."
+            f"{type(ragged_model.model).__name__} lets sequences of one batch see each other, because not all of its "
+            "layers are attention. It cannot run without padding: use another model."
         )
     if compare_attention:
-        own = _own_attention(ragged_model, same)
-        deviation = (first - own).float().norm(dim=-1) / own.float().norm(dim=-1)
-        # The median: rounding may send some tokens to other experts.
+        reference = _own_attention(ragged_model, tokens)
+        deviation = (first - reference).float().norm(dim=-1) / reference.float().norm(dim=-1)
+        # The median, because rounding may send some tokens to other experts.
         if not float(deviation.median()) <= (0.25 if computed.dtype.itemsize < 4 else 1e-3):
             raise ConfigError(
-                f"{type(ragged_model.model).__name__} computes something else without padding than with its own attention, "
-                "so it cannot be trained exactly. Use another model class."
+                f"{type(ragged_model.model).__name__} computes other hidden states without padding than with its own "
+                "attention, so it cannot be trained exactly. Use another model class."
             )
-    groups = [one for one in (ragged_model.parallel_group, ragged_model.expert_parallel) if one is not None]
+    groups = [
+        group_or_none
+        for group_or_none in (ragged_model.parallel_group, ragged_model.expert_parallel)
+        if group_or_none is not None
+    ]
     if not groups:
         return
     for group in (ragged_model.tensor_parallel, ragged_model.expert_parallel):
         if group is not None:
-            parts = group.shard_model(ragged_model.model)
+            shards = group.shard_model(ragged_model.model)
             ragged_model.parameter_shards |= {
-                ragged_model.hf_name(f"model.{name}"): part for name, part in parts.items()
+                ragged_model.hf_name(f"model.{name}"): shard for name, shard in shards.items()
             }
     if ragged_model.sequence_parallel is not None:
         computed = computed[ragged_model.sequence_parallel.local_slice(len(computed))]
     message = (
-        f"{type(ragged_model.model).__name__} computes something else when it is divided over ranks: set "
+        f"{type(ragged_model.model).__name__} computes other hidden states when it is sharded over ranks. Set "
         f"{' and '.join(group.size_key for group in groups)} to 1."
     )
     try:
         with torch.no_grad():
-            again = ragged_model._hidden_states(ids, places, layout, ragged_model.sequence_parallel)
+            in_groups = ragged_model._hidden_states(ids, position_ids, layout, ragged_model.sequence_parallel)
     except dist.DistError:
         raise
-    except (RuntimeError, TypeError) as error:  # such as weights of another number of heads
+    except (RuntimeError, TypeError) as error:  # for example, weights for another number of heads
         raise ConfigError(f"{message} ({error})") from error
-    deviation = (again - computed).float().norm(dim=-1) / computed.float().norm(dim=-1)
-    if not float(deviation.max()) <= (
-        0.25 if computed.dtype.itemsize < 4 else 1e-4
-    ):  # relative: some channels are large
+    deviation = (in_groups - computed).float().norm(dim=-1) / computed.float().norm(dim=-1)
+    if not float(deviation.max()) <= (0.25 if computed.dtype.itemsize < 4 else 1e-4):
         raise ConfigError(message)
 
 
 def _own_attention(ragged_model: RaggedModel, ids: Tensor) -> Tensor:
-    """[T, hidden size] the last hidden states of one sequence with the model's own attention."""
+    """Return the last hidden states [T, hidden size] of one sequence with the model's own attention."""
     model: Any = ragged_model.model
     model.set_attn_implementation("eager")
     try:
@@ -293,25 +334,37 @@ def _own_attention(ragged_model: RaggedModel, ids: Tensor) -> Tensor:
     return hidden.squeeze(0)
 
 
-def is_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether tensors are equal up to the rounding of differently shaped matrix products in `dtype`."""
+def is_close(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """True if two tensors are equal up to the rounding of differently shaped matrix products in `dtype`.
+
+    Args:
+        tensor: Any floating-point tensor; the absolute tolerance is relative to its largest absolute value.
+        other: A tensor of the same shape and dtype.
+        dtype: Dtype of the products. The relative tolerance is 0.05 in half precision, else 1e-4.
+    """
     tolerance = 0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-4
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().amax()))
+    return torch.allclose(tensor, other, rtol=tolerance, atol=tolerance * float(tensor.abs().amax()))
 
 
 def _learned_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of positions of a model that has an embedding of each, as GPT-2 does; None for others."""
-    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    words = model.get_input_embeddings()
-    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding) and one is not words]
-    # Some tables begin with two rows that no position has.
-    return longest if longest is not None and {longest, longest + 2} & set(tables) else None
+    """Return the number of positions of a model with learned position embeddings, such as GPT-2; None for others."""
+    max_positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    token_embedding = model.get_input_embeddings()
+    table_sizes = [
+        module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module is not token_embedding
+    ]
+    # Some tables begin with two rows that belong to no position.
+    return (
+        max_positions if max_positions is not None and {max_positions, max_positions + 2} & set(table_sizes) else None
+    )
 
 
 def max_exact_length(config: Any) -> int | None:
-    """Return the length beyond which a model computes something else in a batch than alone; None if there is none.
+    """Return the length beyond which a model's results depend on the rest of its batch; None if there is none.
 
-    Longrope changes its frequencies for a whole batch. For chunked attention see `chunk_limit`.
+    Longrope changes its frequencies for a full batch. For chunked attention see `max_plain_attention_length`.
     """
     limits = [
         int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)

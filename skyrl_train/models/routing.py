@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: they compute in float32, count what they choose, and can be made to choose.
+"""Routers of a mixture of experts: they compute in float32, count and record their choices, and can replay others.
 
 Legend: U tokens that go through the model, L layers with experts, k experts for each token, E experts of a layer.
 """
@@ -25,36 +25,36 @@ _TOPK, _SIGMOID = (torch.topk, Tensor.topk), (torch.sigmoid, Tensor.sigmoid)
 
 @dataclass(frozen=True)
 class RouterLossInputs:
-    """What an auxiliary loss needs to know of a batch: T tokens, of B sequences."""
+    """The inputs of the router auxiliary loss that come from the batch, of T tokens in B sequences."""
 
     token_indices: Tensor
-    """[T] the place of each token among those that go through the model: a prompt may be shared."""
+    """[T]: the index of each token among those that go through the model, which may share prompts."""
     sequence_ids: Tensor
-    """[T]"""
+    """[T]: the sequence of each token."""
     weights: Tensor
-    """[B] of each sequence's loss."""
+    """[B]: the weight of each sequence's loss."""
 
 
 class Routers:
-    """The routers of one model, in the order of its layers; without experts there are none.
+    """The routers of one model, in the order of its layers; empty for a model without experts.
 
-    Every forward counts and remembers. A backward pass that computes a layer again (gradient checkpointing) does
-    neither, and gets the same choice. Raises ConfigError in a forward that asks more than that of a router whose code
-    is not known here.
+    Every forward pass counts and records the routed experts. A backward pass that recomputes a layer (gradient
+    checkpointing) does neither, and replays the same experts. A forward pass raises ConfigError if it must record or
+    replay experts or compute a loss, and the code of a router is not supported.
     """
 
     def __init__(self, model: PreTrainedModel):
-        found = list(_routers(model))
-        self.modules: list[Any] = [router for _, router in found]
-        self._layers = [layer for layer, _ in found]
+        routers = list(_routers(model))
+        self.modules: list[Any] = [router for _, router in routers]
+        self._layers = [layer for layer, _ in routers]
         self.record_routed_experts = False
         self.loss_inputs: RouterLossInputs | None = None
-        """If set, an auxiliary loss joins the gradient of every backward pass."""
+        """If set, an auxiliary loss is added to the gradient of every backward pass."""
         self._routed_experts: list[Tensor] | None = None
         self._replayed_experts: Tensor | None = None
         self._running = False
         self._counts: dict[int, Tensor] | None = None
-        """Layer -> [E], how many tokens chose each expert."""
+        """Layer -> [E], the number of tokens routed to each expert; None while metrics are off."""
         self._aux_loss: Tensor | None = None
         for layer, router in enumerate(self.modules):
             router.forward = self._routed(layer, router, router.forward)
@@ -62,22 +62,34 @@ class Routers:
     def check_routers_supported(
         self, model: PreTrainedModel, moe_routing_replay: str | None, router_aux_loss_coef: float
     ) -> None:
-        """Raise ConfigError naming the key that needs routers, if `model` has none that are known here."""
+        """Raise ConfigError if a setting needs routers and the model has none that are supported.
+
+        Args:
+            model: The model, for its class name in the message.
+            moe_routing_replay: The value of trainer.moe_routing_replay; None is off.
+            router_aux_loss_coef: The value of trainer.algorithm.router_aux_loss_coef; 0 is off.
+        """
         if (moe_routing_replay or router_aux_loss_coef) and not self.modules:
             key = "trainer.moe_routing_replay" if moe_routing_replay else "trainer.algorithm.router_aux_loss_coef"
-            raise ConfigError(f"{key}: {type(model).__name__} has no routers that are known here.")
+            value = moe_routing_replay or router_aux_loss_coef
+            raise ConfigError(
+                f"{key}={value!r}: {type(model).__name__} has no routers whose code is supported. Set it to "
+                f"{'null' if moe_routing_replay else '0'}, or use another model."
+            )
 
     @property
     def num_layers_and_top_k(self) -> tuple[int, int]:
-        """(L, k)"""
+        """The number of layers with experts, L, and of experts for each token, k; k is 0 without experts."""
         return len(self.modules), int(self.modules[0].top_k) if self.modules else 0
 
     @contextmanager
     def forward_pass(self, replayed_experts: Tensor | None = None) -> Iterator[None]:
-        """Within it the model runs forward.
+        """Run the model's forward pass inside this context.
 
-        given: int [U, L, k], the experts to choose, also in the backward pass that follows; where they are negative,
-        and without them, routers choose. It may have rows for layers without experts, too.
+        Args:
+            replayed_experts: Expert ids [U, L, k] to use instead of the router's choices, also in the backward pass
+                that follows. Where they are negative, or if they are None, the routers choose. They may also have
+                entries for layers without experts.
         """
         if replayed_experts is not None and replayed_experts.shape[1] != len(self.modules):
             replayed_experts = replayed_experts[:, self._layers]
@@ -89,52 +101,62 @@ class Routers:
             self._running = False
 
     def routed_experts(self) -> Tensor:
-        """[U, L, k] int16, of the last forward, with `keeps_choices`."""
+        """Return the experts of the last forward pass [U, L, k] int16; requires `record_routed_experts`."""
         assert self._routed_experts is not None and len(self._routed_experts) == len(self.modules)
-        return torch.stack([chosen.to(torch.int16) for chosen in self._routed_experts], 1)
+        return torch.stack([indices.to(torch.int16) for indices in self._routed_experts], 1)
 
     def reset_load_metrics(self) -> None:
-        """Count what forwards choose from now on, and sum their auxiliary losses."""
+        """Start to count routed tokens and to sum auxiliary losses, from 0."""
         self._counts, self._aux_loss = {}, None
 
     def collect_load_metrics(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """How tokens were spread over experts since `start_counting`, which ends here; all ranks call it.
+        """Return the load metrics collected since `reset_load_metrics`, and stop collecting.
 
-        router_load_max: tokens of the expert that got most, over the mean of its layer's; the mean over layers. 1 is
-        even, E/k is always the same experts. router_unused: the share of experts that got no token. router_aux_loss:
-        the auxiliary loss, if there is one.
+        This is a collective: every rank must call it.
+
+        Args:
+            sum_over_ranks: Sums a tensor over all ranks.
+
+        Returns:
+            {} if nothing was collected, else:
+            router_load_max: Tokens of the busiest expert divided by its layer's mean, averaged over layers. 1 is an
+                even load; E/k means that all tokens choose the same experts.
+            unused_expert_fraction: Fraction of experts that received no token.
+            router_aux_loss: Auxiliary loss, if one is configured.
         """
         counts, loss = self._counts or {}, self._aux_loss
         self._counts = self._aux_loss = None
         if not counts:
             return {}
         sizes = [len(counts[layer]) for layer in sorted(counts)]
-        of_layers = sum_over_ranks(torch.cat([counts[layer] for layer in sorted(counts)])).double().split(sizes)
-        most = [float(of_layer.max() / of_layer.mean().clamp(min=1e-9)) for of_layer in of_layers]
-        unused = [int((of_layer == 0).sum()) for of_layer in of_layers]
-        found = {"router_load_max": sum(most) / len(most), "router_unused": sum(unused) / sum(sizes)}
-        return found if loss is None else found | {"router_aux_loss": float(sum_over_ranks(loss))}
+        counts_of_layers = sum_over_ranks(torch.cat([counts[layer] for layer in sorted(counts)])).double().split(sizes)
+        max_loads = [
+            float(layer_counts.max() / layer_counts.mean().clamp(min=1e-9)) for layer_counts in counts_of_layers
+        ]
+        unused = [int((layer_counts == 0).sum()) for layer_counts in counts_of_layers]
+        load_metrics = {"router_load_max": sum(max_loads) / len(max_loads), "unused_expert_fraction": sum(unused) / sum(sizes)}
+        return load_metrics if loss is None else load_metrics | {"router_aux_loss": float(sum_over_ranks(loss))}
 
     def _routed(self, layer: int, router: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = None if self._replayed_experts is None else self._replayed_experts[:, layer]
-            with _Routing(router, given) as seen:
+            replayed = None if self._replayed_experts is None else self._replayed_experts[:, layer]
+            with _Routing(router, replayed) as routing:
                 output = compute(*args, **kwargs)
-            if not _is_known(router, output, seen):
-                if given is not None or self._routed_experts is not None or self.loss_inputs is not None:
+            if not _is_supported(router, output, routing):
+                if replayed is not None or self._routed_experts is not None or self.loss_inputs is not None:
                     raise ConfigError(
-                        f"{type(router).__name__} chooses experts in a way that is not known here: set "
+                        f"{type(router).__name__} chooses experts in a way that is not supported. Set "
                         "trainer.moe_routing_replay to null and trainer.algorithm.router_aux_loss_coef to 0."
                     )
                 return output
             logits, weights, indices = output
             if self.loss_inputs is not None:
-                weights = self._with_loss(seen.affinities(logits), weights, indices, self.loss_inputs)
+                weights = self._with_loss(routing.affinities(logits), weights, indices, self.loss_inputs)
             if self._running:
                 self._record(layer, logits.shape[-1], indices)
-            # The products of experts stay in the dtype that they would have without this.
-            return logits, weights.to(args[0].dtype) if seen.widened else weights, indices
+            # The experts' matrix products keep the dtype that they have without a float32 router.
+            return logits, weights.to(args[0].dtype) if routing.widened else weights, indices
 
         return forward
 
@@ -144,40 +166,50 @@ class Routers:
         if self._counts is not None:
             if layer not in self._counts:
                 self._counts[layer] = torch.zeros(experts, dtype=torch.int64, device=indices.device)
-            chosen = indices.flatten().long()
-            self._counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
+            flat_indices = indices.flatten().long()
+            self._counts[layer].scatter_add_(0, flat_indices, torch.ones_like(flat_indices))
 
     def _with_loss(self, affinity: Tensor, weights: Tensor, indices: Tensor, loss_inputs: RouterLossInputs) -> Tensor:
         loss = router_aux_loss(affinity, indices, loss_inputs) / len(self.modules)
         if self._running and self._counts is not None:
             self._aux_loss = loss.detach() + (0.0 if self._aux_loss is None else self._aux_loss)
-        joined: Tensor = _WithLoss.apply(weights, loss)
-        return joined
+        weights_with_loss: Tensor = _WithLoss.apply(weights, loss)
+        return weights_with_loss
 
 
 def router_aux_loss(affinity: Tensor, indices: Tensor, loss_inputs: RouterLossInputs) -> Tensor:
-    """sum_s w_s sum_i f_si P_si: w is a sequence's weight, f the share of its choices that fell on expert i, over the
-    even share, P its mean affinity to i. 1 for a sequence that is spread evenly.
+    """Return the router auxiliary loss of one layer [].
 
-    DeepSeek-V3, arXiv:2412.19437, equation 17. By sequence, so it does not depend on micro-batches. affinity [U, E],
-    indices [U, k].
+        loss = sum_s w_s sum_i f_si P_si
+
+    w is a sequence's weight. f is the fraction of the sequence's choices that fell on expert i, divided by the even
+    fraction. P is the sequence's mean affinity to expert i. The inner sum is 1 for a sequence that is spread evenly.
+    This is DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, eq. 17), which does not depend on micro-batches.
+
+    Args:
+        affinity: Affinities of tokens to experts [U, E], with gradient; each row sums to 1.
+        indices: Routed experts [U, k].
+        loss_inputs: Sequences of the tokens, and their weights.
     """
     count, experts = len(loss_inputs.weights), affinity.shape[1]
-    chosen = torch.zeros_like(affinity).scatter_(1, indices, 1.0)
+    is_routed = torch.zeros_like(affinity).scatter_(1, indices, 1.0)
     counts, sums = (
         affinity.new_zeros(count, experts).index_add(
-            0, loss_inputs.sequence_ids, deterministic_index_select(of_token, loss_inputs.token_indices)
+            0, loss_inputs.sequence_ids, deterministic_index_select(per_token, loss_inputs.token_indices)
         )
-        for of_token in (chosen, affinity)
+        for per_token in (is_routed, affinity)
     )
-    choices = counts.sum(1, keepdim=True).clamp(min=1)
-    shares, means = counts * experts / choices, sums * indices.shape[1] / choices
-    return ((shares * means).sum(1) * loss_inputs.weights).sum()
+    num_choices = counts.sum(1, keepdim=True).clamp(min=1)
+    fractions, means = counts * experts / num_choices, sums * indices.shape[1] / num_choices
+    return ((fractions * means).sum(1) * loss_inputs.weights).sum()
 
 
 class _WithLoss(torch.autograd.Function):
-    """Its first argument. The second is a loss, whose gradient begins where that of the first passes by: a layer that
-    is sharded, or computed again, has its weights there."""
+    """An identity function that adds the gradient of a loss.
+
+    It returns its first argument. The second is a loss, whose gradient starts when the gradient of the first passes. A
+    layer that is sharded or recomputed has its weights at that time.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -191,14 +223,15 @@ class _WithLoss(torch.autograd.Function):
 
 
 class _Routing(TorchFunctionMode):
-    """Within it one router computes its logits in float32, and takes given experts for the best ones.
+    """A mode in which one router computes its logits in float32 and takes the replayed experts for the best ones.
 
-    The router's own code makes weights of its choice, whatever the model: softmax before or after, sigmoids, groups.
+    The router's own code computes the weights from the choice, so this works for any model: softmax before or after the
+    choice, sigmoids, groups.
     """
 
     def __init__(self, router: Any, replayed_experts: Tensor | None):
         super().__init__()
-        self._best = router.num_experts, router.top_k
+        self._topk_of_experts = router.num_experts, router.top_k
         self._replayed_experts = replayed_experts
         self.widened = self.replaced = self._sigmoid = False
 
@@ -215,43 +248,46 @@ class _Routing(TorchFunctionMode):
         return function(*args, **options)
 
     def affinities(self, logits: Tensor) -> Tensor:
-        """[U, E] that sum to 1 over experts: softmax, or what sigmoids are of their sum, if the router takes these."""
+        """Return affinities [U, E] that sum to 1 over experts: softmax, or normalized sigmoids if the router uses
+        sigmoids.
+        """
         if not self._sigmoid:
             return logits.softmax(-1)
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True)
 
     def _topk(self, function: Any, scores: Tensor, k: int, *args: Any, **options: Any) -> Any:
-        own = function(scores, k, *args, **options)
-        if scores.ndim != 2 or (scores.shape[1], k) != self._best:  # of groups of experts
-            return own
+        best = function(scores, k, *args, **options)
+        if scores.ndim != 2 or (scores.shape[1], k) != self._topk_of_experts:  # a top-k of groups of experts
+            return best
         assert self._replayed_experts is not None
         self.replaced = True
-        indices = torch.where(self._replayed_experts < 0, own.indices, self._replayed_experts.to(own.indices.dtype))
+        indices = torch.where(self._replayed_experts < 0, best.indices, self._replayed_experts.to(best.indices.dtype))
         return torch.return_types.topk((scores.gather(1, indices), indices))
 
 
-def _is_known(router: Any, output: Any, seen: _Routing) -> bool:
-    """Whether a router's output is (logits [U, E], weights [U, k], indices [U, k]), and what was given was chosen.
+def _is_supported(router: Any, output: Any, routing: _Routing) -> bool:
+    """True if a router returned (logits [U, E], weights [U, k], indices [U, k]) and used the replayed experts, if any.
 
-    DeepSeek-V2's takes weights of scores that are 0 outside of the groups that it would choose itself.
+    DeepSeek-V2's group-limited router is excluded: it sets the scores outside of its own groups to 0 before it computes
+    the weights.
     """
-    limited = getattr(router, "topk_method", None) == "group_limited_greedy"
-    if limited or not isinstance(output, tuple) or len(output) != 3:
+    is_group_limited = getattr(router, "topk_method", None) == "group_limited_greedy"
+    if is_group_limited or not isinstance(output, tuple) or len(output) != 3:
         return False
     indices = output[2]
     if indices.is_floating_point() or indices.ndim != 2 or indices.shape[1] != router.top_k:
         return False
-    return seen.replaced or seen._replayed_experts is None
+    return routing.replaced or routing._replayed_experts is None
 
 
 def _routers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """(number of the layer, its router), of a model whose routers transformers records by their logits."""
+    """Yield (number of the layer, its router), for models whose router logits transformers can record."""
     recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorder = recorders.get("router_logits")
     if not isinstance(recorder, OutputRecorder) or recorder.index != 0:
         return
     for path, module in model.named_modules():
-        known = isinstance(module, recorder.target_class)
-        if known and isinstance(getattr(module, "top_k", None), int) and hasattr(module, "num_experts"):
-            yield next(int(part) for part in path.split(".") if part.isdigit()), module
+        is_router = isinstance(module, recorder.target_class)
+        if is_router and isinstance(getattr(module, "top_k", None), int) and hasattr(module, "num_experts"):
+            yield next(int(component) for component in path.split(".") if component.isdigit()), module

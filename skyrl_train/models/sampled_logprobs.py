@@ -1,8 +1,8 @@
 """Log-probs and entropies of given tokens from hidden states, in chunks of rows whose logits are computed twice.
 
-Legend: N rows, D hidden size, V vocabulary. Probabilities of a few chunks are kept for backward; the logits of all
-others are recomputed there, so memory does not grow with N x V. Matrix products: one in forward, three in backward
-(logits, unless kept; states; weight).
+Legend: N rows, D hidden size, V vocabulary. Probabilities of a few chunks are kept for backward. The logits of all
+others are recomputed there, so memory does not grow with N x V. There is one matrix product in forward, and three in
+backward (logits, unless kept; states; weight).
 """
 
 from __future__ import annotations
@@ -36,28 +36,43 @@ def sampled_logprobs(
     compute_entropy: bool,
     cached_chunks: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """[N] log softmax(logits / divisor) of each row's target and [N] entropy (anything unless wanted), nats.
+    """Return log softmax(logits / temperature) of each row's target, and each row's entropy, in nats.
 
-    hidden [N, D] with N at least 1, weight [V, D], bias [V] or None, targets [N] int64, divisor [N] (the temperature).
-    Results are at least float32, whatever the dtype of the matrix products. Differentiable once, in hidden, weight and
-    bias. kept_chunks: for how many chunks the probabilities, chunk_rows x V each, are kept for backward instead of
-    recomputed. On GPUs that have Triton, kernels do this (see fused_logprobs): the passes here are their reference.
+    On GPUs with Triton, fused kernels compute this (see fused_logprobs); the code here is their reference. The result
+    is differentiable once, in hidden, weight and bias.
+
+    Args:
+        hidden: Hidden states [N, D], with N at least 1.
+        weight: The head's weight [V, D].
+        bias: The head's bias [V], or None.
+        targets: Target token of each row [N] int64.
+        temperature: Sampling temperature of each row [N].
+        transform: The architecture's transform of the head's outputs.
+        chunk_rows: Number of rows of a chunk.
+        compute_entropy: Compute the entropy; otherwise its values are arbitrary.
+        cached_chunks: Number of chunks whose probabilities (chunk_rows x V) are kept for backward instead of
+            recomputed.
+
+    Returns:
+        Log-probs [N] and entropies [N], at least float32, whatever the dtype of the matrix products.
     """
     fused = get_fused_kernel(hidden, weight) if bias is None else None
     if fused is not None:
         return fused(hidden, weight, targets, temperature, transform, chunk_rows, cached_chunks)
     if not torch.is_grad_enabled() or transform.softcap is not None:  # a softcap's gradient needs the logits themselves
         cached_chunks = 0
-    scaled = None if bool((temperature == 1).all()) else temperature.unsqueeze(1)
-    found: tuple[Tensor, Tensor] = _SampledLogprobs.apply(
-        hidden, weight, bias, targets, scaled, transform, chunk_rows, compute_entropy, cached_chunks
+    temperature_column = None if bool((temperature == 1).all()) else temperature.unsqueeze(1)
+    result: tuple[Tensor, Tensor] = _SampledLogprobs.apply(
+        hidden, weight, bias, targets, temperature_column, transform, chunk_rows, compute_entropy, cached_chunks
     )
-    return found
+    return result
 
 
 class _SampledLogprobs(torch.autograd.Function):
-    """With p = softmax, the gradient of the log-prob of token y is 1[j = y] - p_j, and that of the entropy H is
-    -p_j (log p_j + H). Both are computed in the memory of the logits and of one copy of them.
+    """The eager implementation, with a backward pass in the memory of the logits and of one copy of them.
+
+    With p = softmax, the gradient of the log-prob of token y is 1[j = y] - p_j, and that of the entropy H is -p_j (log
+    p_j + H).
     """
 
     @staticmethod
@@ -76,20 +91,20 @@ class _SampledLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.transform, ctx.chunk_rows = transform, chunk_rows
         ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
-        states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
+        states, narrow_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         scratch = _scratch(ctx, hidden, weight)
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        kept: list[Tensor] = []
+        results: list[tuple[Tensor, Tensor, Tensor]] = []
+        cached_probabilities: list[Tensor] = []
         for chunk in split_slices(len(hidden), chunk_rows):
-            logits = transform(compute_logits(states[chunk], rows_of_weight, bias, scratch))
+            logits = transform(compute_logits(states[chunk], narrow_weight, bias, scratch))
             if temperature is not None:
                 logits.div_(temperature[chunk])
             probabilities = torch.softmax(logits, -1)
-            if len(kept) < cached_chunks:
-                kept.append(probabilities)
-            parts.append(_logprobs_and_entropy(logits, probabilities, targets[chunk], compute_entropy))
-        logprobs, entropy, logsumexp = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy, logsumexp, *kept)
+            if len(cached_probabilities) < cached_chunks:
+                cached_probabilities.append(probabilities)
+            results.append(_logprobs_and_entropy(logits, probabilities, targets[chunk], compute_entropy))
+        logprobs, entropy, logsumexp = (torch.cat(column) for column in zip(*results, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy, logsumexp, *cached_probabilities)
         return logprobs, entropy
 
     @staticmethod
@@ -97,43 +112,43 @@ class _SampledLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, entropy, logsumexp, *kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, entropy, logsumexp, *cached_probabilities = ctx.saved_tensors
         if d_logprobs is None:
             d_logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         dtype = ctx.product_dtype
-        states, rows_of_weight = hidden.to(dtype), weight.to(dtype)
+        states, narrow_weight = hidden.to(dtype), weight.to(dtype)
         trains_hidden, trains_weight, trains_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(states) if trains_hidden else None
         # Sum over chunks in at least float32: in half precision the error would grow with their number.
-        wide = torch.promote_types(dtype, torch.float32)
-        d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        d_weight = torch.zeros_like(narrow_weight, dtype=sum_dtype) if trains_weight else None
+        d_bias = torch.zeros_like(bias, dtype=sum_dtype) if trains_bias else None
         scratch = _scratch(ctx, hidden, weight)
-        for chunk, found in zip_longest(split_slices(len(hidden), ctx.chunk_rows), kept):
-            if found is None:
-                logits = ctx.transform(compute_logits(states[chunk], rows_of_weight, bias, scratch))
+        for chunk, probabilities in zip_longest(split_slices(len(hidden), ctx.chunk_rows), cached_probabilities):
+            if probabilities is None:
+                logits = ctx.transform(compute_logits(states[chunk], narrow_weight, bias, scratch))
                 capped = None if ctx.transform.softcap is None else logits.clone()
                 if temperature is not None:
                     logits.div_(temperature[chunk])
-                logs = logits.sub_(logsumexp[chunk].unsqueeze(1))
-                found = gradient = logs.exp_() if d_entropy is None else logs.exp()
+                log_probs = logits.sub_(logsumexp[chunk].unsqueeze(1))
+                probabilities = gradient = log_probs.exp_() if d_entropy is None else log_probs.exp()
             else:
-                capped, gradient = None, scratch[: len(found)]
+                capped, gradient = None, scratch[: len(probabilities)]
                 # Probabilities too small for a logarithm have a gradient of 0 either way.
-                logs = found if d_entropy is None else found.clamp(min=_TINY).log_()
+                log_probs = probabilities if d_entropy is None else probabilities.clamp(min=_TINY).log_()
             factor = -d_logprobs[chunk].unsqueeze(1)
             if d_entropy is not None:
-                factor = logs.add_(entropy[chunk].unsqueeze(1)).mul_(-d_entropy[chunk].unsqueeze(1)).add_(factor)
-            torch.mul(found, factor, out=gradient)
-            chosen = targets[chunk].unsqueeze(1)
-            gradient.scatter_add_(1, chosen, d_logprobs[chunk].unsqueeze(1).to(gradient.dtype))
+                factor = log_probs.add_(entropy[chunk].unsqueeze(1)).mul_(-d_entropy[chunk].unsqueeze(1)).add_(factor)
+            torch.mul(probabilities, factor, out=gradient)
+            target_column = targets[chunk].unsqueeze(1)
+            gradient.scatter_add_(1, target_column, d_logprobs[chunk].unsqueeze(1).to(gradient.dtype))
             if temperature is not None:
                 gradient.div_(temperature[chunk])
-            narrow = ctx.transform.backward_(gradient, capped).to(dtype)
+            narrow_gradient = ctx.transform.backward_(gradient, capped).to(dtype)
             if d_hidden is not None:
-                torch.mm(narrow, rows_of_weight, out=d_hidden[chunk])
+                torch.mm(narrow_gradient, narrow_weight, out=d_hidden[chunk])
             if d_weight is not None:
-                accumulate_weight_grad(d_weight, narrow, states[chunk])
+                accumulate_weight_grad(d_weight, narrow_gradient, states[chunk])
             if d_bias is not None:
                 d_bias += gradient.sum(0)
         return (
@@ -145,30 +160,33 @@ class _SampledLogprobs(torch.autograd.Function):
 
 
 def _scratch(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Memory of one chunk, reused for all: getting new pages from the operating system takes longer than a pass."""
-    wide = torch.promote_types(ctx.product_dtype, torch.float32)
-    return torch.empty(min(ctx.chunk_rows, len(hidden)), len(weight), dtype=wide, device=hidden.device)
+    """Return memory for one chunk, reused for all: new pages from the operating system take longer than a pass."""
+    dtype = torch.promote_types(ctx.product_dtype, torch.float32)
+    return torch.empty(min(ctx.chunk_rows, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
 
 
 def get_fused_kernel(hidden: Tensor, weight: Tensor) -> FusedLogprobs | None:
-    """What computes `sampled_logprobs` in fused kernels; None on CPUs, without Triton, and in double precision."""
+    """Return the fused implementation of `sampled_logprobs`; None on CPUs, without Triton, and in double precision.
+
+    The first call on a device tries the kernels and prints on stderr whether they are used.
+    """
     narrow = max(hidden.dtype.itemsize, weight.dtype.itemsize) <= torch.float32.itemsize
     return _fused_kernel_of_device(hidden.device) if hidden.is_cuda and narrow else None
 
 
 @cache
 def _fused_kernel_of_device(device: torch.device) -> FusedLogprobs | None:
-    """Tried once on a device, forward and backward: Triton may be there and its compiler not."""
+    """Try the kernels, forward and backward: Triton may be installed without a working compiler."""
     try:
         fused: FusedLogprobs = importlib.import_module("skyrl_train.models.fused_logprobs").fused_logprobs
         weight, target = torch.ones(16, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         with torch.enable_grad():
             states = torch.ones(1, 16, device=device, requires_grad=True)
             fused(states, weight, target, weight[0, :1], LogitTransform(), 1)[0].sum().backward()  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever a compiler or a driver comes up with
+    except Exception as error:  # compilers and drivers raise any type of error
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         print_stderr(
-            f"note: log-probs on {device}: several passes over logits, as Triton does not work here ({reason})"
+            f"note: log-probs on {device}: several passes over logits, because Triton does not work ({reason})"
         )
         return None
     print_stderr(f"note: log-probs on {device}: fused kernels")
@@ -178,9 +196,10 @@ def _fused_kernel_of_device(device: torch.device) -> FusedLogprobs | None:
 def _logprobs_and_entropy(
     logits: Tensor, probabilities: Tensor, targets: Tensor, compute_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and log-sum-exp, all [n], from logits [n, V], which are overwritten, and their softmax.
+    """Return log-probs, entropies and log-sum-exp, all [n], from logits [n, V] and their softmax.
 
-    The likeliest token's probability is at least 1 / V, so its logarithm is exact to rounding; a target's may be 0.
+    The logits are overwritten. The most likely token's probability is at least 1 / V, so its logarithm is exact to
+    rounding; a target's probability may be 0.
     """
     largest = logits.amax(-1, keepdim=True)
     total = -probabilities.amax(-1).log()  # log of the sum of exp(logits - largest)

@@ -1,4 +1,4 @@
-"""A parameter as one rank has it: its own elements, and the way to the others'."""
+"""One rank's shard of a parameter, and how to gather the full tensor."""
 
 from __future__ import annotations
 
@@ -12,54 +12,73 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """One rank's part of a tensor. What changes every element alike can be done before it is gathered: see `map`."""
+    """One rank's shard of a tensor. Elementwise changes can be made before it is gathered: see `map`."""
 
     local: Tensor
-    """This rank's elements: from `start` on of the flattened whole, unless `spread` says otherwise."""
+    """This rank's elements: from `start` on in the flattened full tensor, unless `zero_pad` says otherwise."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the full tensor."""
     start: int
+    """Index of this rank's first element in the flattened full tensor."""
     is_first_replica: bool
-    """Whether this rank stands for all that have the same elements: a sum over ranks must contain them once."""
+    """True on one rank of each set of replicas. Sums over ranks must count replicated elements once."""
     gather: Callable[[Tensor], Tensor]
-    """All ranks' `local` -> the whole, a collective. Any dtype that is the same on all ranks."""
+    """Maps `local` of all ranks to the full tensor; a collective. Any dtype works that is the same on all ranks."""
     zero_pad: Callable[[Tensor], Tensor] = lambda local: local
-    """`local` among zeros in place of other ranks' elements, so that the result lies within the whole without gaps."""
+    """Pads `local` with zeros where other ranks hold elements, so that it is a contiguous range of the full tensor."""
     select_columns: Callable[[Tensor], Tensor] = lambda matrix: matrix
-    """Of a matrix with as many columns as the whole, those that this rank has elements of."""
+    """Selects the columns of which this rank holds elements, in a matrix with as many columns as the full tensor."""
 
     @property
     def elements(self) -> Tensor:
-        """[n], elements `start` to `start` + n of the flattened whole."""
+        """This rank's elements as a contiguous range [n] from `start` on; zeros replace elements of other ranks."""
         return self.zero_pad(self.local).reshape(-1)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ShardedTensor:
-        """The tensor with every rank's elements changed."""
+        """Return the tensor with `change` applied to this rank's elements; `change` must keep their shape."""
         return replace(self, local=change(self.local))
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on the device of `local`; a collective of all ranks."""
+        """Return the full tensor, on the device of `local`. This is a collective: all ranks must call it."""
         return self.gather(self.local)
 
 
 def replicated(tensor: Tensor, rank: int) -> ShardedTensor:
-    """A tensor that every rank has whole."""
+    """Return a ShardedTensor for a tensor that every rank holds in full; rank 0 is its first replica."""
     return ShardedTensor(tensor, tuple(tensor.shape), 0, rank == 0, lambda local: local)
 
 
 def gather_ranges(shape: tuple[int, ...], start: int, local: Tensor) -> Tensor:
-    """Any ranges of a flattened tensor, one on each rank, which together are all of it; twice a gather's traffic."""
-    whole = local.new_zeros(shape)
-    whole.view(-1)[start : start + local.numel()] = local.view(-1)
-    dist.all_reduce(whole.view(-1).view(torch.uint8))  # as bytes, which keep the sign of a zero
-    return whole
+    """Return the full tensor from one range of its flattened elements per rank.
+
+    This is a collective: all ranks must call it. The ranges may have any size and must cover the tensor. It is an
+    all-reduce, which has twice the traffic of a gather.
+
+    Args:
+        shape: Shape of the full tensor.
+        start: Index of this rank's first element in the flattened tensor.
+        local: This rank's elements.
+    """
+    full = local.new_zeros(shape)
+    full.view(-1)[start : start + local.numel()] = local.view(-1)
+    dist.all_reduce(full.view(-1).view(torch.uint8))  # as bytes, to keep the sign of a zero
+    return full
 
 
 def gather_equal_ranges(shape: tuple[int, ...], length: int, ranks: int, local: Tensor) -> Tensor:
-    """Ranges of `length` elements in the order of ranks; the last ones may have fewer, or none."""
+    """Return the full tensor from ranges of equal length, in the order of ranks.
+
+    This is a collective: all ranks must call it.
+
+    Args:
+        shape: Shape of the full tensor.
+        length: Number of elements per rank. The last ranks may have fewer, or none.
+        ranks: Number of ranks.
+        local: This rank's elements.
+    """
     padded = local.new_zeros(length)
     padded[: local.numel()] = local.view(-1)
     flat = local.new_empty(ranks * length)
     dist.all_gather_into_tensor(flat, padded)
-    whole = torch.Size(shape)
-    return flat[: whole.numel()].view(whole)
+    full_shape = torch.Size(shape)
+    return flat[: full_shape.numel()].view(full_shape)

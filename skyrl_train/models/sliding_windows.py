@@ -1,4 +1,4 @@
-"""Sliding windows, as transformers' masks and modules state them."""
+"""Sliding windows, as the masks and modules of transformers specify them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 
 
 def register_window_masks(attn_implementation: str) -> None:
-    """Make transformers pass our attention function `attention` the window of a layer in the place of a mask.
+    """Make transformers pass the window of a layer to an attention implementation, in place of a mask.
 
-    Some models (Qwen2-MoE, PhiMoE) state the windows of their layers only by masks.
+    Some models (Qwen2-MoE, PhiMoE) specify the windows of their layers only by masks.
+
+    Args:
+        attn_implementation: Name of the attention implementation.
     """
     AttentionMaskInterface.register(attn_implementation, _window_mask)
 
 
 def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> int | Tensor | None:
-    """The window, in tokens; None without one. A tensor for a mask with other rules, which attention must refuse."""
-    sees_later = "allow_is_bidirectional_skip" in others  # an argument of masks that are not causal
-    return torch.empty(0) if use_vmap or sees_later else local_size
+    """Return the window in tokens, None without one, or an empty tensor (an error) for a mask with other rules."""
+    # transformers passes this argument only for masks that are not causal.
+    is_bidirectional = "allow_is_bidirectional_skip" in others
+    return torch.empty(0) if use_vmap or is_bidirectional else local_size
 
 
 def max_plain_attention_length(config: Any) -> int | None:
     """Return the number of tokens up to which all layers of Llama 4 compute plain causal attention.
 
-    That is the size of a chunk in layers with chunked attention, and the length at which layers without rotary
-    positions begin to scale queries. None for other models.
+    It is the size of a chunk in layers with chunked attention, or the length at which layers without rotary positions
+    begin to scale queries, if that is lower. The result is None for other models.
     """
     limits = []
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -40,9 +44,10 @@ def max_plain_attention_length(config: Any) -> int | None:
 
 
 def disable_query_scaling(model: nn.Module) -> None:
-    """Turn off Llama 4's scaling of queries, which is 1 up to `chunk_limit`.
+    """Turn off Llama 4's scaling of queries, which is 1 up to `max_plain_attention_length`.
 
-    transformers computes it from a token's place in the row, not from its position, so packed rows would be wrong.
+    transformers computes it from a token's index in the row, not from its position, so sequences in one row would be
+    wrong.
     """
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False):
@@ -51,9 +56,13 @@ def disable_query_scaling(model: nn.Module) -> None:
 
 @contextmanager
 def shortened_windows(model: PreTrainedModel, size: int) -> Iterator[bool]:
-    """Within it windows of more than `size` tokens have `size`, so that a check needs only short sequences.
+    """Shorten sliding windows of more than `size` tokens to `size` while the context is active.
 
-    Yields whether there are any.
+    A check then needs only short sequences. It yields True if there are such windows.
+
+    Args:
+        model: The model; its configurations and modules are changed, and restored at the end.
+        size: The window in tokens.
     """
     text: Any = model.config.get_text_config()
     owners: list[Any] = [model.config, text, *model.modules()]

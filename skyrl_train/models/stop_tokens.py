@@ -1,4 +1,4 @@
-"""The tokens at which a model's responses end."""
+"""The tokens that end a model's responses."""
 
 from __future__ import annotations
 
@@ -16,27 +16,35 @@ def get_stop_tokens(tokenizer: Any, *configs: Any) -> frozenset[int]:
     """Return the ids of all tokens that end a response.
 
     These are the end-of-sequence tokens of `configs` and of the tokenizer, and the token with which the tokenizer's
-    chat template closes an answer.
+    chat template ends an assistant turn.
 
     Args:
-        tokenizer: None for a model without one.
-        configs: Generation and model configurations; see `stop_configs`.
+        tokenizer: The tokenizer; None for a model without one.
+        configs: Generation and model configurations; see `load_stop_configs`.
     """
     end = find_end_of_turn_token(tokenizer)
     return get_eos_tokens(*configs, tokenizer) | (frozenset() if end is None else {end})
 
 
 def get_eos_tokens(*sources: Any) -> frozenset[int]:
-    """Return all end-of-sequence ids named by `sources`: generation config, model config or tokenizer."""
-    found: set[int] = set()
+    """Return all end-of-sequence ids in `sources`: generation configs, model configs or tokenizers; None is allowed."""
+    eos_ids: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [ids] if ids is not None else [])
-    return frozenset(found)
+        eos_ids.update(ids if isinstance(ids, list | tuple) else [ids] if ids is not None else [])
+    return frozenset(eos_ids)
 
 
 def load_stop_configs(model: str) -> list[Any]:
-    """Return the configurations of a folder or hub name that may name end-of-sequence tokens."""
+    """Return the configurations of a model that may name end-of-sequence tokens: its config, text config, generation
+    config.
+
+    Args:
+        model: A folder or hub name. Its generation config is optional.
+
+    Raises:
+        ConfigError: The model's configuration cannot be loaded.
+    """
     config = load_config(model)
     configs: list[Any] = [config, config.get_text_config()]
     with suppress(OSError):  # it is optional

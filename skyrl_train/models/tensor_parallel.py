@@ -1,10 +1,10 @@
-"""Tensor parallelism: every rank has a part of each layer's heads and features, by transformers' plan for the model.
+"""Tensor parallelism: every rank holds a part of each layer's heads and features, by transformers' plan for the model.
 
 Shoeybi et al., "Megatron-LM", arXiv:1909.08053, with one difference. All ranks compute the same hidden states, but each
-scores only some of the tokens. So a rank's gradient of a hidden state is one summand of the whole gradient, as with
-ranks that have different data. The summands are added up only behind a layer's row-wise product, where a rank's
-features need the whole gradient. So gradients of replicated parameters (norms, embeddings, head, routers) are summands,
-too.
+computes log-probs of only some of the tokens. So a rank's gradient of a hidden state is a partial sum of the full
+gradient, as with ranks that have different data. The partial sums are added only after a layer's row-wise product,
+where a rank's features need the full gradient. So gradients of replicated parameters (norms, embeddings, head, routers)
+are partial sums, too.
 """
 
 from __future__ import annotations
@@ -26,40 +26,50 @@ from skyrl_train.models.parameter_shards import ParameterShard, is_layer_paramet
 _REPLICATED = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
 _MIN_SHARDED_FRACTION = 0.75
-"""Least share of the layers' weights that a plan must divide: some plans omit experts."""
+"""Minimum fraction of the layers' weights that a plan must shard: some plans omit experts."""
 _STYLES = ("colwise", "rowwise", "packed_colwise", _EXPERTS, _REPLICATED)
 
 
 class TensorParallel(ParallelGroup):
-    """A parallel group in which each rank has a part of every layer, and runs all tokens through it."""
+    """A parallel group in which each rank holds a part of every layer, and runs all tokens through it."""
 
     def shard_model(self, model: PreTrainedModel) -> dict[str, ParameterShard]:
-        """Reduce `model` to this rank's part; returns the part of every parameter that is divided, by name.
+        """Reduce the layers of `model` to this rank's shards.
 
-        Raises ConfigError for a model without a plan, with an unknown style in its plan, or with sizes that the number
-        of ranks does not divide.
+        Args:
+            model: A model whose transformers class has a tensor-parallel plan; it is changed.
+
+        Returns:
+            Name of each sharded parameter -> its shard.
+
+        Raises:
+            ConfigError: The model has no plan, the plan has an unsupported style or shards too few weights, or the
+                number of ranks does not divide a size.
         """
-        styles = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}  # those of layers
+        styles = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}  # only layers
         if not styles:
             name = type(model).__name__
             raise ConfigError(f"transformers has no tensor-parallel plan for {name}: set {self.size_key} to 1.")
         self._check_heads(model.config)
         matrices = ((name, p) for name, p in model.named_parameters() if p.ndim > 1 and LORA_INFIX not in name)
         sizes = {name: parameter.numel() for name, parameter in matrices if is_layer_parameter(name)}
-        parts: dict[str, ParameterShard] = {}
+        shards: dict[str, ParameterShard] = {}
         for path, module in model.named_modules():
-            for place, style in match_plan_styles(path, module, styles):
-                parts |= self._apply(style, place, path, module)
-        divided = sum(size for name, size in sizes.items() if name in parts) / sum(sizes.values())
-        if divided < _MIN_SHARDED_FRACTION:
+            for plan_path, style in match_plan_styles(path, module, styles):
+                shards |= self._apply(style, plan_path, path, module)
+        sharded_fraction = sum(size for name, size in sizes.items() if name in shards) / sum(sizes.values())
+        if sharded_fraction < _MIN_SHARDED_FRACTION:
             raise ConfigError(
-                f"transformers' tensor-parallel plan for {type(model).__name__} divides {divided:.0%} of its layers' "
-                f"weights; every rank would hold the others whole: set {self.size_key} to 1."
+                f"transformers' tensor-parallel plan for {type(model).__name__} shards only {sharded_fraction:.0%} of "
+                f"its layers' weights; every rank would hold the others in full. Set {self.size_key} to 1."
             )
-        return parts
+        return shards
 
-    def _apply(self, style: str, place: str, path: str, module: nn.Module) -> dict[str, ParameterShard]:
-        """Apply `style` at `place`, the path of `module` or of one of its own parameters; returns the divided parts."""
+    def _apply(self, style: str, plan_path: str, path: str, module: nn.Module) -> dict[str, ParameterShard]:
+        """Apply `style` to a module or to one of its direct parameters, and return the resulting shards.
+
+        `path` is that of the module, and `plan_path` that of the module or the parameter.
+        """
         base: Any = getattr(module, "base_layer", module)  # in an adapted layer
         is_linear = isinstance(base, nn.Linear)
         if style == _REPLICATED:
@@ -75,38 +85,38 @@ class TensorParallel(ParallelGroup):
             return self._shard_linear(path, module, 1)
         if style == "colwise" and is_linear:
             return self._shard_linear(path, module, 0)
-        if (
-            style in ("rowwise", "packed_colwise") and place != path
-        ):  # of experts: [E, 2 x features, D] and [E, D, features]
+        if style in ("rowwise", "packed_colwise") and plan_path != path:
+            # Parameters of experts: [E, 2 x features, D] and [E, D, features].
             dim, blocks = (2, 1) if style == "rowwise" else (1, 2)
-            return shard_parameters(self, path, module, {place.rpartition(".")[2]: dim}, blocks)
+            return shard_parameters(self, path, module, {plan_path.rpartition(".")[2]: dim}, blocks)
         raise ConfigError(
-            f"transformers' tensor-parallel plan has {style!r} for {place}, which is not known here (known: "
+            f"transformers' tensor-parallel plan has {style!r} for {plan_path}, which is not supported (supported: "
             f"{', '.join(_STYLES)}): set {self.size_key} to 1."
         )
 
     def _shard_linear(self, path: str, module: nn.Module, dim: int) -> dict[str, ParameterShard]:
-        """Divide the rows (`dim` 0) or columns (1) of a linear layer, and of W + s B A those of B or of A with it.
+        """Shard the rows (`dim` 0) or columns (1) of a linear layer.
 
-        The other one of both is whole on every rank, and its gradient a summand.
+        If the layer is adapted (W + s B A), the rows of B or the columns of A are sharded with it. The other one is
+        replicated, and its gradient is a partial sum.
         """
-        parts: dict[str, ParameterShard] = {}
-        adapted = LORA_A_SUFFIX if dim else LORA_B_SUFFIX
+        shards: dict[str, ParameterShard] = {}
+        suffix = LORA_A_SUFFIX if dim else LORA_B_SUFFIX
         for name, parameter in [*module.named_parameters()]:
-            if name.endswith(adapted[1:]) or (LORA_INFIX not in f".{name}" and (parameter.ndim > 1 or not dim)):
-                owner, _, own = name.rpartition(".")
-                parts |= shard_parameters(
-                    self, f"{path}.{owner}" if owner else path, module.get_submodule(owner), {own: dim}
+            if name.endswith(suffix[1:]) or (LORA_INFIX not in f".{name}" and (parameter.ndim > 1 or not dim)):
+                owner, _, parameter_name = name.rpartition(".")
+                shards |= shard_parameters(
+                    self, f"{path}.{owner}" if owner else path, module.get_submodule(owner), {parameter_name: dim}
                 )
-        return parts
+        return shards
 
     def _check_heads(self, config: Any) -> None:
         for name in ("num_attention_heads", "num_key_value_heads"):
             for count in get_layer_sizes(config, name):
                 if count % self.size:
                     raise ConfigError(
-                        f"{self.size_key}={self.size} does not divide the model's {name}, {count}: each rank attends with "
-                        "as many of them; use a divisor."
+                        f"{self.size_key}={self.size} does not divide the model's {name}, {count}. Every rank computes "
+                        f"the same number of heads: use a divisor of {count}."
                     )
 
     @staticmethod
@@ -119,7 +129,7 @@ class TensorParallel(ParallelGroup):
 
 
 class _AllReduceBothWays(torch.autograd.Function):
-    """A sum over ranks whose gradients are also summed over ranks: each rank has one summand of both."""
+    """A sum over ranks whose gradients are also summed over ranks: each rank has a partial sum of both."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: ParallelGroup) -> Tensor:  # type: ignore[override]
@@ -129,4 +139,4 @@ class _AllReduceBothWays(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return ctx.ranks.sum(gradient), None
+        return ctx.ranks.all_reduce(gradient), None

@@ -1,4 +1,4 @@
-"""A critic's values of states in the ragged batch: a language model's body with a linear head of width 1."""
+"""A critic: a language model's body with a linear head of width 1 that computes values of states."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from skyrl_train.models.ragged_model import RaggedModel, get_lm_head, verify_and
 
 
 class ValueModel(RaggedModel):
-    """The critic's root module, which strategies shard: the body of `model`, without its LM head.
+    """The critic's root module, which strategies shard: the body of a causal language model, with a value head.
 
-    The value head starts at 0, so that all values are 0 before training, whatever the seed. Raises ConfigError for a
-    model that cannot run without padding.
+    The value head starts at 0, so that all values are 0 before training, whatever the seed.
     """
 
     def __init__(
@@ -29,7 +28,18 @@ class ValueModel(RaggedModel):
         pretrained: PretrainedWeights | None = None,
         expert_parallel: ExpertParallel | None = None,
     ):
-        """`head_name`: the head's name in checkpoints. The others: see RaggedModel."""
+        """Take the body of `model` and add a value head.
+
+        Args:
+            model: A causal language model; its LM head is not used.
+            head_name: Name of the value head in checkpoints.
+            parallel_group: See RaggedModel.
+            pretrained: See RaggedModel.
+            expert_parallel: See RaggedModel.
+
+        Raises:
+            ConfigError: The model cannot run without padding or in its parallel groups, or has no linear head.
+        """
         size = get_lm_head(model).in_features
         body: Any = model.base_model
         super().__init__(body, parallel_group, pretrained, expert_parallel)
@@ -41,7 +51,9 @@ class ValueModel(RaggedModel):
         verify_and_shard(self)
 
     def hf_name(self, name: str) -> str:
-        """A parameter's name in a checkpoint; the body has the names of the causal language model it was taken from."""
+        """Return a parameter's name in a checkpoint; the body has the names of the causal language model it was taken
+        from.
+        """
         module, _, rest = name.partition(".")
         return f"{self._head_name if module == 'value_head' else self._prefix}.{rest}"
 
@@ -60,14 +72,28 @@ class ValueModel(RaggedModel):
         shared_prompt_lengths: Tensor | None = None,
         replayed_experts: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """[T] values of the states before the tokens in score_mask, at least float32, 0 elsewhere; no entropy.
+        """Return the values of the states before the target tokens.
 
-        The arguments are those of TokenScorer, but temperature is not used and wants_entropy must be False.
+        Args:
+            input_ids: Token ids [T].
+            position_ids: Position of each token in its sequence [T].
+            offsets: Sequence boundaries [B+1].
+            temperature: Not used.
+            target_mask: True for target tokens [T]; never for a sequence's first token.
+            compute_entropy: Must be False.
+            shared_prompt_lengths: See LogprobModel.forward.
+            replayed_experts: See LogprobModel.forward.
+
+        Returns:
+            Values [T], at least float32 and 0 outside `target_mask`; and None for the entropy.
+
+        Raises:
+            ConfigError: A sequence is longer than the model supports.
         """
         assert not compute_entropy, "a critic has no entropy"
         positions, hidden = self.hidden_before_targets(
             input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts
         )
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # a matrix product would be autocast
+        values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # autocast would narrow a matrix product
         return self.scatter_to_tokens(values, positions, target_mask), None

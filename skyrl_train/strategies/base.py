@@ -1,4 +1,4 @@
-"""The base of strategies, which shard one model over ranks, update, move and save it."""
+"""The base class of strategies, which shard one model over ranks, and update, move and save it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
-from skyrl_train.strategies.checkpoint_shards import CheckpointShard, ParameterSlice, open_shards, to_local
+from skyrl_train.strategies.checkpoint_shards import (
+    CheckpointReader,
+    CheckpointShard,
+    ParameterSlice,
+    open_shards,
+    to_local,
+)
 from skyrl_train.strategies.cpu_offload import CpuOffloader
 
 SCHEDULES = (
@@ -27,21 +33,21 @@ _STATE = ("exp_avg", "exp_avg_sq")
 
 
 def get_widest_dtype(module: nn.Module) -> torch.dtype:
-    """The widest dtype of all parameters: that of the trained ones, if frozen ones are in the compute dtype."""
+    """Return the widest dtype of all parameters: that of the trained ones, if frozen ones have the compute dtype."""
     return max((parameter.dtype for parameter in module.parameters()), key=lambda dtype: dtype.itemsize)
 
 
 class LearningRates(NamedTuple):
-    """The learning rates that two schedules give the same update."""
+    """The learning rates that the schedules of two runs give the same update."""
 
     in_checkpoint: float
-    """By the schedule of the run that saved the checkpoint."""
+    """From the schedule of the run that saved the checkpoint."""
     in_run: float
-    """By the schedule of this run."""
+    """From the schedule of this run."""
 
 
 class Strategy(ABC):
-    """One trained (or frozen) model on one rank: its parameters, whole or sharded, with AdamW on this rank's part.
+    """One trained or frozen model on one rank: its parameters, full or sharded, and AdamW for this rank's shard.
 
     Gradients are summed over ranks, not averaged: losses contain global denominators. The optimizer works on plain
     views of the local rows, so sharding costs nothing extra and its state is plain, too. Subclasses place the module
@@ -51,30 +57,50 @@ class Strategy(ABC):
     def __init__(
         self, optimizer_config: OptimizerConfig | None, device: torch.device | str, rank: int, world_size: int
     ):
+        """Store the settings; call `prepare` next.
+
+        Args:
+            optimizer_config: Optimizer settings; None for a frozen model.
+            device: Device of the model.
+            rank: This process's rank.
+            world_size: Number of ranks.
+        """
         self.optimizer_config = optimizer_config
         self.device = torch.device(device)
         self.rank = rank
         self.world_size = world_size
         self.max_skipped_updates = 5
-        """After this many consecutive updates without a finite gradient the run stops: trainer.guards."""
+        """The run stops after this many consecutive updates without a finite gradient
+        (trainer.guards.max_skipped_updates).
+        """
         self._updates = 0
         self._skipped_in_a_row = 0
         self._optimizer: torch.optim.AdamW | None = None
 
     @abstractmethod
     def prepare(self, model: nn.Module, total_steps: int | None) -> nn.Module:
-        """Shard or wrap the scorer, build optimizer and schedule (neither if total_steps is None: a frozen model).
+        """Shard or wrap a model, and build optimizer and schedule unless it is frozen.
 
-        In addition to forward the scorer has three methods, as TokenScorer does: `decoder_layers()`, the blocks to
-        shard one by one; `hf_name(name)`, a parameter's name in the Hugging Face checkpoint; and `head_parameters()`,
-        the parameters that forward reads without running their module. Parameters on the meta device get memory and
-        the values of the checkpoint: see strategies.fill.
+        The model is a RaggedModel, or a module with the same methods: `decoder_layers()`, the blocks to shard
+        separately; `hf_name(name)`, a parameter's name in the Hugging Face checkpoint; and `head_parameters()`, the
+        parameters that forward reads without running their module. Parameters on the meta device are materialized: see
+        strategies.materialize.
+
+        Args:
+            model: The model; it is changed.
+            total_steps: Number of updates of the run, for the schedule. None freezes the model.
+
+        Returns:
+            The module to call for a forward pass.
+
+        Raises:
+            ConfigError: Settings do not fit the ranks, or a trained model has no optimizer settings.
         """
 
     def _register_module(self, model: nn.Module, total_steps: int | None) -> None:
-        """Take over the placed module: names, views and, unless it is frozen, optimizer and schedule.
+        """Store the placed module with its names and views, and build the optimizer unless it is frozen.
 
-        Parameters without gradient stay as they were loaded: they have no copies or state, and are not saved.
+        Parameters without gradient keep their loaded values: they have no copies or state, and are not saved.
         """
         self.module = model
         if total_steps is None:
@@ -92,13 +118,16 @@ class Strategy(ABC):
         )
 
     def _schedule(self, total_steps: int) -> OptimizerConfig:
-        """Check and store the schedule; returns the optimizer's settings, which a trained model must have."""
+        """Check and store the schedule, and return the optimizer's settings, which a trained model must have."""
         settings = self.optimizer_config
         if settings is None:
-            raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
+            raise ConfigError("A trained model needs optimizer settings: set trainer.policy.optimizer_config.")
         if settings.scheduler not in SCHEDULES:
-            raise ConfigError(f"optimizer_config.scheduler={settings.scheduler!r} is not one of {SCHEDULES}.")
-        from transformers import get_scheduler  # imports peft, which takes a second and which the driver does not need
+            raise ConfigError(
+                f"optimizer_config.scheduler={settings.scheduler!r} is not a known schedule. Choose one of: "
+                f"{', '.join(SCHEDULES)}."
+            )
+        from transformers import get_scheduler  # imports peft, which takes a second, and which the driver does not need
 
         schedule = get_scheduler(
             settings.scheduler, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), settings.num_warmup_steps, total_steps
@@ -107,20 +136,33 @@ class Strategy(ABC):
         return settings
 
     def backward(self, loss: Tensor, is_last_micro_batch: bool) -> None:
-        """Accumulate gradients; `last`: it is the last micro-batch of the update, so reduce gradients over ranks."""
+        """Accumulate the gradients of one micro-batch.
+
+        Args:
+            loss: The loss of the micro-batch [].
+            is_last_micro_batch: The micro-batch is the last one of the update, so gradients must be reduced over ranks.
+        """
         loss.backward()
 
     def step(self) -> dict[str, float]:
-        """Clip, step, schedule, zero. Returns grad_norm (of the summed gradient, before clipping), lr and skipped.
+        """Clip gradients, update parameters and schedule, and reset gradients. All ranks must call it.
 
-        If the gradient is not finite on any rank, all ranks skip: parameters stay bit-equal and `skipped` is 1. The
+        If the gradient is not finite on any rank, all ranks skip the update: parameters stay bitwise equal. The
         schedule also counts skipped updates, so that it ends with the run.
+
+        Returns:
+            grad_norm: Norm of the summed gradient, before clipping.
+            lr: Learning rate of this update.
+            skipped: 1 if the update was skipped, else 0.
+
+        Raises:
+            NonFiniteUpdate: `max_skipped_updates` consecutive updates were skipped.
         """
         assert self._optimizer is not None and self.optimizer_config is not None, "a frozen model does not step"
         lr = self._next_lr()
-        held = {name: to_local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-        norm = self._global_norm(held)
-        gradients = list(held.values())
+        gradients_by_name = {name: to_local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        norm = self._global_norm(gradients_by_name)
+        gradients = list(gradients_by_name.values())
         finite = bool(torch.isfinite(norm))
         if finite:
             limit = self.optimizer_config.max_grad_norm
@@ -144,20 +186,24 @@ class Strategy(ABC):
         return self.optimizer_config.lr * float(self._lr_factor(self._updates))
 
     def _finish_step(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
-        """Return the result of `step`. Raises NonFiniteUpdate after `max_skipped_updates` skipped updates in a row."""
+        """Count the update and return the result of `step`. Raises NonFiniteUpdate after too many skipped updates in a
+        row.
+        """
         self._updates += 1
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         # The norm is global, so all ranks stop at the same update.
         if self._skipped_in_a_row >= self.max_skipped_updates:
             raise NonFiniteUpdate(
-                f"The gradient was not finite in {self.max_skipped_updates} updates in a row (trainer.guards."
-                "max_skipped_updates), so nothing is learnt any more. Lower the learning rate, or look for NaN in "
-                "rewards and log-probs."
+                f"The gradient was not finite in {self.max_skipped_updates} consecutive updates (trainer.guards."
+                "max_skipped_updates), so the model is no longer trained. Lower the learning rate, or check rewards "
+                "and log-probs for NaN."
             )
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 
     def _global_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """2-norm over all parameters and ranks, float64 []: equal on all ranks, so that they make the same decision."""
+        """Return the 2-norm over all parameters and ranks [], float64 and equal on all ranks, so that they decide the
+        same.
+        """
         if not gradients:
             return self._sum_over_ranks(torch.zeros(()).double()).sqrt()
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))])
@@ -165,19 +211,19 @@ class Strategy(ABC):
         return self._sum_over_ranks((norms.square() / copies).sum()).sqrt()
 
     def _num_replicas(self, name: str) -> int:
-        """How many of the ranks that `_sum_over_ranks` sums over have the same part of a parameter."""
+        """Return how many ranks of `_sum_over_ranks` hold an identical copy of a parameter's shard."""
         return 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
     def free_transient_memory(self) -> None:
-        """Give up what only the next pass needs: gathered weights, and memory that torch keeps for it (on GPUs)."""
+        """Free gathered weights and return the CUDA allocator's cached memory."""
         if self.device.type != "cpu":
             torch.cuda.empty_cache()
 
     def offload(self) -> int:
-        """Move parameters, gradients and optimizer state to host memory; returns the bytes freed (0 on CPU)."""
+        """Move parameters, gradients and optimizer state to host memory, and return the freed bytes (0 on CPUs)."""
         if self.device.type == "cpu":
             return 0
         before = torch.cuda.memory_allocated(self.device)
@@ -187,15 +233,15 @@ class Strategy(ABC):
         return before - torch.cuda.memory_allocated(self.device)
 
     def onload(self) -> None:
-        """Move them back to the device."""
+        """Move parameters, gradients and optimizer state back to the device."""
         if self.device.type != "cpu":
             self._move(self.device)
             self._move_state(self.device)
 
     def onload_parameters_only(self) -> None:
-        """Have the parameters on the device and all else in host memory: what a weight sync needs.
+        """Move the parameters to the device and the optimizer state to host memory.
 
-        What the allocator kept is free for others then, too.
+        Use this before a weight sync. It also returns the CUDA allocator's cached memory.
         """
         if self.device.type != "cpu":
             self._move_state("cpu")
@@ -212,13 +258,13 @@ class Strategy(ABC):
         moved = self._offloader.move({name: to_local(tensor.detach()) for name, tensor in tensors.items()}, device)
         names = {id(tensor): name for name, tensor in tensors.items()}
 
-        def place(tensor: Tensor) -> Tensor:
-            there = moved[names[id(tensor)]]
-            if isinstance(tensor, DTensor):  # from_local would move it to the devices of the mesh
-                return DTensor(there, tensor._spec, requires_grad=False)
-            return there
+        def to_moved(tensor: Tensor) -> Tensor:
+            moved_tensor = moved[names[id(tensor)]]
+            if isinstance(tensor, DTensor):  # from_local would move the tensor to the devices of the mesh
+                return DTensor(moved_tensor, tensor._spec, requires_grad=False)
+            return moved_tensor
 
-        self.module._apply(place)
+        self.module._apply(to_moved)
         if self._optimizer is not None:
             for name, view in self._views.items():
                 view.data = to_local(self._parameters[name].detach())
@@ -232,16 +278,23 @@ class Strategy(ABC):
             state |= {key: moved[id(view), key] for key in state}
 
     def sharded_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, ShardedTensor]]:
-        """Yield (Hugging Face name, this rank's part) of every parameter, in an order that is the same on all ranks.
+        """Yield (Hugging Face name, this rank's shard) of every parameter, in an order that is the same on all ranks.
 
-        Tensors are on the device, tied weights occur once. With `trained_only` frozen parameters are left out.
+        Tensors are on the device, and tied weights occur once.
+
+        Args:
+            trained_only: Leave out frozen parameters.
         """
         for name, parameter in self._parameters.items():
             if parameter.requires_grad or not trained_only:
                 yield name, self._sharded(name, parameter)
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same, but whole; a collective: all ranks must iterate."""
+        """Yield (Hugging Face name, full tensor) of every parameter. This is a collective: all ranks must iterate.
+
+        Args:
+            trained_only: Leave out frozen parameters.
+        """
         for name, parameter in self.sharded_parameters(trained_only):
             yield name, parameter.full_tensor()
 
@@ -252,50 +305,61 @@ class Strategy(ABC):
         return {name: ParameterSlice.from_tensor(parameter) for name, parameter in self._saved.items()}
 
     def _local_slice(self, name: str) -> Tensor:
-        """This rank's slice of a parameter, sharing its memory."""
+        """Return this rank's slice of a parameter, sharing its memory."""
         return to_local(self._saved[name].detach())
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        """AdamW's state of this rank's slice of a parameter; empty before the first step."""
+        """Return AdamW's state of this rank's slice of a parameter; empty before the first step."""
         assert self._optimizer is not None
         return self._optimizer.state[self._views[name]]
 
-    def _to_saved(self, name: str, held: Tensor) -> Tensor:
-        """The tensor to save for a CPU tensor in the shape of this rank's part of a parameter; all ranks call it."""
-        return held
+    def _to_saved(self, name: str, local: Tensor) -> Tensor:
+        """Return the tensor to save for a CPU tensor in the shape of this rank's shard; all ranks call it."""
+        return local
 
     def _is_saved_here(self, name: str) -> bool:
-        """Whether this rank saves its slice of a parameter, which other ranks may have, too."""
+        """True if this rank saves its slice of a parameter, which other ranks may also hold."""
         return True
 
     def _from_saved(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `_stored`: this rank's part, in the shape of `like`, from the elements of its slice."""
+        """Return this rank's shard in the shape of `like` from its saved elements: the inverse of `_to_saved`."""
         return elements.view_as(like)
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps since the model was loaded from Hugging Face, skipped ones included."""
+        """Number of optimizer steps since the model was loaded from Hugging Face, skipped ones included."""
         return self._updates
 
     def save(self, folder: Path) -> None:
-        """Write `shard` as safetensors and JSON; all ranks call it."""
+        """Write this rank's files of a checkpoint; all ranks must call it.
+
+        Args:
+            folder: The folder of the checkpoint; it is created if necessary.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
         self.get_checkpoint_shard().write(folder)
 
     def get_checkpoint_shard(self, copy: bool = False) -> CheckpointShard:
-        """Return this rank's part of parameters, optimizer and schedule, in host memory; all ranks call it.
+        """Return this rank's shard of parameters, optimizer and schedule, in host memory; all ranks must call it.
 
-        It has param, exp_avg, exp_avg_sq and step of every parameter. `copied`: in memory of its own, which training
-        does not change; otherwise it may share the model's.
+        It contains param, exp_avg, exp_avg_sq and step of every parameter.
+
+        Args:
+            copy: Copy the tensors, so that training does not change them; otherwise they may share the model's memory.
         """
         tensors, slices = {}, self._slices()
-        for name, piece in slices.items():
-            slices[name] = piece if self._is_saved_here(name) else replace(piece, stop=piece.start)
+        for name, parameter_slice in slices.items():
+            slices[name] = (
+                parameter_slice if self._is_saved_here(name) else replace(parameter_slice, stop=parameter_slice.start)
+            )
             state = self._state(name) if self._optimizer is not None else {}
             for key, value in {"param": self._local_slice(name), **state}.items():
                 value = value.to("cpu", copy=copy)  # an accelerator may be full
-                stored = value if key == "step" else self._to_saved(name, value)
-                writes = key == "step" or self._is_saved_here(name)
-                tensors[f"{key}/{name}"] = stored if writes else stored.new_empty(0)
+                saved_tensor = value if key == "step" else self._to_saved(name, value)
+                is_saved_here = key == "step" or self._is_saved_here(name)
+                tensors[f"{key}/{name}"] = saved_tensor if is_saved_here else saved_tensor.new_empty(0)
         meta = {
             "world_size": self.world_size,
             "updates": self._updates,
@@ -307,22 +371,25 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def load(self, folder: Path) -> LearningRates | None:
-        """Read what `save` has written, also of another world size.
+        """Read what `save` has written, also with another number of ranks.
 
         Returns:
-            The learning rates of the next update; None for a frozen model, and if the checkpoint has not recorded its.
+            The learning rates of the next update; None for a frozen model, and for a checkpoint without a recorded one.
 
         Raises:
-            CheckpointError: The checkpoint is incomplete, of another model, or without optimizer state.
+            CheckpointError: The checkpoint is incomplete or corrupt, from another model, or without optimizer state.
         """
         slices = self._slices()
         with open_shards(folder) as reader:
             reader.check_parameters(slices)
             if self._optimizer is not None and not reader.read_int("trained"):
-                raise CheckpointError(f"{folder} was saved from a frozen model: it has no optimizer state to resume.")
+                raise CheckpointError(
+                    f"{folder} was saved from a frozen model: it has no optimizer state to resume from. Resume from a "
+                    "checkpoint of a trained model."
+                )
             for name in self._saved:
-                held = self._local_slice(name)
-                held.copy_(self._from_saved(name, reader.read_elements(f"param/{name}", slices[name]), held))
+                local = self._local_slice(name)
+                local.copy_(self._from_saved(name, reader.read_elements(f"param/{name}", slices[name]), local))
                 if self._optimizer is not None:
                     self._load_state(reader, name, slices[name])
             self._updates = reader.read_int("updates")
@@ -330,11 +397,14 @@ class Strategy(ABC):
             saved_lr = reader.read_optional_float("next_lr")
         return None if self._optimizer is None or saved_lr is None else LearningRates(saved_lr, self._next_lr())
 
-    def _load_state(self, reader: Any, name: str, piece: ParameterSlice) -> None:
+    def _load_state(self, reader: CheckpointReader, name: str, parameter_slice: ParameterSlice) -> None:
         assert self._optimizer is not None
         view = self._views[name]
         self._optimizer.state.pop(view, None)
         if f"step/{name}" in reader:
-            state = {key: self._from_saved(name, reader.read_elements(f"{key}/{name}", piece), view) for key in _STATE}
+            state = {
+                key: self._from_saved(name, reader.read_elements(f"{key}/{name}", parameter_slice), view)
+                for key in _STATE
+            }
             state["step"] = reader.read_scalar(f"step/{name}")
             self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""The way of tensors to host memory and back: pinned buffers that are allocated once, and a stream of its own."""
+"""Copies tensors to host memory and back, with pinned buffers that are allocated once and a dedicated CUDA stream."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ log = logging.getLogger(__name__)
 Name = TypeVar("Name", bound=Hashable)
 
 MIN_PINNED_BYTES = 1 << 16
-"""Bytes below which a tensor is not worth pages of its own: it is moved as it is."""
+"""Size in bytes below which a tensor is copied without a pinned buffer."""
 
 
 class CpuOffloader:
     """Moves named tensors between one accelerator and host memory, at the speed of the bus.
 
-    The copies of a call are queued at once, and no other work waits in between. A name keeps its buffer, so its tensors
-    must be alike; what is in it counts until the tensor is back.
+    All copies of a call are queued at once, without waiting in between. A name keeps its pinned buffer, so all tensors
+    of a name must have the same shape and dtype. The buffer's content is valid until the tensor is back on the
+    accelerator.
     """
 
     def __init__(self, device: torch.device):
@@ -32,18 +33,26 @@ class CpuOffloader:
         self._buffers: dict[Hashable, Tensor] = {}
 
     def move(self, tensors: Mapping[Name, Tensor], device: torch.device | str) -> dict[Name, Tensor]:
-        """These tensors in host memory (`device` "cpu") or on the accelerator; what is there already stays as it is.
+        """Copy tensors to host memory or to the accelerator.
 
-        In host memory the copies are complete, so that the tensors may be freed; on the accelerator they are for all
-        that the current stream does from now on.
+        A tensor that is already there is returned unchanged. In host memory the copies are complete at return, so the
+        originals may be freed. On the accelerator they are complete for all later work of the current stream.
+
+        Args:
+            tensors: Name -> tensor. A name is the key of a pinned buffer.
+            device: "cpu", or the accelerator.
+
+        Returns:
+            Name -> tensor on `device`.
         """
-        there = torch.device(device).type
-        going = {name: tensor for name, tensor in tensors.items() if self._place(tensor) != there}
-        return {**tensors, **(self._copy_to_host(going) if there == "cpu" else self._copy_to_device(going))}
+        target = torch.device(device).type
+        to_copy = {name: tensor for name, tensor in tensors.items() if self._device_type(tensor) != target}
+        return {**tensors, **(self._copy_to_host(to_copy) if target == "cpu" else self._copy_to_device(to_copy))}
 
     def _copy_to_host(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # for what still writes into them
+        # Wait for kernels that still write into the tensors.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._copy(tensors, copies)
         self._stream.synchronize()
         return copies
@@ -51,7 +60,7 @@ class CpuOffloader:
     def _copy_to_device(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         copies = {name: torch.empty_like(tensor, device=self._device) for name, tensor in tensors.items()}
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)  # for what still uses the memory that the copies got
+        self._stream.wait_stream(current)  # for kernels that still use the memory of the copies
         self._copy(tensors, copies)
         current.wait_stream(self._stream)
         return copies
@@ -61,29 +70,29 @@ class CpuOffloader:
             for name, tensor in tensors.items():
                 copies[name].copy_(tensor, non_blocking=True)
 
-    def _place(self, tensor: Tensor) -> str:
+    def _device_type(self, tensor: Tensor) -> str:
         return tensor.device.type
 
     def _buffer(self, name: Hashable, tensor: Tensor) -> Tensor:
         if tensor.nbytes < MIN_PINNED_BYTES:
             return torch.empty_like(tensor, device="cpu")
         if name not in self._buffers:
-            self._buffers[name] = _own_pages(tensor)
+            self._buffers[name] = _allocate_pages(tensor)
             self._pin(self._buffers[name])
         return self._buffers[name]
 
     def _pin(self, buffer: Tensor) -> None:
-        """Pin a buffer's own memory: torch's allocator of pinned memory rounds sizes up to powers of two."""
+        """Pin a buffer's memory in place: torch's allocator of pinned memory rounds sizes up to powers of two."""
         if status := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
-            log.warning("Host memory cannot be pinned (CUDA error %d): offloading is slower.", status)
-            with suppress(RuntimeError):  # the next kernel, whichever it is, raises that error again
+            log.warning("Host memory cannot be pinned (CUDA error %d). Offloading is slower.", status)
+            with suppress(RuntimeError):  # the next kernel raises that error again: clear it here
                 torch.empty(1, device=self._device).zero_()
             return
-        weakref.finalize(self, _unpin, buffer.untyped_storage()).atexit = False  # which is freed after that
+        weakref.finalize(self, _unpin, buffer.untyped_storage()).atexit = False
 
 
-def _own_pages(tensor: Tensor) -> Tensor:
-    """Host memory for a tensor like this, in pages of its own: the driver pins whole pages, and each of them once."""
+def _allocate_pages(tensor: Tensor) -> Tensor:
+    """Return host memory for a tensor in dedicated pages: the driver pins full pages, and each of them only once."""
     pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
 

@@ -17,7 +17,7 @@ from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConf
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.base import LearningRates, Strategy, get_widest_dtype
-from skyrl_train.strategies.checkpoint_shards import ParameterSlice
+from skyrl_train.strategies.checkpoint_shards import CheckpointReader, ParameterSlice
 from skyrl_train.strategies.materialize import materialize_full
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,24 +25,23 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class _FlatSlice:
-    """This rank's full-precision part of a parameter: its `slice`, stored in `flat` from `offset` on."""
+    """This rank's full-precision shard of a parameter: its `slice`, stored in `flat` from `offset` on."""
 
     flat: Tensor
     offset: int
     slice: ParameterSlice
 
     def extract(self, tensor: Tensor) -> Tensor:
-        """The part's elements in a tensor with the layout of `flat`."""
+        """Return the shard's elements in a tensor with the layout of `flat`."""
         return tensor.narrow(0, self.offset, self.slice.stop - self.slice.start)
 
 
 class DeepSpeedStrategy(Strategy):
-    """Call `init_process_group` first, even for one rank. The model is on the CPU or the meta device.
+    """A strategy with DeepSpeed's ZeRO stage 2 or 3.
 
     With a compute dtype narrower than the parameters', the model's parameters get that dtype, and the optimizer has
-    float32 copies. Gradients are summed over ranks after every micro-batch, in float32. A frozen model is whole on
-    every rank unless zero_stage is 3. No DeepSpeed operator is compiled: AdamW is torch's. Raises ConfigError if
-    DeepSpeed is not installed.
+    float32 copies. Gradients are summed over ranks after every micro-batch, in float32. Every rank holds the full
+    frozen model unless zero_stage is 3. No DeepSpeed operator is compiled: AdamW is torch's.
     """
 
     def __init__(
@@ -56,6 +55,20 @@ class DeepSpeedStrategy(Strategy):
         world_size: int,
         compute_dtype: torch.dtype = torch.float32,
     ):
+        """Import DeepSpeed. Call `init_process_group` first, even for one rank.
+
+        Args:
+            optimizer_config: Optimizer settings; None for a frozen model.
+            deepspeed_config: Settings of ZeRO.
+            fsdp_config: Not used.
+            device: Device of the computation; the model given to `prepare` is on the CPU or the meta device.
+            rank: This process's rank.
+            world_size: Number of ranks.
+            compute_dtype: Dtype of the parameters that the model computes with.
+
+        Raises:
+            ConfigError: DeepSpeed is not installed.
+        """
         super().__init__(optimizer_config, device, rank, world_size)
         self.deepspeed_config = deepspeed_config
         self.compute_dtype = compute_dtype
@@ -81,11 +94,11 @@ class DeepSpeedStrategy(Strategy):
 
     def _initialize(self, root: nn.Module, total_steps: int | None) -> Any:
         config = self._config()
-        self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # otherwise it makes one without our deadline
+        self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # otherwise DeepSpeed makes one without our deadline
         model: Any = root
         if self.deepspeed_config.zero_stage == 3:
-            # Module by module, so that neither host nor device ever has the whole model.
-            for module in (*(one for one in root.modules() if one._parameters), root):
+            # Module by module, so that neither host nor device ever holds the full model.
+            for module in (*(submodule for submodule in root.modules() if submodule._parameters), root):
                 materialize_full(root, module)
                 self.library.zero.Init(module=module, config_dict_or_path=config)
             for parameter in model.head_parameters():
@@ -109,11 +122,12 @@ class DeepSpeedStrategy(Strategy):
 
     def _engine(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
         engine = self.library.initialize(model=root, optimizer=optimizer, config=config)[0]
-        self.library.zero.parameter_offload.FWD_MODULE_STACK.clear()  # it would keep a replaced reference in memory
+        # The stack would keep a replaced reference model in memory.
+        self.library.zero.parameter_offload.FWD_MODULE_STACK.clear()
         return engine
 
     def _config(self) -> dict[str, Any]:
-        """DeepSpeed's own configuration."""
+        """Return the configuration in DeepSpeed's format."""
         on_host = {"device": "cpu", "pin_memory": self.device.type != "cpu"}
         stage: dict[str, Any] = {"stage": self.deepspeed_config.zero_stage, "overlap_comm": self.device.type != "cpu"}
         if self.deepspeed_config.offload_optimizer:
@@ -137,7 +151,7 @@ class DeepSpeedStrategy(Strategy):
             group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
             return _partition(parameter, zero.fp32_partitioned_groups_flat[group], offset, self.rank)
         shape, fragment = tuple(parameter.shape), parameter._hp_mapping
-        if fragment is None:  # all of it is on other ranks
+        if fragment is None:  # other ranks hold all of it
             return _FlatSlice(zero.single_partition_of_fp32_groups[0], 0, ParameterSlice(shape, "float32", 0, 0))
         start, length = fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
         flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
@@ -163,11 +177,11 @@ class DeepSpeedStrategy(Strategy):
         return self._finish_step(self.module.get_global_grad_norm(), lr, stepped)
 
     def _move(self, device: torch.device | str) -> None:
-        """Move to host memory everything that is not there already, or move it back to the device."""
+        """Move all tensors to host memory that are not already there, or back to the device."""
         if torch.device(device).type == "cpu":
-            self._leave_device()
+            self._offload_tensors()
         else:
-            self._return_to_device()
+            self._onload_tensors()
 
     def _place_unsharded(self, device: torch.device | str) -> None:
         self.module.to(device)
@@ -175,7 +189,7 @@ class DeepSpeedStrategy(Strategy):
             name: _FlatSlice(p.detach().view(-1), 0, ParameterSlice.from_tensor(p)) for name, p in self._saved.items()
         }
 
-    def _leave_device(self) -> None:
+    def _offload_tensors(self) -> None:
         if self.deepspeed_config.zero_stage < 3 and self._optimizer is None:
             self._place_unsharded("cpu")
             return
@@ -188,9 +202,9 @@ class DeepSpeedStrategy(Strategy):
         else:
             states = self.library.zero.offload_config.OffloadStateTypeEnum
             self.module.offload_states(include=[states.lp_grads, states.contiguous_grad_buffer], pin_memory=False)
-        self._move_rest("cpu")
+        self._move_unmanaged("cpu")
 
-    def _return_to_device(self) -> None:
+    def _onload_tensors(self) -> None:
         if self.deepspeed_config.zero_stage < 3 and self._optimizer is None:
             self._place_unsharded(self.device)
             return
@@ -198,27 +212,29 @@ class DeepSpeedStrategy(Strategy):
             self.deepspeed_config.zero_stage < 3 or not self.deepspeed_config.offload_parameters
         ):
             self.module.reload_states()
-        self._move_rest(self.device)
+        self._move_unmanaged(self.device)
         if self.deepspeed_config.zero_stage < 3:
             return
         zero = self.module.optimizer
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    def _move_rest(self, device: torch.device | str) -> None:
-        """Move what DeepSpeed does not move: frozen parameters, and in stage 3 the weights of a foreign optimizer."""
+    def _move_unmanaged(self, device: torch.device | str) -> None:
+        """Move the tensors that DeepSpeed does not move: frozen parameters, and in stage 3 the weights of torch's
+        optimizer.
+        """
         sharded = self.deepspeed_config.zero_stage == 3
         if not (sharded and self.deepspeed_config.offload_parameters):
             for parameter in self._parameters.values():
                 if not parameter.requires_grad:
-                    held: Any = parameter.ds_tensor if sharded else parameter  # type: ignore[attr-defined]
-                    held.data = held.data.to(device)
+                    tensor: Any = parameter.ds_tensor if sharded else parameter  # type: ignore[attr-defined]
+                    tensor.data = tensor.data.to(device)
             if sharded and self._optimizer is not None:
                 self._move_partitions(device)
         if not sharded or self._optimizer is None or self.deepspeed_config.offload_optimizer:
             return
-        for piece in self._flat_slices.values():
-            piece.flat.data = piece.flat.data.to(device)
+        for flat_slice in self._flat_slices.values():
+            flat_slice.flat.data = flat_slice.flat.data.to(device)
 
     def _move_state(self, device: torch.device | str) -> None:
         if self._optimizer is None or self.deepspeed_config.offload_optimizer:
@@ -233,58 +249,61 @@ class DeepSpeedStrategy(Strategy):
         buffer.data = buffer.data.to(device)
         start = 0
         for flat, partitions in zip(zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True):
-            flat.data = buffer.narrow(0, start, flat.numel())  # if all is float32, also the optimizer's own weights
+            # If all is float32, these are also the optimizer's weights.
+            flat.data = buffer.narrow(0, start, flat.numel())
             for partition in partitions:
                 partition.data = buffer.narrow(0, start, partition.numel())
                 start += partition.numel()
 
     def _sharded(self, name: str, parameter: Any) -> ShardedTensor:
-        """See `Strategy.sharded_parameters`: trained ones are in float32."""
-        trained = parameter.requires_grad
-        if self.deepspeed_config.zero_stage < 3 and not (trained and parameter.dtype != torch.float32):
+        """See `Strategy.sharded_parameters`. Trained parameters are in float32."""
+        is_trained = parameter.requires_grad
+        if self.deepspeed_config.zero_stage < 3 and not (is_trained and parameter.dtype != torch.float32):
             return super()._sharded(name, parameter)
-        piece = self._flat_slices[name] if name in self._flat_slices else _partition(parameter, None, 0, self.rank)
-        shape, start = piece.slice.shape, piece.slice.start
+        flat_slice = self._flat_slices[name] if name in self._flat_slices else _partition(parameter, None, 0, self.rank)
+        shape, start = flat_slice.slice.shape, flat_slice.slice.start
         if self.deepspeed_config.zero_stage == 3:
             gather = partial(gather_equal_ranges, shape, parameter.partition_numel(), self.world_size)
         else:
             gather = partial(gather_ranges, shape, start)
-        return ShardedTensor(piece.extract(piece.flat.detach()).to(self.device), shape, start, True, gather)
+        return ShardedTensor(flat_slice.extract(flat_slice.flat.detach()).to(self.device), shape, start, True, gather)
 
     def _slices(self) -> dict[str, ParameterSlice]:
-        return {name: piece.slice for name, piece in self._flat_slices.items()}
+        return {name: flat_slice.slice for name, flat_slice in self._flat_slices.items()}
 
     def _local_slice(self, name: str) -> Tensor:
-        piece = self._flat_slices[name]
-        return piece.extract(piece.flat.detach())
+        flat_slice = self._flat_slices[name]
+        return flat_slice.extract(flat_slice.flat.detach())
 
     def _state(self, name: str) -> dict[str, Tensor]:
         assert self._optimizer is not None
-        piece = self._flat_slices[name]
-        state = self._optimizer.state[piece.flat]
-        return {key: piece.extract(value) if key in _MOMENTS else value.clone() for key, value in state.items()}
+        flat_slice = self._flat_slices[name]
+        state = self._optimizer.state[flat_slice.flat]
+        return {key: flat_slice.extract(value) if key in _MOMENTS else value.clone() for key, value in state.items()}
 
     def load(self, folder: Path) -> LearningRates | None:
         for state in self._optimizer.state.values() if self._optimizer is not None else ():
             state["step"].zero_()  # parameters share one: see _load_state
         rates = super().load(folder)
-        self._publish()
+        self._update_compute_copies()
         return rates
 
-    def _load_state(self, reader: Any, name: str, piece: ParameterSlice) -> None:
+    def _load_state(self, reader: CheckpointReader, name: str, parameter_slice: ParameterSlice) -> None:
         assert self._optimizer is not None
         flat = self._flat_slices[name].flat
         saved = f"step/{name}" in reader
         state = self._optimizer.state[flat]
         if not state:
             state |= {"step": torch.zeros((), device=flat.device), **{key: torch.zeros_like(flat) for key in _MOMENTS}}
-        if saved:  # a parameter without state, which had no gradient, must not reset others in the same flat tensor
+        if saved:  # a parameter without state (it had no gradient) must not reset others in the same flat tensor
             state["step"].copy_(reader.read_scalar(f"step/{name}").clamp(min=float(state["step"])))
         for key, value in self._state(name).items():
             if key in _MOMENTS:
-                value.copy_(reader.read_elements(f"{key}/{name}", piece) if saved else torch.zeros_like(value))
+                value.copy_(
+                    reader.read_elements(f"{key}/{name}", parameter_slice) if saved else torch.zeros_like(value)
+                )
 
-    def _publish(self) -> None:
+    def _update_compute_copies(self) -> None:
         """Copy the loaded parameters to those that the model computes with."""
         if self.deepspeed_config.zero_stage < 3:
             if self._optimizer is not None:
@@ -300,8 +319,9 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _partition(parameter: Any, flat: Tensor | None, offset: int, rank: int) -> _FlatSlice:
-    """A rank's piece in ZeRO 3, which splits parameters into equal lengths and pads the last. `flat` None: the compute
-    copy.
+    """Return a rank's shard in ZeRO 3, which splits parameters into equal lengths and pads the last.
+
+    `flat` None means the compute copy.
     """
     flat = parameter.ds_tensor if flat is None else flat
     length, total = parameter.partition_numel(), parameter.ds_numel
@@ -316,10 +336,12 @@ def _import_deepspeed(device: str) -> Any:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            "trainer.strategy='deepspeed' needs DeepSpeed, which is not installed: "
+            "trainer.strategy='deepspeed' needs DeepSpeed, which is not installed. Run "
             "`pip install 'skyrl-train[deepspeed]'`, or set trainer.strategy=fsdp2."
         ) from error
     if device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for inference only
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # it would be compiled, and is only for inference
+        )
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
     return deepspeed

@@ -1,4 +1,7 @@
-"""Parameters, gradients and optimizer state sharded over ranks with torch's fully_shard; gloo on CPUs, NCCL on GPUs."""
+"""A strategy that shards parameters, gradients and optimizer state with torch's fully_shard.
+
+Collectives use gloo on CPUs and NCCL on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from skyrl_train.strategies.materialize import materialize_sharded
 
 
 class FSDP2Strategy(Strategy):
-    """Shards decoder layers one by one, and the rest as the root. Call `init_process_group` first, even for one rank.
+    """A strategy that shards each decoder layer separately, and the rest as the root.
 
-    Parameters and gradients keep the dtype that the model was loaded in; `compute_dtype` is that of gathered weights
-    and activations. Gradients are summed over ranks in the parameters' dtype: once per update (`reduce_once`; null
-    does so on CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never
-    exists.
-    A model on the meta device is sharded first, and read row by row; one on the CPU is moved layer by layer.
+    Parameters and gradients keep the dtype in which the model was loaded; `compute_dtype` is that of gathered weights
+    and activations. Gradients are summed over ranks in the parameters' dtype. With `reduce_once` that happens once per
+    update, otherwise after every micro-batch, so that a full gradient never exists. If `reduce_once` is null, it is on
+    for CPUs, and for GPUs without reshard_after_forward. A meta-device model is sharded first and then read row by row;
+    a model on the CPU is moved layer by layer.
     """
 
     def __init__(
@@ -45,6 +48,20 @@ class FSDP2Strategy(Strategy):
         world_size: int,
         compute_dtype: torch.dtype = torch.float32,
     ):
+        """Check the settings. Call `init_process_group` before `prepare`, even for one rank.
+
+        Args:
+            optimizer_config: Optimizer settings; None for a frozen model.
+            fsdp_config: Settings of FSDP.
+            deepspeed_config: Not used.
+            device: Device of the model.
+            rank: This process's rank.
+            world_size: Number of ranks.
+            compute_dtype: Dtype of gathered weights and activations.
+
+        Raises:
+            ConfigError: fsdp_size does not divide the number of ranks.
+        """
         super().__init__(optimizer_config, device, rank, world_size)
         if fsdp_config.fsdp_size != -1 and (fsdp_config.fsdp_size < 1 or world_size % fsdp_config.fsdp_size):
             raise ConfigError(_no_divisor(fsdp_config.fsdp_size, world_size, "ranks of the model"))
@@ -56,22 +73,25 @@ class FSDP2Strategy(Strategy):
         """Names of the layers' parameters that are replicated over the ranks of `tensor_parallel`."""
         self.compute_dtype = compute_dtype
         self._reshards = True if fsdp_config.reshard_after_forward is None else fsdp_config.reshard_after_forward
-        frugal = self.device.type != "cpu" and bool(self._reshards)
-        self.reduce_once = not frugal if fsdp_config.reduce_once is None else fsdp_config.reduce_once
+        saves_memory = self.device.type != "cpu" and bool(self._reshards)
+        self.reduce_once = not saves_memory if fsdp_config.reduce_once is None else fsdp_config.reduce_once
 
     def prepare(self, model: Any, total_steps: int | None) -> nn.Module:
-        """See `Strategy.prepare`. A scorer divided over `scorer.tensor_parallel` has the `model.parameter_shards` of its layers.
+        """Shard a model: see `Strategy.prepare`.
 
-        Layers are then sharded over the ranks that have the same part, and the rest over all ranks. If it is divided
-        over `scorer.expert_parallel`, that is so of its experts, and all else is sharded over all ranks.
+        With tensor parallelism, layers are sharded over the ranks that hold the same tensor-parallel shard, and the
+        rest over all ranks. With expert parallelism, experts are sharded over the ranks that hold the same experts, and
+        everything else over all ranks.
         """
         self.tensor_parallel, self.expert_parallel = model.tensor_parallel, model.expert_parallel
         self.parameter_shards = model.parameter_shards
-        same_part, all_ranks = self._meshes()
-        self.mesh = all_ranks if self.expert_parallel is not None else same_part
+        same_shard_ranks, all_ranks = self._meshes()
+        self.mesh = all_ranks if self.expert_parallel is not None else same_shard_ranks
         layers = model.decoder_layers()
-        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        names = {model.hf_name(name) for name, parameter in model.named_parameters() if id(parameter) in inside}
+        layer_parameters = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        names = {
+            model.hf_name(name) for name, parameter in model.named_parameters() if id(parameter) in layer_parameters
+        }
         self._replicated = (
             frozenset(names - self.parameter_shards.keys()) if self.tensor_parallel is not None else frozenset()
         )
@@ -87,7 +107,7 @@ class FSDP2Strategy(Strategy):
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
         for experts in model.expert_modules():
-            fully_shard(experts, mesh=same_part, **options)
+            fully_shard(experts, mesh=same_shard_ranks, **options)
         for layer in layers:
             fully_shard(layer, mesh=self.mesh, **options)
         root: Any = fully_shard(model, mesh=all_ranks, **options)
@@ -104,30 +124,33 @@ class FSDP2Strategy(Strategy):
         return self.fsdp_config.cpu_offload and self.device.type != "cpu"
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """The meshes of ranks that have the same part, and of all. Those that have different ones are neighbours."""
-        parts = 1 if self._parallel_group is None else self._parallel_group.size
-        ranks = self.world_size // parts
+        """Return the mesh of ranks that hold the same tensor- or expert-parallel shard, and the mesh of all ranks.
+
+        Consecutive ranks hold different shards.
+        """
+        num_shards = 1 if self._parallel_group is None else self._parallel_group.size
+        ranks = self.world_size // num_shards
         size = ranks if self.fsdp_config.fsdp_size == -1 else self.fsdp_config.fsdp_size
-        if (
-            self.expert_parallel is not None and self.fsdp_config.fsdp_size != -1
-        ):  # which counts ranks of the other layers
-            if size % parts:
+        if self.expert_parallel is not None and self.fsdp_config.fsdp_size != -1:
+            # fsdp_size counts the ranks of layers that are not experts.
+            if size % num_shards:
                 raise ConfigError(
-                    f"fsdp_config.fsdp_size={size} is not divided by {self.expert_parallel.size_key}={parts}."
+                    f"fsdp_config.fsdp_size={size} is not a multiple of {self.expert_parallel.size_key}={num_shards}. "
+                    "Use a multiple, or -1 for all ranks."
                 )
-            size //= parts
+            size //= num_shards
         if ranks % size:
-            raise ConfigError(_no_divisor(size, ranks, "ranks that have the same part of the model"))
-        all_ranks = self._mesh(ranks // size, size * parts)
-        if parts == 1:
+            raise ConfigError(_no_divisor(size, ranks, "ranks that hold the same part of the model"))
+        all_ranks = self._mesh(ranks // size, size * num_shards)
+        if num_shards == 1:
             return all_ranks, all_ranks
         names = ("replicate", "shard", "tensor")
-        mesh = init_device_mesh(self.device.type, (ranks // size, size, parts), mesh_dim_names=names)
+        mesh = init_device_mesh(self.device.type, (ranks // size, size, num_shards), mesh_dim_names=names)
         return mesh["shard"] if size == ranks else mesh["replicate", "shard"], all_ranks
 
     @property
     def _parallel_group(self) -> ParallelGroup | None:
-        """The ranks that have different `parts`."""
+        """The ranks that hold different tensor- or expert-parallel shards; None without such parallelism."""
         return self.tensor_parallel or self.expert_parallel
 
     def _mesh(self, replicas: int, size: int) -> DeviceMesh:
@@ -141,7 +164,7 @@ class FSDP2Strategy(Strategy):
         loss.backward()
 
     def free_transient_memory(self) -> None:
-        """See `Strategy.rest`. Without resharding after forward, a pass without gradient leaves all layers gathered."""
+        """See `Strategy`. Without resharding after forward, a pass without gradient leaves all layers gathered."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -152,11 +175,11 @@ class FSDP2Strategy(Strategy):
         return super().step()
 
     def _reduce_replicated_grads(self) -> None:
-        """Sum the gradients of parameters that tensor-parallel ranks replicate: each rank has one summand."""
+        """Sum the gradients of parameters that tensor-parallel ranks replicate: each rank has a partial sum."""
         for name, parameter in self._parameters.items():
             if self.tensor_parallel is not None and name in self._replicated and parameter.grad is not None:
-                held = to_local(parameter.grad)
-                held.copy_(self.tensor_parallel.all_reduce(held))
+                gradient = to_local(parameter.grad)
+                gradient.copy_(self.tensor_parallel.all_reduce(gradient))
 
     def _num_replicas(self, name: str) -> int:
         return self.tensor_parallel.size if self.tensor_parallel is not None and name in self._replicated else 1
@@ -169,54 +192,54 @@ class FSDP2Strategy(Strategy):
         tensor: Any = parameter.detach()
         mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         replica = zip(mesh.get_coordinate(), placements, strict=True)
-        first = all(index == 0 for index, placement in replica if placement.is_replicate())
+        is_first_replica = all(index == 0 for index, placement in replica if placement.is_replicate())
         if self.tensor_parallel is not None and name in self._replicated:
-            first = first and self.tensor_parallel.rank == 0
+            is_first_replica = is_first_replica and self.tensor_parallel.rank == 0
 
-        def gather(held: Tensor) -> Tensor:
-            rows = DTensor.from_local(held, mesh, placements, run_check=False, shape=shape, stride=stride)
+        def gather(local: Tensor) -> Tensor:
+            rows = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
             return self._full_tensor(name, rows.full_tensor())
 
-        piece, part = ParameterSlice.from_tensor(tensor), self.parameter_shards.get(name)
-        sharded = ShardedTensor(tensor.to_local().to(self.device), piece.shape, piece.start, first, gather)
-        if part is None:
+        slice_, shard = ParameterSlice.from_tensor(tensor), self.parameter_shards.get(name)
+        sharded = ShardedTensor(tensor.to_local().to(self.device), slice_.shape, slice_.start, is_first_replica, gather)
+        if shard is None:
             return sharded
-        piece = piece.to_full(part)
-        if part.dim == 0:
-            return replace(sharded, shape=piece.shape, start=piece.start)
-        zero_pad = partial(_pad_with_zeros, part)
-        return replace(sharded, shape=piece.shape, start=piece.start, zero_pad=zero_pad, select_columns=part.extract)
+        slice_ = slice_.to_full(shard)
+        if shard.dim == 0:
+            return replace(sharded, shape=slice_.shape, start=slice_.start)
+        zero_pad = partial(_pad_with_zeros, shard)
+        return replace(sharded, shape=slice_.shape, start=slice_.start, zero_pad=zero_pad, select_columns=shard.extract)
 
     def _full_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole parameter, on the device of `tensor`, gathered from all parts if `tensor` is only a part."""
-        part, group = self.parameter_shards.get(name), self._parallel_group
-        return tensor if part is None or group is None else part.merge(group.all_gather(tensor))
+        """Return the full parameter, on the device of `tensor`, merged from all ranks if `tensor` is only a shard."""
+        shard, group = self.parameter_shards.get(name), self._parallel_group
+        return tensor if shard is None or group is None else shard.merge(group.all_gather(tensor))
 
     def _slices(self) -> dict[str, ParameterSlice]:
-        """Slices of whole parameters. A part that consists of rows is a slice; other parts are gathered for saving."""
+        """Return slices of full parameters. A shard of rows is a slice; other shards are gathered for saving."""
         slices = super()._slices()
-        for name, part in self.parameter_shards.items():
+        for name, shard in self.parameter_shards.items():
             if name in slices:
-                slices[name] = slices[name].to_full(part)
+                slices[name] = slices[name].to_full(shard)
         return slices
 
-    def _to_saved(self, name: str, held: Tensor) -> Tensor:
-        return held if self._is_row_sharded(name) else self._full_tensor(name, held)
+    def _to_saved(self, name: str, local: Tensor) -> Tensor:
+        return local if self._is_row_sharded(name) else self._full_tensor(name, local)
 
     def _from_saved(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
         if self._is_row_sharded(name):
             return super()._from_saved(name, elements, like)
-        part = self.parameter_shards[name]
+        shard = self.parameter_shards[name]
         sizes = list(like.shape)
-        sizes[part.dim] *= part.size
-        return part.extract(elements.view(sizes))
+        sizes[shard.dim] *= shard.size
+        return shard.extract(elements.view(sizes))
 
     def _is_saved_here(self, name: str) -> bool:
-        whole = name in self._replicated or not self._is_row_sharded(name)
-        return not whole or self.tensor_parallel is None or self.tensor_parallel.rank == 0
+        is_replica = name in self._replicated or not self._is_row_sharded(name)
+        return not is_replica or self.tensor_parallel is None or self.tensor_parallel.rank == 0
 
     def _is_row_sharded(self, name: str) -> bool:
-        """Whether a rank has rows of a parameter, or all of it."""
+        """True if a rank holds rows of a parameter, or all of it."""
         return name not in self.parameter_shards or self.parameter_shards[name].dim == 0
 
     def _move(self, device: torch.device | str) -> None:
@@ -228,8 +251,8 @@ class FSDP2Strategy(Strategy):
             super()._move_state(device)
 
 
-def _pad_with_zeros(part: ParameterShard, held: Tensor) -> Tensor:
-    return part.merge([held if rank == part.rank else torch.zeros_like(held) for rank in range(part.size)])
+def _pad_with_zeros(shard: ParameterShard, local: Tensor) -> Tensor:
+    return shard.merge([local if rank == shard.rank else torch.zeros_like(local) for rank in range(shard.size)])
 
 
 def _no_divisor(size: int, count: int, what: str) -> str:

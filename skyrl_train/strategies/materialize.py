@@ -1,4 +1,4 @@
-"""Weights for a scorer whose parameters are on the meta device, once it is known what this rank keeps of them."""
+"""Materialize a meta-device model: allocate each rank's shards and read them from the pretrained weights."""
 
 from __future__ import annotations
 
@@ -15,37 +15,49 @@ from skyrl_train.strategies.checkpoint_shards import to_local
 
 @torch.no_grad()
 def materialize_sharded(root: Any, device: torch.device | str) -> None:
-    """Give a scorer that `fully_shard` divided memory on `device`, and read this rank's rows into it.
+    """Allocate the parameters of a model that `fully_shard` sharded, and read this rank's rows into them.
 
-    Only for parameters on the meta device; others stay as they are. `root.read_pretrained` is that of RaggedModel.
+    Only parameters on the meta device change.
+
+    Args:
+        root: A RaggedModel after `fully_shard`; its `read_pretrained` returns the values.
+        device: Device of the parameters.
     """
-    waiting = list(_meta_parameters(root, root))
-    for _, parameter in waiting:
+    meta_parameters = list(_meta_parameters(root, root))
+    for _, parameter in meta_parameters:
         _replace_value(parameter, torch.empty_like(parameter, device=device))
-    root._apply(lambda tensor: tensor)  # fully_shard then takes note of the memory, and pads it
-    for name, parameter in waiting:
-        held = to_local(parameter)
-        if held.numel():
-            held.copy_(root.read_pretrained(name, _rows(parameter)))
+    root._apply(lambda tensor: tensor)  # fully_shard then registers the memory, and pads it
+    for name, parameter in meta_parameters:
+        local = to_local(parameter)
+        if local.numel():
+            local.copy_(root.read_pretrained(name, _rows(parameter)))
 
 
 def materialize_full(root: Any, module: nn.Module | None = None) -> None:
-    """Read the parameters of `module`, by default all of them, whole to the CPU.
+    """Read the full meta-device parameters of a module to the CPU.
 
-    Those that are saved in their own dtype stay where the file is mapped until they are changed.
+    Parameters that the files hold in the same dtype share the pages of the file until they are changed.
+
+    Args:
+        root: A RaggedModel; its `read_pretrained` returns the values.
+        module: A submodule of `root`; None for all of it.
     """
     for name, parameter in list(_meta_parameters(root, root if module is None else module)):
         _replace_value(parameter, root.read_pretrained(name).to(parameter.dtype))
 
 
 def _meta_parameters(root: nn.Module, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name in the scorer, parameter) of the parameters of `module` that are on the meta device."""
-    inside = {id(parameter) for parameter in module.parameters()}
-    return ((name, one) for name, one in root.named_parameters() if one.is_meta and id(one) in inside)
+    """Yield (name in `root`, parameter) of the parameters of `module` that are on the meta device."""
+    module_parameters = {id(parameter) for parameter in module.parameters()}
+    return (
+        (name, parameter)
+        for name, parameter in root.named_parameters()
+        if parameter.is_meta and id(parameter) in module_parameters
+    )
 
 
 def _replace_value(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter another value on another device; it stays the same object, so others stay tied to it."""
+    """Replace the value of a parameter, also on another device. It stays the same object, so others stay tied to it."""
     torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
 
 

@@ -1,4 +1,4 @@
-"""Connects the ranks of one model: torch's default process group, with a deadline."""
+"""Connects the ranks of one model: torch's default process group, with deadlines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_train.cluster.addresses import choose_interface, listen, local_addres
 from skyrl_train.errors import DeadlineExceeded
 
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
-"""With NCCL, host tensors (offloaded shards, agreement flags) still go through gloo."""
+"""The backends of torch. With NCCL, host tensors (offloaded shards, agreement flags) still use gloo."""
 
 
 def init_process_group(
@@ -22,10 +22,22 @@ def init_process_group(
     timeout_s: float,
     collective_timeout_s: float | None = None,
 ) -> None:
-    """Join the group that rank 0 hosts at address:port. `collective_s`: deadline of a collective, else `timeout_s`.
+    """Join the process group that rank 0 hosts at address:port.
 
-    It listens there and nowhere else, and gloo where this machine reaches it, unless GLOO_SOCKET_IFNAME says where.
-    Raises DeadlineExceeded if not all ranks join within `timeout_s` seconds.
+    Rank 0 listens only there. gloo uses the interface towards that address, unless GLOO_SOCKET_IFNAME is set. The call
+    blocks until all ranks have joined.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+        address: Host name or IP address of rank 0.
+        port: Port of rank 0.
+        backend: "gloo" or "nccl".
+        timeout_s: Deadline for joining, in seconds.
+        collective_timeout_s: Deadline of each collective, in seconds; None for `timeout_s`.
+
+    Raises:
+        DeadlineExceeded: Not all ranks have joined within `timeout_s`, or the connection failed.
     """
     try:
         store = dist.TCPStore(
@@ -46,18 +58,23 @@ def init_process_group(
         )
     except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
         reset_interface()
-        meeting = f"Rank {rank}: the meeting of {world_size} ranks at {address}:{port}"
-        raise DeadlineExceeded(meeting, timeout_s) from error
+        action = f"Rank {rank}: the rendezvous of {world_size} ranks at {address}:{port}"
+        raise DeadlineExceeded(action, timeout_s) from error
 
 
 def make_subgroups(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Make groups of `size` neighbouring ranks, with their own deadline; returns this rank's. All ranks call it."""
+    """Split the ranks into groups of `size` consecutive ranks, and return this rank's group. All ranks must call it.
+
+    Args:
+        size: Number of ranks of a group.
+        timeout_s: Deadline of a collective in these groups, in seconds.
+    """
     group: dist.ProcessGroup = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))[0]
     return group
 
 
 def close_process_group() -> None:
-    """Leave the default group and its subgroups, if there is one."""
+    """Leave the default process group and its subgroups; nothing happens if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
     reset_interface()

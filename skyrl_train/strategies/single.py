@@ -1,4 +1,4 @@
-"""The whole model in one process: no process group, no sharding."""
+"""A strategy for one process: no process group, no sharding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from skyrl_train.strategies.materialize import materialize_full
 
 
 class SingleStrategy(Strategy):
-    """One rank. A compute dtype narrower than the parameters' is used by autocast; parameters and gradients stay."""
+    """A strategy with one rank that holds the full model.
+
+    If the compute dtype is narrower than the parameters', autocast uses it; parameters and gradients keep their dtype.
+    """
 
     def __init__(
         self,
@@ -27,8 +30,25 @@ class SingleStrategy(Strategy):
         rank: int = 0,
         world_size: int = 1,
     ):
+        """Take the settings of all strategies; those of FSDP and DeepSpeed are not used.
+
+        Args:
+            optimizer_config: Optimizer settings; None for a frozen model.
+            fsdp_config: Not used.
+            deepspeed_config: Not used.
+            device: Device of the model.
+            compute_dtype: Dtype of activations and matrix products.
+            rank: Must be 0.
+            world_size: Must be 1.
+
+        Raises:
+            ConfigError: `world_size` is not 1.
+        """
         if world_size != 1:
-            raise ConfigError(f"trainer.strategy='single' runs one rank, got {world_size}; use trainer.strategy=fsdp2.")
+            raise ConfigError(
+                f"trainer.strategy='single' runs one rank, got {world_size}. Use one rank, or set "
+                "trainer.strategy=fsdp2."
+            )
         super().__init__(optimizer_config, device, rank, world_size)
         self.compute_dtype = compute_dtype
 

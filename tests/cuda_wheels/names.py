@@ -379,7 +379,7 @@ TORCH = {
     "weight_sync/receiver.py": """
         torch._foreach_copy_
     """,
-    "weight_sync/handover.py": """
+    "weight_sync/ipc.py": """
         torch.multiprocessing.reductions.reduce_tensor(tensor)
         torch.multiprocessing.reductions.rebuild_cuda_tensor(_, _, _, _, _, _, storage_device, _, _, _, _, _, _, _, _)
     """,

@@ -1,4 +1,4 @@
-"""The fused kernels of this GPU against attention in float32, forward and backward."""
+"""Compares the fused kernels of this GPU with attention in float32, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ LENGTHS = [700, 1, 257, 64, 700, 3]
 
 
 def kernels(head_size: int) -> list[FlashKernel]:
-    """torch's, and FlashAttention-3 where it can run."""
+    """Return torch's kernel, and FlashAttention-3 where it can run."""
     from torch.nn.attention.varlen import varlen_attn
 
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs compute capability 8.0")
-    found = [flash_attention.torch_varlen(varlen_attn)]
+    available = [flash_attention.torch_varlen(varlen_attn)]
     if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
-        chosen = flash_attention.choose_flash_kernel((9, 0), min(head_size, 128))
-        assert chosen is not None and chosen.name == "FlashAttention-3", "it is installed and does not load"
-        found.append(chosen)
-    return found
+        flash_attention_3 = flash_attention.choose_flash_kernel((9, 0), min(head_size, 128))
+        assert flash_attention_3 is not None and flash_attention_3.name == "FlashAttention-3", (
+            "FlashAttention-3 is installed but cannot be loaded"
+        )
+        available.append(flash_attention_3)
+    return available
 
 
-def packing(shared: bool) -> SharedPromptLayout:
+def make_layout(shared: bool) -> SharedPromptLayout:
     offsets = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0)
     if not shared:
         return SharedPromptLayout.from_offsets(offsets, None)
-    groups = torch.tensor([0, 600, 600, 0, 100, 100], device="cuda")  # two groups, of 3 sequences each
+    groups = torch.tensor([0, 600, 600, 0, 100, 100], device="cuda")  # two groups of 3 sequences
     lengths = torch.tensor([0, 700, 601, 857, 164, 800, 103], device="cuda")
     return SharedPromptLayout.from_offsets(lengths.cumsum(0), groups)
 
 
 def attend(inputs: list[Tensor], weights: Tensor, segments: Segments, window: int | None) -> tuple[Tensor, ...]:
-    """Output and gradients, all in float32; the fourth of `inputs` are sinks."""
+    """Return output and gradients, all in float32; the fourth of `inputs` are sinks."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     sinks = leaves[3] if len(leaves) > 3 else None
     output = ragged_attention(leaves[0], leaves[1], leaves[2], segments, sliding_window=window, sinks=sinks)
@@ -54,7 +56,7 @@ def attend(inputs: list[Tensor], weights: Tensor, segments: Segments, window: in
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2), (4, 1)])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
+def test_fused_kernels_are_as_accurate_as_sdpa(
     head_size: int,
     heads: int,
     kv_heads: int,
@@ -63,41 +65,44 @@ def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
     with_sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = packing(shared)
+    layout = make_layout(shared)
     generator = torch.Generator("cuda").manual_seed(0)
     inputs = [
-        torch.randn(len(place.token_indices), count, head_size, generator=generator, device="cuda").bfloat16()
+        torch.randn(len(layout.token_indices), count, head_size, generator=generator, device="cuda").bfloat16()
         for count in (heads, kv_heads, kv_heads)
     ]
     weights = torch.randn(inputs[0].shape, generator=generator, device="cuda")
     if with_sinks:
         inputs.append(torch.linspace(-2.0, 3.0, heads, device="cuda").bfloat16())
-    exact = attend([x.float() for x in inputs], weights, place.segments, window)
+    exact = attend([x.float() for x in inputs], weights, layout.segments, window)
     with monkeypatch.context() as patch:
         patch.setattr("skyrl_train.models.ragged_attention.get_flash_kernel", lambda query, value, with_sinks: None)
-        plain = attend(inputs, weights, place.segments, window)
-    for kernel in kernels(head_size)[: 1 if with_sinks else None]:  # torch's is the first
+        unfused = attend(inputs, weights, layout.segments, window)
+    for kernel in kernels(head_size)[: 1 if with_sinks else None]:  # torch's is first
         with monkeypatch.context() as patch:
             patch.setattr(
                 "skyrl_train.models.ragged_attention.get_flash_kernel", lambda query, value, with_sinks, k=kernel: k
             )
-            fused = attend(inputs, weights, place.segments, window)
-        for wanted, reference, got in zip(exact, plain, fused, strict=True):
-            error, allowed = (got - wanted).norm() / wanted.norm(), (reference - wanted).norm() / wanted.norm()
-            # Of a sink a head, the rounding to bfloat16 does not average out.
-            floor = 1e-3 if wanted.numel() > heads else 2**-8
+            fused = attend(inputs, weights, layout.segments, window)
+        for expected, reference, actual in zip(exact, unfused, fused, strict=True):
+            error, allowed = (
+                (actual - expected).norm() / expected.norm(),
+                (reference - expected).norm() / expected.norm(),
+            )
+            # The rounding to bfloat16 does not average out in the few sinks.
+            floor = 1e-3 if expected.numel() > heads else 2**-8
             assert error <= 2 * allowed + floor, f"{kernel.name}: {error} instead of {allowed}"
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_gradients_are_the_same_bits_every_time(head_size: int) -> None:
-    place = packing(shared=True)
-    inputs = [torch.randn(len(place.token_indices), n, head_size, device="cuda").bfloat16() for n in (8, 2, 2)]
+def test_gradients_are_deterministic(head_size: int) -> None:
+    layout = make_layout(shared=True)
+    inputs = [torch.randn(len(layout.token_indices), n, head_size, device="cuda").bfloat16() for n in (8, 2, 2)]
     weights = torch.randn(inputs[0].shape, device="cuda")
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # which learners do not: a program may
+    torch.use_deterministic_algorithms(True)  # learners do not, but other programs may
     try:
-        runs = [attend(inputs, weights, place.segments, None) for _ in range(4)]
+        runs = [attend(inputs, weights, layout.segments, None) for _ in range(4)]
     finally:
         torch.use_deterministic_algorithms(before)
     for other in runs[1:]:

@@ -1,4 +1,4 @@
-"""NCCL's connecting and transfers end by their deadlines; in a process of its own, as NCCL reads its deadline once."""
+"""NCCL's connections and transfers end by their deadlines. A subprocess is used, as NCCL reads its deadline once."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def check(rows: Path) -> list[str]:
     return [row.line() for row in report.rows if not row.ok]
 
 
-def test_groups_end_by_their_deadlines(tmp_path: Path):
+def test_process_groups_end_by_their_deadlines(tmp_path: Path):
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         assert pool.submit(check, tmp_path / "rows.jsonl").result(timeout=200) == []

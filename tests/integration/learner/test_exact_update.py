@@ -1,4 +1,4 @@
-"""Promise 1 in one table: however an update is run, its gradient is that of one padded batch in one process."""
+"""Promise 1 in one table: every variant of an update has the gradient of one padded batch in one process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Way:
-    """How an update is run."""
+class Variant:
+    """A way to run an update."""
 
     ranks: int = 1
     sizes: dict[str, Any] = field(default_factory=lambda: {"micro_train_batch_size_per_gpu": 100})
@@ -46,42 +46,42 @@ class Way:
 
 
 SHARED = {"share_prompt": True, "max_tokens_per_microbatch": 10_000}
-WAYS = {
-    "packed": Way(),
-    "one sequence a pass": Way(sizes={"micro_train_batch_size_per_gpu": 1}),
-    "three sequences a pass": Way(sizes={"micro_train_batch_size_per_gpu": 3}),
-    "a budget of tokens": Way(sizes={"max_tokens_per_microbatch": 30, "share_prompt": False}),
-    "shared prompts": Way(sizes=SHARED),
-    "shared prompts in a budget": Way(sizes={"share_prompt": True, "max_tokens_per_microbatch": 30}),
-    "a head in chunks": Way(chunk_rows=3),
-    "activations computed again": Way(sizes=SHARED, spec={"gradient_checkpointing": True}),
-    "two ranks": Way(ranks=2),
-    "two ranks, shared prompts": Way(ranks=2, sizes=SHARED),
-    "two ranks, small passes": Way(ranks=2, sizes={"micro_train_batch_size_per_gpu": 1}),
-    "sequences over two ranks": Way(ranks=2, spec={"sequence_parallel_size": 2}),
-    "sequences over two ranks, shared prompts": Way(
+VARIANTS = {
+    "packed": Variant(),
+    "one sequence per pass": Variant(sizes={"micro_train_batch_size_per_gpu": 1}),
+    "three sequences per pass": Variant(sizes={"micro_train_batch_size_per_gpu": 3}),
+    "token budget": Variant(sizes={"max_tokens_per_microbatch": 30, "share_prompt": False}),
+    "shared prompts": Variant(sizes=SHARED),
+    "shared prompts, token budget": Variant(sizes={"share_prompt": True, "max_tokens_per_microbatch": 30}),
+    "chunked head": Variant(chunk_rows=3),
+    "gradient checkpointing": Variant(sizes=SHARED, spec={"gradient_checkpointing": True}),
+    "two ranks": Variant(ranks=2),
+    "two ranks, shared prompts": Variant(ranks=2, sizes=SHARED),
+    "two ranks, small passes": Variant(ranks=2, sizes={"micro_train_batch_size_per_gpu": 1}),
+    "sequences over two ranks": Variant(ranks=2, spec={"sequence_parallel_size": 2}),
+    "sequences over two ranks, shared prompts": Variant(
         2, {"share_prompt": True, "max_tokens_per_microbatch": 30}, {"sequence_parallel_size": 2}
     ),
-    "layers over two ranks": Way(ranks=2, spec={"tensor_parallel_size": 2}),
-    "layers over two ranks, shared prompts": Way(
+    "layers over two ranks": Variant(ranks=2, spec={"tensor_parallel_size": 2}),
+    "layers over two ranks, shared prompts": Variant(
         2,
         {"share_prompt": True, "max_tokens_per_microbatch": 30},
         {"tensor_parallel_size": 2, "gradient_checkpointing": True},
     ),
-    "adapters": Way(spec={"lora": LORA}),
-    "adapters, two ranks, shared prompts": Way(2, SHARED, {"lora": LORA}),
-    "adapters, sequences over two ranks": Way(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
+    "adapters": Variant(spec={"lora": LORA}),
+    "adapters, two ranks, shared prompts": Variant(2, SHARED, {"lora": LORA}),
+    "adapters, sequences over two ranks": Variant(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
 }
 
 COMPILED = {"use_torch_compile": True}
-COMPILED_WAYS = {
-    "a budget of tokens": Way(sizes={"max_tokens_per_microbatch": 30}, spec=COMPILED),
-    "two ranks, activations computed again": Way(2, SHARED, COMPILED | {"gradient_checkpointing": True}),
-    "adapters, sequences over two ranks": Way(2, SHARED, COMPILED | {"lora": LORA, "sequence_parallel_size": 2}),
+COMPILED_VARIANTS = {
+    "token budget": Variant(sizes={"max_tokens_per_microbatch": 30}, spec=COMPILED),
+    "two ranks, gradient checkpointing": Variant(2, SHARED, COMPILED | {"gradient_checkpointing": True}),
+    "adapters, sequences over two ranks": Variant(2, SHARED, COMPILED | {"lora": LORA, "sequence_parallel_size": 2}),
 }
-"""For one kind of model: others are compiled alike, see tests/unit/models/test_compiled_layers.py."""
+"""Only one model type: others are compiled in the same way, see tests/unit/models/test_compiled_layers.py."""
 GRAPHS_ONLY = "aot_eager"
-"""Graphs are captured, differentiated and run, and no kernels made of them, which takes most of a minute."""
+"""A backend that captures, differentiates and runs graphs without generating kernels, which takes most of a minute."""
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +101,12 @@ def processes() -> Iterator[list[RankProcess]]:
 
 
 @cache
-def batch() -> TrainBatch:
-    """Groups of several sizes, a long and a short prompt, two prompts alike in length, and a failed episode."""
-    made = grouped_batch([(7, [5, 9, 3]), (4, [6, 6]), (12, [4, 8, 5, 2]), (3, [10]), (4, [1, 7])])
-    status = torch.ones(len(made), dtype=torch.bool)
+def make_batch() -> TrainBatch:
+    """Return groups of several sizes, a long and a short prompt, two prompts of equal length, and a failed episode."""
+    grouped = grouped_batch([(7, [5, 9, 3]), (4, [6, 6]), (12, [4, 8, 5, 2]), (3, [10]), (4, [1, 7])])
+    status = torch.ones(len(grouped), dtype=torch.bool)
     status[6] = False
-    return with_targets(replace(made, status=status, loss_mask=made.loss_mask & made.expand_to_tokens(status)))
+    return with_targets(replace(grouped, status=status, loss_mask=grouped.loss_mask & grouped.expand_to_tokens(status)))
 
 
 @cache
@@ -120,71 +120,71 @@ def padded_gradients(path: str, adapts: bool) -> dict[str, Tensor]:
             model, peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=sorted(names - {"lm_head"}))
         )
         fill_adapters(model)
-    logprobs, entropy = padded_scores(model, batch())
-    FULL_OBJECTIVE(batch(), logprobs, entropy, int(batch().loss_mask.sum()), Metrics()).backward()
+    logprobs, entropy = padded_scores(model, make_batch())
+    FULL_OBJECTIVE(make_batch(), logprobs, entropy, int(make_batch().loss_mask.sum()), Metrics()).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def gradients(way: Way, path: str, processes: list[RankProcess], backend: str | None = None) -> dict[str, Tensor]:
-    strategy = STRATEGY + ("Single" if way.ranks == 1 else "FSDP2")
-    spec = tiny_spec(path, strategy=strategy, **way.spec)
-    chunk_bytes = None if way.chunk_rows is None else way.chunk_rows * 4 * 320
+def gradients(
+    variant: Variant, path: str, processes: list[RankProcess], backend: str | None = None
+) -> dict[str, Tensor]:
+    strategy = STRATEGY + ("Single" if variant.ranks == 1 else "FSDP2")
+    spec = tiny_spec(path, strategy=strategy, **variant.spec)
+    chunk_bytes = None if variant.chunk_rows is None else variant.chunk_rows * 4 * 320
     workers: list[Any] = [LocalWorker(RecordingWorker(spec, 0, 1, chunk_bytes, backend))]
-    if way.ranks > 1:
-        workers = processes[: way.ranks]
+    if variant.ranks > 1:
+        workers = processes[: variant.ranks]
         for rank, process in enumerate(processes):
-            process.set_worker(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
+            process.set_worker(RecordingWorker, spec, rank, variant.ranks, chunk_bytes, backend)
     group = WorkerGroup(workers, spec.parallel_size)
-    learner = Learner(group, None, BatchSizes(policy_mini_batch_size=100, **way.sizes))
+    learner = Learner(group, None, BatchSizes(policy_mini_batch_size=100, **variant.sizes))
 
     async def run() -> dict[str, Tensor]:
         await learner.setup()
-        await learner.update(batch())
-        found: dict[str, Tensor] = (await group.call_all("gradients"))[0]
+        await learner.update(make_batch())
+        results: dict[str, Tensor] = (await group.call_all("gradients"))[0]
         assert not spec.use_torch_compile or min(await group.call_all("graphs")) > 0
         await learner.close()
-        return found
+        return results
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WAYS)
-def test_an_update_s_gradient_is_the_padded_one_however_it_is_run(
+@pytest.mark.parametrize("name", VARIANTS)
+def test_update_gradient_equals_padded_one(
     name: str, kind: str, models: dict[str, str], processes: list[RankProcess]
 ) -> None:
-    assert_exact(WAYS[name], models[kind], processes)
+    assert_exact(VARIANTS[name], models[kind], processes)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch hides its compiler's warnings, but only after they were raised
+@pytest.mark.filterwarnings("ignore")  # torch hides its compiler's warnings only after they are raised
 @pytest.mark.parametrize(
     "name",
     [
-        "a budget of tokens",
-        pytest.param("two ranks, activations computed again", marks=pytest.mark.on_demand),
+        "token budget",
+        pytest.param("two ranks, gradient checkpointing", marks=pytest.mark.on_demand),
         pytest.param("adapters, sequences over two ranks", marks=pytest.mark.on_demand),
     ],
 )
-def test_an_update_s_gradient_is_the_padded_one_when_layers_are_compiled(
+def test_compiled_update_gradient_equals_padded_one(
     name: str, models: dict[str, str], processes: list[RankProcess]
 ) -> None:
-    assert_exact(COMPILED_WAYS[name], models["qwen2"], processes, GRAPHS_ONLY)
+    assert_exact(COMPILED_VARIANTS[name], models["qwen2"], processes, GRAPHS_ONLY)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_an_update_s_gradient_is_the_padded_one_with_kernels_made_of_layers(
-    models: dict[str, str], processes: list[RankProcess]
-) -> None:
-    torch.compiler.reset()  # or graphs of the tests above would be used again
-    assert_exact(COMPILED_WAYS["a budget of tokens"], models["qwen2"], processes)
+def test_compiled_kernels_keep_the_padded_gradient(models: dict[str, str], processes: list[RankProcess]) -> None:
+    torch.compiler.reset()  # otherwise graphs of the tests above would be reused
+    assert_exact(COMPILED_VARIANTS["token budget"], models["qwen2"], processes)
 
 
-def assert_exact(way: Way, path: str, processes: list[RankProcess], backend: str | None = None) -> None:
-    expected = padded_gradients(path, way.adapts)
-    found = gradients(way, path, processes, backend)
-    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    assert found.keys() == expected.keys()
+def assert_exact(variant: Variant, path: str, processes: list[RankProcess], backend: str | None = None) -> None:
+    expected = padded_gradients(path, variant.adapts)
+    actual = gradients(variant, path, processes, backend)
+    total_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert actual.keys() == expected.keys()
     for parameter, gradient in expected.items():
-        bound = TOLERANCE * max(float(gradient.norm()), 1e-3 * float(whole))
-        assert float((found[parameter] - gradient).norm()) <= bound, parameter
+        bound = TOLERANCE * max(float(gradient.norm()), 1e-3 * float(total_norm))
+        assert float((actual[parameter] - gradient).norm()) <= bound, parameter

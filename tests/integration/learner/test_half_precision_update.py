@@ -1,4 +1,4 @@
-"""Promise 1 for a model that is bfloat16 throughout: no worse than twice what a padded run in bfloat16 is off."""
+"""Promise 1 for a pure bfloat16 model: its error is at most twice that of a padded run in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from tests.support.learner_specs import with_targets
 from tests.support.padded_reference import grouped_batch, padded_scores
 
 GROUPS = 4 * ((7, (15, 20, 13)), (4, (16, 16)), (12, (14, 18, 15, 12)), (3, (20,)), (5, (9, 11)))
-"""Prompt length and lengths of responses: 716 tokens are scored."""
+"""Prompt length and lengths of responses; 716 tokens are loss tokens."""
 OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), entropy_loss_coef=0.01)
-"""On-policy and without KL: rounding takes no token over a bound, where its gradient would jump in any of the runs."""
+"""On-policy and without KL: rounding then moves no token across a bound, where its gradient would jump."""
 
 
 @cache
-def batch() -> TrainBatch:
-    """All advantages are 1: gradients of the head's chunks add up instead of cancelling."""
-    made = with_targets(grouped_batch(GROUPS))
-    return made.with_tokens(old_logprobs=None, advantages=made.loss_mask.float())
+def make_batch() -> TrainBatch:
+    """Return a batch with advantages of 1: gradients of the head's chunks then add up instead of canceling."""
+    targets = with_targets(grouped_batch(GROUPS))
+    return targets.with_tokens(old_logprobs=None, advantages=targets.loss_mask.float())
 
 
 def loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-    return OBJECTIVE(batch(), logprobs, entropy, int(batch().loss_mask.sum()), Metrics())
+    return OBJECTIVE(make_batch(), logprobs, entropy, int(make_batch().loss_mask.sum()), Metrics())
 
 
 def rounded_model(kind: str, dtype: torch.dtype) -> Any:
-    """Of weights that are bfloat16 numbers. Untied, so that the head has a gradient of its own."""
+    """Return a model whose weights are bfloat16 numbers; it is untied, so that the head has its own gradient."""
     model: Any = tiny_model(kind, dtype=torch.bfloat16, tied=False)
     return model.to(dtype)
 
@@ -50,29 +50,29 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def padded_gradients(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
     model = rounded_model(kind, dtype)
     model.set_attn_implementation("sdpa")
-    loss(*padded_scores(model, batch())).backward()
+    loss(*padded_scores(model, make_batch())).backward()
     return gradients(model)
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["packed", "shared_prompts"])
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_a_bfloat16_gradient_is_as_close_to_the_exact_one_as_that_of_a_padded_batch(kind: str, shares: bool) -> None:
-    tokens = batch()
+def test_bfloat16_gradient_is_as_accurate_as_padded_one(kind: str, shares: bool) -> None:
+    batch = make_batch()
     model = rounded_model(kind, torch.bfloat16)
-    scores = LogprobModel(model, chunk_bytes=1)(  # a row a chunk
-        tokens.input_ids,
-        tokens.position_ids,
-        tokens.offsets,
-        tokens.temperature,
-        tokens.loss_mask,
+    scores = LogprobModel(model, chunk_bytes=1)(  # one row per chunk
+        batch.input_ids,
+        batch.position_ids,
+        batch.offsets,
+        batch.temperature,
+        batch.loss_mask,
         True,
-        tokens.shared_prompt_lengths() if shares else None,
+        batch.shared_prompt_lengths() if shares else None,
     )
     loss(scores.logprobs, scores.entropy).backward()
     with double_precision():
         exact = padded_gradients(kind, torch.float64)
-    padded, found = padded_gradients(kind, torch.bfloat16), gradients(model)
-    whole = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+    padded, actual = padded_gradients(kind, torch.bfloat16), gradients(model)
+    total_norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
     for name, gradient in exact.items():
-        error, allowed = float((found[name] - gradient).norm()), float((padded[name] - gradient).norm())
-        assert error <= 2 * max(allowed, 1e-4 * float(whole)), name
+        error, allowed = float((actual[name] - gradient).norm()), float((padded[name] - gradient).norm())
+        assert error <= 2 * max(allowed, 1e-4 * float(total_norm)), name

@@ -1,4 +1,4 @@
-"""Replicas of a reward model in actors: what a run asks of them, and what happens when one dies."""
+"""Replicas of a reward model in actors: the calls that a run makes, and the death of a replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl_train.testing.tiny_models import save_tiny_reward_model
 CONVERSATION = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
-def replicas(cluster: Cluster, path: str, count: int) -> RewardModel:
+def build_replicas(cluster: Cluster, path: str, count: int) -> RewardModel:
     cfg = load_preset(
         [
             "device=cpu",
@@ -36,25 +36,25 @@ def replicas(cluster: Cluster, path: str, count: int) -> RewardModel:
     return model
 
 
-async def score_on(model: RewardModel) -> None:
+async def score_forever(model: RewardModel) -> None:
     while True:
         await asyncio.gather(*(model.score([CONVERSATION]) for _ in range(2)))
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_replicas_agree_and_one_that_dies_stops_the_run_by_name(tmp_path: Path):
+def test_dead_replica_stops_the_run_by_name(tmp_path: Path):
     async def run(model: RewardModel) -> None:
         await model.setup(120)
         first, second = await asyncio.gather(*(model.score([CONVERSATION, CONVERSATION]) for _ in range(2)))
         assert first == second and isinstance(first[0], float) and first[0] == first[1]
         model.replicas[1].kill()
         with pytest.raises(RewardModelLost, match="reward model 1 died during score"):
-            await asyncio.wait_for(score_on(model), 60)  # one that is being killed may still answer
+            await asyncio.wait_for(score_forever(model), 60)  # a replica that is being killed may still answer
 
     path = save_tiny_reward_model(tmp_path / "model")
     with Cluster():
-        with Cluster() as one_run:
-            asyncio.run(run(replicas(one_run, path, 2)))
-        with Cluster() as another, pytest.raises(ConfigError, match=r"trainer\.reward\.model\.path='/no/such"):
-            asyncio.run(replicas(another, "/no/such", 1).setup(120))
+        with Cluster() as first_cluster:
+            asyncio.run(run(build_replicas(first_cluster, path, 2)))
+        with Cluster() as second_cluster, pytest.raises(ConfigError, match=r"trainer\.reward\.model\.path='/no/such"):
+            asyncio.run(build_replicas(second_cluster, "/no/such", 1).setup(120))

@@ -1,4 +1,4 @@
-"""Engine and trainer hold the same weights, and it shows when they do not."""
+"""Engine and trainer hold the same weights, and a difference is detected."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250]]
 
 
 @asynccontextmanager
-async def pair(
+async def connect_engine(
     model_path: str, route: str, adapter_only: bool = False, **changes: Any
 ) -> AsyncIterator[tuple[Learner, TransformersEngine, WeightSync]]:
-    """A learner that moves its weights visibly in one step, an engine, and what connects them."""
+    """Yield a learner that changes its weights visibly in one step, an engine, and their weight sync."""
     spec = tiny_spec(model_path, **{"optimizer_config": OptimizerConfig(lr=1e-2), "total_steps": 10, **changes})
     learner = Learner(
         WorkerGroup([LocalWorker(LearnerWorker(spec, 0, 1))]), None, BatchSizes(100, max_tokens_per_microbatch=1000)
@@ -46,42 +46,44 @@ async def pair(
         await learner.close()
 
 
-async def gap(learner: Learner, engine: TransformersEngine) -> float:
-    """Largest difference (nats) between the engine's log-probs of what it sampled and the trainer's."""
+async def max_logprob_difference(learner: Learner, engine: TransformersEngine) -> float:
+    """Return the largest difference (nats) between the engine's log-probs of its samples and the trainer's."""
     request = SampleRequest("r", to_token_array(PROBE_IDS[0]), SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
-    (done,) = await engine.generate([request])
-    ids = [*request.token_ids.tolist(), *done.token_ids.tolist()]
-    (mine,) = await learner.sequence_logprobs([ids])
-    theirs = done.full_logprobs.tolist()
-    return max(abs(a - b) for a, b in zip(mine[len(request.token_ids) - 1 :], theirs, strict=True))
+    (completion,) = await engine.generate([request])
+    ids = [*request.token_ids.tolist(), *completion.token_ids.tolist()]
+    (trainer_logprobs,) = await learner.sequence_logprobs([ids])
+    engine_logprobs = completion.full_logprobs.tolist()
+    return max(abs(a - b) for a, b in zip(trainer_logprobs[len(request.token_ids) - 1 :], engine_logprobs, strict=True))
 
 
-def batch() -> TrainBatch:
+def make_batch() -> TrainBatch:
     return policy_batch()
 
 
 @pytest.mark.parametrize("route", ["in_process", "broadcast"])
 @pytest.mark.parametrize("kind", ["qwen2", "llama-untied"])
-def test_engine_and_trainer_agree_to_1e_4_before_training_and_after_every_sync(tmp_path, route: str, kind: str):  # type: ignore[no-untyped-def]
+def test_engine_and_trainer_agree_after_every_sync(tmp_path, route: str, kind: str):  # type: ignore[no-untyped-def]
     name, _, untied = kind.partition("-")
     model_path = save_tiny_model(tmp_path / "model", name, tied=not untied)
 
     async def run() -> None:
-        async with pair(model_path, route) as (learner, engine, weight_sync):
+        async with connect_engine(model_path, route) as (learner, engine, weight_sync):
             await weight_sync.sync_all(0)
-            assert await gap(learner, engine) <= 1e-4
+            assert await max_logprob_difference(learner, engine) <= 1e-4
             for version in (1, 2):
-                await learner.update(batch())
-                assert await gap(learner, engine) > 1e-2, "the update did not move the weights: nothing is tested"
+                await learner.update(make_batch())
+                assert await max_logprob_difference(learner, engine) > 1e-2, (
+                    "the update did not change the weights, so nothing is tested"
+                )
                 await weight_sync.sync_all(version)
-                assert await gap(learner, engine) <= 1e-4
+                assert await max_logprob_difference(learner, engine) <= 1e-4
                 assert (await engine.health()).version == version
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
-def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_path, kind: str):  # type: ignore[no-untyped-def]
+def test_merged_adapters_sync_only_changed_weights(tmp_path, kind: str):  # type: ignore[no-untyped-def]
     model_path = save_tiny_model(tmp_path / "model", kind)
     options: dict[str, Any] = {
         "lora": LoraConfig(rank=4),
@@ -90,13 +92,15 @@ def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_pat
     }
 
     async def run() -> None:
-        async with pair(model_path, "broadcast", **options) as (learner, engine, weight_sync):
+        async with connect_engine(model_path, "broadcast", **options) as (learner, engine, weight_sync):
             first = await weight_sync.sync_all(0)
             for version in (1, 2):
-                await learner.update(batch())
-                assert await gap(learner, engine) > 1e-2, "the update did not move the weights: nothing is tested"
+                await learner.update(make_batch())
+                assert await max_logprob_difference(learner, engine) > 1e-2, (
+                    "the update did not change the weights, so nothing is tested"
+                )
                 later = await weight_sync.sync_all(version)
-                assert await gap(learner, engine) <= 1e-4
+                assert await max_logprob_difference(learner, engine) <= 1e-4
                 assert (await engine.health()).version == version
             adapted = sum(4 * p.numel() for name, p in tiny_model(kind).named_parameters() if "_proj.weight" in name)
             assert later["weights/bytes"] == adapted < first["weights/bytes"]
@@ -105,18 +109,20 @@ def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_pat
 
 
 @pytest.mark.parametrize("route", ["in_process", "broadcast"])
-def test_separate_adapters_arrive_after_the_model_alone(tmp_path, route: str):  # type: ignore[no-untyped-def]
+def test_separate_adapters_sync_without_the_model(tmp_path, route: str):  # type: ignore[no-untyped-def]
     model_path = save_tiny_model(tmp_path / "model")
     options = {"lora": LoraConfig(rank=4, exclude_modules=["down_proj"]), "optimizer_config": OptimizerConfig(lr=1e-1)}
 
     async def run() -> None:
-        async with pair(model_path, route, adapter_only=True, **options) as (learner, engine, weight_sync):
+        async with connect_engine(model_path, route, adapter_only=True, **options) as (learner, engine, weight_sync):
             first = await weight_sync.sync_all(0)
             for version in (1, 2):
-                await learner.update(batch())
-                assert await gap(learner, engine) > 1e-2, "the update did not move the weights: nothing is tested"
+                await learner.update(make_batch())
+                assert await max_logprob_difference(learner, engine) > 1e-2, (
+                    "the update did not change the weights, so nothing is tested"
+                )
                 later = await weight_sync.sync_all(version)
-                assert await gap(learner, engine) <= 1e-4
+                assert await max_logprob_difference(learner, engine) <= 1e-4
                 assert (await engine.health()).version == version
             model = sum(4 * p.numel() for p in tiny_model().parameters())
             assert first["weights/bytes"] == model + later["weights/bytes"] < 2 * model
@@ -125,12 +131,12 @@ def test_separate_adapters_arrive_after_the_model_alone(tmp_path, route: str):  
 
 
 @pytest.mark.fault("F31")
-def test_a_skipped_sync_is_caught_by_name(tiny_model_path: str):
+def test_skipped_sync_is_detected_by_name(tiny_model_path: str):
     async def run() -> None:
-        async with pair(tiny_model_path, "in_process") as (learner, engine, weight_sync):
+        async with connect_engine(tiny_model_path, "in_process") as (learner, engine, weight_sync):
             await weight_sync.sync_all(0)
             await weight_sync.verify(0, [engine])
-            await learner.update(batch())
+            await learner.update(make_batch())
             with pytest.raises(WeightSyncError, match=r"engine.*(one|0).*differ.*stale"):
                 await weight_sync.verify(0, [engine])
 

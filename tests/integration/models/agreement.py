@@ -1,4 +1,4 @@
-"""What an engine and the learner must agree on."""
+"""The agreement that is required between an engine and the learner."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from skyrl_train.models.logprob_model import LogprobModel
 from tests.support.engine_harness import TOLERANCE, EngineHarness, largest_difference
 
 PROMPTS = (tuple(3 + (7 * n) % 250 for n in range(40)), (3, 10, 17, 24, 31))
-"""One longer than the tiny models' windows, and one that leaves them while it is answered."""
+"""One prompt is longer than the tiny models' windows, and the response to the other crosses them."""
 
 
 def assert_agrees_with_the_learner(bench: EngineHarness) -> None:
-    """The engine's log-probs of what it samples are those of the scorer that trains `bench.model`."""
+    """Check that an engine's log-probs of its samples are those of a LogprobModel of `bench.model`."""
     requests = [bench.request(prompt, seed=seed, max_tokens=24) for seed, prompt in enumerate(PROMPTS)]
     model = LogprobModel(copy.deepcopy(bench.model))
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert len(completion.token_ids) == 24
-        gap = largest_difference(completion.full_logprobs.tolist(), learners_logprobs(model, request, completion))
-        assert gap <= TOLERANCE, f"{gap:.2g} nats"
+        difference = largest_difference(
+            completion.full_logprobs.tolist(), learners_logprobs(model, request, completion)
+        )
+        assert difference <= TOLERANCE, f"{difference:.2g} nats"
 
 
 @torch.no_grad()
 def learners_logprobs(model: LogprobModel, request: SampleRequest, completion: Completion) -> list[float]:
     ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])
-    places = torch.arange(len(ids))
-    sampled = places >= len(request.token_ids)
+    positions = torch.arange(len(ids))
+    sampled = positions >= len(request.token_ids)
     temperature = torch.tensor([request.sampling.temperature])
-    scores = model(ids, places, torch.tensor([0, len(ids)]), temperature, sampled, False, None)
+    scores = model(ids, positions, torch.tensor([0, len(ids)]), temperature, sampled, False, None)
     return scores.logprobs[sampled].tolist()  # type: ignore[no-any-return]

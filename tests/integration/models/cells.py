@@ -15,30 +15,33 @@ from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from .table import ARCHITECTURES, architecture, column
 
 
-def green(*names: str, elsewhere: Iterable[tuple[str, str]] = ()) -> list[Any]:
-    """(architecture, column) of the cells that can, of these columns, without those that another file has."""
-    return _cells(names, able=True, without=frozenset(elsewhere))
+def supported_cells(*names: str, elsewhere: Iterable[tuple[str, str]] = ()) -> list[Any]:
+    """Return (architecture, column) of the supported cells of these columns, except those in another file."""
+    return _cells(names, supported=True, excluded=frozenset(elsewhere))
 
 
-def red(*names: str) -> list[Any]:
-    """(architecture, column) of the cells that cannot."""
-    return _cells(names, able=False, without=frozenset())
+def rejected_cells(*names: str) -> list[Any]:
+    """Return (architecture, column) of the rejected cells of these columns."""
+    return _cells(names, supported=False, excluded=frozenset())
 
 
-def _cells(names: Sequence[str], able: bool, without: frozenset[tuple[str, str]]) -> list[Any]:
-    found = []
+def _cells(names: Sequence[str], supported: bool, excluded: frozenset[tuple[str, str]]) -> list[Any]:
+    cells = []
     for name in names:
-        for one in ARCHITECTURES:
-            if (one.name in column(name).refused) == able or (one.name, name) in without:
+        for row in ARCHITECTURES:
+            if (row.name in column(name).refused) == supported or (row.name, name) in excluded:
                 continue
-            marks = [pytest.mark.on_demand] if able and one.name != column(name).in_ci else []
-            marks += [pytest.mark.slow] if able and name in ("vllm", "sglang") else []
-            found.append(pytest.param(one.name, name, id=f"{one.name}-{name}", marks=marks))
-    return found
+            marks = [pytest.mark.on_demand] if supported and row.name != column(name).in_ci else []
+            marks += [pytest.mark.slow] if supported and name in ("vllm", "sglang") else []
+            cells.append(pytest.param(row.name, name, id=f"{row.name}-{name}", marks=marks))
+    return cells
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """The tiny model of a row. What is not trained, such as a bias of DeepSeek's routers, does not follow the seed."""
+    """Return the tiny model of a row.
+
+    Untrained values, such as a bias of DeepSeek's routers, do not depend on the seed.
+    """
     row = architecture(name)
     plain = tiny_model(row.kind).config
     config = type(plain)(**{**plain.to_dict(), **row.config})
@@ -46,24 +49,24 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTra
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if parameter.ndim == 1 or path.endswith("bias"):  # which begin alike in all models: as ones, as zeros
+            if parameter.ndim == 1 or path.endswith("bias"):  # their initial values are ones or zeros in all models
                 parameter.add_(0.1 * torch.randn_like(parameter))
     generator = torch.Generator().manual_seed(0)
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # the others know no float64
+        model.set_experts_implementation("eager")  # the others do not support float64
     return model
 
 
-def attention_of(name: str) -> str:
-    """transformers' own implementation that computes what the model is: none but the eager one has sinks."""
+def reference_attention(name: str) -> str:
+    """Return transformers' attention implementation that computes the model: only eager attention has sinks."""
     return "eager" if architecture(name).kind == "gpt_oss" else "sdpa"
 
 
 def save(name: str, folder: Path) -> str:
-    """The tiny model and a tokenizer as a Hugging Face folder; returns its path."""
+    """Save the tiny model and a tokenizer as a Hugging Face folder, and return its path."""
     make(name).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return str(folder)

@@ -1,9 +1,9 @@
-"""The model types of transformers that are trained, whether or not the table has a row for them."""
+"""The model types of transformers that can be trained, with or without a row in the table."""
 
 from __future__ import annotations
 
 TYPES = 178
-"""The number of causal model types that transformers 5.19 knows, of which the next two are."""
+"""The number of causal model types in transformers 5.19; the next two constants are subsets."""
 EXACT = frozenset(
     (
         *("afmoe", "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe"),
@@ -20,15 +20,15 @@ EXACT = frozenset(
         "youtu",
     )
 )
-"""Those that the learner computes exactly. All others are refused: see test_families.py."""
+"""Types that the learner computes exactly. All others are rejected: see test_families.py."""
 NOT_BUILT = {
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": "it has no vocabulary of its own",
     "gemma4_unified_assistant": "it has no vocabulary of its own",
-    "musicgen": "it is put together from three other models",
-    "musicgen_melody": "it is put together from three other models",
+    "musicgen": "it consists of three other models",
+    "musicgen_melody": "it consists of three other models",
 }
-"""Those of which no tiny model can be made, and why."""
+"""Types of which no tiny model can be built, and why."""
 EXACT_WITH_IMAGES = frozenset(
     (
         *("aria", "cohere_compass", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu"),
@@ -40,8 +40,8 @@ EXACT_WITH_IMAGES = frozenset(
         *("video_llava", "vipllava"),
     )
 )
-"""Image-text models whose language model the learner computes exactly. All others are refused."""
-_DEFAULT = "its default configuration, made small, makes no model that runs"
+"""Image-text types whose language model the learner computes exactly. All others are rejected."""
+_DEFAULT = "a small version of its default configuration does not run"
 NOT_BUILT_WITH_IMAGES = {
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its vision tower needs the package timm"),
     **dict.fromkeys(
@@ -52,4 +52,4 @@ NOT_BUILT_WITH_IMAGES = {
         _DEFAULT,
     ),
 }
-"""Image-text model types of which no tiny model can be made, and why."""
+"""Image-text types of which no tiny model can be built, and why."""

@@ -1,4 +1,4 @@
-"""One rank of the cells in test_parallel.py. Rank 0 writes gradients, and what models were refused with."""
+"""One rank of the cells in test_parallel.py. Rank 0 writes gradients, and the errors of rejected models."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.strategies.process_group import close_process_group
 from tests.integration.strategies.parallel_group_ranks import (
     accumulate,
+    compute_loss,
     gradients,
-    loss_of,
     make_batch,
+    make_strategy,
     run,
-    strategy_of,
 )
 from tests.support.double_precision import double_precision
 
@@ -40,12 +40,12 @@ GROUPS = {
 
 
 def main(rank: int, port: int, cells: Sequence[tuple[str, str]], folder: Path) -> None:
-    """`cells`: (architecture, column)."""
+    """Run one rank for `cells` of (architecture, column)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     ranks: Any = dist.group.WORLD
-    found: dict[str, Tensor] = {}
-    refused: dict[str, str] = {}
+    all_gradients: dict[str, Tensor] = {}
+    errors: dict[str, str] = {}
     with double_precision():
         for name, column in cells:
             kind, key = GROUPS[column]
@@ -54,23 +54,25 @@ def main(rank: int, port: int, cells: Sequence[tuple[str, str]], folder: Path) -
             try:
                 model = LogprobModel(make(name, torch.float64), **by_rank)
             except ConfigError as error:
-                refused[f"{name}-{column}"] = str(error)
+                errors[f"{name}-{column}"] = str(error)
                 continue
-            found |= {f"{name}-{column}/{key}": value for key, value in gradients_of(model, column, rank).items()}
+            all_gradients |= {
+                f"{name}-{column}/{key}": value for key, value in compute_gradients(model, column, rank).items()
+            }
     if rank == 0:
-        save_file(found, folder / "gradients.safetensors")
-        (folder / "refused.json").write_text(json.dumps(refused))
+        save_file(all_gradients, folder / "gradients.safetensors")
+        (folder / "rejected.json").write_text(json.dumps(errors))
     close_process_group()
 
 
-def gradients_of(model: LogprobModel, column: str, rank: int) -> dict[str, Tensor]:
-    """The whole gradient, of micro-batches of three sequences with shared prompts."""
-    strategy = strategy_of(model, WORLD, {})
+def compute_gradients(model: LogprobModel, column: str, rank: int) -> dict[str, Tensor]:
+    """Return the full gradient of micro-batches of three sequences with shared prompts."""
+    strategy = make_strategy(model, WORLD, {})
 
     def loss(model: Any, batch: TrainBatch) -> Tensor:
         scores = run(model, batch, share=True, compute_entropy=True)
-        return loss_of(scores.logprobs, scores.entropy, batch)
+        return compute_loss(scores.logprobs, scores.entropy, batch)
 
-    parts = WORLD if column == "EP" else 1
-    accumulate(strategy, make_batch("shared"), parts, rank % parts, 3, loss)
+    num_shards = WORLD if column == "EP" else 1
+    accumulate(strategy, make_batch("shared"), num_shards, rank % num_shards, 3, loss)
     return gradients(strategy)

@@ -1,4 +1,4 @@
-"""Which models each part of the package can run: what docs/models.md and the tests beside this file are made of."""
+"""The models that each part of the package can run: the source of docs/models.md and of the tests in this folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Architecture:
-    """A row: `kind` is that of skyrl_train.testing.tiny_models, and `config` gives the tiny one what real ones have.
+    """A row of the table.
 
+    `kind` is that of skyrl_train.testing.tiny_models, `config` gives the tiny model the features of real ones, and
     `note` is for the page.
     """
 
@@ -22,7 +23,10 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A cell that cannot: `message` is a regular expression of what is said at start, `missing` is for the page."""
+    """A cell that is not supported.
+
+    `message` is a regular expression of the error at start, and `missing` is the explanation on the page.
+    """
 
     message: str
     missing: str
@@ -30,7 +34,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Column:
-    """`what` a yes means, and how it is tested; `in_ci`: the architecture whose cell is tested for every change."""
+    """A column of the table.
+
+    `what` is the meaning of a yes and its test. `in_ci` is the architecture whose cell is tested for every change.
+    """
 
     name: str
     what: str
@@ -70,14 +77,14 @@ _DEEPSEEK_ROPE = {
 }
 _DEEPSEEK = {
     "rope_parameters": _DEEPSEEK_ROPE,
-    # Heads of the released size: vLLM's kernel for CPUs has no other.
+    # Heads of the released size: vLLM's kernel for CPUs supports no other.
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "head_dim": 64,
     # Most weights are in experts, as in the released model.
     "n_routed_experts": 8,
     "moe_intermediate_size": 1024,
-    # In its config.json, though not in transformers' class: vLLM and SGLang ask for them.
+    # In its config.json, but not in transformers' class: vLLM and SGLang read them.
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
@@ -85,7 +92,7 @@ _DEEPSEEK = {
 _MINIMAX = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    # In its config.json, though not in transformers' class: vLLM and SGLang ask for them.
+    # In its config.json, but not in transformers' class: vLLM and SGLang read them.
     "rotary_dim": 32,
     "scoring_func": "sigmoid",
     "num_mtp_modules": 0,
@@ -128,7 +135,7 @@ ARCHITECTURES = (
     Architecture("Apertus", "apertus", _UNTIED | _WIDE | {"rope_parameters": _LLAMA_3_ROPE}),
 )
 _NO_EXPERTS = Refusal(
-    r"transformers has no plan to share out experts of \w+: set trainer\.policy\.expert_parallel_size to 1\.",
+    r"transformers has no expert-parallel plan for \w+: set trainer\.policy\.expert_parallel_size to 1\.",
     "it has no experts",
 )
 _DENSE = (
@@ -136,7 +143,7 @@ _DENSE = (
     *("SmolLM3", "Phi-3", "Hunyuan", "EXAONE 4", "Apertus"),
 )
 _NO_PLAN = r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\."
-_UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not known here"
+_UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not supported"
 _FUSED = Refusal(_UNKNOWN_STYLE, "transformers' tensor-parallel plan does not divide its fused projections")
 _WIDE_NORMS = Refusal(_UNKNOWN_STYLE, "its norms of queries and keys span all heads, so no rank has only some of them")
 _NOT_IN_SGLANG = "Engine '.*': SGLang cannot serve models of type '{}': {}"
@@ -264,18 +271,18 @@ ENGINES = ("transformers", "vllm", "sglang")
 
 
 def architecture(name: str) -> Architecture:
-    return next(one for one in ARCHITECTURES if one.name == name)
+    return next(row for row in ARCHITECTURES if row.name == name)
 
 
 def column(name: str) -> Column:
-    return next(one for one in COLUMNS if one.name == name)
+    return next(column_ for column_ in COLUMNS if column_.name == name)
 
 
 @dataclass(frozen=True)
 class CompositeRow:
     """A row of the page's second table: a composite checkpoint that is used as a text model.
 
-    `kind` is that of tests/support/multimodal_models.py, `shape` its options there.
+    `kind` is that of tests/support/multimodal_models.py, and `shape` its options there.
     """
 
     name: str

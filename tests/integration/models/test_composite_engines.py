@@ -1,4 +1,4 @@
-"""Engines that serve a composite checkpoint as a text model: their log-probs are the learner's, also after a sync."""
+"""Engines that serve a composite checkpoint as a text model: their log-probs equal the learner's, also after a sync."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.support.tiny_adapters import fill_adapters
 
 from .agreement import PROMPTS, assert_agrees_with_the_learner, learners_logprobs
 from .table import COMPOSITES, composite
-from .test_conformance_models import memory_is_not_a_number, start
+from .test_conformance_models import start_engine, uninitialized_memory_is_nan
 
 IN_CI = (("Gemma 3", "transformers"), ("Qwen2.5-VL", "transformers"))
 
 
 def cells() -> list[Any]:
-    """(composite, engine) of what the table says is served."""
-    found = []
+    """Return (composite, engine) of the cells that the table lists as served."""
+    parameters = []
     for row in COMPOSITES:
         for engine in row.engines:
             marks = [pytest.mark.slow] if engine != "transformers" else []
             marks += [] if (row.name, engine) in IN_CI else [pytest.mark.on_demand]
-            found.append(pytest.param(row.name, engine, id=f"{row.name}-{engine}", marks=marks))
-    return found
+            parameters.append(pytest.param(row.name, engine, id=f"{row.name}-{engine}", marks=marks))
+    return parameters
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def bench(
     if engine == "vllm":
         pytest.importorskip("torchvision", reason="vLLM's classes of composites import it")
     path = save_composite(folder / "model", row.kind, **row.shape)
-    served = start(engine, path)
+    served = start_engine(engine, path)
     yield EngineHarness(served, load_causal_lm(path, dtype=torch.float32), loop, folder)
     loop.run(served.close())
 
@@ -65,7 +65,7 @@ def test_engine_serves_the_language_model_of_a_composite(
     assert_agrees_with_the_learner(bench)
     row = composite(name)
     other = save_composite(tmp_path / "other", row.kind, seed=5, **row.shape)
-    with memory_is_not_a_number():
+    with uninitialized_memory_is_nan():
         bench.run(bench.publish(load_causal_lm(other, dtype=torch.float32)))
     assert_agrees_with_the_learner(bench)
 
@@ -78,11 +78,11 @@ def test_engine_serves_exported_adapter_of_a_composite(loop: BackgroundLoop, tmp
     trained = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
     tensors = {adapters.exported_name(name): tensor.detach() for name, tensor in adapters.iter_unmerged(trained)}
     export_adapter(adapters, tensors, byte_tokenizer(), tmp_path / "adapter", base=path)
-    engine = start("transformers", path)
+    engine = start_engine("transformers", path)
     bench = EngineHarness(engine, model, loop, tmp_path)
     bench.run(engine.load_adapter("mine", str(tmp_path / "adapter")))
     request = bench.request(PROMPTS[0], max_tokens=24, adapter="mine")
     (completion,) = bench.generate(request)
-    wanted = learners_logprobs(LogprobModel(model), request, completion)
-    assert largest_difference(completion.full_logprobs.tolist(), wanted) <= TOLERANCE
+    expected = learners_logprobs(LogprobModel(model), request, completion)
+    assert largest_difference(completion.full_logprobs.tolist(), expected) <= TOLERANCE
     loop.run(engine.close())

@@ -1,6 +1,6 @@
-"""Cells of the engines: real ones on a CPU, whose log-probs are the learner's, before and after a weight sync.
+"""Cells of the engines: on a CPU, their log-probs equal the learner's, before and after a weight sync.
 
-One cell is in tests/integration/engines/test_conformance_learner.py, beside other tests of an engine that runs there.
+One cell is in tests/integration/engines/test_conformance_learner.py, with other tests of an engine that runs there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from skyrl_train.registry import load_object
 from tests.support.engine_harness import BackgroundLoop, EngineHarness
 
 from .agreement import assert_agrees_with_the_learner
-from .cells import green, make, red, save
+from .cells import make, rejected_cells, save, supported_cells
 from .table import ENGINES, column as column_of
 
 ELSEWHERE = [("Qwen3", "sglang")]
-PLACES = {
+ENGINE_CLASSES = {
     "transformers": "skyrl_train.engines.transformers.engine:TransformersEngine",
     "vllm": "skyrl_train.engines.vllm.engine:VLLMEngine",
     "sglang": "skyrl_train.engines.sglang.engine:SGLangEngine",
@@ -39,16 +39,16 @@ def loop() -> Iterator[BackgroundLoop]:
     loop.close()
 
 
-def start(kind: str, path: str) -> Any:
+def start_engine(kind: str, path: str) -> Any:
     if importlib.util.find_spec(kind) is None:
         pytest.skip(f"{kind} is not installed; scripts/cpu_engines installs it")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other people's, when their packages are imported
+        warnings.simplefilter("ignore")  # of third-party packages at import
         options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4, "max_model_len": 256, "threads": 1}
-        return load_object(PLACES[kind])(model=path, name="of-the-table", **options)
+        return load_object(ENGINE_CLASSES[kind])(model=path, name="table-engine", **options)
 
 
-def make_beside(engine: Any, name: str, seed: int = 0) -> PreTrainedModel:
+def make_with_engine(engine: Any, name: str, seed: int = 0) -> PreTrainedModel:
     """Return the model of a row, made in the process of a running engine.
 
     vLLM serves some rows with transformers' own classes, and changes these: they need its configuration afterwards.
@@ -66,16 +66,16 @@ def make_beside(engine: Any, name: str, seed: int = 0) -> PreTrainedModel:
 def bench(
     name: str, column: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineHarness]:
-    """Of wider scope than a test: the first vLLM of a process may keep a port until that ends."""
+    """Start one engine per module: the first vLLM of a process may keep a port until the process ends."""
     folder = tmp_path_factory.mktemp("model")
-    engine = start(column, save(name, folder / "model"))
-    yield EngineHarness(engine, make_beside(engine, name), loop, folder)
+    engine = start_engine(column, save(name, folder / "model"))
+    yield EngineHarness(engine, make_with_engine(engine, name), loop, folder)
     loop.run(engine.close())
 
 
 @contextmanager
-def memory_is_not_a_number() -> Iterator[None]:
-    """Within this process, memory that nothing was written to holds NaN: what a sync leaves out cannot go unnoticed."""
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """Fill uninitialized memory of this process with NaN, so that weights that a sync leaves out are noticed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operations that are not deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -85,15 +85,15 @@ def memory_is_not_a_number() -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(("name", "column"), green(*ENGINES, elsewhere=ELSEWHERE), scope="module")
-def test_log_probs_are_the_learners_before_and_after_a_sync(name: str, column: str, bench: EngineHarness):
+@pytest.mark.parametrize(("name", "column"), supported_cells(*ENGINES, elsewhere=ELSEWHERE), scope="module")
+def test_logprobs_equal_the_learner_after_sync(name: str, column: str, bench: EngineHarness):
     assert_agrees_with_the_learner(bench)
-    with memory_is_not_a_number():
-        bench.run(bench.publish(make_beside(bench.engine, name, seed=5)))
+    with uninitialized_memory_is_nan():
+        bench.run(bench.publish(make_with_engine(bench.engine, name, seed=5)))
     assert_agrees_with_the_learner(bench)
 
 
-@pytest.mark.parametrize(("name", "column"), red(*ENGINES))
-def test_a_model_that_an_engine_cannot_serve_is_refused(name: str, column: str, tmp_path: Path):
+@pytest.mark.parametrize(("name", "column"), rejected_cells(*ENGINES))
+def test_unsupported_model_is_rejected(name: str, column: str, tmp_path: Path):
     with pytest.raises((ConfigError, EngineError), match=column_of(column).refused[name].message):
-        start(column, save(name, tmp_path / "model"))
+        start_engine(column, save(name, tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Every language model of transformers is trained exactly, or refused before its weights are read."""
+"""Every language model of transformers is trained exactly, or rejected before its weights are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST_WORD = 8
 """Smaller ids are special tokens of the tiny models, which some composites replace."""
 
 
-def refusal(check: Callable[[], object]) -> str | None:
+def get_config_error(check: Callable[[], object]) -> str | None:
     try:
         check()
     except ConfigError as error:
@@ -44,59 +44,62 @@ def make_batch() -> TrainBatch:
 
 
 @torch.no_grad()
-def logprobs_of_each_alone(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+def separate_logprobs(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     model.set_attn_implementation("eager")
     return torch.cat([padded_scores(model, sequence)[0] for sequence in batch.split_micro_batches(max_sequences=1)])
 
 
 @torch.no_grad()
-def packed_logprobs(model: LogprobModel, batch: TrainBatch) -> Tensor:
+def ragged_logprobs(model: LogprobModel, batch: TrainBatch) -> Tensor:
     tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     return model(*tensors).logprobs  # type: ignore[no-any-return]
 
 
 def check_family(model: PreTrainedModel, is_exact: bool) -> None:
-    """Expect log-probs of packed sequences to be those of each alone, or the same refusal with and without weights."""
-    described: PreTrainedModel = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]
-    reason = refusal(lambda: check_model_supported(described))
+    """Check that log-probs of a ragged batch equal those of separate sequences, or that the model is rejected.
+
+    The error must be the same with and without weights.
+    """
+    meta_model: PreTrainedModel = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]
+    reason = get_config_error(lambda: check_model_supported(meta_model))
     assert (reason is None) == is_exact, reason
     if reason is not None:
         assert type(model).__name__ in reason
-        assert refusal(lambda: LogprobModel(model)) == reason
+        assert get_config_error(lambda: LogprobModel(model)) == reason
         return
     batch = make_batch()
-    alone = logprobs_of_each_alone(model, batch)
-    torch.testing.assert_close(packed_logprobs(LogprobModel(model), batch), alone, rtol=0, atol=1e-4)
+    expected = separate_logprobs(model, batch)
+    torch.testing.assert_close(ragged_logprobs(LogprobModel(model), batch), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", sorted(CAUSAL_LMS.keys() - NOT_BUILT.keys()))
-def test_family_is_trained_exactly_or_refused(kind: str):
+def test_family_is_exact_or_rejected(kind: str):
     check_family(tiny_family(kind, AutoModelForCausalLM), kind in EXACT)
 
 
-def check_language_model(whole: PreTrainedModel, is_exact: bool, folder: Path) -> None:
-    """Expect log-probs of packed texts from the language model of a checkpoint to be those of the whole composite."""
-    whole.save_pretrained(folder)
-    reason = refusal(lambda: check_model_supported(check_causal_lm(str(folder))))
+def check_language_model(composite: PreTrainedModel, is_exact: bool, folder: Path) -> None:
+    """Check that log-probs from the language model of a checkpoint equal those of the full composite."""
+    composite.save_pretrained(folder)
+    reason = get_config_error(lambda: check_model_supported(check_causal_lm(str(folder))))
     assert (reason is None) == is_exact, reason
     if reason is not None:
-        assert refusal(lambda: LogprobModel(load_causal_lm(str(folder), dtype=torch.float32))) is not None
+        assert get_config_error(lambda: LogprobModel(load_causal_lm(str(folder), dtype=torch.float32))) is not None
         return
     model = load_causal_lm(str(folder), dtype=torch.float32)
     named = to_checkpoint_tensors(model, dict(model.named_parameters()))
     assert named.keys() <= list_checkpoint_names(str(folder))
     batch = make_batch()
-    alone = logprobs_of_each_alone(whole, batch)
-    torch.testing.assert_close(packed_logprobs(LogprobModel(model), batch), alone, rtol=0, atol=1e-4)
+    expected = separate_logprobs(composite, batch)
+    torch.testing.assert_close(ragged_logprobs(LogprobModel(model), batch), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.on_demand
 @pytest.mark.parametrize("kind", sorted(COMPOSITES.keys() - NOT_BUILT_WITH_IMAGES.keys()))
-def test_text_of_image_text_family_is_trained_exactly_or_refused(kind: str, tmp_path: Path):
+def test_text_of_composite_is_exact_or_rejected(kind: str, tmp_path: Path):
     check_language_model(tiny_family(kind, AutoModelForImageTextToText), kind in EXACT_WITH_IMAGES, tmp_path)
 
 
-def test_lists_of_families_are_those_of_transformers():
+def test_families_are_those_of_transformers():
     assert len(CAUSAL_LMS) == TYPES
     assert CAUSAL_LMS.keys() >= EXACT | NOT_BUILT.keys()
     assert COMPOSITES.keys() >= EXACT_WITH_IMAGES | NOT_BUILT_WITH_IMAGES.keys()

@@ -1,4 +1,4 @@
-"""Cells of the learner in one process: gradients in float64 against the Hugging Face model on a padded batch."""
+"""Cells of the learner in one process: gradients in float64 equal the Hugging Face model's on a padded batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import assert_same_tensors, grouped_batch, padded_scores, ragged_batch
 from tests.support.tiny_adapters import fill_adapters
 
-from .cells import attention_of, green, make, save
+from .cells import make, reference_attention, save, supported_cells
 
 Gradients = dict[str, Tensor]
 LENGTHS = (9, 4, 12, 9, 2, 7, 9)
@@ -34,75 +34,83 @@ def _exact_double() -> Iterator[None]:
         yield
 
 
-def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
-    """A weight that follows the token wherever it is packed."""
+def compute_loss(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
+    """Return a weighted sum, whose weights follow the tokens wherever they are in a batch."""
     return ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
 
 
 def padded_gradients(name: str, batch: TrainBatch) -> Gradients:
     model = make(name, torch.float64)
-    model.set_attn_implementation(attention_of(name))
-    loss_of(*padded_scores(model, batch), batch).backward()
-    return trained(model)
+    model.set_attn_implementation(reference_attention(name))
+    compute_loss(*padded_scores(model, batch), batch).backward()
+    return trained_gradients(model)
 
 
 def ragged_gradients(model: LogprobModel, batch: TrainBatch, share: bool = False) -> Gradients:
-    """Of micro-batches of three sequences."""
-    for part in batch.split_micro_batches(max_sequences=3):
-        repeated = part.shared_prompt_lengths() if share else None
-        tensors = (part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask)
-        scores = model(*tensors, True, repeated)
+    """Return the gradients of micro-batches of three sequences."""
+    for micro_batch in batch.split_micro_batches(max_sequences=3):
+        shared_prompt_lengths = micro_batch.shared_prompt_lengths() if share else None
+        tensors = (
+            micro_batch.input_ids,
+            micro_batch.position_ids,
+            micro_batch.offsets,
+            micro_batch.temperature,
+            micro_batch.loss_mask,
+        )
+        scores = model(*tensors, True, shared_prompt_lengths)
         assert scores.entropy is not None
-        loss_of(scores.logprobs, scores.entropy, part).backward()
-    return trained(model.model)
+        compute_loss(scores.logprobs, scores.entropy, micro_batch).backward()
+    return trained_gradients(model.model)
 
 
-def trained(model: torch.nn.Module) -> Gradients:
+def trained_gradients(model: torch.nn.Module) -> Gradients:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("name", "column"), green("padding-free"))
-def test_a_gradient_without_padding_is_the_padded_one(name: str, column: str):
+@pytest.mark.parametrize(("name", "column"), supported_cells("padding-free"))
+def test_gradient_without_padding_equals_padded_one(name: str, column: str):
     batch = ragged_batch(LENGTHS)
     assert_same_tensors(ragged_gradients(LogprobModel(make(name, torch.float64)), batch), padded_gradients(name, batch))
 
 
-@pytest.mark.parametrize(("name", "column"), green("shared prompts"))
-def test_a_gradient_with_prompts_that_are_run_once_is_the_padded_one(name: str, column: str):
+@pytest.mark.parametrize(("name", "column"), supported_cells("shared prompts"))
+def test_gradient_with_shared_prompts_equals_padded_one(name: str, column: str):
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2]), (11, [5, 5])])
     model = LogprobModel(make(name, torch.float64))
     assert_same_tensors(ragged_gradients(model, batch, share=True), padded_gradients(name, batch))
 
 
-@pytest.mark.parametrize(("name", "column"), green("LoRA"))
-def test_an_adapters_gradient_is_that_of_the_padded_model_with_weights_that_contain_it(name: str, column: str):
+@pytest.mark.parametrize(("name", "column"), supported_cells("LoRA"))
+def test_adapter_gradient_equals_merged_padded_one(name: str, column: str):
     batch, model = ragged_batch(LENGTHS), make(name, torch.float64)
     adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
     fill_adapters(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
-    filled = {key: p.detach().clone().requires_grad_() for key, p in model.named_parameters() if ".lora_" in key}
-    plain = make(name, torch.float64).requires_grad_(False)
-    plain.set_attn_implementation(attention_of(name))
-    weights: dict[str, Tensor] = dict(plain.named_parameters())
+    adapter_parameters = {
+        key: p.detach().clone().requires_grad_() for key, p in model.named_parameters() if ".lora_" in key
+    }
+    base_model = make(name, torch.float64).requires_grad_(False)
+    base_model.set_attn_implementation(reference_attention(name))
+    weights: dict[str, Tensor] = dict(base_model.named_parameters())
     for layer in adapters.layers:
-        down, up = (filled[f"{layer}.lora_{end}.default.weight"] for end in "AB")
-        weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + 2 * up @ down
+        lora_a, lora_b = (adapter_parameters[f"{layer}.lora_{letter}.default.weight"] for letter in "AB")
+        weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + 2 * lora_b @ lora_a
 
     def with_adapters(**arguments: Any) -> Any:
-        return functional_call(plain, weights, kwargs=arguments)
+        return functional_call(base_model, weights, kwargs=arguments)
 
-    loss_of(*padded_scores(with_adapters, batch), batch).backward()  # type: ignore[arg-type]
-    wanted = {key: p.grad for key, p in filled.items() if p.grad is not None}
-    assert len(wanted) == len(filled) == 2 * len(adapters.layers) >= 16
-    assert_same_tensors(ragged_gradients(LogprobModel(model), batch), wanted)
+    compute_loss(*padded_scores(with_adapters, batch), batch).backward()  # type: ignore[arg-type]
+    expected = {key: p.grad for key, p in adapter_parameters.items() if p.grad is not None}
+    assert len(expected) == len(adapter_parameters) == 2 * len(adapters.layers) >= 16
+    assert_same_tensors(ragged_gradients(LogprobModel(model), batch), expected)
 
 
 @pytest.mark.defect("exports-without-the-bias-of-routers")
 @pytest.mark.defect("gpt-oss-could-not-be-loaded")
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss"])
-def test_a_learner_reads_a_checkpoint_and_exports_one_with_the_same_log_probs(name: str, tmp_path: Path):
-    """Not all attention is fused in transformers, and not all of a checkpoint is parameters."""
+def test_exported_checkpoint_keeps_logprobs(name: str, tmp_path: Path):
+    """These models have attention that transformers does not fuse, and tensors that are not parameters."""
     path, batch = save(name, tmp_path / "model"), policy_batch()
     worker = LearnerWorker(tiny_spec(path), 0, 1)
     worker.build(path)

@@ -1,4 +1,4 @@
-"""The page of models is the table's, and every cell of the table is a test."""
+"""The page of models is generated from the table, and every cell of the table has a test."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ generator = runpy.run_path(SCRIPT)
 
 
 def cases(*modules: Any) -> list[str]:
-    """Identifiers of the cases of a module's tests that are cells."""
-    marks = [mark for module in modules for one in vars(module).values() for mark in getattr(one, "pytestmark", ())]
-    given = [mark.args for mark in marks if mark.name == "parametrize"]
-    return [case.id for names, values in given if names in (("name", "column"), "started") for case in values]
+    """Return the ids of the cases that are cells, of the tests of modules."""
+    marks = [
+        mark for module in modules for function in vars(module).values() for mark in getattr(function, "pytestmark", ())
+    ]
+    parametrizations = [mark.args for mark in marks if mark.name == "parametrize"]
+    return [
+        case.id for names, values in parametrizations if names in (("name", "column"), "started") for case in values
+    ]
 
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -34,12 +38,12 @@ STALE = "run: python scripts/generate_model_docs.py"
 
 
 def tensor_parallel_section() -> str:
-    """The page's section of models that tensor parallelism refuses."""
+    """Return the page's section of models that tensor parallelism rejects."""
     start = PAGE.index(generator["TENSOR_PARALLEL_HEADING"])
     return PAGE[start : PAGE.index("\n## ", start)]
 
 
-def test_the_page_is_what_the_table_says():
+def test_page_is_generated_from_the_table():
     assert generator["render"](tensor_parallel_section()) == PAGE, STALE
 
 
@@ -52,16 +56,16 @@ def test_page_lists_models_without_tensor_parallelism():
     if not transformers.__version__.startswith(f"{version[1]}."):
         pytest.skip(f"the page lists models of transformers {version[1]}")
     program = f"import runpy; print(runpy.run_path({SCRIPT!r})['tensor_parallel_section'](), end='')"
-    # In a new process: what other tests import and register may change which types transformers can build.
+    # In a new process: other tests import and register things that change which types transformers can build.
     generated = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert section == generated.stdout, STALE
 
 
-def test_every_cell_is_one_test():
-    found = cases(test_learner, test_parallel, test_conformance_models, test_conformance_learner)
-    assert sorted(found) == sorted(f"{row.name}-{column.name}" for row in ARCHITECTURES for column in COLUMNS)
+def test_every_cell_has_one_test():
+    case_ids = cases(test_learner, test_parallel, test_conformance_models, test_conformance_learner)
+    assert sorted(case_ids) == sorted(f"{row.name}-{column.name}" for row in ARCHITECTURES for column in COLUMNS)
 
 
-def test_a_column_has_one_yes_for_every_change():
+def test_ci_tests_one_supported_cell_per_column():
     for column in COLUMNS:
         assert column.in_ci in {row.name for row in ARCHITECTURES} - column.refused.keys()

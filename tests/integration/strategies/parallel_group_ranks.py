@@ -1,7 +1,4 @@
-"""One rank of the checks in test_parallel_groups.py.
-
-Rank 0 writes findings.
-"""
+"""One rank of the checks in test_parallel_groups.py. Rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -58,34 +55,34 @@ SPEC = {
     "objective": PolicyObjective(partial(gspo, eps_clip_low=0.2, eps_clip_high=0.2), k3, 0.1, 0.01),
     "gradient_checkpointing": True,
 }
-"""A loss that looks at whole sequences, of which every rank has a part."""
+"""A loss that depends on full sequences, of which every rank has a part."""
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=10.0)
 STEPPED = ("qwen2", "three_experts", "adapted")
 LIMITS = MicroBatchLimits(sequences=2, max_tokens_per_microbatch=None, attention_tokens=6144, share_prompt=False)
 
 
 def make_model(kind: str) -> PreTrainedModel:
-    """In double precision; with windows and capped scores for gemma2, and trained adapters for "adapted"."""
+    """Return a float64 model: gemma2 with windows and capped scores, and "adapted" with trained adapters."""
     if kind.startswith("adapted"):
-        return adapted(kind)[0]
+        return make_adapted_model(kind)[0]
     if kind in ("qwen3_moe", "three_experts", "gpt_oss", "deepseek_v3"):
         model = tiny_model("qwen3_moe" if kind == "three_experts" else kind, dtype=torch.float64)
-        if kind == "three_experts":  # which two ranks cannot share out evenly
+        if kind == "three_experts":  # not divisible by two ranks
             config = type(model.config)(**{**model.config.to_dict(), "num_local_experts": 3})
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         model.set_experts_implementation("eager")  # the default has no kernel for float64
         return model
-    changed = {"one_kv_head": {"num_key_value_heads": 1}, "gemma2": {"sliding_window": 3}}.get(kind)
+    changes = {"one_kv_head": {"num_key_value_heads": 1}, "gemma2": {"sliding_window": 3}}.get(kind)
     model = tiny_model("qwen2" if kind == "one_kv_head" else kind, dtype=torch.float64)
-    if changed is None:
+    if changes is None:
         return model
     torch.manual_seed(0)
-    config = type(model.config)(**{**model.config.to_dict(), **changed})
+    config = type(model.config)(**{**model.config.to_dict(), **changes})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
-def adapted(kind: str) -> tuple[PreTrainedModel, LoraAdapters]:
+def make_adapted_model(kind: str) -> tuple[PreTrainedModel, LoraAdapters]:
     model = make_model("qwen3_moe" if kind == "adapted_moe" else "qwen2")
     adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "lora")
     fill_adapters(model)
@@ -94,31 +91,32 @@ def adapted(kind: str) -> tuple[PreTrainedModel, LoraAdapters]:
     return model, adapters
 
 
-def merged(strategy: Any, kind: str = "adapted") -> dict[str, Tensor]:
-    """The weights that engines get, and adapters as peft saves them."""
-    of_peft: dict[str, Tensor] = {}
-    whole = {
-        name: one.full_tensor() for name, one in adapted(kind)[1].iter_merged(strategy.sharded_parameters(), of_peft)
+def get_merged_weights(strategy: Any, kind: str = "adapted") -> dict[str, Tensor]:
+    """Return the merged weights that engines get, and adapters as peft saves them."""
+    adapters: dict[str, Tensor] = {}
+    merged = {
+        name: tensor_shard.full_tensor()
+        for name, tensor_shard in make_adapted_model(kind)[1].iter_merged(strategy.sharded_parameters(), adapters)
     }
-    return {name: tensor.contiguous() for name, tensor in (whole | of_peft).items()}
+    return {name: tensor.contiguous() for name, tensor in (merged | adapters).items()}
 
 
 def make_batch(case: str) -> TrainBatch:
-    """77 tokens, of which 49 are computed with shared prompts: odd, as are parts of them."""
-    if case == "few_tokens":  # than ranks, or just as many
+    """Return 77 tokens, of which 49 run with shared prompts: odd numbers, also in splits."""
+    if case == "few_tokens":  # at most as many as ranks
         return ragged_batch((2, 3, 2, 5))
     if case == "few_shared_tokens":
         return grouped_batch([(1, [1, 1])])
     return grouped_batch([(6, [4, 9, 4, 1]), (3, [2]), (10, [5, 5])])
 
 
-def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
-    """A weight that follows the token, and a term that needs a sequence whole."""
-    by_token = ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
-    return by_token + 0.01 * batch.sum_per_sequence(logprobs).square().sum()
+def compute_loss(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
+    """Return a weighted sum, whose weights follow the tokens, plus a term that depends on full sequences."""
+    token_loss = ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
+    return token_loss + 0.01 * batch.sum_per_sequence(logprobs).square().sum()
 
 
-def strategy_of(model: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2Strategy:
+def make_strategy(model: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2Strategy:
     strategy = FSDP2Strategy(
         optimizer_config=OPTIMIZER,
         fsdp_config=FSDPConfig(**fsdp),
@@ -132,187 +130,194 @@ def strategy_of(model: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2St
 
 
 def accumulate(
-    strategy: FSDP2Strategy, batch: TrainBatch, parts: int, part: int, size: int, loss: Callable[..., Tensor]
+    strategy: FSDP2Strategy, batch: TrainBatch, num_shards: int, shard: int, size: int, loss: Callable[..., Tensor]
 ) -> None:
-    """This part's rows in micro-batches of `size`, and a filler more than the largest part needs: one token."""
-    shards = batch.partition(parts)
+    """Accumulate gradients of this shard's rows in micro-batches of `size`.
+
+    All shards run one micro-batch more than the largest one needs, with a filler of one token.
+    """
+    shards = batch.partition(num_shards)
     count = -(-max(len(rows) for rows in shards) // size) + 1
-    mine = batch.select(shards[part]).split_micro_batches(max_sequences=size)
+    micro_batches = batch.select(shards[shard]).split_micro_batches(max_sequences=size)
     for index in range(count):
-        micro = mine[index] if index < len(mine) else filler_batch()
-        strategy.backward(loss(strategy.module, micro), is_last_micro_batch=index == count - 1)
+        micro_batch = micro_batches[index] if index < len(micro_batches) else filler_batch()
+        strategy.backward(loss(strategy.module, micro_batch), is_last_micro_batch=index == count - 1)
 
 
 def gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
     model: Any = strategy.module
     strategy._reduce_replicated_grads()
-    found = {}
+    result = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         gradient = parameter.grad
         assert gradient is not None, name
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[model.hf_name(name)] = strategy._full_tensor(model.hf_name(name), full).contiguous()
-    return found
+        result[model.hf_name(name)] = strategy._full_tensor(model.hf_name(name), full).contiguous()
+    return result
 
 
 def run(model: Any, batch: TrainBatch, share: bool, compute_entropy: bool) -> Any:
-    repeated = batch.shared_prompt_lengths() if share else None
+    shared_prompt_lengths = batch.shared_prompt_lengths() if share else None
     tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    return model(*tensors, compute_entropy, repeated)
+    return model(*tensors, compute_entropy, shared_prompt_lengths)
 
 
 def check_gradients(parallel_group: ParallelGroup, kinds: list[str], folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[str, Tensor] = {}
+    all_gradients: dict[str, Tensor] = {}
     for kind in kinds:
         for case, options in CASES.items():
             if kind not in options.get("kinds", kinds):
                 continue
-            if "balance" in options and isinstance(parallel_group, SequenceParallel):  # which has parts of sequences
-                continue
+            if "balance" in options and isinstance(parallel_group, SequenceParallel):
+                continue  # the ranks have parts of sequences
             model = make_model(kind)
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])
             logprob_model = LogprobModel(model, parallel_group=parallel_group)
             logprob_model.router_aux_loss_weight = options.get("balance", 0.0) / int(make_batch(case).loss_mask.sum())
-            strategy = strategy_of(logprob_model, world, options.get("fsdp", {}))
+            strategy = make_strategy(logprob_model, world, options.get("fsdp", {}))
             share = options.get("share", False)
 
             def loss(model: Any, batch: TrainBatch, share: bool = share) -> Tensor:
                 scores = run(model, batch, share, compute_entropy=True)
-                return loss_of(scores.logprobs, scores.entropy, batch)
+                return compute_loss(scores.logprobs, scores.entropy, batch)
 
-            parts = world // parallel_group.size
-            accumulate(strategy, make_batch(case), parts, rank // parallel_group.size, options.get("size", 100), loss)
-            found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
+            num_shards = world // parallel_group.size
+            accumulate(
+                strategy, make_batch(case), num_shards, rank // parallel_group.size, options.get("size", 100), loss
+            )
+            all_gradients |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
     if rank == 0:
-        save_file(found, folder / "gradients.safetensors")
+        save_file(all_gradients, folder / "gradients.safetensors")
 
 
 def check_critic(parallel_group: ParallelGroup, folder: Path) -> None:
     model = ValueModel(make_model("qwen2"), parallel_group=parallel_group)
     torch.nn.init.ones_(model.value_head.weight)
     world, rank = dist.get_world_size(), dist.get_rank()
-    strategy = strategy_of(model, world, {})
+    strategy = make_strategy(model, world, {})
 
     def loss(model: Any, batch: TrainBatch) -> Tensor:
         values, _ = run(model, batch, True, compute_entropy=False)
-        return loss_of(values, torch.zeros(()), batch)
+        return compute_loss(values, torch.zeros(()), batch)
 
     accumulate(strategy, make_batch("shared"), world // parallel_group.size, rank // parallel_group.size, 100, loss)
-    found = gradients(strategy)
+    critic_gradients = gradients(strategy)
     if rank == 0:
-        save_file(found, folder / "critic.safetensors")
+        save_file(critic_gradients, folder / "critic.safetensors")
 
 
 def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
-    """An update and a pass of scores as `Learner` asks for them, of an objective that looks at whole sequences."""
+    """Check an update and a forward pass as `Learner` calls them, with an objective that depends on full sequences."""
     size = worker.spec.parallel_size
     batch = policy_batch()
-    shards = split_into_micro_batches(batch, worker.world_size // size, LIMITS, share=False)
+    shards = split_into_micro_batches(batch, worker.world_size // size, LIMITS, share_prompts=False)
     count = max(len(rows) for rows in shards)
-    mine = [batch.select(rows) for rows in shards[worker.rank // size]]
-    scores = worker.forward(mine, count)
-    state = worker.update(MiniBatch(mine, count, int(batch.loss_mask.sum())))
-    everything: list[Any] = [None] * worker.world_size
-    dist.all_gather_object(everything, {"state": state, "scores": scores.tolist()})
+    micro_batches = [batch.select(rows) for rows in shards[worker.rank // size]]
+    scores = worker.forward(micro_batches, count)
+    state = worker.update(MiniBatch(micro_batches, count, int(batch.loss_mask.sum())))
+    results: list[Any] = [None] * worker.world_size
+    dist.all_gather_object(results, {"state": state, "scores": scores.tolist()})
     if worker.rank == 0:
         save_file(worker.gradients(), folder / "worker.safetensors")
-    return {"shards": shards, "ranks": everything}
+    return {"shards": shards, "ranks": results}
 
 
-def differ_in_parts(module: nn.Module, dim: int, size: int) -> None:
+def perturb_if_sharded(module: nn.Module, dim: int, size: int) -> None:
     """Add 1 to a module's output if it has `size` elements along `dim`, as on a rank that computes a part of it."""
     module.register_forward_hook(lambda _, inputs, output: output + (output.shape[dim] == size))
 
 
-def check_refusals(parallel_group: ParallelGroup) -> dict[str, str]:
+def check_rejections(parallel_group: ParallelGroup) -> dict[str, str]:
     config = make_model("qwen2").config
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 66}
-    three, features = (type(config)(**{**config.to_dict(), **change}) for change in (heads, {"intermediate_size": 63}))
-    tokens, columns, unplanned, other, whole = (make_model("qwen2") for _ in range(5))
+    three_heads, features = (
+        type(config)(**{**config.to_dict(), **change}) for change in (heads, {"intermediate_size": 63})
+    )
+    tokens, columns, unplanned, unknown_style, half_planned = (make_model("qwen2") for _ in range(5))
     layers: list[Any] = [model.model.layers[0] for model in (tokens, columns)]  # type: ignore[union-attr]
-    differ_in_parts(layers[0].mlp, 1, 20 // parallel_group.size)  # of the 20 tokens that a new model is checked with
+    perturb_if_sharded(layers[0].mlp, 1, 20 // parallel_group.size)  # a new model is checked with 20 tokens
     values = layers[1].self_attn.v_proj
-    differ_in_parts(values, 2, values.out_features // parallel_group.size)
+    perturb_if_sharded(values, 2, values.out_features // parallel_group.size)
     unplanned._tp_plan = {}
-    other._tp_plan = {**other._tp_plan, "model.layers.*.mlp.up_proj": "grouped_gemm"}  # type: ignore[dict-item]
-    whole._tp_plan = {name: style for name, style in whole.tp_plan.items() if "mlp" not in name}
-    whole.model._tp_plan = {}  # type: ignore[union-attr]
+    unknown_style._tp_plan = {**unknown_style._tp_plan, "model.layers.*.mlp.up_proj": "grouped_gemm"}  # type: ignore[dict-item]
+    half_planned._tp_plan = {name: style for name, style in half_planned.tp_plan.items() if "mlp" not in name}
+    half_planned.model._tp_plan = {}  # type: ignore[union-attr]
     models = {
-        "heads": AutoModelForCausalLM.from_config(three),
+        "heads": AutoModelForCausalLM.from_config(three_heads),
         "features": AutoModelForCausalLM.from_config(features),
         "tokens": tokens,
         "columns": columns,
         "unplanned": unplanned,
-        "unknown": other,
-        "whole": whole,
+        "unknown": unknown_style,
+        "whole": half_planned,
     }
-    said = {}
+    messages = {}
     for name, model in models.items():
         try:
             LogprobModel(model, parallel_group=parallel_group)
         except ConfigError as error:
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
 
 
 def check_half_precision(parallel_group: ParallelGroup) -> float:
-    """Largest difference (nats) of log-probs in bfloat16 to those of one process."""
+    """Return the largest difference in nats of bfloat16 log-probs to those of one process."""
     batch = make_batch("whole")
     with torch.no_grad():
-        found = [
-            run(LogprobModel(tiny_model(dtype=torch.bfloat16), parallel_group=one), batch, True, False).logprobs
-            for one in (parallel_group, None)
+        logprobs = [
+            run(LogprobModel(tiny_model(dtype=torch.bfloat16), parallel_group=group), batch, True, False).logprobs
+            for group in (parallel_group, None)
         ]
-    return float((found[0] - found[1]).abs().max())
+    return float((logprobs[0] - logprobs[1]).abs().max())
 
 
-def train(strategy: Any, updates: int, parts: int = 1, part: int = 0) -> list[float]:
-    """Norms of gradients; the first one is clipped, and a loss that is not finite comes before the last."""
+def train(strategy: Any, updates: int, num_shards: int = 1, shard: int = 0) -> list[float]:
+    """Return gradient norms of updates. The first is clipped, and the loss of the last but one is not finite."""
     norms = []
     for index in range(updates):
-        bad = float("nan") if index == updates - 2 else 1.0
+        loss_factor = float("nan") if index == updates - 2 else 1.0
 
-        def loss(model: Any, batch: TrainBatch, factor: float = bad) -> Tensor:
+        def loss(model: Any, batch: TrainBatch, factor: float = loss_factor) -> Tensor:
             scores = run(model, batch, share=False, compute_entropy=True)
-            return loss_of(scores.logprobs, scores.entropy, batch) * factor
+            return compute_loss(scores.logprobs, scores.entropy, batch) * factor
 
-        accumulate(strategy, make_batch("whole"), parts, part, 2, loss)
+        accumulate(strategy, make_batch("whole"), num_shards, shard, 2, loss)
         norms.append(strategy.step()["grad_norm"])
     return norms
 
 
 def check_steps(parallel_group: ParallelGroup, folder: Path) -> dict[str, Any]:
-    """Updates, a checkpoint, and updates from one of a single process."""
+    """Check updates, a checkpoint, and updates from a checkpoint of one process."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[str, Any] = {}
+    norms: dict[str, Any] = {}
     for kind, fsdp in (*((kind, {}) for kind in STEPPED), ("qwen2_replicas", {"fsdp_size": 1})):
         model = kind.removesuffix("_replicas")
         strategies = [
-            strategy_of(LogprobModel(make_model(model), parallel_group=parallel_group), world, fsdp) for _ in range(2)
+            make_strategy(LogprobModel(make_model(model), parallel_group=parallel_group), world, fsdp) for _ in range(2)
         ]
-        first, again = strategies
-        place = world // parallel_group.size, rank // parallel_group.size
-        found[kind] = train(first, 3, *place)
-        first.save(folder / f"{kind}_parallel_group")
-        again.load(folder / f"{model}_single")
-        train(again, 1, *place)
-        for name, strategy in (("stepped", first), ("resumed", again)):
+        uninterrupted, resumed = strategies
+        shard = world // parallel_group.size, rank // parallel_group.size
+        norms[kind] = train(uninterrupted, 3, *shard)
+        uninterrupted.save(folder / f"{kind}_parallel_group")
+        resumed.load(folder / f"{model}_single")
+        train(resumed, 1, *shard)
+        for name, strategy in (("stepped", uninterrupted), ("resumed", resumed)):
             full = {key: value.contiguous() for key, value in strategy.full_parameters()}
-            whole = torch.stack([value.sum() for value in full.values()])
-            everywhere = [torch.zeros_like(whole) for _ in range(world)]
-            dist.all_gather(everywhere, whole)
-            assert all(torch.equal(one, whole) for one in everywhere), "ranks gather different weights"
+            sums = torch.stack([value.sum() for value in full.values()])
+            sums_of_ranks = [torch.zeros_like(sums) for _ in range(world)]
+            dist.all_gather(sums_of_ranks, sums)
+            assert all(torch.equal(other_sums, sums) for other_sums in sums_of_ranks), "ranks gather different weights"
             if rank == 0:
                 save_file(full, folder / f"{kind}_{name}.safetensors")
         if kind == "adapted":
-            weights = merged(first)
+            merged = get_merged_weights(uninterrupted)
             if rank == 0:
-                save_file(weights, folder / "merged.safetensors")
-    return found
+                save_file(merged, folder / "merged.safetensors")
+    return norms
 
 
 def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -> None:
@@ -322,13 +327,13 @@ def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -
     worker.setup("127.0.0.1", port)
     parallel_group = worker.parallel_group
     assert parallel_group is not None
-    found: dict[str, Any] = check_worker(worker, folder)
-    found |= {"refused": check_refusals(parallel_group), "half_precision": check_half_precision(parallel_group)}
-    found["sync"] = {wire: count_synced_bytes(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
+    results: dict[str, Any] = check_worker(worker, folder)
+    results |= {"rejected": check_rejections(parallel_group), "half_precision": check_half_precision(parallel_group)}
+    results["sync"] = {wire: count_synced_bytes(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
     with double_precision():
         check_gradients(parallel_group, json.loads((folder / "kinds.json").read_text()), folder)
         check_critic(parallel_group, folder)
-        found["norms"] = check_steps(parallel_group, folder)
+        results["norms"] = check_steps(parallel_group, folder)
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "results.json").write_text(json.dumps(results))
     close_process_group()

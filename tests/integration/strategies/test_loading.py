@@ -1,4 +1,4 @@
-"""Ranks load their rows of a model: the bits of the whole model, in the memory of one."""
+"""Ranks that load their rows of a model hold the bits of the full model, and together use its memory once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.rank_processes import run_ranks
 
 FROZEN = {"optimizer_config": None, "total_steps": None, "objective": None, "dtype": "bfloat16"}
 LORA = LoraConfig(rank=4, alpha=8)
-Ways = dict[str, tuple[str, dict[str, Any]]]
-WAYS: Ways = {
+Variants = dict[str, tuple[str, dict[str, Any]]]
+VARIANTS: Variants = {
     "tied": ("qwen2", {}),
     "saved in bfloat16": ("llama-bfloat16", {}),
     "compute in bfloat16": ("qwen2", {"dtype": "bfloat16"}),
     "tied, but saved twice": ("saved-twice", {}),
     "experts": ("qwen3_moe", {}),
-    "other values of the configuration": (
+    "configuration overrides": (
         "qwen2",
         {"model_config_kwargs": {"num_hidden_layers": 1}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ),
@@ -41,13 +41,13 @@ WAYS: Ways = {
     "adapters": ("qwen2", {"lora": LORA, "dtype": "bfloat16"}),
     "adapters of a critic": ("llama", {"lora": LORA, "value_head_prefix": "value_head"}),
 }
-GROUPS: Ways = {
+GROUPS: Variants = {
     "replicas": ("qwen3_moe", {"fsdp_config": FSDPConfig(fsdp_size=2)}),
-    "parts of layers": ("llama", {"tensor_parallel_size": 2}),
-    "parts of experts": ("qwen3_moe", {"tensor_parallel_size": 2}),
-    "parts of sequences": ("qwen2", {"sequence_parallel_size": 2}),
+    "sharded layers": ("llama", {"tensor_parallel_size": 2}),
+    "sharded experts": ("qwen3_moe", {"tensor_parallel_size": 2}),
+    "split sequences": ("qwen2", {"sequence_parallel_size": 2}),
 }
-ZERO: Ways = {
+ZERO: Variants = {
     "ZeRO 2": ("qwen2", {"strategy": STRATEGIES["deepspeed"], "deepspeed_config": DeepSpeedConfig(zero_stage=2)}),
     "ZeRO 3": ("qwen3_moe", {"strategy": STRATEGIES["deepspeed"]}),
     "ZeRO 3, frozen": ("qwen2", {"strategy": STRATEGIES["deepspeed"], **FROZEN}),
@@ -55,8 +55,8 @@ ZERO: Ways = {
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
-def loaded_whole(spec: LearnerSpec, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters by name and buffers of the model, loaded in one piece."""
+def load_full_model(spec: LearnerSpec, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return parameters by name and buffers of the model, loaded in one process."""
     model = load_causal_lm(
         path,
         dtype=torch.float32 if spec.optimizer_config and not spec.lora else getattr(torch, spec.dtype),
@@ -69,77 +69,79 @@ def loaded_whole(spec: LearnerSpec, path: str) -> tuple[dict[str, Tensor], dict[
         LoraAdapters(model, spec.lora, "lora")
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if spec.value_head_prefix is not None:
-        parameters = {name: one for name, one in parameters.items() if name.startswith(model.base_model_prefix)}
+        parameters = {
+            name: parameter for name, parameter in parameters.items() if name.startswith(model.base_model_prefix)
+        }
         parameters[f"{spec.value_head_prefix}.weight"] = torch.zeros(1, model.config.hidden_size)
     return parameters, dict(model.named_buffers())
 
 
-def assert_bits(worker: LearnerWorker, path: str) -> None:
-    """What this rank has, gathered, is bit for bit what one process loads."""
-    wanted, buffers = loaded_whole(worker.spec, path)
-    found = {name: tensor.clone() for name, tensor in worker.strategy.full_parameters()}
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+def assert_bitwise_equal(worker: LearnerWorker, path: str) -> None:
+    """Check that this rank's parameters, gathered, are bitwise what one process loads."""
+    expected, buffers = load_full_model(worker.spec, path)
+    actual = {name: tensor.clone() for name, tensor in worker.strategy.full_parameters()}
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor.to(actual[name].dtype)), name
         is_adapter = "lora_" in name
-        assert found[name].dtype == (torch.float32 if is_adapter else tensor.dtype), name
+        assert actual[name].dtype == (torch.float32 if is_adapter else tensor.dtype), name
     model: nn.Module = worker.module
-    theirs = {name.rpartition("model.")[2]: tensor for name, tensor in model.named_buffers()}
-    ours = {name.rpartition("model.")[2]: tensor for name, tensor in buffers.items()}
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+    actual_buffers = {name.rpartition("model.")[2]: tensor for name, tensor in model.named_buffers()}
+    expected_buffers = {name.rpartition("model.")[2]: tensor for name, tensor in buffers.items()}
+    assert actual_buffers.keys() == expected_buffers.keys()
+    assert all(torch.equal(actual_buffers[name], tensor) for name, tensor in expected_buffers.items())
 
 
-def load_every_way(rank: int, world: int, ways: Ways, folders: dict[str, str], ports: list[int]) -> None:
-    for (way, (folder, changes)), port in zip(ways.items(), ports, strict=True):
+def load_every_variant(rank: int, world: int, variants: Variants, folders: dict[str, str], ports: list[int]) -> None:
+    for (variant, (folder, changes)), port in zip(variants.items(), ports, strict=True):
         spec = tiny_spec(folders[folder], **{"strategy": STRATEGIES["fsdp2"], **changes})
         worker = LearnerWorker(spec, rank, world)
         worker.setup("127.0.0.1", port)
         try:
-            assert_bits(worker, folders[folder])
+            assert_bitwise_equal(worker, folders[folder])
             if spec.optimizer_config is None:
                 worker.reload(folders["another"])
-                assert_bits(worker, folders["another"])
+                assert_bitwise_equal(worker, folders["another"])
         except AssertionError as error:
-            raise AssertionError(f"{way}: {error}") from error
+            raise AssertionError(f"{variant}: {error}") from error
         worker.close()
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    at: Callable[[str], Path] = tmp_path_factory.mktemp
-    twice = at("twice")
-    found = {kind: save_tiny_model(at(kind), kind, tied=kind == "qwen2") for kind in ("qwen2", "llama", "qwen3_moe")}
-    found["llama-bfloat16"] = save_tiny_model(at("half"), "llama", dtype=torch.bfloat16)
-    found["another"] = save_tiny_model(at("another"), "qwen2", seed=5)
-    found["saved-twice"] = save_tiny_model(twice, "qwen2")
+    make: Callable[[str], Path] = tmp_path_factory.mktemp
+    twice = make("twice")
+    paths = {kind: save_tiny_model(make(kind), kind, tied=kind == "qwen2") for kind in ("qwen2", "llama", "qwen3_moe")}
+    paths["llama-bfloat16"] = save_tiny_model(make("half"), "llama", dtype=torch.bfloat16)
+    paths["another"] = save_tiny_model(make("another"), "qwen2", seed=5)
+    paths["saved-twice"] = save_tiny_model(twice, "qwen2")
     tensors = load_file(twice / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, twice / "model.safetensors", metadata={"format": "pt"})
-    return found
+    return paths
 
 
 @pytest.mark.parametrize(
-    ("world", "ways"),
+    ("world", "variants"),
     [
-        pytest.param(1, {name: WAYS[name] for name in ("tied", "experts")}, id="one rank"),
-        pytest.param(3, WAYS, id="ranks that rows do not divide by"),
+        pytest.param(1, {name: VARIANTS[name] for name in ("tied", "experts")}, id="one rank"),
+        pytest.param(3, VARIANTS, id="uneven rows"),
         pytest.param(4, GROUPS, id="groups of ranks"),
         pytest.param(2, ZERO, id="deepspeed", marks=needs_deepspeed),
     ],
 )
-def test_ranks_have_the_bits_of_a_model_that_is_loaded_in_one_piece(
-    world: int, ways: Ways, folders: dict[str, str], tmp_path: Path
+def test_ranks_load_the_bits_of_the_full_model(
+    world: int, variants: Variants, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    ports = [free_address()[1] for _ in ways]
-    run_ranks(load_every_way, [(rank, world, ways, folders, ports) for rank in range(world)], tmp_path)
+    ports = [free_address()[1] for _ in variants]
+    run_ranks(load_every_variant, [(rank, world, variants, folders, ports) for rank in range(world)], tmp_path)
 
 
 @pytest.mark.defect("every-rank-loads-the-whole-model")
-def test_ranks_take_no_more_memory_for_loading_than_the_model_they_share(tmp_path: Path) -> None:
-    """A mixture of experts, which are saved one by one in bfloat16 and trained in float32, as published models are."""
+def test_loading_uses_the_memory_of_one_model(tmp_path: Path) -> None:
+    """Like published models, this mixture of experts is saved per expert in bfloat16 and trained in float32."""
     folder = tmp_path / "model"
     path = save_tiny_model(folder, "qwen3_moe", hidden_size=512, layers=12, vocab_size=8192, dtype=torch.bfloat16)
-    whole = 2 * (folder / "model.safetensors").stat().st_size
-    assert whole > 100 << 20
-    assert peak_of_loading(path, tmp_path, RANKS) < 1.3 * whole
+    model_bytes = 2 * (folder / "model.safetensors").stat().st_size
+    assert model_bytes > 100 << 20
+    assert peak_of_loading(path, tmp_path, RANKS) < 1.3 * model_bytes

@@ -1,4 +1,7 @@
-"""FSDP2 and DeepSpeed on one and two gloo ranks against one process. Ranks are started once and checked many times."""
+"""Compares FSDP2 and DeepSpeed on one and two gloo ranks with one process.
+
+Ranks start once and are checked many times.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ ZERO = (pytest.mark.slow, needs_deepspeed)
 
 
 @dataclass
-class Found:
+class RankResults:
     strategy: str
     world: int
     folder: Path
@@ -56,8 +59,8 @@ class Found:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.strategy]
 
-    def assert_same_gradients(self, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-        assert_same_tensors(got, wanted, 1e-9 if self.dtype == torch.float64 else 1e-4)
+    def assert_same_gradients(self, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        assert_same_tensors(actual, expected, 1e-9 if self.dtype == torch.float64 else 1e-4)
 
 
 @pytest.fixture(autouse=True)
@@ -76,24 +79,24 @@ def _exact_double() -> Iterator[None]:
     ],
     ids=lambda param: "-".join(map(str, param)),
 )
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RankResults:
     strategy, world = request.param
     folder = tmp_path_factory.mktemp(f"{strategy}_{world}")
     with double_precision():
         run_single(3, DTYPES[strategy]).save(folder / "single")
     port = free_address()[1]
-    arguments = [(ranks.Ranks(strategy, rank, world, folder), port) for rank in range(world)]
+    arguments = [(ranks.RankContext(strategy, rank, world, folder), port) for rank in range(world)]
     run_ranks(ranks.main, arguments, folder, DEADLINE_S)
-    values = json.loads((folder / "found.json").read_text())
-    return Found(strategy, world, folder, values, load_file(folder / "gradients.safetensors"))
+    values = json.loads((folder / "results.json").read_text())
+    return RankResults(strategy, world, folder, values, load_file(folder / "gradients.safetensors"))
 
 
-def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
+def compute_loss(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
     return ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
 
 
 def run_single(updates: int, dtype: torch.dtype, start: int = 0, load: Path | None = None) -> SingleStrategy:
-    """The same updates as ranks.py makes, in one process and in one micro-batch."""
+    """Make the same updates as ranks.py, in one process and in one micro-batch."""
     strategy = SingleStrategy(optimizer_config=LINEAR, compute_dtype=dtype)
     model = strategy.prepare(LogprobModel(tiny_model("llama", dtype=dtype, seed=1 if load else 0)), 20)
     if load:
@@ -101,13 +104,13 @@ def run_single(updates: int, dtype: torch.dtype, start: int = 0, load: Path | No
     for seed in range(start, start + updates):
         batch = ragged_batch((5, 8, 6), seed=seed)
         scores = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True)
-        strategy.backward(loss_of(scores.logprobs, scores.entropy, batch), is_last_micro_batch=True)
+        strategy.backward(compute_loss(scores.logprobs, scores.entropy, batch), is_last_micro_batch=True)
         strategy.step()
     return strategy
 
 
 def padded_gradients(kind: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    batch = make_batch().select([2]) if case == "one_row_too_few" else make_batch()
+    batch = make_batch().select([2]) if case == "fewer_rows_than_ranks" else make_batch()
     model: Any = tiny_model(kind, dtype=dtype)
     model.set_attn_implementation("sdpa")
     if case == "adapters":
@@ -115,12 +118,12 @@ def padded_gradients(kind: str, case: str, dtype: torch.dtype) -> dict[str, Tens
         peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, target_modules=names))
         fill_adapters(model)
     logprobs, entropy = padded_scores(model, batch)
-    loss_of(logprobs, entropy, batch).backward()
+    compute_loss(logprobs, entropy, batch).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def critic_gradients(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of a padded batch through the body, with a head of ones."""
+    """Return gradients of a padded batch through the body, with a head of ones."""
     batch = make_batch()
     model = tiny_model(dtype=dtype)
     weight = torch.ones(1, model.config.hidden_size, dtype=dtype, requires_grad=True)
@@ -130,192 +133,192 @@ def critic_gradients(dtype: torch.dtype) -> dict[str, Tensor]:
     return {**gradients, "value_head.weight": weight.grad}  # type: ignore[dict-item]
 
 
-def test_the_summed_gradient_is_the_padded_one_for_every_micro_batch_size_order_and_layout(found: Found) -> None:
-    for kind in KINDS[found.strategy]:
-        cases = {key.split("/")[1] for key in found.gradients if key.startswith(f"{kind}/")}
+def test_summed_gradients_equal_padded_ones(results: RankResults) -> None:
+    for kind in KINDS[results.strategy]:
+        cases = {key.split("/")[1] for key in results.gradients if key.startswith(f"{kind}/")}
         assert {"micro_1", "micro_2", "micro_5", "all", "shuffled"} <= cases
         for case in cases:
             prefix = f"{kind}/{case}/"
-            got = {key.removeprefix(prefix): g for key, g in found.gradients.items() if key.startswith(prefix)}
-            found.assert_same_gradients(got, padded_gradients(kind, case, found.dtype))
+            actual = {key.removeprefix(prefix): g for key, g in results.gradients.items() if key.startswith(prefix)}
+            results.assert_same_gradients(actual, padded_gradients(kind, case, results.dtype))
 
 
-def test_the_summed_gradient_of_a_critic_is_that_of_one_process(found: Found) -> None:
-    wanted = critic_gradients(found.dtype)
-    found.assert_same_gradients(load_file(found.folder / "critic.safetensors"), wanted)
-    norm = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-    assert found.values["critic"]["norm"] == pytest.approx(float(norm), rel=1e-5)
+def test_summed_critic_gradient_equals_one_process(results: RankResults) -> None:
+    expected = critic_gradients(results.dtype)
+    results.assert_same_gradients(load_file(results.folder / "critic.safetensors"), expected)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert results.values["critic"]["norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
-def test_a_critic_continues_bit_for_bit_although_its_head_lies_on_one_rank(found: Found) -> None:
-    assert found.values["critic"]["resumed"]
+def test_critic_resumes_bitwise(results: RankResults) -> None:
+    assert results.values["critic"]["resumed"]
 
 
-def test_a_resumed_run_continues_bit_for_bit(found: Found) -> None:
-    assert found.values["checkpoints"]["bitwise"]
+def test_resumed_run_continues_bitwise(results: RankResults) -> None:
+    assert results.values["checkpoints"]["bitwise"]
 
 
-def test_every_rank_writes_its_own_files(found: Found) -> None:
+def test_every_rank_writes_separate_files(results: RankResults) -> None:
     kinds = ("json", "safetensors")
-    assert found.values["checkpoints"]["files"] == [f"shard_{r}.{k}" for r in range(found.world) for k in kinds]
+    assert results.values["checkpoints"]["files"] == [f"shard_{r}.{k}" for r in range(results.world) for k in kinds]
 
 
-def test_a_checkpoint_of_one_process_continues_on_the_ranks(found: Found) -> None:
-    assert found.values["checkpoints"]["lr_from_single"] == pytest.approx(1e-2 * 17 / 18)
-    got = load_file(found.folder / "from_single.safetensors")
-    for name, wanted in run_single(4, found.dtype).full_parameters():
-        torch.testing.assert_close(got[name], wanted, rtol=0, atol=tolerance(found), msg=name)
+def test_checkpoint_of_one_process_resumes_on_ranks(results: RankResults) -> None:
+    assert results.values["checkpoints"]["lr_from_single"] == pytest.approx(1e-2 * 17 / 18)
+    actual = load_file(results.folder / "from_single.safetensors")
+    for name, expected in run_single(4, results.dtype).full_parameters():
+        torch.testing.assert_close(actual[name], expected, rtol=0, atol=weight_tolerance(results), msg=name)
 
 
-def test_a_checkpoint_of_the_ranks_continues_in_one_process(found: Found) -> None:
-    resumed = run_single(1, found.dtype, start=3, load=found.folder / "sharded").full_parameters()
-    for (name, got), (_, wanted) in zip(resumed, run_single(4, found.dtype).full_parameters(), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance(found), msg=name)
+def test_checkpoint_of_ranks_resumes_in_one_process(results: RankResults) -> None:
+    resumed = run_single(1, results.dtype, start=3, load=results.folder / "sharded").full_parameters()
+    for (name, actual), (_, expected) in zip(resumed, run_single(4, results.dtype).full_parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=weight_tolerance(results), msg=name)
 
 
-def tolerance(found: Found) -> float:
-    """Of weights after four updates that move each of them by up to 0.01."""
-    return 1e-8 if found.dtype == torch.float64 else 2e-4
+def weight_tolerance(results: RankResults) -> float:
+    """Return the tolerance of weights after four updates that change each of them by up to 0.01."""
+    return 1e-8 if results.dtype == torch.float64 else 2e-4
 
 
-def test_weights_move_between_numbers_of_ranks_bit_for_bit(found: Found) -> None:
-    """All shards of the ranks are what one process reads from their shards, and from its own copy of them."""
-    held = load_file(found.folder / "whole.safetensors")
-    alone = run_single(0, found.dtype, load=found.folder / "sharded")
-    alone.save(found.folder / "again")
-    for strategy in (alone, run_single(0, found.dtype, load=found.folder / "again")):
+def test_checkpoints_are_bitwise_equal_across_rank_counts(results: RankResults) -> None:
+    """One process reads the same weights from the shards of the ranks, and from its own copy of them."""
+    full_weights = load_file(results.folder / "whole.safetensors")
+    single = run_single(0, results.dtype, load=results.folder / "sharded")
+    single.save(results.folder / "again")
+    for strategy in (single, run_single(0, results.dtype, load=results.folder / "again")):
         for name, tensor in strategy.full_parameters():
-            assert torch.equal(tensor, held[name]), name
+            assert torch.equal(tensor, full_weights[name]), name
 
 
-def test_a_parameter_without_state_in_a_checkpoint_leaves_the_others_theirs(found: Found) -> None:
-    steps = list(found.values["incomplete"]["steps"].values())
-    # DeepSpeed has one number of steps for all parameters that lie in one flat tensor: the greatest.
-    assert steps == ([3.0, 1.0] if found.strategy == "fsdp2" else [3.0, 3.0])
-    assert found.values["incomplete"]["moments"]
+def test_missing_state_does_not_affect_other_parameters(results: RankResults) -> None:
+    steps = list(results.values["incomplete"]["steps"].values())
+    # DeepSpeed has one number of steps for all parameters of a flat tensor: the largest.
+    assert steps == ([3.0, 1.0] if results.strategy == "fsdp2" else [3.0, 3.0])
+    assert results.values["incomplete"]["moments"]
 
 
 @pytest.mark.defect("syncs-gather-twice")
-def test_a_sync_announces_and_sends_what_the_ranks_have_and_gathers_it_once(found: Found) -> None:
-    """Also where a rank's part ends within a word of the fingerprint; ranks of stage 2 have whole models in float32."""
-    for rank in found.values["syncs"]["ranks"]:
+def test_sync_gathers_once_and_sends_all(results: RankResults) -> None:
+    """Shards may end within a word of the fingerprint. Ranks of stage 2 hold full models in float32."""
+    for rank in results.values["syncs"]["ranks"]:
         for name, wires in rank.items():
             for wire, sync in wires.items() if name != "non_finite" else ():
                 assert (sync["announced"], sync["sent"]) == (True, True), (name, wire)
-                if name == "merged":  # A and B are gathered by each look, so that a rank can merge its part
+                if name == "merged":  # each pass gathers A and B, so that a rank can merge its shard
                     assert sync["gathered"] < 2
-                elif found.world == 1 or name == "replicas" or found.strategy == "zero2":
+                elif results.world == 1 or name == "replicas" or results.strategy == "zero2":
                     assert sync["gathered"] == 0, (name, wire)
                 else:
                     assert sync["gathered"] == pytest.approx(1.0, abs=0.01), (name, wire)
 
 
-def test_merged_adapters_are_those_of_one_process(found: Found) -> None:
+def test_merged_adapters_equal_one_process(results: RankResults) -> None:
     model = tiny_model("qwen2")
     adapters = LoraAdapters(model, ranks.LORA, "trainer.policy.model.lora")
     fill_adapters(model)
-    alone = SingleStrategy(optimizer_config=LINEAR)
-    alone.prepare(LogprobModel(model), 20)
-    merged = load_file(found.folder / "merged.safetensors")
-    for name, tensor in adapters.iter_merged(alone.sharded_parameters()):
+    strategy = SingleStrategy(optimizer_config=LINEAR)
+    strategy.prepare(LogprobModel(model), 20)
+    merged = load_file(results.folder / "merged.safetensors")
+    for name, tensor in adapters.iter_merged(strategy.sharded_parameters()):
         assert torch.allclose(merged.pop(name), tensor.full_tensor(), atol=1e-6), name
     assert not merged
 
 
 @pytest.mark.fault("F30")
-def test_a_number_that_is_not_finite_on_one_rank_is_in_the_manifest_of_all(found: Found) -> None:
-    for rank in found.values["syncs"]["ranks"]:
-        assert rank["non_finite"] == [found.values["syncs"]["first"]]
+def test_nonfinite_weight_is_reported_by_all_ranks(results: RankResults) -> None:
+    for rank in results.values["syncs"]["ranks"]:
+        assert rank["non_finite"] == [results.values["syncs"]["first"]]
 
 
-def test_a_torn_checkpoint_of_the_ranks_is_refused(found: Found) -> None:
-    torn = found.folder / f"torn_{found.world}"
-    torn.mkdir()
-    for path in (found.folder / "sharded").iterdir():
-        (torn / path.name).write_bytes(path.read_bytes())
-    last = torn / f"shard_{found.world - 1}.safetensors"
+def test_corrupt_checkpoint_is_rejected(results: RankResults) -> None:
+    corrupt = results.folder / f"corrupt_{results.world}"
+    corrupt.mkdir()
+    for path in (results.folder / "sharded").iterdir():
+        (corrupt / path.name).write_bytes(path.read_bytes())
+    last = corrupt / f"shard_{results.world - 1}.safetensors"
     last.write_bytes(last.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=f"{last.name} is missing or torn"):
-        run_single(0, found.dtype, load=torn)
+    with pytest.raises(CheckpointError, match=f"{last.name} is missing or corrupt"):
+        run_single(0, results.dtype, load=corrupt)
 
 
-def test_adapters_continue_bit_for_bit_and_nothing_else_is_changed_or_saved(found: Found) -> None:
-    adapters = found.values["adapters"]
+def test_only_adapters_are_trained_and_saved(results: RankResults) -> None:
+    adapters = results.values["adapters"]
     assert adapters["bitwise"]
     assert adapters["frozen"]
     assert len(adapters["saved"]) == 2 * 7 * 2
     assert all(".lora_" in name for name in adapters["saved"])
 
 
-def test_adapters_on_a_model_in_bfloat16_have_gradients_in_float32(found: Found) -> None:
-    assert found.values["adapters"]["half"] == {"gradients": ["torch.float32"], "skipped": 0.0}
+def test_adapters_of_bfloat16_model_have_float32_gradients(results: RankResults) -> None:
+    assert results.values["adapters"]["half"] == {"gradients": ["torch.float32"], "skipped": 0.0}
 
 
 @pytest.mark.fault("F32")
-def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_ranks_skip(found: Found) -> None:
-    assert found.values["skips"] == SKIPPED
+def test_nonfinite_gradient_on_one_rank_skips_all(results: RankResults) -> None:
+    assert results.values["skips"] == SKIPPED
 
 
-def test_compute_in_bfloat16_keeps_weights_and_gradients_in_float32(found: Found) -> None:
-    mixed = found.values["mixed"]
+def test_bfloat16_compute_keeps_float32_weights_and_gradients(results: RankResults) -> None:
+    mixed = results.values["mixed"]
     assert mixed["products"] == ["torch.bfloat16"]
     assert mixed["scores"] == "torch.float32"
     assert mixed["gradients"] == ["torch.float32"]
-    if found.world > 1:
+    if results.world > 1:
         assert mixed["rounded"] == []
     assert mixed["weights"] == ["torch.float32"]
     assert mixed["skipped"] == 0
     assert mixed["resumed"]
 
 
-def test_a_frozen_model_is_scored_listed_whole_and_sharded_unless_zero_keeps_parameters_whole(found: Found) -> None:
-    frozen = found.values["frozen"]
+def test_frozen_model_is_exact_and_sharded(results: RankResults) -> None:
+    frozen = results.values["frozen"]
     assert frozen["error"] < 1e-5
     assert frozen["names"] == [name for name, _ in tiny_model().named_parameters()]
     assert frozen["exact"]
     assert frozen["loaded"]
-    share = 1.0 if found.strategy == "zero2" else 1 / found.world
+    share = 1.0 if results.strategy == "zero2" else 1 / results.world
     assert math.isclose(frozen["share"], share, rel_tol=0.01)
 
 
-def test_replicas_of_fsdp2_step_skip_and_continue_as_shards_do(found: Found) -> None:
-    if found.strategy != "fsdp2":
+def test_fsdp2_replicas_train_like_shards(results: RankResults) -> None:
+    if results.strategy != "fsdp2":
         pytest.skip("fsdp_size is FSDP2's")
-    replicas = found.values["replicas"]
+    replicas = results.values["replicas"]
     assert replicas["norms"][0] == pytest.approx(replicas["norms"][1], rel=1e-9)
     assert replicas["gap"] < 1e-9
     assert replicas["resumed"]
     assert replicas["skips"] == SKIPPED
 
 
-def test_deepspeed_leaves_the_device_comes_back_and_trains_from_host_memory(found: Found) -> None:
-    if found.strategy == "fsdp2":
-        pytest.skip("FSDP2 moves as a module does")
-    moves = found.values["moves"]
+def test_deepspeed_offloads_and_trains_from_host_memory(results: RankResults) -> None:
+    if results.strategy == "fsdp2":
+        pytest.skip("FSDP2 moves like any module")
+    moves = results.values["moves"]
     for case in ("whole", "adapters", "bfloat16"):
         assert moves[case] == {"moved": True, "away": True, "back": True}, case
     assert moves["frozen"] == {"moved": True, "back": True}
     assert moves["skips"] == moves["half_skips"] == SKIPPED
 
 
-def test_deepspeed_releases_replaced_models(found: Found) -> None:
-    if found.strategy == "fsdp2":
-        pytest.skip("modules of FSDP2 are in no global list")
-    assert found.values["released"]
+def test_deepspeed_releases_replaced_models(results: RankResults) -> None:
+    if results.strategy == "fsdp2":
+        pytest.skip("FSDP2 keeps no global list of modules")
+    assert results.values["released"]
 
 
-def test_deepspeed_adds_no_process_group_without_deadline(found: Found) -> None:
-    if found.strategy == "fsdp2":
+def test_deepspeed_adds_no_process_group_without_deadline(results: RankResults) -> None:
+    if results.strategy == "fsdp2":
         pytest.skip("FSDP2 makes a mesh")
-    assert found.values["new_groups"] == 0
+    assert results.values["new_groups"] == 0
 
 
-def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
+def test_indivisible_fsdp_size_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"fsdp_config\.fsdp_size=3 does not divide the 4 ranks"):
         FSDP2Strategy(optimizer_config=None, fsdp_config=FSDPConfig(fsdp_size=3), device="cpu", rank=0, world_size=4)
 
 
-def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(ConfigError, match=r"skyrl-train\[deepspeed\]"):
@@ -323,8 +326,8 @@ def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_nobody_joins_gives_up_by_its_deadline(rank: int) -> None:
+def test_rendezvous_ends_by_its_deadline(rank: int) -> None:
     started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="meeting of 2 ranks"):
+    with pytest.raises(DeadlineExceeded, match="rendezvous of 2 ranks"):
         init_process_group(rank, 2, "127.0.0.1", free_address()[1], "gloo", 1.0)
     assert time.monotonic() - started < 60

@@ -77,8 +77,9 @@ def build_run(
     trainer_config, unit = cfg.trainer, unit_of(timings)
     engines: list[SimulatedEngine] = []
     engine = _engines(cfg, timings, unit, engines)
+    first_engines: Any = [engine(f"engine {index}") for index in range(shape.engines)]
     client = EngineClient(
-        [engine(f"engine {index}") for index in range(shape.engines)],
+        first_engines,
         deadline_s=trainer_config.timeouts.rollout_s,
         health_check_interval_s=CHECK_INTERVAL_S,
     )

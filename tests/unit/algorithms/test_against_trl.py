@@ -1,4 +1,4 @@
-"""The same tensors through trl's loss and ours: values and gradients agree. What differs is in docs/algorithms.md."""
+"""Compares values and gradients of our losses with those of trl. docs/algorithms.md lists the differences."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from skyrl_train.metrics import Metrics
 
 SEEDS = range(4)
 SAMPLES = 3
-LONGEST = 32
+MAX_LENGTH = 32
 """The denominator of dr_grpo."""
 LOW, HIGH = 0.2, 0.28
 
 Loss = Callable[[TrainBatch, Tensor, Tensor], Tensor]
-"""(batch, log-probs [T], entropies [T]) to the scalar that is minimised."""
+"""Maps (batch, log-probs [T], entropies [T]) to the scalar that is minimized."""
 
 
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """trl's trainers; vLLM is not there for them: they would import it, and warn that they know older ones."""
+    """Return trl's trainers, imported without vLLM: otherwise they import it, and warn about its version."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # trl sets it at import: so it is put back as it was
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # trl sets it at import; monkeypatch restores it
         pytest.importorskip("trl")
         patch.setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)
         grpo_module = importlib.import_module("trl.trainer.grpo_trainer")
@@ -55,7 +55,10 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def bare_trainer(trainers: SimpleNamespace, **settings: Any) -> SimpleNamespace:
-    """What trl's methods read of a trainer, without its model, data and generation. Settings are GRPOConfig's."""
+    """Return the attributes that trl's methods read of a trainer, without model, data and generation.
+
+    Settings are those of GRPOConfig.
+    """
     args = trainers.arguments(**settings)
     return SimpleNamespace(
         args=args,
@@ -84,7 +87,10 @@ def bare_trainer(trainers: SimpleNamespace, **settings: Any) -> SimpleNamespace:
 
 
 def random_batch(seed: int, groups: int = 4) -> TrainBatch:
-    """Ragged float64 conversations of 1 to 12 tokens with gaps in the mask; the first group has equal rewards."""
+    """Return ragged float64 conversations of 1 to 12 tokens with gaps in the mask.
+
+    The first group has equal rewards.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = groups * SAMPLES
     lengths = torch.randint(1, 13, (rows,), generator=generator)
@@ -119,32 +125,38 @@ def random_batch(seed: int, groups: int = 4) -> TrainBatch:
 
 
 def our_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """[T]"""
+    """Return advantages [T]."""
     advantages = build_advantage_step(algorithm)(batch, Metrics()).token_advantages
     assert advantages is not None
     return advantages
 
 
 def current_logprobs(batch: TrainBatch, seed: int = 9) -> tuple[Tensor, Tensor]:
-    """[T] log-probs of the policy in training, with gradient, and [T] entropies; near the old ones, some far."""
+    """Return log-probs [T] of the trained policy, with gradient, and entropies [T].
+
+    Most log-probs are close to the old ones, and some are far from them.
+    """
     assert batch.old_logprobs is not None
     noise = torch.randn(2, len(batch.input_ids), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return (batch.old_logprobs + 0.4 * noise[0]).requires_grad_(), noise[1].abs()
 
 
-def ours(batch: TrainBatch, logprobs: Tensor, entropies: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """The scalar that a mini-batch minimises, configuration to loss."""
+def our_loss(batch: TrainBatch, logprobs: Tensor, entropies: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """Return the loss of a mini-batch, from the configuration."""
     cfg = Config()
     cfg.trainer.algorithm = algorithm
     for correct in build_correction_steps(algorithm):
         batch = correct(batch, Metrics())
-    weighed = assign_loss_weights(batch, build_reduction(cfg))
+    weighted = assign_loss_weights(batch, build_reduction(cfg))
     tokens = int(batch.loss_mask.sum())
-    return build_objective(algorithm)(weighed, logprobs, entropies, tokens, Metrics())
+    return build_objective(algorithm)(weighted, logprobs, entropies, tokens, Metrics())
 
 
 def trl_inputs(batch: TrainBatch, tokens: int | None = None) -> dict[str, Any]:
-    """The rectangles that trl's loss reads: everything counts as completion, gaps in the mask as tools' output."""
+    """Return the padded tensors that trl's loss reads.
+
+    All tokens are completions, and gaps in the mask are tool outputs.
+    """
     empty = torch.zeros(len(batch), 0, dtype=torch.int64)
     last = batch.offsets[1:] - 1
     assert batch.advantages is not None and batch.old_logprobs is not None and batch.ref_logprobs is not None
@@ -161,7 +173,7 @@ def trl_inputs(batch: TrainBatch, tokens: int | None = None) -> dict[str, Any]:
     }
 
 
-def theirs(
+def trl_loss(
     trainers: SimpleNamespace,
     batch: TrainBatch,
     logprobs: Tensor,
@@ -171,7 +183,7 @@ def theirs(
     inputs: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Tensor:
-    """trl's `_compute_loss` of the batch; `tokens` are those of the whole accumulation window."""
+    """Return trl's `_compute_loss` of the batch; `tokens` is the count of the full accumulation window."""
     trainer = bare_trainer(trainers, **settings)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
         batch.padded(logprobs),
@@ -181,10 +193,10 @@ def theirs(
     return trainers.grpo._compute_loss(trainer, None, trl_inputs(batch, tokens) | (inputs or {}))
 
 
-def assert_same(batch: TrainBatch, our_loss: Loss, trl_loss: Loss) -> None:
-    """Loss and gradient with respect to log-probs."""
+def assert_equal_losses(batch: TrainBatch, loss: Loss, reference: Loss) -> None:
+    """Compare losses, and gradients with respect to log-probs."""
     results = []
-    for function in (our_loss, trl_loss):
+    for function in (loss, reference):
         logprobs, entropies = current_logprobs(batch)
         value = function(batch, logprobs, entropies)
         value.backward()
@@ -196,7 +208,7 @@ def assert_same(batch: TrainBatch, our_loss: Loss, trl_loss: Loss) -> None:
     assert our_gradient.abs().max() > 1e-3
 
 
-SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+EQUAL_LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_reduction": "sequence_mean"}, {"loss_type": "grpo"}),
     "bnpo": ({"loss_reduction": "token_mean"}, {"loss_type": "bnpo"}),
     "dapo": ({"loss_reduction": "token_mean"}, {"loss_type": "dapo"}),
@@ -230,23 +242,23 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name -> our keys under trainer.algorithm, trl's GRPOConfig."""
 
-KL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+KL_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no KL": ({"use_kl_loss": False}, {"beta": 0.0}),
     "k3": ({"kl_estimator_type": "k3"}, {"beta": 0.3, "use_bias_correction_kl": False}),
     "k3_ratio": ({"kl_estimator_type": "k3_ratio"}, {"beta": 0.3, "use_bias_correction_kl": True}),
 }
 
 
-def both(name: str, kl: str = "no KL", **settings: Any) -> tuple[AlgorithmConfig, dict[str, Any]]:
-    """Our keys and trl's settings for a row of SAME and one of KL."""
-    (keys, trl_settings), (kl_keys, kl_settings) = SAME[name], KL[kl]
-    base = {"eps_clip_low": LOW, "eps_clip_high": HIGH, "max_seq_len": LONGEST, "kl_loss_coef": 0.3}
-    trl_base = {"epsilon": LOW, "epsilon_high": HIGH, "max_completion_length": LONGEST}
+def make_settings(name: str, kl: str = "no KL", **settings: Any) -> tuple[AlgorithmConfig, dict[str, Any]]:
+    """Return our keys and trl's settings for a row of EQUAL_LOSSES and one of KL_SETTINGS."""
+    (keys, trl_settings), (kl_keys, kl_settings) = EQUAL_LOSSES[name], KL_SETTINGS[kl]
+    base = {"eps_clip_low": LOW, "eps_clip_high": HIGH, "max_seq_len": MAX_LENGTH, "kl_loss_coef": 0.3}
+    trl_base = {"epsilon": LOW, "epsilon_high": HIGH, "max_completion_length": MAX_LENGTH}
     return AlgorithmConfig(**base | keys | kl_keys), trl_base | trl_settings | kl_settings | settings
 
 
-def scored_by_trl(trainers: SimpleNamespace, kind: str, batch: TrainBatch, **settings: Any) -> dict[str, Any]:
-    """What trl's `_generate_and_score_completions` makes of finished completions: advantages, importance ratios."""
+def score_with_trl(trainers: SimpleNamespace, kind: str, batch: TrainBatch, **settings: Any) -> dict[str, Any]:
+    """Return the result of trl's `_generate_and_score_completions` for finished completions: advantages and ratios."""
     trainer = bare_trainer(
         trainers,
         num_generations=SAMPLES,
@@ -258,7 +270,7 @@ def scored_by_trl(trainers: SimpleNamespace, kind: str, batch: TrainBatch, **set
     assert batch.rollout_logprobs is not None and old is not None and reference is not None
     scores = {"policy": batch.padded(old), "reference": batch.padded(reference)}
     ids, masks, rollout = (
-        [part.tolist() for part in values.split(batch.lengths.tolist())]
+        [values_of_row.tolist() for values_of_row in values.split(batch.lengths.tolist())]
         for values in (batch.input_ids, batch.loss_mask.long(), batch.rollout_logprobs)
     )
     prompts, texts = [[1]] * len(batch), [""] * len(batch)
@@ -300,29 +312,34 @@ def scored_by_trl(trainers: SimpleNamespace, kind: str, batch: TrainBatch, **set
     return getattr(trainers, kind)._generate_and_score_completions(trainer, [{"prompt": "1"}] * len(batch))
 
 
-def per_token(name: str) -> bool:
-    """With ratios of sequences, trl corrects the KL of a token by the ratio of its sequence; we do not."""
-    return "importance_sampling_level" not in SAME[name][1]
+def uses_token_ratios(name: str) -> bool:
+    """False for ratios of sequences: trl then corrects a token's KL by the ratio of its sequence, and we do not."""
+    return "importance_sampling_level" not in EQUAL_LOSSES[name][1]
 
 
 @pytest.mark.parametrize(
-    ("name", "kl"), [(name, kl) for name in SAME for kl in KL if kl != "k3_ratio" or per_token(name)]
+    ("name", "kl"),
+    [(name, kl) for name in EQUAL_LOSSES for kl in KL_SETTINGS if kl != "k3_ratio" or uses_token_ratios(name)],
 )
-def test_losses_and_gradients_are_those_of_trl(trainers: SimpleNamespace, name: str, kl: str) -> None:
-    algorithm, settings = both(name, kl)
+def test_losses_and_gradients_match_trl(trainers: SimpleNamespace, name: str, kl: str) -> None:
+    algorithm, settings = make_settings(name, kl)
     for seed in SEEDS:
-        assert_same(random_batch(seed), partial(ours, algorithm=algorithm), partial(theirs, trainers, **settings))
+        assert_equal_losses(
+            random_batch(seed), partial(our_loss, algorithm=algorithm), partial(trl_loss, trainers, **settings)
+        )
 
 
-def test_an_entropy_bonus_is_that_of_trl_under_token_mean(trainers: SimpleNamespace) -> None:
-    algorithm, settings = both("dapo", entropy_coef=0.2)
+def test_entropy_bonus_matches_trl_under_token_mean(trainers: SimpleNamespace) -> None:
+    algorithm, settings = make_settings("dapo", entropy_coef=0.2)
     algorithm.use_entropy_loss, algorithm.entropy_loss_coef = True, 0.2
-    assert_same(random_batch(0), partial(ours, algorithm=algorithm), partial(theirs, trainers, **settings))
+    assert_equal_losses(
+        random_batch(0), partial(our_loss, algorithm=algorithm), partial(trl_loss, trainers, **settings)
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_truncated_importance_sampling_is_that_of_trl(trainers: SimpleNamespace, level: str) -> None:
-    algorithm, settings = both("dapo", "k3", use_vllm=True, vllm_importance_sampling_mode=f"{level}_truncate")
+def test_truncated_importance_sampling_matches_trl(trainers: SimpleNamespace, level: str) -> None:
+    algorithm, settings = make_settings("dapo", "k3", use_vllm=True, vllm_importance_sampling_mode=f"{level}_truncate")
     settings |= {"vllm_importance_sampling_clip_max": 1.1, "vllm_importance_sampling_clip_min": None}
     algorithm.off_policy_correction = OffPolicyCorrectionConfig(
         tis_ratio_type=level, token_tis_ratio_clip_high=1.1, sequence_tis_ratio_clip_high=1.1
@@ -330,8 +347,10 @@ def test_truncated_importance_sampling_is_that_of_trl(trainers: SimpleNamespace,
     for seed in SEEDS:
         batch = random_batch(seed)
         name = "importance_sampling_ratio"
-        inputs = {name: scored_by_trl(trainers, "grpo", batch, **settings)[name]}
-        assert_same(batch, partial(ours, algorithm=algorithm), partial(theirs, trainers, inputs=inputs, **settings))
+        inputs = {name: score_with_trl(trainers, "grpo", batch, **settings)[name]}
+        assert_equal_losses(
+            batch, partial(our_loss, algorithm=algorithm), partial(trl_loss, trainers, inputs=inputs, **settings)
+        )
 
 
 @pytest.mark.parametrize(
@@ -349,45 +368,43 @@ def test_truncated_importance_sampling_is_that_of_trl(trainers: SimpleNamespace,
         ),
     ],
 )
-def test_advantages_are_those_of_trl(
+def test_advantages_match_trl(
     trainers: SimpleNamespace, keys: dict[str, Any], kind: str, settings: dict[str, Any], scale: float
 ) -> None:
     for seed in SEEDS:
         batch = random_batch(seed)
         batch.rewards.mul_(scale)
         batch.status[4] = False  # trl: a reward of None
-        batch = batch.with_tokens(loss_mask=batch.expand_to_tokens(batch.status))  # trl's RLOO knows no gaps
+        batch = batch.with_tokens(loss_mask=batch.expand_to_tokens(batch.status))  # trl's RLOO does not support gaps
         last = batch.offsets[1:] - 1
         advantages = our_advantages(batch, AlgorithmConfig(**keys))[last]
-        expected = scored_by_trl(trainers, kind, batch, **settings)["advantages"]
+        expected = score_with_trl(trainers, kind, batch, **settings)["advantages"]
         torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
         assert advantages[4] == 0
         assert advantages.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "bnpo"])
-def test_micro_batches_of_trl_add_up_to_our_mini_batch_except_for_bnpo(trainers: SimpleNamespace, name: str) -> None:
-    algorithm, settings = both(name, "k3", gradient_accumulation_steps=2)
+def test_trl_micro_batches_sum_to_our_mini_batch(trainers: SimpleNamespace, name: str) -> None:
+    algorithm, settings = make_settings(name, "k3", gradient_accumulation_steps=2)
     batch = random_batch(0)
     logprobs, entropies = current_logprobs(batch)
-    whole = ours(batch, logprobs, entropies, algorithm)
-    parts, half = [], len(batch) // 2
-    cut = int(batch.offsets[half])
-    for rows, tokens in ((range(half), slice(cut)), (range(half, len(batch)), slice(cut, None))):
-        part = batch.select(list(rows)), logprobs[tokens], entropies[tokens]
-        parts.append(theirs(trainers, *part, tokens=int(batch.loss_mask.sum()), **settings))
-    assert torch.isclose(whole, torch.stack(parts).sum(), rtol=1e-6) == (name != "bnpo")
+    expected = our_loss(batch, logprobs, entropies, algorithm)
+    losses, half = [], len(batch) // 2
+    boundary = int(batch.offsets[half])
+    for rows, tokens in ((range(half), slice(boundary)), (range(half, len(batch)), slice(boundary, None))):
+        micro_batch = batch.select(list(rows)), logprobs[tokens], entropies[tokens]
+        losses.append(trl_loss(trainers, *micro_batch, tokens=int(batch.loss_mask.sum()), **settings))
+    assert torch.isclose(expected, torch.stack(losses).sum(), rtol=1e-6) == (name != "bnpo")
 
 
 @pytest.mark.parametrize(("name", "factor"), [("grpo", 11 / 12), ("dr_grpo", 11 / 12), ("dapo", 1)])
-def test_trl_counts_sequences_without_a_token_and_we_do_not(
-    trainers: SimpleNamespace, name: str, factor: float
-) -> None:
-    algorithm, settings = both(name)
+def test_sequences_without_tokens_count_only_in_trl(trainers: SimpleNamespace, name: str, factor: float) -> None:
+    algorithm, settings = make_settings(name)
     batch = random_batch(0)
     empty = batch.expand_to_tokens(torch.arange(len(batch)) == 7)
-    assert_same(
+    assert_equal_losses(
         batch.with_tokens(loss_mask=batch.loss_mask & ~empty),
-        lambda rows, logprobs, entropies: ours(rows, logprobs, entropies, algorithm) * factor,
-        partial(theirs, trainers, **settings),
+        lambda rows, logprobs, entropies: our_loss(rows, logprobs, entropies, algorithm) * factor,
+        partial(trl_loss, trainers, **settings),
     )

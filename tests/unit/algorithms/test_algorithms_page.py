@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 ARCHITECTURE = PAGE.with_name("architecture.md")
 
 
-def test_the_page_names_every_algorithm_that_can_be_chosen():
+def test_page_lists_every_algorithm():
     text = PAGE.read_text()
     for choices in (
         registry.advantage_estimators,
@@ -36,7 +36,7 @@ def test_the_page_names_every_algorithm_that_can_be_chosen():
 
 
 def small_batch() -> TrainBatch:
-    """(5 6 | 7 2) with reward 1 and (5 6 | 8) with reward 0."""
+    """Return sequences (5 6 | 7 2) with reward 1 and (5 6 | 8) with reward 0."""
     twos, tokens = torch.tensor([2, 2]), torch.tensor([5, 6, 7, 2, 5, 6, 8])
     return TrainBatch(
         input_ids=tokens,
@@ -52,7 +52,7 @@ def small_batch() -> TrainBatch:
     )
 
 
-def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
+def test_page_example_trains(monkeypatch: pytest.MonkeyPatch):
     for names in (registry.policy_losses, registry.advantage_estimators):
         monkeypatch.setattr(names, "loaded", dict(names.loaded))
     batch = small_batch()
@@ -71,7 +71,7 @@ def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(logprobs.grad, torch.tensor([0, 0, -1 / 3, -1 / 3, 0, 0, 0]))
 
 
-def test_examples_of_the_architecture_page(monkeypatch: pytest.MonkeyPatch):
+def test_architecture_page_examples_run(monkeypatch: pytest.MonkeyPatch):
     for names in (registry.policy_losses, environments):
         monkeypatch.setattr(names, "loaded", dict(names.loaded))
     for example in re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), flags=re.S):

@@ -1,4 +1,4 @@
-"""Off-policy corrections against their equations, token after token in plain Python."""
+"""Compares off-policy corrections with their equations, token by token in plain Python."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from tests.support.edge_case_batches import (
 Rows = list[list[float]]
 
 
-def ratios_of(batch: TrainBatch) -> Rows:
-    """exp(old - rollout) of every sequence's tokens that count."""
+def compute_ratios(batch: TrainBatch) -> Rows:
+    """Return exp(old - rollout) of every sequence's loss tokens."""
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
     logs = select_masked(batch, batch.old_logprobs - batch.rollout_logprobs)
     return [[exp(x) for x in row] for row in logs]
 
 
-def geometric(row: list[float]) -> float:
+def geometric_mean(row: list[float]) -> float:
     return prod(row) ** (1 / len(row)) if row else 1.0
 
 
-def everywhere(rows: Rows, keep: Any) -> Rows:
-    """keep(row) for all of a sequence's tokens."""
+def broadcast(rows: Rows, keep: Any) -> Rows:
+    """Return keep(row) on all tokens of each sequence."""
     return [[float(keep(row))] * len(row) for row in rows]
 
 
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
-    # settings, which tokens are kept, what they weigh
+    # settings, mask of kept tokens, weights of tokens
     "token TIS": (
         {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2},
         None,
@@ -61,31 +61,31 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "sequence TIS": (
         {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.1},
         None,
-        lambda rows: everywhere(rows, lambda row: min(prod(row), 1.1)),
+        lambda rows: broadcast(rows, lambda row: min(prod(row), 1.1)),
     ),
     "product mask": (
         {"sequence_mask_metric": "product", "product_mask_low": 0.6, "product_mask_high": 1.8},
-        lambda rows: everywhere(rows, lambda row: 0.6 <= prod(row) <= 1.8),
+        lambda rows: broadcast(rows, lambda row: 0.6 <= prod(row) <= 1.8),
         None,
     ),
     "geometric mask": (
         {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1},
-        lambda rows: everywhere(rows, lambda row: 0.9 <= geometric(row) <= 1.1),
+        lambda rows: broadcast(rows, lambda row: 0.9 <= geometric_mean(row) <= 1.1),
         None,
     ),
     "outliers": (
         {"outlier_token_is_threshold_low": 0.6, "outlier_token_is_threshold_high": 2.0},
-        lambda rows: everywhere(rows, lambda row: all(0.6 <= w <= 2.0 for w in row)),
+        lambda rows: broadcast(rows, lambda row: all(0.6 <= w <= 2.0 for w in row)),
         None,
     ),
     "outliers above": (
         {"outlier_token_is_threshold_high": 1.6},
-        lambda rows: everywhere(rows, lambda row: all(w <= 1.6 for w in row)),
+        lambda rows: broadcast(rows, lambda row: all(w <= 1.6 for w in row)),
         None,
     ),
     "outliers, though prompts have a ratio of 1": (
         {"outlier_token_is_threshold_low": 1.05},
-        lambda rows: everywhere(rows, lambda row: all(w >= 1.05 for w in row)),
+        lambda rows: broadcast(rows, lambda row: all(w >= 1.05 for w in row)),
         None,
     ),
     "token mask": (
@@ -116,32 +116,32 @@ def apply_correction(batch: TrainBatch, metrics: Metrics | None = None, **settin
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_masks_and_weights_are_those_of_the_equations(name: str):
+def test_masks_and_weights_match_the_equations(name: str):
     settings, keep, weight = CASES[name]
-    touched = False
+    has_effect = False
     for seed, shape in enumerate([*SHAPES, *SHAPES]):
         batch = edge_case_batch(shape, seed)
         result = apply_correction(with_garbage(batch, torch.nan), **settings)
-        rows = ratios_of(batch)
-        kept = keep(rows) if keep else everywhere(rows, lambda row: 1)
-        assert select_masked(batch, result.loss_mask.double()) == kept
+        rows = compute_ratios(batch)
+        expected_mask = keep(rows) if keep else broadcast(rows, lambda row: 1)
+        assert select_masked(batch, result.loss_mask.double()) == expected_mask
         assert not result.loss_mask[~batch.loss_mask].any()
-        touched |= any(0.0 in row for row in kept) or weight is not None
+        has_effect |= any(0.0 in row for row in expected_mask) or weight is not None
         if weight is None:
             assert result.importance_weights is None
         else:
             assert result.importance_weights is not None
-            for found, wanted in zip(select_masked(batch, result.importance_weights), weight(rows), strict=True):
-                assert found == pytest.approx(wanted, rel=1e-10)
-    assert touched
+            for actual, expected in zip(select_masked(batch, result.importance_weights), weight(rows), strict=True):
+                assert actual == pytest.approx(expected, rel=1e-10)
+    assert has_effect
 
 
-def test_metrics_are_over_tokens_that_count_and_the_effective_sample_size_over_their_weights():
+def test_metrics_are_over_loss_tokens():
     batch = edge_case_batch("failed rows")
     metrics = Metrics()
     apply_correction(with_garbage(batch, torch.nan), metrics, **CASES["token TIS"][0])
     report = metrics.flush()
-    rows = ratios_of(batch)
+    rows = compute_ratios(batch)
     flat = [w for row in rows for w in row]
     mean = sum(flat) / len(flat)
 
@@ -149,13 +149,13 @@ def test_metrics_are_over_tokens_that_count_and_the_effective_sample_size_over_t
         return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
 
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
-    gaps = [x for row in select_masked(batch, batch.rollout_logprobs - batch.old_logprobs) for x in row]
+    log_ratios = [x for row in select_masked(batch, batch.rollout_logprobs - batch.old_logprobs) for x in row]
     expected = {
         "mismatch/ratio_mean": mean,
         "mismatch/ratio_std": (sum((w - mean) ** 2 for w in flat) / len(flat)) ** 0.5,
         "mismatch/ratio_max": max(flat),
         "mismatch/ratio_min": min(flat),
-        "mismatch/kl": sum(exp(-d) - 1 + d for d in gaps) / len(gaps),
+        "mismatch/kl": sum(exp(-d) - 1 + d for d in log_ratios) / len(log_ratios),
         "mismatch/ess_tokens": ess(flat),
         "mismatch/ess_sequences": ess([prod(row) for row in rows if row]),
         "correction/truncated_tokens": sum(w > 1.2 for w in flat) / len(flat),
@@ -163,13 +163,13 @@ def test_metrics_are_over_tokens_that_count_and_the_effective_sample_size_over_t
     assert report == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_effective_sample_size_is_one_for_equal_weights_and_one_of_n_for_a_single_one():
+def test_effective_sample_size():
     assert float(effective_sample_size(torch.full((7,), 3.0))) == pytest.approx(1.0)
     assert float(effective_sample_size(torch.tensor([0.0, 5.0, 0.0, 0.0]))) == pytest.approx(0.25)
     assert float(effective_sample_size(torch.zeros(0))) == 0.0
 
 
-def test_sampled_by_the_old_policy_itself_nothing_is_corrected():
+def test_on_policy_samples_are_not_corrected():
     batch = edge_case_batch("failed rows")
     batch = batch.with_tokens(rollout_logprobs=batch.old_logprobs)
     around_one = [case for case in CASES.values() if case[0].get("outlier_token_is_threshold_low", 0) < 1]
@@ -181,60 +181,64 @@ def test_sampled_by_the_old_policy_itself_nothing_is_corrected():
             assert (result.importance_weights == 1).all()
 
 
-def test_a_mask_that_loses_nothing_stays_the_one_that_ranks_have_already():
+def test_unchanged_mask_is_the_same_tensor():
     batch = edge_case_batch("failed rows")
     batch = batch.with_tokens(rollout_logprobs=batch.old_logprobs)
     assert apply_correction(batch, tis_ratio_type="token").loss_mask is batch.loss_mask
 
 
-def test_without_the_log_probs_of_both_policies_the_batch_is_left_alone():
+def test_missing_logprobs_leave_batch_unchanged():
     batch = edge_case_batch("regular").with_tokens(old_logprobs=None)
     assert apply_correction(batch, **CASES["token TIS"][0]) is batch
 
 
-def test_stray_ratios_stay_finite():
+def test_outlier_ratios_stay_finite():
     batch = edge_case_batch("regular")
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
-    for far in (500.0, -500.0):
-        moved = batch.old_logprobs + far
-        assert importance_ratios(moved, batch.rollout_logprobs, batch.loss_mask).isfinite().all()
+    for distance in (500.0, -500.0):
+        old_logprobs = batch.old_logprobs + distance
+        assert importance_ratios(old_logprobs, batch.rollout_logprobs, batch.loss_mask).isfinite().all()
         assert (
-            sequence_ratios(moved, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, len(batch))
+            sequence_ratios(old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, len(batch))
             .isfinite()
             .all()
         )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_corrected_update_does_not_depend_on_cut_order_or_padding(name: str):
-    """Masked tokens and sequences are in no denominator, however the mini-batch is cut."""
+def test_corrected_update_ignores_splits_order_and_padding(name: str):
+    """Masked tokens and sequences are in no denominator, however the mini-batch is split."""
     objective = PolicyObjective(importance_sampling)
     for shape in SHAPES:
         batch = edge_case_batch(shape)
-        scores = current_logprobs(batch).detach()
+        logprob_values = current_logprobs(batch).detach()
         order = list(range(len(batch)))[::-1]
         gradients = []
         for variant, size in ((batch, 99), (batch, 1), (batch.select(order), 2), (as_padded(batch, torch.nan), 99)):
-            ready = assign_loss_weights(apply_correction(variant, **CASES[name][0]), partial(token_mean, max_seq_len=1))
-            logprobs = torch.cat([scores, scores.new_full((1,), torch.nan)]).requires_grad_()
-            for part in ready.split_micro_batches(max_sequences=size):
-                objective(part, logprobs[part.input_ids], None, int(ready.loss_mask.sum()), Metrics()).backward()
+            weighted = assign_loss_weights(
+                apply_correction(variant, **CASES[name][0]), partial(token_mean, max_seq_len=1)
+            )
+            logprobs = torch.cat([logprob_values, logprob_values.new_full((1,), torch.nan)]).requires_grad_()
+            for micro_batch in weighted.split_micro_batches(max_sequences=size):
+                objective(
+                    micro_batch, logprobs[micro_batch.input_ids], None, int(weighted.loss_mask.sum()), Metrics()
+                ).backward()
             gradients.append(logprobs.grad)
         for gradient in gradients[1:]:
             torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-14)
 
 
-def test_a_masked_sequence_gives_the_update_of_a_batch_without_it():
+def test_masked_sequence_is_like_a_missing_one():
     batch = edge_case_batch("regular")
     settings = CASES["product mask"][0]
-    kept = apply_correction(batch, **settings)
-    rows = (kept.sum_per_sequence(kept.loss_mask.long()) > 0).nonzero().flatten()
+    corrected = apply_correction(batch, **settings)
+    rows = (corrected.sum_per_sequence(corrected.loss_mask.long()) > 0).nonzero().flatten()
     assert 0 < len(rows) < len(batch)
-    one = assign_loss_weights(kept, partial(token_mean, max_seq_len=1)).select(rows)
-    other = assign_loss_weights(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
-    torch.testing.assert_close(one.token_weights, other.token_weights, rtol=1e-15, atol=0)
+    masked = assign_loss_weights(corrected, partial(token_mean, max_seq_len=1)).select(rows)
+    selected = assign_loss_weights(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
+    torch.testing.assert_close(masked.token_weights, selected.token_weights, rtol=1e-15, atol=0)
 
 
-def test_bounds_of_a_correction_are_inclusive():
+def test_correction_bounds_are_inclusive():
     ratios = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
     assert within_bounds(ratios, 0.5, 2.0).tolist() == [False, True, True, True, False]

@@ -1,4 +1,4 @@
-"""Every per-token term of a loss against its paper: value and gradient in plain Python, one token after another."""
+"""Compares every per-token term of a loss with its paper: value and gradient in plain Python, token by token."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SETTINGS = {
     "ppo_kl_coef": 0.7,
     "minor_beta": 0.3,
 }
-SET = SimpleNamespace(**SETTINGS)
+settings = SimpleNamespace(**SETTINGS)
 Reference = Callable[[list[SimpleNamespace], list[float]], tuple[list[float], list[float]]]
-"""(tokens of one sequence that count, their weights) -> (values, gradient of the weighted sum wrt log-probs)"""
+"""Maps (loss tokens of one sequence, their weights) to (values, gradient of the weighted sum wrt log-probs)."""
 
 
 def per_token(equation: Callable[[SimpleNamespace], tuple[float, float]]) -> Reference:
-    """An equation of one token alone, with its derivative."""
+    """Return a reference from the equation of a single token, with its derivative."""
 
     def of_sequence(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[float], list[float]]:
         pairs = [equation(token) for token in tokens]
@@ -47,17 +47,17 @@ def per_token(equation: Callable[[SimpleNamespace], tuple[float, float]]) -> Ref
 
 
 def surrogate(ratio: float, advantage: float) -> tuple[float, float]:
-    """PPO, eq. 7: pessimistic, so that only a move already rewarded is bounded."""
-    if advantage > 0 and ratio > 1 + SET.eps_clip_high:
-        return -(1 + SET.eps_clip_high) * advantage, 0.0
-    if advantage < 0 and ratio < 1 - SET.eps_clip_low:
-        return -(1 - SET.eps_clip_low) * advantage, 0.0
+    """Evaluate PPO, eq. 7: it is pessimistic, so only a move that is already rewarded is bounded."""
+    if advantage > 0 and ratio > 1 + settings.eps_clip_high:
+        return -(1 + settings.eps_clip_high) * advantage, 0.0
+    if advantage < 0 and ratio < 1 - settings.eps_clip_low:
+        return -(1 - settings.eps_clip_low) * advantage, 0.0
     return -ratio * advantage, -ratio * advantage
 
 
 def dual_clip(t: SimpleNamespace) -> tuple[float, float]:
-    if t.adv < 0 and t.r > SET.clip_ratio_c:
-        return -SET.clip_ratio_c * t.adv, 0.0
+    if t.adv < 0 and t.r > settings.clip_ratio_c:
+        return -settings.clip_ratio_c * t.adv, 0.0
     return surrogate(t.r, t.adv)
 
 
@@ -70,7 +70,7 @@ def gmpo(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[floa
     logs, free = [], []
     for t in tokens:
         x = t.lp - t.old
-        bounded = min(x, SET.eps_clip_high) if t.adv > 0 else max(x, -SET.eps_clip_low)
+        bounded = min(x, settings.eps_clip_high) if t.adv > 0 else max(x, -settings.eps_clip_low)
         logs.append(bounded)
         free.append(bounded == x)
     n = max(len(tokens), 1)
@@ -79,22 +79,22 @@ def gmpo(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[floa
 
 
 def cispo(t: SimpleNamespace, ratio: float) -> tuple[float, float]:
-    weight = min(max(ratio, 1 - SET.cispo_eps_clip_low), 1 + SET.cispo_eps_clip_high)
+    weight = min(max(ratio, 1 - settings.cispo_eps_clip_low), 1 + settings.cispo_eps_clip_high)
     return -weight * t.adv * t.lp, -weight * t.adv
 
 
 def rollout_is(t: SimpleNamespace) -> tuple[float, float]:
-    weight = t.u if 1 - SET.eps_clip_low < t.u < 1 + SET.eps_clip_high else 0.0
+    weight = t.u if 1 - settings.eps_clip_low < t.u < 1 + settings.eps_clip_high else 0.0
     return -weight * t.adv * t.lp, -weight * t.adv
 
 
 def sapo(t: SimpleNamespace) -> tuple[float, float]:
-    tau = SET.tau_pos if t.adv > 0 else SET.tau_neg
+    tau = settings.tau_pos if t.adv > 0 else settings.tau_neg
     gate = 1 / (1 + exp(-tau * (t.r - 1)))
     return -4 / tau * gate * t.adv, -4 * gate * (1 - gate) * t.r * t.adv
 
 
-def trusted(t: SimpleNamespace, is_far: bool) -> tuple[float, float]:
+def inside_trust_region(t: SimpleNamespace, is_far: bool) -> tuple[float, float]:
     if is_far and ((t.adv > 0 and t.u > 1) or (t.adv < 0 and t.u < 1)):
         return 0.0, 0.0
     return -t.u * t.adv, -t.u * t.adv
@@ -102,26 +102,29 @@ def trusted(t: SimpleNamespace, is_far: bool) -> tuple[float, float]:
 
 def dppo_kl(t: SimpleNamespace) -> tuple[float, float]:
     p, q = exp(t.lp), exp(t.rollout)
-    return trusted(t, q * log(q / p) + (1 - q) * log((1 - q) / (1 - p)) > SET.kl_threshold)
+    return inside_trust_region(t, q * log(q / p) + (1 - q) * log((1 - q) / (1 - p)) > settings.kl_threshold)
 
 
 def kl_cov(t: SimpleNamespace) -> tuple[float, float]:
     x = t.lp - t.old
     sign = 1 if x > 0 else -1
-    extra = SET.ppo_kl_coef if t.selected else 0.0
+    extra = settings.ppo_kl_coef if t.selected else 0.0
     return -t.r * t.adv + extra * abs(x), -t.r * t.adv + extra * sign
 
 
 def value_loss(t: SimpleNamespace, clip: float) -> tuple[float, float]:
-    """Values are what is trained here, old log-probs and the reference's stand for old values and returns."""
+    """Evaluate the value loss.
+
+    Log-probs stand for values, old log-probs for old values, and the reference's for returns.
+    """
     bounded = min(max(t.lp, t.old - clip), t.old + clip)
-    plain, clipped = (t.lp - t.ref) ** 2, (bounded - t.ref) ** 2
-    return max(plain, clipped) / 2, t.lp - t.ref if plain >= clipped else 0.0
+    unclipped, clipped = (t.lp - t.ref) ** 2, (bounded - t.ref) ** 2
+    return max(unclipped, clipped) / 2, t.lp - t.ref if unclipped >= clipped else 0.0
 
 
 def minor_sft(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[float], list[float]]:
-    margin = SET.minor_beta * sum(t.lp - t.ref for t in tokens)
-    slope = -SET.minor_beta / (1 + exp(margin))
+    margin = settings.minor_beta * sum(t.lp - t.ref for t in tokens)
+    slope = -settings.minor_beta / (1 + exp(margin))
     return [log(1 + exp(-margin))] * len(tokens), [sum(weights) * slope] * len(tokens)
 
 
@@ -135,7 +138,9 @@ POLICY: dict[str, Reference] = {
     "importance_sampling": per_token(lambda t: (-t.r * t.adv, -t.r * t.adv)),
     "cross_entropy": per_token(lambda t: (-t.lp, -1.0)),
     "sapo": per_token(sapo),
-    "dppo_tv": per_token(lambda t: trusted(t, not -SET.delta_low <= exp(t.lp) - exp(t.rollout) <= SET.delta_high)),
+    "dppo_tv": per_token(
+        lambda t: inside_trust_region(t, not -settings.delta_low <= exp(t.lp) - exp(t.rollout) <= settings.delta_high)
+    ),
     "dppo_kl": per_token(dppo_kl),
     "clip_cov": per_token(lambda t: (0.0, 0.0) if t.selected else surrogate(t.r, t.adv)),
     "kl_cov": per_token(kl_cov),
@@ -151,20 +156,20 @@ KL: dict[str, Reference] = {
 }
 SFT: dict[str, Reference] = {"sft": per_token(lambda t: (-t.lp, -1.0)), "minor_sft": minor_sft}
 ANCHORED: dict[str, Reference] = {"cispo_rollout": per_token(lambda t: cispo(t, t.u))}
-"""What a key makes of a loss: `cispo.cispo_anchor: rollout`."""
+"""The loss of a key's value: `cispo.cispo_anchor: rollout`."""
 VALUE_CLIPS = {"value": 0.2, "value, not clipped": inf}
 VALUE = {name: per_token(partial(value_loss, clip=clip)) for name, clip in VALUE_CLIPS.items()}
 ALL = {**POLICY, **ANCHORED, **KL, **SFT, **VALUE}
 
 
 def compute_losses(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tensor) -> Tensor:
-    """[T] from the code under test."""
+    """Return the losses [T] of the code under test."""
     mask = batch.loss_mask
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     if name in VALUE:
         clip = VALUE_CLIPS[name]
         return clipped_value_loss(logprobs, batch.old_logprobs, batch.ref_logprobs, mask, value_clip=clip)[0]
-    chosen, arguments = (
+    unbound, arguments = (
         (cispo_rollout, (batch.advantages, mask))
         if name in ANCHORED
         else (registry.policy_losses.get(name), (batch.advantages, mask))
@@ -176,7 +181,7 @@ def compute_losses(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tenso
     tensors = {
         name: getattr(batch, name) for name in (*policy.POLICY_LOSS_TENSORS - {"frozen_logprobs"}, "ref_logprobs")
     }
-    function = registry.bind_settings(chosen, name, SETTINGS, policy.POLICY_LOSS_TENSORS | {"ref_logprobs"})
+    function = registry.bind_settings(unbound, name, SETTINGS, policy.POLICY_LOSS_TENSORS | {"ref_logprobs"})
     result = function(
         logprobs, *arguments, **registry.select_keyword_arguments(function, {**tensors, "frozen_logprobs": frozen})
     )
@@ -184,7 +189,7 @@ def compute_losses(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tenso
 
 
 def to_token_lists(batch: TrainBatch, logprobs: Tensor) -> list[list[SimpleNamespace]]:
-    """For every sequence, its tokens that count."""
+    """Return the loss tokens of every sequence."""
     names = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "adv": "advantages"}
     columns = {short: select_masked(batch, getattr(batch, name)) for short, name in names.items()}
     columns |= {"lp": select_masked(batch, logprobs.detach()), "selected": select_masked(batch, batch.selected)}  # type: ignore[arg-type]
@@ -211,24 +216,24 @@ def value_and_gradient(name: str, batch: TrainBatch, logprobs: Tensor) -> tuple[
     return values.detach(), gradient
 
 
-def test_every_choice_of_the_tables_is_derived_here():
+def test_every_listed_algorithm_has_a_reference():
     assert POLICY.keys() == registry.policy_losses.table.keys()
     assert KL.keys() == registry.kl_estimators.table.keys()
     assert SFT.keys() == registry.sft_losses.table.keys()
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_values_and_gradients_are_those_of_the_paper(name: str):
+def test_values_and_gradients_match_the_paper(name: str):
     for seed, shape in enumerate([*SHAPES, *SHAPES]):
         batch = edge_case_batch(shape, seed)
         logprobs = current_logprobs(batch, seed + 100)
         values, gradient = value_and_gradient(name, batch, logprobs)
         weights = select_masked(batch, compute_weights(batch))
         expected = [ALL[name](*pair) for pair in zip(to_token_lists(batch, logprobs), weights, strict=True)]
-        for found, wanted in (values, [v for v, _ in expected]), (gradient, [g for _, g in expected]):
-            flat = torch.tensor([x for row in wanted for x in row], dtype=torch.float64)
-            torch.testing.assert_close(found[batch.loss_mask], flat, rtol=1e-11, atol=1e-13)
-            assert (found[~batch.loss_mask] == 0).all()
+        for actual, reference in (values, [v for v, _ in expected]), (gradient, [g for _, g in expected]):
+            flat = torch.tensor([x for row in reference for x in row], dtype=torch.float64)
+            torch.testing.assert_close(actual[batch.loss_mask], flat, rtol=1e-11, atol=1e-13)
+            assert (actual[~batch.loss_mask] == 0).all()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -240,27 +245,28 @@ def test_gradients_match_finite_differences(name: str):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_nothing_outside_the_mask_has_a_value_a_gradient_or_an_influence(name: str):
+def test_masked_tokens_have_no_influence(name: str):
     batch = edge_case_batch("failed rows", seed=4)
     clean = current_logprobs(batch)
     expected = value_and_gradient(name, batch, clean)
     for garbage in (torch.nan, torch.inf, -torch.inf, 1e300, -1e300):
         logprobs = clean.detach().masked_fill(~batch.loss_mask, garbage).requires_grad_()
-        for found, wanted in zip(
+        for actual, expected_tensor in zip(
             value_and_gradient(name, with_garbage(batch, garbage), logprobs), expected, strict=True
         ):
-            assert (found[~batch.loss_mask] == 0).all()
-            assert torch.equal(found[batch.loss_mask], wanted[batch.loss_mask])
+            assert (actual[~batch.loss_mask] == 0).all()
+            assert torch.equal(actual[batch.loss_mask], expected_tensor[batch.loss_mask])
 
 
 @pytest.mark.parametrize("name", [*POLICY, *ANCHORED])
 @pytest.mark.parametrize("log_ratio", [300.0, -300.0])
-def test_a_stray_log_ratio_gives_a_finite_value_and_gradient(name: str, log_ratio: float):
+def test_outlier_log_ratio_is_finite(name: str, log_ratio: float):
     batch = edge_case_batch("regular")
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
-    stray = torch.arange(len(batch.input_ids)) % 4 == 0
+    is_outlier = torch.arange(len(batch.input_ids)) % 4 == 0
     batch = batch.with_tokens(
-        old_logprobs=batch.old_logprobs - log_ratio * stray, rollout_logprobs=batch.rollout_logprobs - log_ratio * stray
+        old_logprobs=batch.old_logprobs - log_ratio * is_outlier,
+        rollout_logprobs=batch.rollout_logprobs - log_ratio * is_outlier,
     )
-    for found in value_and_gradient(name, batch, current_logprobs(edge_case_batch("regular"))):
-        assert found.isfinite().all()
+    for result in value_and_gradient(name, batch, current_logprobs(edge_case_batch("regular"))):
+        assert result.isfinite().all()

@@ -1,4 +1,4 @@
-"""One table for every term of a loss: how the mini-batch is cut, ordered, sharded or padded changes nothing."""
+"""One table for every term of a loss: splitting, ordering, sharding and padding a mini-batch change nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Objective = Callable[[TrainBatch, Tensor, Tensor, int, Metrics], Tensor]
 
 
 def skyrl_token_mean(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs=None):  # type: ignore[no-untyped-def]
-    """As SkyRL's users write a loss: a rectangle, and the mean over the tokens of the micro-batch."""
+    """Compute a loss as SkyRL's users write it: padded tensors, and the mean over the micro-batch's tokens."""
     ratio = (log_probs - old_log_probs).exp()
     bounded = ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high)
     loss = -torch.min(ratio * advantages, bounded * advantages)
@@ -74,13 +74,13 @@ OBJECTIVES: dict[str, Objective] = {
     "skyrl_token_mean": PolicyObjective(partial(SkyRLPolicyLoss(skyrl_token_mean, CONFIG))),
     "skyrl_sequence_mean": PolicyObjective(partial(SkyRLPolicyLoss(skyrl_sequence_mean, CONFIG))),
 }
-ONLY = {"skyrl_token_mean": ["token_mean"], "skyrl_sequence_mean": ["sequence_mean"]}
-"""A loss that takes its own mean goes with the reduction of that name."""
+MATCHING_REDUCTIONS = {"skyrl_token_mean": ["token_mean"], "skyrl_sequence_mean": ["sequence_mean"]}
+"""A loss that computes its own mean needs the reduction of that name."""
 
 
 @dataclass
 class Measured:
-    """Loss, gradient wrt log-probs and entropy, of a mini-batch given in parts."""
+    """Loss of a mini-batch, and its gradients with respect to log-probs and entropy."""
 
     loss: float
     logprob_gradient: Tensor
@@ -88,80 +88,83 @@ class Measured:
     metrics: dict[str, float]
 
 
-def measure(objective: Objective, parts: list[TrainBatch], whole: TrainBatch) -> Measured:
-    """`input_ids` say which of the whole's tokens a token is; -1 is padding."""
-    scores = current_logprobs(whole).detach()
-    nothing = scores.new_full((1,), torch.nan)
-    logprobs = torch.cat([scores, nothing]).requires_grad_()
-    entropy = torch.cat([-scores, nothing]).requires_grad_()
-    tokens, total, metrics = int(whole.loss_mask.sum()), 0.0, Metrics()
-    for part in parts:
-        loss = objective(part, logprobs[part.input_ids], entropy[part.input_ids], tokens, metrics)
+def measure(objective: Objective, micro_batches: list[TrainBatch], mini_batch: TrainBatch) -> Measured:
+    """Measure a mini-batch that is split into `parts`.
+
+    `input_ids` are the indices of tokens in `whole`; -1 is padding.
+    """
+    logprob_values = current_logprobs(mini_batch).detach()
+    padding = logprob_values.new_full((1,), torch.nan)
+    logprobs = torch.cat([logprob_values, padding]).requires_grad_()
+    entropy = torch.cat([-logprob_values, padding]).requires_grad_()
+    tokens, total, metrics = int(mini_batch.loss_mask.sum()), 0.0, Metrics()
+    for micro_batch in micro_batches:
+        loss = objective(micro_batch, logprobs[micro_batch.input_ids], entropy[micro_batch.input_ids], tokens, metrics)
         loss.backward()
         total += loss.item()
     assert logprobs.grad is not None
     return Measured(total, logprobs.grad, entropy.grad, metrics.flush())
 
 
-def prepared(name: str, batch: TrainBatch, whole: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
-    """What the driver does before it cuts: weights, and the choice of tokens that the loss declares."""
+def prepare(name: str, batch: TrainBatch, full_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
+    """Prepare a mini-batch as the driver does before it is split: weights, and the token selection of the loss."""
     batch = assign_loss_weights(batch, reduction)
-    choose = get_token_selector(registry.policy_losses.get(name)) if name in POLICY_LOSSES else None
-    if choose is None:
+    select = get_token_selector(registry.policy_losses.get(name)) if name in POLICY_LOSSES else None
+    if select is None:
         return batch
-    scores = torch.cat([current_logprobs(whole).detach(), torch.full((1,), torch.nan)])[batch.input_ids]
-    bound = registry.bind_settings(choose, name, SETTINGS, frozenset())
+    scores = torch.cat([current_logprobs(full_batch).detach(), torch.full((1,), torch.nan)])[batch.input_ids]
+    bound = registry.bind_settings(select, name, SETTINGS, frozenset())
     return batch.with_tokens(selected=bound(scores, batch.old_logprobs, batch.advantages, batch.loss_mask))
 
 
 def split_variants(
     name: str, batch: TrainBatch, reduction: Callable[..., Tensor]
 ) -> Iterator[tuple[str, list[TrainBatch]]]:
-    """The same mini-batch in other pieces."""
-    whole = prepared(name, batch, batch, reduction)
-    yield "one by one", whole.split_micro_batches(max_sequences=1)
-    yield "by tokens", whole.split_micro_batches(token_budget=16)
-    ranks = [whole.select(rows) for rows in whole.partition(2)]
-    yield "two ranks", [part for rank in ranks for part in rank.split_micro_batches(max_sequences=2)]
+    """Yield the same mini-batch in several splits, each with a name."""
+    prepared = prepare(name, batch, batch, reduction)
+    yield "one by one", prepared.split_micro_batches(max_sequences=1)
+    yield "by tokens", prepared.split_micro_batches(token_budget=16)
+    ranks = [prepared.select(rows) for rows in prepared.partition(2)]
+    yield "two ranks", [micro_batch for rank in ranks for micro_batch in rank.split_micro_batches(max_sequences=2)]
     order = random.Random(0).sample(range(len(batch)), len(batch))
-    yield "another order", prepared(name, batch.select(order), batch, reduction).split_micro_batches(max_sequences=3)
-    yield "padded", [prepared(name, as_padded(batch, torch.nan), batch, reduction)]
+    yield "another order", prepare(name, batch.select(order), batch, reduction).split_micro_batches(max_sequences=3)
+    yield "padded", [prepare(name, as_padded(batch, torch.nan), batch, reduction)]
     yield (
         "padded, one by one",
-        prepared(name, as_padded(batch, torch.inf), batch, reduction).split_micro_batches(max_sequences=1),
+        prepare(name, as_padded(batch, torch.inf), batch, reduction).split_micro_batches(max_sequences=1),
     )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_loss_and_gradient_do_not_depend_on_how_the_mini_batch_is_cut_ordered_sharded_or_padded(name: str):
+def test_loss_ignores_splits_order_and_padding(name: str):
     objective = OBJECTIVES[name]
-    for reduction_name in ONLY.get(name, INVARIANT):
+    for reduction_name in MATCHING_REDUCTIONS.get(name, INVARIANT):
         reduction = partial(registry.reductions.get(reduction_name), max_seq_len=16)
         for shape in SHAPES:
             batch = edge_case_batch(shape)
-            expected = measure(objective, [prepared(name, batch, batch, reduction)], batch)
+            expected = measure(objective, [prepare(name, batch, batch, reduction)], batch)
             assert torch.isfinite(expected.logprob_gradient).all()
             assert (expected.logprob_gradient[:-1][~batch.loss_mask] == 0).all()
-            for cut, parts in split_variants(name, batch, reduction):
-                found = measure(objective, parts, batch)
-                message = f"{reduction_name}, {shape}, {cut}"
-                assert found.loss == pytest.approx(expected.loss, rel=1e-12, abs=1e-13), message
-                for mine, other in (
-                    (found.logprob_gradient, expected.logprob_gradient),
-                    (found.entropy_gradient, expected.entropy_gradient),
+            for split, parts in split_variants(name, batch, reduction):
+                actual = measure(objective, parts, batch)
+                message = f"{reduction_name}, {shape}, {split}"
+                assert actual.loss == pytest.approx(expected.loss, rel=1e-12, abs=1e-13), message
+                for actual_gradient, expected_gradient in (
+                    (actual.logprob_gradient, expected.logprob_gradient),
+                    (actual.entropy_gradient, expected.entropy_gradient),
                 ):
-                    torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14, msg=message)
-                assert found.metrics == pytest.approx(expected.metrics, rel=1e-9), message
+                    torch.testing.assert_close(actual_gradient, expected_gradient, rtol=1e-12, atol=1e-14, msg=message)
+                assert actual.metrics == pytest.approx(expected.metrics, rel=1e-9), message
 
 
-def test_every_objective_has_a_gradient_where_tokens_count():
-    """The test above would otherwise compare zeros."""
+def test_objectives_have_gradients_on_loss_tokens():
+    """Check that the test above does not compare zeros."""
     reduction = partial(registry.reductions.get("token_mean"), max_seq_len=16)
 
     def has_gradient(name: str) -> None:
         for shape in SHAPES:
             batch = edge_case_batch(shape)
-            gradient = measure(OBJECTIVES[name], [prepared(name, batch, batch, reduction)], batch).logprob_gradient
+            gradient = measure(OBJECTIVES[name], [prepare(name, batch, batch, reduction)], batch).logprob_gradient
             assert bool(gradient.abs().max() > 1e-3) is bool(batch.loss_mask.any()), shape
 
     check_each(sorted({*OBJECTIVES} - {"cross_entropy", "sft"}), has_gradient)
@@ -169,10 +172,10 @@ def test_every_objective_has_a_gradient_where_tokens_count():
 
 @pytest.mark.fault("F12")
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_mini_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_no_metric(name: str):
+def test_mini_batch_without_loss_tokens_is_zero(name: str):
     batch = edge_case_batch("nothing counts")
     for reduction in INVARIANT:
         bound = partial(registry.reductions.get(reduction), max_seq_len=16)
-        result = measure(OBJECTIVES[name], [prepared(name, batch, batch, bound)], batch)
+        result = measure(OBJECTIVES[name], [prepare(name, batch, batch, bound)], batch)
         assert (result.loss, result.metrics) == (0, {}) or name in SFT_LOSSES
         assert (result.logprob_gradient == 0).all()

@@ -1,4 +1,4 @@
-"""Policy and value losses where they change their mind: on both sides of every bound."""
+"""Policy and value losses on both sides of every bound."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ SETTINGS = {
     ("ratio", "advantage", "value", "clipped", "gradient"),
     [
         (1.0, 2.0, -2.0, 0.0, -2.0),
-        (1.5, 2.0, -2.6, 1.0, 0.0),  # better already: bounded by 1 + eps_clip_high
-        (0.5, 2.0, -1.0, 0.0, -1.0),  # worse: not bounded
-        (0.5, -2.0, 1.6, 1.0, 0.0),  # rarer already: bounded by 1 - eps_clip_low
+        (1.5, 2.0, -2.6, 1.0, 0.0),  # already more likely: bounded by 1 + eps_clip_high
+        (0.5, 2.0, -1.0, 0.0, -1.0),  # less likely: not bounded
+        (0.5, -2.0, 1.6, 1.0, 0.0),  # already less likely: bounded by 1 - eps_clip_low
         (1.5, -2.0, 3.0, 0.0, 3.0),
     ],
 )
-def test_value_clipping_and_gradient_in_every_regime(ratio, advantage, value, clipped, gradient):
+def test_clipped_surrogate_in_every_regime(ratio, advantage, value, clipped, gradient):
     old = torch.tensor([-1.5], dtype=torch.float64)
     logprobs = (old + log(ratio)).requires_grad_()
     loss, was_clipped = clipped_surrogate(
         logprobs, torch.tensor([advantage]), torch.tensor([True]), old_logprobs=old, eps_clip_low=0.2, eps_clip_high=0.3
     )
-    (found,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert (loss.item(), was_clipped.item(), found.item()) == pytest.approx((value, clipped, gradient))
+    (slope,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert (loss.item(), was_clipped.item(), slope.item()) == pytest.approx((value, clipped, gradient))
 
 
 KINKS = [
@@ -67,15 +67,15 @@ KINKS = [
 
 @pytest.mark.parametrize(("name", "bound", "sign", "is_zero"), KINKS)
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bound, sign, is_zero, side):
-    one = torch.ones(1, dtype=torch.float64)
-    old = log(0.2) * one
+def test_clipped_token_is_counted_and_has_no_gradient(name, bound, sign, is_zero, side):
+    ones = torch.ones(1, dtype=torch.float64)
+    old = log(0.2) * ones
     logprobs = (old + log(bound) + (1e-9 if side else -1e-9)).requires_grad_()
     function = registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS)
     tensors = {"frozen_logprobs": logprobs.detach(), "rollout_logprobs": old, "sequence_ids": torch.tensor([0])}
     tensors |= {"old_logprobs": old, "selected": torch.tensor([False])}
     loss, clipped = function(
-        logprobs, sign * one, torch.tensor([True]), **registry.select_keyword_arguments(function, tensors)
+        logprobs, sign * ones, torch.tensor([True]), **registry.select_keyword_arguments(function, tensors)
     )
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (gradient.item() == 0) is is_zero[side]
@@ -84,10 +84,10 @@ def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bo
     elif name != "clip_cov":
         assert bool(clipped) is is_zero[side]
     if not is_zero[side]:
-        assert gradient.item() * sign < 0  # downhill is towards what was good
+        assert gradient.item() * sign < 0  # descent raises the probability of good tokens
 
 
-def test_a_value_is_held_within_its_bounds_only_where_that_makes_the_loss_larger():
+def test_value_is_clipped_only_if_loss_increases():
     values = torch.tensor([1.1, 1.3, 1.3, 0.7], dtype=torch.float64, requires_grad=True)
     old, returns = torch.ones(4, dtype=torch.float64), torch.tensor([5.0, 5.0, -5.0, -5.0], dtype=torch.float64)
     loss, clipped = clipped_value_loss(values, old, returns, torch.ones(4, dtype=torch.bool), value_clip=0.2)

@@ -18,18 +18,18 @@ ALL = (
 
 
 @pytest.mark.parametrize("choices", ALL, ids=lambda choices: choices.kind)
-def test_every_name_of_the_tables_loads(choices):
+def test_every_listed_name_loads(choices):
     assert choices.names()
     assert all(callable(choices.get(name)) for name in choices.names())
 
 
-def test_skyrls_names_mean_what_they_say():
+def test_skyrl_names_select_the_right_functions():
     assert registry.advantage_estimators.get("grpo") is grpo
     assert registry.policy_losses.get("regular") is clipped_surrogate
     assert registry.kl_estimators.get("k3") is k3
 
 
-def test_a_users_loss_joins_under_its_own_name_and_cannot_replace_a_built_in():
+def test_custom_loss_cannot_replace_a_builtin():
     @registry.policy_losses.register("mine_for_this_test")
     def mine(logprobs, advantages, mask, *, eps_clip_low, eps_clip_high):
         return -logprobs * advantages * mask, mask.float()
@@ -41,28 +41,28 @@ def test_a_users_loss_joins_under_its_own_name_and_cannot_replace_a_built_in():
         registry.policy_losses.get("regulr")
 
 
-def test_bind_fills_in_settings_and_the_rest_is_asked_for_by_name():
+def test_bind_settings_leaves_tensors_to_the_caller():
     def loss(logprobs, *, eps_clip_low, rollout_logprobs, selected=None):
         return logprobs, eps_clip_low, rollout_logprobs, selected
 
     bound = registry.bind_settings(
         loss, "test", {"eps_clip_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"})
     )
-    tensors = {"rollout_logprobs": 5, "selected": 6, "unwanted": 7}
+    tensors = {"rollout_logprobs": 5, "selected": 6, "unused": 7}
     assert bound(1, **registry.select_keyword_arguments(bound, tensors)) == (1, 0.2, 5, 6)
 
 
-def test_what_nobody_has_is_refused_by_name_before_anything_runs():
+def test_unknown_keyword_parameter_raises_config_error():
     def loss(logprobs, *, eps_clip_low, temprature, optional=None):
         return logprobs
 
     with pytest.raises(
-        ConfigError, match=r"my loss asks for temprature, which nobody has; .*eps_clip_low.*old_logprobs"
+        ConfigError, match=r"my loss requires temprature, which is neither .*eps_clip_low.*old_logprobs"
     ):
         registry.bind_settings(loss, "my loss", {"eps_clip_low": 0.2}, frozenset({"old_logprobs"}))
 
 
-def test_former_names_of_keys_still_fill_in():
+def test_deprecated_keywords_are_bound():
     def loss(logprobs, *, eps_low, norm_by_std):
         return logprobs, eps_low, norm_by_std
 

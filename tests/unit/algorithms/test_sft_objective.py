@@ -29,7 +29,7 @@ def make_batch() -> TrainBatch:
     )
 
 
-def test_loss_is_the_mean_negative_log_likelihood_of_the_mask():
+def test_loss_is_mean_negative_log_likelihood():
     batch = make_batch()
     logprobs = -torch.arange(9, dtype=torch.float64)
     logprobs[~batch.loss_mask] = torch.nan
@@ -43,13 +43,13 @@ def test_loss_is_the_mean_negative_log_likelihood_of_the_mask():
     assert metrics.flush() == {"sft/loss": pytest.approx(loss.item())}
 
 
-def test_neither_asks_for_entropy_and_both_travel():
+def test_objectives_need_no_entropy_and_survive_pickling():
     for objective in (SFTObjective(), SFTObjective(partial(minor_sft, minor_beta=0.2))):
-        arrived = pickle.loads(pickle.dumps(objective))
-        assert arrived.needs_entropy is False
-        assert arrived.sft_loss(torch.zeros(0), torch.zeros(0).bool(), **extras(objective)).shape == (0,)
+        unpickled = pickle.loads(pickle.dumps(objective))
+        assert unpickled.needs_entropy is False
+        assert unpickled.sft_loss(torch.zeros(0), torch.zeros(0).bool(), **loss_arguments(objective)).shape == (0,)
 
 
-def extras(objective: SFTObjective) -> dict[str, torch.Tensor]:
-    nothing = {"ref_logprobs": torch.zeros(0), "sequence_ids": torch.zeros(0).long()}
-    return select_keyword_arguments(objective.sft_loss, nothing)
+def loss_arguments(objective: SFTObjective) -> dict[str, torch.Tensor]:
+    empty = {"ref_logprobs": torch.zeros(0), "sequence_ids": torch.zeros(0).long()}
+    return select_keyword_arguments(objective.sft_loss, empty)

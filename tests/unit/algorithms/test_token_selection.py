@@ -22,64 +22,64 @@ def tokens(count: int = 2000) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> dict[int, float]:
-    """arXiv:2505.22617: of each token that counts, by its place."""
-    places = mask.nonzero().flatten().tolist()
+    """Return the covariance (arXiv:2505.22617) of each loss token by its index."""
+    indices = mask.nonzero().flatten().tolist()
     x, a = logprobs.tolist(), advantages.tolist()
-    mean_x, mean_a = sum(x[i] for i in places) / len(places), sum(a[i] for i in places) / len(places)
-    return {i: (x[i] - mean_x) * (a[i] - mean_a) for i in places}
+    mean_x, mean_a = sum(x[i] for i in indices) / len(indices), sum(a[i] for i in indices) / len(indices)
+    return {i: (x[i] - mean_x) * (a[i] - mean_a) for i in indices}
 
 
-def test_kl_cov_takes_the_tokens_with_the_largest_covariance():
+def test_kl_cov_selects_largest_covariances():
     logprobs, old, advantages, mask = tokens()
-    by_size = sorted((value, place) for place, value in covariances(logprobs, advantages, mask).items())
+    by_size = sorted((value, index) for index, value in covariances(logprobs, advantages, mask).items())
     number = int(0.02 * int(mask.sum()))
-    chosen = KL_COV(logprobs, old, advantages, mask)
-    assert set(chosen.nonzero().flatten().tolist()) == {place for _, place in by_size[-number:]}
+    selected = KL_COV(logprobs, old, advantages, mask)
+    assert set(selected.nonzero().flatten().tolist()) == {index for _, index in by_size[-number:]}
 
 
-def test_clip_cov_takes_its_share_of_tokens_within_the_bounds_that_ppo_does_not_clip():
+def test_clip_cov_selects_unclipped_tokens_within_bounds():
     logprobs, old, advantages, mask = tokens()
-    chosen = CLIP_COV(logprobs, old, advantages, mask).nonzero().flatten().tolist()
+    selected = CLIP_COV(logprobs, old, advantages, mask).nonzero().flatten().tolist()
     covariance, ratio = covariances(logprobs, advantages, mask), (logprobs - old).exp()
-    assert len(chosen) == int(0.01 * int(mask.sum()))
-    for place in chosen:
-        assert mask[place]
-        assert 0.5 < covariance[place] < 3.0
-        assert ratio[place] <= 1.2 if advantages[place] > 0 else ratio[place] >= 0.8
-    values = sorted(covariance[place] for place in chosen)
+    assert len(selected) == int(0.01 * int(mask.sum()))
+    for index in selected:
+        assert mask[index]
+        assert 0.5 < covariance[index] < 3.0
+        assert ratio[index] <= 1.2 if advantages[index] > 0 else ratio[index] >= 0.8
+    values = sorted(covariance[index] for index in selected)
     assert values[0] < 1.0 < 1.5 < values[-1]  # spread over the candidates, not the largest
 
 
-def test_at_least_one_token_is_chosen_and_none_where_nothing_counts_or_nothing_is_a_candidate():
+def test_selection_has_a_token_only_with_candidates():
     logprobs, old, advantages, _ = tokens(20)
-    everything = torch.ones(20, dtype=torch.bool)
-    assert KL_COV(logprobs, old, advantages, everything).sum() == 1
-    assert CLIP_COV(logprobs, old, advantages, everything).sum() == 1
-    for choose in (CLIP_COV, KL_COV):
-        assert not choose(logprobs, old, advantages, ~everything).any()
-    assert not CLIP_COV(logprobs, old, torch.ones(20), everything).any()  # equal advantages: covariance 0
+    all_tokens = torch.ones(20, dtype=torch.bool)
+    assert KL_COV(logprobs, old, advantages, all_tokens).sum() == 1
+    assert CLIP_COV(logprobs, old, advantages, all_tokens).sum() == 1
+    for select in (CLIP_COV, KL_COV):
+        assert not select(logprobs, old, advantages, ~all_tokens).any()
+    assert not CLIP_COV(logprobs, old, torch.ones(20), all_tokens).any()  # equal advantages: covariance 0
 
 
-def test_a_share_of_0_chooses_nothing():
+def test_fraction_of_zero_selects_nothing():
     logprobs, old, advantages, mask = tokens()
     assert not CLIP_COV(logprobs, old, advantages, mask, clip_ratio=0.0).any()
     assert not KL_COV(logprobs, old, advantages, mask, kl_cov_frac=0.0).any()
 
 
-def test_a_choice_depends_neither_on_order_nor_on_masked_tokens_nor_on_rounding():
+def test_selection_ignores_order_masked_tokens_and_rounding():
     logprobs, old, advantages, mask = tokens()
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(len(mask), generator=generator)
-    outside = [x.masked_fill(~mask, torch.nan) for x in (logprobs, old, advantages)]
+    with_nan = [x.masked_fill(~mask, torch.nan) for x in (logprobs, old, advantages)]
     rounding = 1e-6 * torch.randn(len(mask), generator=generator)
-    for choose in (CLIP_COV, KL_COV):
-        chosen = choose(logprobs, old, advantages, mask)
-        assert torch.equal(choose(logprobs[order], old[order], advantages[order], mask[order]), chosen[order])
-        assert torch.equal(choose(*outside, mask), chosen)
-        assert torch.equal(choose(logprobs + rounding, old, advantages, mask), chosen)
+    for select in (CLIP_COV, KL_COV):
+        selected = select(logprobs, old, advantages, mask)
+        assert torch.equal(select(logprobs[order], old[order], advantages[order], mask[order]), selected[order])
+        assert torch.equal(select(*with_nan, mask), selected)
+        assert torch.equal(select(logprobs + rounding, old, advantages, mask), selected)
 
 
-def test_a_loss_declares_its_choice():
+def test_loss_declares_its_selection():
     assert get_token_selector(clip_cov) is select_clip_cov_tokens
     assert get_token_selector(kl_cov) is select_kl_cov_tokens
     assert get_token_selector(sapo) is None

@@ -15,7 +15,7 @@ OBJECTIVE = ValueObjective(value_clip=0.2)
 
 
 def valued_batch(fill: float = 0.0) -> TrainBatch:
-    """Old values and returns, `fill` outside the mask."""
+    """Return a batch with old values and returns, which are `fill` outside the mask."""
     batch = ragged_batch((9, 4, 12, 2, 7))
     generator = torch.Generator().manual_seed(0)
 
@@ -27,36 +27,36 @@ def valued_batch(fill: float = 0.0) -> TrainBatch:
 
 
 def current_values(batch: TrainBatch) -> torch.Tensor:
-    """Half of them further from the old ones than the clip allows."""
+    """Return values of which half differ from the old ones by more than the clip."""
     assert batch.values is not None
     generator = torch.Generator().manual_seed(1)
     return (batch.values + 0.3 * torch.randn(len(batch.input_ids), generator=generator)).detach().requires_grad_()
 
 
-def test_the_loss_is_the_mean_of_the_worse_of_two_squared_errors() -> None:
+def test_loss_is_the_larger_of_two_errors() -> None:
     batch = valued_batch()
     values = current_values(batch)
     metrics = Metrics()
     loss = OBJECTIVE(batch, values, None, int(batch.loss_mask.sum()), metrics)
-    errors, clipped, now = [], 0, 0.0
+    errors, clipped, value_sum = [], 0, 0.0
     assert batch.values is not None and batch.returns is not None
-    for v, old, target, counts in zip(
+    for v, old, target, is_loss_token in zip(
         values.tolist(), batch.values.tolist(), batch.returns.tolist(), batch.loss_mask.tolist(), strict=True
     ):
-        if counts:
+        if is_loss_token:
             bounded = min(max(v, old - 0.2), old + 0.2)
             errors.append(max((v - target) ** 2, (bounded - target) ** 2) / 2)
             clipped += (bounded - target) ** 2 > (v - target) ** 2
-            now += v
+            value_sum += v
     expected = sum(errors) / len(errors)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
-    found = metrics.flush()
-    assert found["critic/loss"] == pytest.approx(expected, rel=1e-6)
-    assert found["critic/clip_ratio"] == pytest.approx(clipped / len(errors))
-    assert found["critic/value_mean"] == pytest.approx(now / len(errors), rel=1e-5)
+    report = metrics.flush()
+    assert report["critic/loss"] == pytest.approx(expected, rel=1e-6)
+    assert report["critic/clip_ratio"] == pytest.approx(clipped / len(errors))
+    assert report["critic/value_mean"] == pytest.approx(value_sum / len(errors), rel=1e-5)
 
 
-def test_without_a_clip_the_loss_is_the_squared_error_however_far_values_moved() -> None:
+def test_infinite_clip_is_the_squared_error() -> None:
     batch = valued_batch()
     values = current_values(batch)
     metrics = Metrics()
@@ -70,24 +70,24 @@ def test_without_a_clip_the_loss_is_the_squared_error_however_far_values_moved()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_those_of_the_mini_batch(size: int) -> None:
+def test_micro_batches_sum_to_the_mini_batch(size: int) -> None:
     batch = valued_batch()
     tokens = int(batch.loss_mask.sum())
     values = current_values(batch)
-    whole, parts = Metrics(), Metrics()
-    (expected,) = torch.autograd.grad(OBJECTIVE(batch, values, None, tokens, whole), values)
+    expected_metrics, metrics = Metrics(), Metrics()
+    (expected,) = torch.autograd.grad(OBJECTIVE(batch, values, None, tokens, expected_metrics), values)
     loss = torch.zeros((), dtype=torch.float64)
     start = 0
     for micro_batch in batch.split_micro_batches(max_sequences=size):
         stop = start + len(micro_batch.input_ids)
-        loss = loss + OBJECTIVE(micro_batch, values[start:stop], None, tokens, parts)
+        loss = loss + OBJECTIVE(micro_batch, values[start:stop], None, tokens, metrics)
         start = stop
-    (found,) = torch.autograd.grad(loss, values)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    assert parts.flush() == pytest.approx(whole.flush(), rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, values)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=0)
+    assert metrics.flush() == pytest.approx(expected_metrics.flush(), rel=1e-6)
 
 
-def test_nothing_outside_the_mask_is_read_or_moved() -> None:
+def test_masked_tokens_are_not_read() -> None:
     batch = valued_batch(fill=math.nan)
     values = current_values(valued_batch())
     loss = OBJECTIVE(batch, values, None, int(batch.loss_mask.sum()), Metrics())
@@ -98,7 +98,7 @@ def test_nothing_outside_the_mask_is_read_or_moved() -> None:
     assert values.grad[batch.loss_mask].any()
 
 
-def test_explained_variance_is_1_for_the_returns_themselves_0_for_a_constant_and_nothing_without_variance() -> None:
+def test_explained_variance() -> None:
     mask = torch.tensor([False, True, True, True])
     returns = torch.tensor([9.0, 1.0, 2.0, 6.0])
     assert explained_variance(returns, returns, mask) == 1

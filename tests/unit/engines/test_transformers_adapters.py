@@ -188,7 +188,7 @@ def _new(key: str, tensor: torch.Tensor) -> Callable[[Path], None]:
         (_change_config(modules_to_save=["lm_head"]), "modules_to_save="),
         (_change_config(rank_pattern={"q_proj": 2}), "rank_pattern="),
         (_change_config(of_tomorrow=3), "of_tomorrow=3 is not supported"),
-        (_change_config(target_modules=["q_proj", "k_proj"]), r"asks for model\.layers\.0\S+k_proj, for which"),
+        (_change_config(target_modules=["q_proj", "k_proj"]), r"layers\.0\S+k_proj, but it has no tensors"),
         (_change_config(target_modules=["q_proj", "c_attn"]), "names 'c_attn'"),
         (_change_tensors(lambda tensors: tensors.pop(f"{LAYER}.lora_B.weight")), rf"lacks the tensor {LAYER}\.lora_B"),
         (_new(f"{LAYER}.lora_A.weight", torch.ones(4, 31)), rf"{LAYER}\.lora_A\.weight is \[4, 31\] instead"),

@@ -409,9 +409,9 @@ def test_new_weights_are_served_with_their_version():
             for bucket in buckets:
                 await engine.receive_weights(bucket)
             assert (await engine.health()).torn
-            with pytest.raises(EngineError, match="half of a weight transfer"):
+            with pytest.raises(EngineError, match="is not fully loaded"):
                 await engine.generate([_request()])
-            with pytest.raises(EngineError, match="half of a weight transfer"):
+            with pytest.raises(EngineError, match="is not fully loaded"):
                 await engine.score([(1, 2)])
             await engine.commit_weights(4)
             after = (await engine.generate([_request(seed=3)]))[0]

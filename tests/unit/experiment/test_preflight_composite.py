@@ -1,4 +1,4 @@
-"""The check before a run, for composite checkpoints: a note that only their language model is used, and refusals."""
+"""Checks of composite checkpoints before a run: a note that only their language model is used, and refusals."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def test_composite_that_vllm_serves_wrongly_is_refused(tmp_path: Path, kind: str
         check(config)
 
 
-def test_evaluation_with_vllm_refuses_composite_that_is_no_text_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_evaluation_refuses_unsupported_composite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     tiny_config("aya_vision").save_pretrained(tmp_path)
     config = config_of(str(tmp_path), "generator.backend=vllm")
@@ -84,7 +82,7 @@ def test_sequences_beyond_chunks_are_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="sequences may have 129 tokens, but beyond 128 "):
         check(config_of(path, *lengths, "generator.backend=vllm"))
     check(config_of(path, *lengths, "generator.backend=vllm", "+generator.engine_init_kwargs.max_model_len=128"))
-    check(config_of(path, *lengths))  # the engine stops at the limit
+    check(config_of(path, *lengths))  # the transformers engine stops at the limit
 
 
 def test_composite_is_refused_for_sglang(tmp_path: Path) -> None:

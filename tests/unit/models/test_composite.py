@@ -37,18 +37,18 @@ def test_text_model_computes_the_composites_logits(kind: str, tmp_path: Path) ->
     model = load_causal_lm(path, dtype=torch.float32)
     ids = torch.arange(3, 43).view(2, 20)
     with torch.no_grad():
-        wanted = composite_model(kind)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        got = model(input_ids=ids).logits
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        expected = composite_model(kind)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        actual = model(input_ids=ids).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     assert not any("vision" in name or "visual" in name for name in model.state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_model_is_made_where_the_default_device_is_meta(kind: str, tmp_path: Path) -> None:
-    """The memory plan builds models on the meta device, which must not depend on what the process did before.
+def test_text_model_builds_on_the_meta_device(kind: str, tmp_path: Path) -> None:
+    """The memory plan builds models on the meta device, independently of what the process did before.
 
-    transformers replaces torch.linspace while it loads a model, and torch looks up the functions that create tensors
-    at the first use of a default device, so only processes that had used one before raised the error.
+    transformers replaces torch.linspace while it loads a model, and torch looks up the functions that create tensors at
+    the first use of a default device, so only processes that had used one before raised the error.
     """
     with torch.device("meta"):
         torch.zeros(1)
@@ -58,15 +58,17 @@ def test_text_model_is_made_where_the_default_device_is_meta(kind: str, tmp_path
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-def test_changes_of_the_configuration_are_those_of_the_language_model(tmp_path: Path) -> None:
+def test_overrides_apply_to_the_language_model(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "gemma3")
     config = load_config(path, overrides={"num_hidden_layers": 1})
     assert config.text_config.num_hidden_layers == 1 and config.vision_config.num_hidden_layers == 1
-    model, saved = open_causal_lm(path, dtype=torch.float32, model_config_kwargs={"num_hidden_layers": 1})
+    model, pretrained = open_causal_lm(path, dtype=torch.float32, model_config_kwargs={"num_hidden_layers": 1})
     layers: Any = model.base_model.layers
     assert len(layers) == 1
-    others = [name for name, _ in saved.iter_non_text_tensors()]
-    assert others and not any(name.startswith("language_model.") for name in others), "not even the second layer"
+    other_names = [name for name, _ in pretrained.iter_non_text_tensors()]
+    assert other_names and not any(name.startswith("language_model.") for name in other_names), (
+        "the second layer is excluded, too"
+    )
     with pytest.raises(ConfigError, match="Gemma3TextConfig has no such attribute"):
         load_config(path, overrides={"num_layers": 1})
     assert to_composite_overrides(config, {"tie_word_embeddings": False, "rope_theta": 1.0}) == {
@@ -82,10 +84,10 @@ def test_checkpoint_names_are_those_of_the_file(kind: str, tmp_path: Path) -> No
     named = to_checkpoint_tensors(model, dict(model.named_parameters()))
     in_file = list_checkpoint_names(path)
     assert named.keys() < in_file
-    assert to_checkpoint_tensors(model, named).keys() == named.keys(), "names of checkpoints are kept"
+    assert to_checkpoint_tensors(model, named).keys() == named.keys(), "checkpoint names stay unchanged"
 
 
-def test_separate_head_of_a_composite_is_noticed(tmp_path: Path) -> None:
+def test_untied_head_of_composite_is_detected(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "gemma3", tied=True)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
@@ -101,7 +103,7 @@ def test_separate_head_of_a_composite_is_noticed(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, embedding + 1)
 
 
-def test_composite_without_a_tensor_of_its_language_model_is_refused(tmp_path: Path) -> None:
+def test_composite_without_language_tensor_is_rejected(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "gemma3")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
@@ -111,7 +113,7 @@ def test_composite_without_a_tensor_of_its_language_model_is_refused(tmp_path: P
         load_causal_lm(path, dtype=torch.float32)
 
 
-def test_llama_4_is_refused_beyond_its_chunks(tmp_path: Path) -> None:
+def test_llama_4_is_rejected_beyond_its_chunks(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "llama4")
     config = {"attention_chunk_size": 16}
     model = LogprobModel(load_causal_lm(path, dtype=torch.float32, model_config_kwargs=config))
@@ -131,21 +133,21 @@ def test_llama_4_without_chunks_is_limited_by_its_query_scales() -> None:
     assert max_plain_attention_length(Llama4TextConfig(**scaled | {"no_rope_layers": [1, 1]}, floor_scale=64)) is None
 
 
-def test_masks_that_are_not_causal_are_refused_without_weights() -> None:
+def test_noncausal_masks_are_rejected_without_weights() -> None:
     config = tiny_config("llama")
     check_model_supported(build_meta_model(config, torch.float32))
-    config.is_causal = False  # embedding models are saved so
-    with pytest.raises(ConfigError, match="LlamaAttention uses a ready-made mask"):
+    config.is_causal = False  # as in the configurations of embedding models
+    with pytest.raises(ConfigError, match="LlamaAttention uses a precomputed mask"):
         check_model_supported(build_meta_model(config, torch.float32))
 
 
-def test_quantized_language_model_of_a_composite_is_refused(tmp_path: Path) -> None:
+def test_quantized_language_model_is_rejected(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "gemma3")
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
     config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
     file.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+    with pytest.raises(ConfigError, match="quantized weights are not supported"):
         load_causal_lm(path, dtype=torch.float32)
 
 
@@ -156,17 +158,17 @@ def test_quantized_language_model_of_a_composite_is_refused(tmp_path: Path) -> N
         ("aya_vision", "its logits are not those of its language model"),
         ("inkling_mm_model", "it changes states before its head"),
         ("blip", "it has no language-model head"),
-        ("kosmos-2", "it computes no logits of text alone"),
-        ("florence2", "its language model is a BartModel"),
+        ("kosmos-2", "it computes no logits from text alone"),
+        ("florence2", "its language model has another class, BartModel"),
     ],
 )
-def test_composite_that_does_more_than_its_language_model_is_refused(kind: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"ForConditionalGeneration cannot be used as its language .*: {reason}"):
+def test_composite_beyond_its_language_model_is_rejected(kind: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"ForConditionalGeneration cannot be used as a text model: {reason}"):
         build_meta_model(tiny_config(kind), torch.float32)
 
 
 @pytest.mark.parametrize("argument", ["inputs_embeds", "attention_mask"])
-def test_composite_that_changes_inputs_is_refused(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composite_that_changes_inputs_is_rejected(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlavaModel.forward
 
     def changed(self: LlavaModel, input_ids: Tensor, **options: Any) -> Any:
@@ -179,5 +181,5 @@ def test_composite_that_changes_inputs_is_refused(argument: str, monkeypatch: py
     config = tiny_config("llava")
     assert type(build_meta_model(config, torch.float32)).__name__ == "LlamaForCausalLM"
     monkeypatch.setattr(LlavaModel, "forward", changed)
-    with pytest.raises(ConfigError, match=f"it also gives {argument} to its language model"):
+    with pytest.raises(ConfigError, match=f"it also passes {argument} to its language model"):
         build_meta_model(config, torch.float32)

@@ -10,17 +10,17 @@ from skyrl_train.models.loading import POLICY_PATH_KEY
 from skyrl_train.testing.tiny_models import save_tiny_model
 
 
-def test_layers_may_have_heads_of_different_sizes() -> None:
+def test_layers_can_have_different_head_sizes() -> None:
     config = AutoConfig.for_model("gemma4_text")
     assert get_layer_sizes(config, "head_dim") == [256, 512]
     assert get_layer_sizes(config, "num_key_value_heads") == [4]
 
 
-def test_attribute_that_configuration_lacks_has_no_sizes() -> None:
+def test_missing_attribute_has_no_sizes() -> None:
     assert get_layer_sizes(AutoConfig.for_model("qwen2"), "head_dim") == []
 
 
-def test_memory_plan_takes_largest_heads(tmp_path: Path) -> None:
+def test_memory_plan_uses_largest_heads(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma4_text")
     largest = get_layer_sizes(AutoConfig.from_pretrained(path), "head_dim")[-1]
     assert model_shape(path, key=POLICY_PATH_KEY).head_dim == largest > 32

@@ -30,7 +30,7 @@ def load(path: str, **options: Any) -> Any:
     return load_causal_lm(path, dtype=torch.float32, **options)
 
 
-def test_a_folder_loads_with_its_weights_in_the_dtype_asked_for(folder: str) -> None:
+def test_folder_loads_in_the_requested_dtype(folder: str) -> None:
     model = load_causal_lm(folder, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     torch.testing.assert_close(model.lm_head.weight.float(), tiny_model().lm_head.weight, rtol=0.01, atol=0.01)
@@ -38,18 +38,18 @@ def test_a_folder_loads_with_its_weights_in_the_dtype_asked_for(folder: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("path", "what_to_do"),
+    ("path", "advice"),
     [("/no/such/folder", "no such folder"), ("./no-such-folder", "no such folder"), ("not a hub name!", "hub")],
 )
-def test_a_path_that_is_not_there_is_refused_by_key_and_value(path: str, what_to_do: str) -> None:
-    for attempt in (load, load_tokenizer, load_config):
+def test_missing_path_error_names_key_and_value(path: str, advice: str) -> None:
+    for function in (load, load_tokenizer, load_config):
         with pytest.raises(ConfigError, match=r"^trainer\.ref\.model\.path=") as caught:
-            attempt(path, key="trainer.ref.model.path")
+            function(path, key="trainer.ref.model.path")
         assert repr(path) in str(caught.value)
-        assert what_to_do in str(caught.value)
+        assert advice in str(caught.value)
 
 
-def test_a_folder_without_safetensors_is_refused(tmp_path: Path, folder: str) -> None:
+def test_folder_without_safetensors_is_rejected(tmp_path: Path, folder: str) -> None:
     tiny_model().config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"\*\.safetensors"):
@@ -57,7 +57,7 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path, folder: str) ->
 
 
 @pytest.mark.fault("F38")
-def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
+def test_checkpoint_code_is_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     (tmp_path / "modeling_evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
     config = {
@@ -71,24 +71,22 @@ def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loader", [load_causal_lm, open_causal_lm])
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path, loader: Callable[..., Any]) -> None:
+def test_incomplete_checkpoint_is_rejected(tmp_path: Path, loader: Callable[..., Any]) -> None:
     model = tiny_model()
     tensors = ((name, value) for name, value in model.named_parameters() if "layers.1.mlp.up_proj" not in name)
     export_hf(model.config, tensors, byte_tokenizer(), tmp_path)
-    wanted = r"^a\.key=.* lacks 1 tensors, such as 'model\.layers\.1\.mlp\.up_proj\.weight'"
-    with pytest.raises(ConfigError, match=wanted):
+    message = r"^a\.key=.* lacks 1 tensors, such as 'model\.layers\.1\.mlp\.up_proj\.weight'"
+    with pytest.raises(ConfigError, match=message):
         loader(str(tmp_path), dtype=torch.float32, key="a.key")
 
 
 @pytest.mark.defect("quantized-weights-read-as-they-are")
-def test_what_cannot_be_read_row_by_row_is_refused_not_trained(
-    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_unreadable_by_rows_are_rejected(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(save_tiny_model(tmp_path))
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"^a\.key=.* quantized weights are not trained"):
+    with pytest.raises(ConfigError, match=r"^a\.key=.* quantized weights are not supported"):
         open_causal_lm(str(path), dtype=torch.float32, key="a.key")
 
     contains = PretrainedWeights.__contains__
@@ -100,21 +98,21 @@ def test_what_cannot_be_read_row_by_row_is_refused_not_trained(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gemma"])
-def test_a_model_without_memory_is_the_one_that_is_loaded_row_by_row(tmp_path: Path, kind: str) -> None:
+def test_meta_model_equals_the_loaded_model(tmp_path: Path, kind: str) -> None:
     path = save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
-    whole, (model, saved) = load(path), open_causal_lm(path, dtype=torch.float32)
-    parameters = dict(whole.named_parameters())
-    assert [(name, one.dtype, one.is_meta) for name, one in model.named_parameters()] == [
-        (name, one.dtype, True) for name, one in parameters.items()
+    loaded, (model, pretrained) = load(path), open_causal_lm(path, dtype=torch.float32)
+    parameters = dict(loaded.named_parameters())
+    assert [(name, tensor.dtype, tensor.is_meta) for name, tensor in model.named_parameters()] == [
+        (name, tensor.dtype, True) for name, tensor in parameters.items()
     ]
     for name, parameter in parameters.items():
         for rows in (slice(None), slice(0, 3), slice(1, 2), slice(len(parameter) - 1, len(parameter))):
-            assert torch.equal(saved.read(name, rows).float(), parameter[rows]), (name, rows)
-    assert all(torch.equal(one, whole.get_buffer(name)) for name, one in model.named_buffers())
-    assert model.config.to_dict() == whole.config.to_dict()
+            assert torch.equal(pretrained.read(name, rows).float(), parameter[rows]), (name, rows)
+    assert all(torch.equal(tensor, loaded.get_buffer(name)) for name, tensor in model.named_buffers())
+    assert model.config.to_dict() == loaded.config.to_dict()
 
 
-def test_overrides_change_the_configuration_and_misspelt_ones_are_refused(folder: str) -> None:
+def test_misspelled_overrides_are_rejected(folder: str) -> None:
     assert len(load(folder, model_config_kwargs={"num_hidden_layers": 1}).model.layers) == 1
     with pytest.raises(ConfigError, match=r"model_config_kwargs\.num_hiden_layers=1.*'num_hidden_layers'"):
         load(folder, model_config_kwargs={"num_hiden_layers": 1})
@@ -130,13 +128,13 @@ def test_rope_changes_reach_the_frequencies(folder: str) -> None:
     assert yarn.config.rope_parameters["original_max_position_embeddings"] == 4096
 
 
-def test_rope_changes_that_have_nowhere_to_go_are_refused(tmp_path: Path) -> None:
+def test_unsupported_rope_changes_are_rejected(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma3_text")
     with pytest.raises(ConfigError, match=r"rope_theta=10000\.0"):
         load(path, rope_theta=1e4)
 
 
-def test_weights_outside_of_a_model_s_folder_are_refused(folder: str, tmp_path: Path) -> None:
+def test_weights_outside_the_folder_are_rejected(folder: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder, model)
     (model / "model.safetensors").rename(tmp_path / "evil.safetensors")

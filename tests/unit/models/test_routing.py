@@ -1,4 +1,4 @@
-"""What routers choose, with weights that they make of it themselves, and what is counted of it."""
+"""Tests that routers record, replay and count experts, with weights from the routers' own code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, checkpointing: boo
 def compute_logprobs(
     model: LogprobModel, replayed_experts: Tensor | None = None, share: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs, and the choices [T, L, k]."""
+    """Return log-probs [T], and the routed experts [T, L, k]."""
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2])])
     repeated = batch.shared_prompt_lengths() if share else None
     tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
@@ -49,101 +49,101 @@ def gradients(model: LogprobModel, logprobs: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def others(choices: Tensor, experts: int = 4) -> Tensor:
-    """Experts that are not the chosen ones, but as many of them."""
+def choose_other_experts(choices: Tensor, experts: int = 4) -> Tensor:
+    """Return as many experts as `choices` has, none of which are the first choices."""
     return torch.stack([(choices[..., 0] + 1) % experts, (choices[..., 0] + 3) % experts], -1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [False, True])
-def test_a_router_takes_the_experts_that_it_is_given(kind: str, share: bool) -> None:
+def test_router_replays_experts(kind: str, share: bool) -> None:
     with double_precision():
         model = make_model(kind, torch.float64)
         own, choices = compute_logprobs(model, share=share)
-        layers = 1 if kind == "deepseek_v3" else 2  # of which the first one has no experts
+        layers = 1 if kind == "deepseek_v3" else 2  # the first layer of deepseek_v3 has no experts
         assert choices.shape == (len(own), layers, 2)
-        again, same = compute_logprobs(model, choices, share)
-        torch.testing.assert_close(again, own)
-        assert torch.equal(same.sort(-1).values, choices.sort(-1).values)
-        changed, taken = compute_logprobs(model, others(choices), share)
-        assert torch.equal(taken, others(choices))
+        replayed, replayed_experts = compute_logprobs(model, choices, share)
+        torch.testing.assert_close(replayed, own)
+        assert torch.equal(replayed_experts.sort(-1).values, choices.sort(-1).values)
+        changed, changed_experts = compute_logprobs(model, choose_other_experts(choices), share)
+        assert torch.equal(changed_experts, choose_other_experts(choices))
         assert float((changed - own).detach().abs().max()) > 1e-3
-        open_ones = torch.where(torch.arange(len(own))[:, None, None] % 2 == 0, choices, -1)
-        left_to_it, _ = compute_logprobs(model, open_ones, share)
-        torch.testing.assert_close(left_to_it, own)
+        partly_open = torch.where(torch.arange(len(own))[:, None, None] % 2 == 0, choices, -1)
+        partly_replayed, _ = compute_logprobs(model, partly_open, share)
+        torch.testing.assert_close(partly_replayed, own)
 
 
-def test_weights_of_given_experts_are_made_as_the_model_makes_its_own() -> None:
+def test_replayed_experts_get_the_model_weights() -> None:
     model = tiny_model("qwen3_moe", dtype=torch.float64)
     router: Any = Routers(model).modules[0]
     hidden = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    given = torch.tensor([[3, 1], [0, 2], [2, 1], [1, 0], [3, 0]])
+    experts = torch.tensor([[3, 1], [0, 2], [2, 1], [1, 0], [3, 0]])
     routers = Routers(model)
-    with routers.forward_pass(given.unsqueeze(1).expand(-1, 2, -1)), double_precision():
+    with routers.forward_pass(experts.unsqueeze(1).expand(-1, 2, -1)), double_precision():
         _, weights, indices = router(hidden)
-    assert torch.equal(indices, given)
-    shares = linear(hidden, router.weight).softmax(-1).gather(1, given)
-    wanted = shares / shares.sum(-1, keepdim=True) if router.norm_topk_prob else shares
-    torch.testing.assert_close(weights, wanted)
+    assert torch.equal(indices, experts)
+    probabilities = linear(hidden, router.weight).softmax(-1).gather(1, experts)
+    expected = probabilities / probabilities.sum(-1, keepdim=True) if router.norm_topk_prob else probabilities
+    torch.testing.assert_close(weights, expected)
 
 
-def test_routers_compute_in_float32_in_a_model_of_bfloat16() -> None:
+def test_bfloat16_model_routes_in_float32() -> None:
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
-    plain: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16).model.layers[0].mlp.gate
+    unpatched: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16).model.layers[0].mlp.gate
     router: Any = Routers(model).modules[0]
     hidden = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = linear(hidden.float(), router.weight.float())
     assert torch.equal(router(hidden)[0], exact)
-    assert not torch.equal(plain(hidden)[0].float(), exact)
+    assert not torch.equal(unpatched(hidden)[0].float(), exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_that_is_computed_again_sends_tokens_where_they_were_sent(kind: str) -> None:
+def test_recomputed_layer_replays_its_experts(kind: str) -> None:
     with double_precision():
-        wanted: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
         for checkpointing in (False, True):
             model = make_model(kind, torch.float64, checkpointing)
-            given = others(compute_logprobs(model)[1])
-            found = gradients(model, compute_logprobs(model, given)[0])
-            wanted = wanted or found
-            assert found.keys() == wanted.keys()
-            for name, gradient in found.items():
-                torch.testing.assert_close(gradient, wanted[name], msg=name)
+            experts = choose_other_experts(compute_logprobs(model)[1])
+            actual = gradients(model, compute_logprobs(model, experts)[0])
+            expected = expected or actual
+            assert actual.keys() == expected.keys()
+            for name, gradient in actual.items():
+                torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-def test_tokens_are_counted_once_even_if_layers_are_computed_again() -> None:
+def test_recomputed_layers_count_tokens_once() -> None:
     model = make_model("qwen3_moe", checkpointing=True)
     model.routers.reset_load_metrics()
     logprobs, choices = compute_logprobs(model)
     gradients(model, logprobs)
-    wanted = torch.cat([torch.bincount(choices[:, layer].flatten().long(), minlength=4) for layer in range(2)])
-    seen: list[Tensor] = []
+    expected = torch.cat([torch.bincount(choices[:, layer].flatten().long(), minlength=4) for layer in range(2)])
+    counted: list[Tensor] = []
 
-    def sums(counts: Tensor) -> Tensor:
-        seen.append(counts)
-        return torch.tensor([4, 4, 4, 4, 8, 8, 0, 0])  # of all ranks
+    def sum_over_ranks(counts: Tensor) -> Tensor:
+        counted.append(counts)
+        return torch.tensor([4, 4, 4, 4, 8, 8, 0, 0])  # the sum over all ranks
 
-    assert model.routers.collect_load_metrics(sums) == {"router_load_max": 1.5, "router_unused": 0.25}
-    assert torch.equal(seen[0], wanted)
+    assert model.routers.collect_load_metrics(sum_over_ranks) == {"router_load_max": 1.5, "unused_expert_fraction": 0.25}
+    assert torch.equal(counted[0], expected)
     compute_logprobs(model)
-    assert model.routers.collect_load_metrics(sums) == {}, "nobody counts any more"
+    assert model.routers.collect_load_metrics(sum_over_ranks) == {}, "counting has stopped"
 
 
-class Unknown(torch.nn.Module):
-    """A router that returns what it is not known to return."""
+class UnsupportedRouter(torch.nn.Module):
+    """A router that returns something else than supported routers."""
 
     top_k, num_experts = 2, 4
 
-    def __init__(self, found: Any):
+    def __init__(self, route: Any):
         super().__init__()
-        self.found = found
+        self.route = route
 
     def forward(self, hidden: Tensor) -> Any:
-        return self.found(hidden)
+        return self.route(hidden)
 
 
 @pytest.mark.parametrize(
-    "found",
+    "route",
     [
         lambda hidden: (hidden.topk(2).indices, hidden.topk(2).values, hidden),  # the order of Granite's
         lambda hidden: (hidden, hidden.topk(2).values),
@@ -151,10 +151,8 @@ class Unknown(torch.nn.Module):
     ],
     ids=["indices first", "no indices", "no top k"],
 )
-def test_more_than_it_does_is_not_asked_of_a_router_that_is_not_known(
-    found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    router = Unknown(found)
+def test_unsupported_router_cannot_replay(route: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = UnsupportedRouter(route)
     monkeypatch.setattr(routing, "_routers", lambda model: iter([(0, router)]))
     routers, hidden = Routers(tiny_model()), torch.randn(3, 4)
     routers.reset_load_metrics()
@@ -162,12 +160,12 @@ def test_more_than_it_does_is_not_asked_of_a_router_that_is_not_known(
         router(hidden)
     with (
         routers.forward_pass(torch.zeros(3, 1, 2, dtype=torch.int16)),
-        pytest.raises(ConfigError, match="Unknown chooses"),
+        pytest.raises(ConfigError, match="UnsupportedRouter chooses"),
     ):
         router(hidden)
 
 
-def test_a_model_without_experts_has_no_routers() -> None:
+def test_dense_model_has_no_routers() -> None:
     routers = Routers(tiny_model())
     routers.reset_load_metrics()
     assert (routers.modules, routers.num_layers_and_top_k, routers.collect_load_metrics(lambda counts: counts)) == (
@@ -180,7 +178,7 @@ def test_a_model_without_experts_has_no_routers() -> None:
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_of_the_load_has_its_gradient_for_every_micro_batch_size(
+def test_router_aux_loss_gradient_ignores_micro_batch_size(
     kind: str, checkpointing: dict[str, bool] | None, share: bool
 ) -> None:
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2])])
@@ -188,22 +186,28 @@ def test_the_loss_of_the_load_has_its_gradient_for_every_micro_batch_size(
         model: Any = tiny_model(kind, dtype=torch.float64).train()
         model.set_experts_implementation("eager")
         model.set_attn_implementation("eager")
-        explicit = explicit_router_aux_loss(model, batch, 0.5)
-        explicit.backward()
-        wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        expected_loss = explicit_router_aux_loss(model, batch, 0.5)
+        expected_loss.backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         for size in (1, 3, len(batch)):
             logprob_model = make_model(kind, torch.float64)
             if checkpointing is not None:
                 logprob_model.model.gradient_checkpointing_enable(checkpointing)
             logprob_model.routers.reset_load_metrics()
             logprob_model.router_aux_loss_weight = 0.5 / int(batch.loss_mask.sum())
-            for part in batch.split_micro_batches(max_sequences=size):
-                tensors = (part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask)
-                scores = logprob_model(*tensors, False, part.shared_prompt_lengths() if share else None)
+            for micro_batch in batch.split_micro_batches(max_sequences=size):
+                tensors = (
+                    micro_batch.input_ids,
+                    micro_batch.position_ids,
+                    micro_batch.offsets,
+                    micro_batch.temperature,
+                    micro_batch.loss_mask,
+                )
+                scores = logprob_model(*tensors, False, micro_batch.shared_prompt_lengths() if share else None)
                 (scores.logprobs * 0.0).sum().backward()
             assert logprob_model.routers.collect_load_metrics(lambda x: x)["router_aux_loss"] == pytest.approx(
-                explicit.item(), rel=1e-6
+                expected_loss.item(), rel=1e-6
             )
             for name, parameter in logprob_model.model.named_parameters():
-                got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.testing.assert_close(got, wanted.get(name, torch.zeros_like(got)), msg=name)
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.testing.assert_close(gradient, expected.get(name, torch.zeros_like(gradient)), msg=name)

@@ -36,49 +36,49 @@ def random_head(size: int) -> Tensor:
 
 
 def double_critic(kind: str) -> ValueModel:
-    """A critic whose head is not 0: otherwise nothing but the head has a gradient."""
+    """Return a float64 critic whose head is not 0: otherwise only the head has a gradient."""
     model = ValueModel(tiny_model(kind, dtype=torch.float64))
     model.value_head.weight.data = random_head(model.value_head.in_features)
     return model
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_the_padded_ones_for_every_micro_batch_size_and_order(kind: str) -> None:
+def test_values_and_gradients_equal_padded_ones(kind: str) -> None:
     batch, value_model = make_batch(), double_critic(kind)
     model = tiny_model(kind, dtype=torch.float64)
     model.set_attn_implementation("sdpa")
     head = random_head(value_model.value_head.in_features).requires_grad_()
-    wanted = padded_values(model, head, batch)
-    torch.testing.assert_close(compute_values(value_model, batch), wanted, rtol=0, atol=1e-9)
+    expected = padded_values(model, head, batch)
+    torch.testing.assert_close(compute_values(value_model, batch), expected, rtol=0, atol=1e-9)
 
     def loss(values: Tensor, batch: TrainBatch) -> Tensor:
         return (values * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
 
-    loss(wanted, batch).backward()
+    loss(expected, batch).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert head.grad is not None
     gradients["value_head.weight"] = head.grad
-    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    total_norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     for size, rows in ((1, range(7)), (2, range(7)), (7, range(7)), (3, [3, 0, 6, 2, 5, 1, 4])):
         value_model.zero_grad()
         for micro_batch in batch.select(rows).split_micro_batches(max_sequences=size):
             loss(compute_values(value_model, micro_batch), micro_batch).backward()
-        found = {value_model.hf_name(name): p.grad for name, p in value_model.named_parameters()}
-        assert found.keys() == gradients.keys()
+        actual = {value_model.hf_name(name): p.grad for name, p in value_model.named_parameters()}
+        assert actual.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            error = float((found[name] - gradient).norm())  # type: ignore[operator]
-            assert error <= 1e-9 * max(float(gradient.norm()), 1e-3 * float(whole)), (size, name, error)
+            error = float((actual[name] - gradient).norm())  # type: ignore[operator]
+            assert error <= 1e-9 * max(float(gradient.norm()), 1e-3 * float(total_norm)), (size, name, error)
 
 
-def test_a_critic_has_no_lm_head_and_the_body_s_names_are_those_of_the_checkpoint() -> None:
+def test_critic_has_checkpoint_names_and_no_lm_head() -> None:
     model = tiny_model(tied=False)
-    wanted = {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
+    body_names = {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
     value_model = ValueModel(model, "score")
-    assert {value_model.hf_name(name) for name, _ in value_model.named_parameters()} == wanted | {"score.weight"}
+    assert {value_model.hf_name(name) for name, _ in value_model.named_parameters()} == body_names | {"score.weight"}
     assert len(value_model.decoder_layers()) == model.config.num_hidden_layers
 
 
-def test_before_anything_is_learnt_every_state_is_worth_0_and_the_head_has_a_gradient() -> None:
+def test_untrained_values_are_zero_with_gradient() -> None:
     model = ValueModel(tiny_model())
     values = compute_values(model, make_batch())
     assert not values.any()
@@ -87,7 +87,7 @@ def test_before_anything_is_learnt_every_state_is_worth_0_and_the_head_has_a_gra
     assert model.value_head.weight.grad.any()
 
 
-def test_a_batch_without_scored_tokens_gives_a_zero_gradient_to_every_parameter() -> None:
+def test_batch_without_targets_has_zero_gradients() -> None:
     model = double_critic("qwen2")
     batch = ragged_batch([1]).with_tokens(loss_mask=torch.zeros(1, dtype=torch.bool))
     values = compute_values(model, batch)
@@ -96,8 +96,8 @@ def test_a_batch_without_scored_tokens_gives_a_zero_gradient_to_every_parameter(
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_gradient_checkpointing_gives_the_same_gradient() -> None:
-    found = []
+def test_gradient_checkpointing_keeps_the_gradient() -> None:
+    gradients = []
     for checkpointing in (False, True):
         model = tiny_model(dtype=torch.float64)
         if checkpointing:
@@ -107,13 +107,13 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
         runs: list[int] = []
         value_model.decoder_layers()[0].register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         compute_values(value_model, make_batch()).square().sum().backward()
-        found.append([p.grad for p in value_model.parameters()])
+        gradients.append([p.grad for p in value_model.parameters()])
         assert len(runs) == 1 + checkpointing
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_values_of_a_bfloat16_model_are_float32_numbers() -> None:
+def test_bfloat16_model_has_float32_values() -> None:
     model = ValueModel(tiny_model(dtype=torch.bfloat16))
     torch.nn.init.ones_(model.value_head.weight)
     for values in (compute_values(model, make_batch()), _autocast(model)):
@@ -126,13 +126,13 @@ def _autocast(model: ValueModel) -> Tensor:
         return compute_values(model, make_batch())
 
 
-def test_the_first_token_of_a_sequence_has_no_state_before_it() -> None:
+def test_first_token_cannot_be_a_target() -> None:
     batch = ragged_batch([3, 3])
     with pytest.raises(AssertionError, match="first token"):
         compute_values(ValueModel(tiny_model()), batch.with_tokens(loss_mask=batch.position_ids == 0))
 
 
-def test_a_model_whose_values_would_depend_on_chance_is_refused() -> None:
+def test_model_with_dropout_is_rejected() -> None:
     model = tiny_model()
     model.config.attention_dropout = 0.1
     with pytest.raises(ConfigError, match="drops activations at random"):

@@ -166,7 +166,7 @@ class RecordedRun:
         async def record_groups(step: int, metrics: Metrics) -> list[TrajectoryGroup]:
             groups = await next_groups(step, metrics)
             self.trained[step] = list(groups)  # a copy, because the loop clears its own list
-            pending = [task for task in collector._queue._pending if not task.done() or task.result().useful]
+            pending = [task for task in collector._queue._pending if not task.done() or task.result().is_useful]
             self.max_pending = max(self.max_pending, len(pending))
             return groups
 
@@ -222,7 +222,8 @@ class RecordedRun:
             nonlocal syncs
             syncs += 1
             if syncs == number and len(self.run.client.engines) > 1:
-                self.run.client.engines[0].die()
+                engines: list[Any] = self.run.client.engines
+                engines[0].die()
                 raise WeightSyncError("an engine was lost")
             return await sync_all(version)  # type: ignore[no-any-return]
 

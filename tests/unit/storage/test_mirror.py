@@ -551,6 +551,6 @@ def test_failed_download_leaves_no_partial_checkpoint(server: S3Server, tmp_path
         here.mirror.finish(20)
         here.mirror.store.delete(["global_step_10/trainer_state.json"])
     there = MirroredMachine(tmp_path / "b")
-    with pytest.raises(CheckpointError, match="is whole"):
+    with pytest.raises(CheckpointError, match="is intact"):
         there.loaded()
     assert not list((tmp_path / "b").glob("global_step*"))

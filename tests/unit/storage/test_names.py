@@ -137,5 +137,5 @@ def test_optimized_python_rejects_the_same(tmp_path: Path):
 )
 def test_uri_with_empty_parts_is_rejected(uri: str):
     for use in (RemoteFolder, resolve_local_folder):
-        with pytest.raises(ConfigError, match="no part of it is empty"):
+        with pytest.raises(ConfigError, match="no part of which is empty"):
             use(uri)
