@@ -69,8 +69,8 @@ class EngineState(StrEnum):
 class Lifecycle:
     """The state of one engine, its transitions, and the errors of calls that the state does not allow.
 
-    The engine changes the state only where it runs its steps, one change at a time. Every thread may read the state, and
-    may call `fail` and `close`.
+    The engine changes the state only where it runs its steps, one change at a time. Every thread may read
+    the state, and may call `fail` and `close`.
     """
 
     def __init__(self, name: str):

@@ -176,8 +176,9 @@ def test_ranks_read_shards_from_shared_memory(cluster: Cluster):
     kwargs: dict[str, Any] = {"pool": slots, "name": "subject", "is_async": False, "deadline_s": 60.0}
     group = WorkerGroup([spawn(cluster, SUBJECT, {}, index=index, **kwargs) for index in range(2)], parallel_size=2)
     batch = grouped_batch([(7, [5, 9, 3]), (4, [60_000])])
+    plan: Any = ValuesAsTuple()
     stored = [group.put(batch.select([0, 2])), group.put(batch.select([3]))]
-    results = asyncio.run(group.call_sharded("read_ids", [StoredCall(stored, ValuesAsTuple())]))
+    results = asyncio.run(group.call_sharded("read_ids", [StoredCall(stored, plan)]))
     expected = [int(number) for rows in ([0, 2], [3]) for number in batch.select(rows).input_ids]
     assert results == [(expected, True)] * 2
 

@@ -82,7 +82,8 @@ def test_check_of_readme_command_reports_missing_data(home: Path, model: str, tm
     done = check(tmp_path)
     assert done.returncode == 2
     for name in ("train", "validation"):
-        assert f"{name}.parquet: must be a file that exists. The folder {tmp_path}/data/gsm8k does not exist" in done.stderr
+        message = f"{name}.parquet: must be a file that exists. The folder {tmp_path}/data/gsm8k does not exist"
+        assert message in done.stderr
 
 
 FILE_OF_THE_GUIDE = """

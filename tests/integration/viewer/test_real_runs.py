@@ -35,7 +35,7 @@ def train(arguments: list[str]) -> None:
 def test_tool_and_async_runs_in_report_and_watch(request: pytest.FixtureRequest, tmp_path: Path):
     train([sys.executable, str(TOOL), "--output", str(tmp_path / "tool"), *SHORT])
     overrides = request.getfixturevalue("small")(tmp_path / "async")
-    trained(command("main_base", [*ASYNC_OVERRIDES, *overrides]))
+    train(command("main_base", [*ASYNC_OVERRIDES, *overrides]))
     runs = [tmp_path / "tool" / "grpo", tmp_path / "async" / "ckpts"]
     browser = request.getfixturevalue("browser")
     with shown(browser, reported(runs, tmp_path)) as window:

@@ -110,7 +110,8 @@ def test_invalid_arguments_are_refused(arguments: tuple[str, ...], capsys: pytes
 )
 def test_invalid_target_file_is_refused(text: str, tmp_path: Path):
     (tmp_path / ENGINES_FILE).write_text(text)
-    with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, where N is an integer of at least 1\.'):
+    message = r'Write \{"num_inference_engines": N\}, where N is an integer of at least 1\.'
+    with pytest.raises(ConfigError, match=message):
         read_target(tmp_path)
 
 

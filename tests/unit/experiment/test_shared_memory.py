@@ -116,7 +116,8 @@ def shared(device: Device) -> tuple[ColocatedOffloadManager, WeightSync, Engine,
         deadline_s=5,
         probe=Probe([[1, 2, 3]], trainer_score, self_test=True, offload_trainer=learner.offloaded),
     )
-    return ColocatedOffloadManager(engine, learner), weight_sync, engine, learner
+    client: Any = engine
+    return ColocatedOffloadManager(client, learner), weight_sync, engine, learner
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")

@@ -114,7 +114,8 @@ async def test_new_engines_get_weights_first_and_leave_first():
     run = ScalerHarness(1)
     assert await run.scale_to(3) == ["engine 0", "engine 1", "engine 2"]
     await run.client.generate([request(str(number)) for number in range(9)])
-    assert all(engine.batches for engine in run.client.engines), "a new engine receives requests"
+    engines: list[Any] = run.client.engines
+    assert all(engine.batches for engine in engines), "a new engine receives requests"
     assert await run.scale_to(1) == ["engine 0"]
     assert sorted(run.stopped) == ["engine 1", "engine 2"]
     assert await run.scale_to(2) == ["engine 0", "engine 1"]
