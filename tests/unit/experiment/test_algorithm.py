@@ -115,7 +115,7 @@ def test_every_reduction_gives_weights(name: str):
 
 
 def test_a_loss_that_asks_for_what_nobody_has_is_named(own: None):
-    with pytest.raises(ConfigError, match="policy_loss_type=asks_too_much asks for moon_phase"):
+    with pytest.raises(ConfigError, match="policy_loss_type=asks_too_much requires moon_phase"):
         build_objective(algorithm("policy_loss_type=asks_too_much"))
 
 

@@ -153,7 +153,7 @@ def test_a_classifier_of_several_classes_is_refused(tmp_path: Path):
     path = save_tiny_reward_model(tmp_path, num_labels=3)
     with pytest.raises(ConfigError, match="num_labels=3"):
         worker(path)
-    with pytest.raises(ConfigError, match=r"must hold .* of a sequence classification model"):
+    with pytest.raises(ConfigError, match=r"must contain .* of a sequence classification model"):
         worker(path, model_config_kwargs={"num_labels": 1})
 
 
@@ -161,7 +161,7 @@ def test_a_head_that_the_class_does_not_know_is_refused(tmp_path: Path):
     path = save_tiny_reward_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"^trainer\.reward\.model\.path=.*no place for 'score\.bias'"):
+    with pytest.raises(ConfigError, match=r"^trainer\.reward\.model\.path=.*no parameter for 'score\.bias'"):
         worker(path)
 
 
