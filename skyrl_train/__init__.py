@@ -1,6 +1,6 @@
 """Post-training of language models with reinforcement learning.
 
-Everything that a program of your own needs is imported from here, and loaded when it is first used:
+All names that your own programs need are imported from here. They are loaded on first use:
 
     import skyrl_train as sk
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:  # else every misspelt name would pass
+if not TYPE_CHECKING:  # otherwise mypy would accept every misspelled name
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {

@@ -1,4 +1,4 @@
-"""What a program of your own does with this package: load_config, check, train, session, read_rollouts, engine."""
+"""Entry points for your own programs: load_config, check, train, session, read_rollouts, engine."""
 
 from __future__ import annotations
 
@@ -38,48 +38,60 @@ log = logging.getLogger("skyrl_train")
 
 T = TypeVar("T")
 _THREAD_START_S = 5.0
-"""A thread that has not begun by then was interrupted before it was made."""
+"""Seconds after which a thread that has not started was interrupted before it was created."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What `train` leaves."""
+    """Result of `train`: the run's folder and its last step."""
 
     directory: Path
-    """The run's folder on this machine (trainer.ckpt_path, if that is no address): checkpoints, metrics.jsonl,
-    samples.jsonl, config.yaml."""
+    """The run's folder on this machine, with checkpoints, metrics.jsonl, samples.jsonl and config.yaml. It is
+    trainer.ckpt_path, unless that is a URI.
+    """
     step: int
-    """Finished training steps, those of earlier starts of the same run included."""
+    """Completed training steps, including those of earlier starts of the same run."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The run's records: {"step": 3, "reward/mean": 0.5, ...} per step."""
+        """Read the metrics of the run: {"step": 3, "reward/mean": 0.5, ...} per step."""
         return read_metrics(self.directory / METRICS_FILE)
 
     def rollouts(self, steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
-        """The rollouts that the run has kept as a `datasets.Dataset`, see `skyrl_train.read_rollouts`."""
+        """Read the rollouts that the run has kept. See `skyrl_train.read_rollouts`.
+
+        Args:
+            steps: Steps to read; all by default.
+            columns: Columns to read; all by default.
+
+        Returns:
+            A `datasets.Dataset` with one row per rollout.
+        """
         return read_rollouts(self.directory, steps, columns)
 
 
 def read_rollouts(
     run: str | PathLike[str], steps: Iterable[int] | None = None, columns: Sequence[str] | None = None
 ) -> Any:
-    """What a run kept of its rollouts (`trainer.keep_rollouts`) as a `datasets.Dataset`, one row each.
+    """Read the rollouts that a run has kept (`trainer.keep_rollouts`).
 
     Args:
-        run: Its folder, of a run that is under way or has ended, or a copy of it.
-        steps: All that are there by default.
-        columns: Of those in docs/rollouts.md; all by default. A few are read much faster.
+        run: Folder of the run, which may still be running, or a copy of it.
+        steps: Steps to read; all by default.
+        columns: Columns to read, from those in docs/rollouts.md; all by default. Reading a few is much faster.
+
+    Returns:
+        A `datasets.Dataset` with one row per rollout.
 
     Raises:
-        ConfigError: for a column that there is not.
-        DataError: for a folder without rollouts, or with a file that cannot be read.
+        ConfigError: A column does not exist.
+        DataError: The folder has no rollouts, or a file cannot be read.
     """
     from skyrl_train.data.dataset import to_hf_dataset
     from skyrl_train.report.rollout_files import RolloutReader
 
     files = RolloutReader(Path(run))
     if not files.steps():
-        raise DataError(f"{run}: no rollouts are kept here: a run's folder has some with trainer.keep_rollouts.")
+        raise DataError(f"{run}: this folder has no rollouts. A run keeps them if trainer.keep_rollouts is set.")
     try:
         return to_hf_dataset(files.table(steps, columns))
     except OSError as error:
@@ -91,27 +103,29 @@ def read_rollouts(
 def load_config(
     overrides: Mapping[str, Any] | Sequence[str] = (), *, preset: str | None = None, config_dir: str | None = None
 ) -> Config:
-    """A checked configuration, frozen, fitted to this machine's device.
+    """Return a checked, frozen configuration, adapted to this machine's device.
 
-    Names that the program has registered (`skyrl_train.register`) are accepted, and so are keys of its own below
-    `generator` and `environment` if they begin with a plus. Notes (a default was fitted to the device) and warnings
-    (a key has no effect here) go to the logger "skyrl_train". Texts are resolved as on the command line, where "${...}"
-    refers to another key or to the environment. Imports neither torch nor Ray.
+    Names that the program has registered (`skyrl_train.register`) are allowed, and so are its own keys below
+    `generator` and `environment` if they begin with a plus. Notes (a default was adapted to the device) and warnings
+    (a key has no effect) go to the logger "skyrl_train". "${...}" in strings refers to another key or to the
+    environment, as on the command line. Imports neither torch nor Ray.
 
     Args:
-        overrides: {"trainer.max_steps": 20, ...}, or the command line's ["trainer.max_steps=20", ...].
-        preset: Name of a YAML file in `config_dir`, or of one that this package brings; None is the defaults.
-        config_dir: A folder with YAML files of your own.
+        overrides: {"trainer.max_steps": 20, ...}, or arguments as on the command line, ["trainer.max_steps=20", ...].
+        preset: Name of a YAML file in `config_dir` or of a preset of this package. None means the defaults.
+        config_dir: Folder with your own YAML files.
 
     Raises:
-        ConfigError: lists every problem at once, each with key, value and what is allowed.
+        ConfigError: Lists all problems at once, each with key, value and what is allowed.
     """
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={_hydra_text(key, value)}" for key, value in overrides.items()]
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     for override in overrides:
         if not isinstance(override, str) or override.startswith("-"):
-            raise ConfigError(f"{override!r}: must be text, key=value; flags are arguments here: preset, config_dir.")
+            raise ConfigError(
+                f"{override!r}: must be a string of the form key=value. Pass flags as arguments: preset, config_dir."
+            )
     flags = {"--config-name": preset, "--config-dir": config_dir}
     prepared = prepare_config(
         [*overrides, *(f"{flag}={value}" for flag, value in flags.items() if value)], has_user_code=True
@@ -124,14 +138,19 @@ def load_config(
 
 
 def check(cfg: Config, experiment: type[Experiment] = Experiment) -> None:
-    """Look for everything that a run needs on this machine, without starting it.
+    """Check everything that a run needs on this machine, without starting the run.
 
-    Data, models, the engine's package, slots, folders and tokens; then plugins and registered names; then whether the
-    models can be trained and served, and tokenizer and data fit them. `train` and `session` do it by themselves.
+    Checks data, models, the engine's package, GPUs, folders and tokens; then plugins and registered names; then if the
+    models can be trained and served, and if tokenizer and data fit them. `train` and `session` run these checks
+    themselves.
+
+    Args:
+        cfg: Configuration of the run.
+        experiment: Experiment class of the run.
 
     Raises:
         ConfigError: Lists everything that is missing at once.
-        StorageError: An address cannot be reached.
+        StorageError: Remote storage cannot be reached.
     """
     from skyrl_train.experiment.preflight import check_run
 
@@ -142,19 +161,24 @@ def check(cfg: Config, experiment: type[Experiment] = Experiment) -> None:
 
 
 def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingResult:
-    """Start everything, train to the last step, stop everything; from a script or from a notebook's cell.
+    """Train to the last step, from a script or a notebook's cell, and stop everything that was started.
 
-    Blocks, also where an event loop is running; `session` is for programs that do other things meanwhile. Ctrl-C (also
-    in a notebook), SIGTERM and SIGHUP save the last whole step and stop everything. In a script a second one ends the
-    process at once; in a notebook's cell it is not heard until everything has stopped.
+    Blocks, even if an event loop is running; use `session` for programs that do other things at the same time. Ctrl-C
+    (also in a notebook), SIGTERM and SIGHUP save the last complete step and stop everything. In a script a second
+    signal ends the process immediately; in a notebook's cell it has no effect until everything has stopped.
 
     Args:
-        experiment: A subclass of Experiment for runs with parts of their own.
+        cfg: Configuration of the run.
+        experiment: Subclass of Experiment that replaces parts of the run.
+
+    Returns:
+        The run's folder and its last step.
 
     Raises:
-        ConfigError: for what is wrong or missing; most of it is known before anything is started.
-        SkyRLError: why a run had to stop; Stopped after SIGTERM or SIGHUP. Whatever is raised, nothing is left running.
-        KeyboardInterrupt: after Ctrl-C.
+        ConfigError: Something is wrong or missing; most of it is found before anything is started.
+        SkyRLError: The run had to stop; RunInterrupted after SIGTERM or SIGHUP. Nothing is left running, whatever is
+            raised.
+        KeyboardInterrupt: After Ctrl-C.
     """
     _check_is_training(experiment)
     raise_problems(find_missing_resources(cfg, required_components(experiment)))
@@ -171,7 +195,7 @@ def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingRes
 def _check_is_training(experiment: type[Experiment]) -> None:
     if experiment.run is not Experiment.run or experiment._run is not Experiment._run:
         raise ConfigError(
-            f"{experiment.__name__} has a run of its own, which is no training with rewards: start it with "
+            f"{experiment.__name__} overrides run, so it is not a training with rewards. Start it with "
             f"run_experiment({experiment.__name__}, argv), or override the get_* methods instead."
         )
 
@@ -184,13 +208,17 @@ async def _train(experiment: Experiment) -> TrainingResult:
 
 @asynccontextmanager
 async def session(cfg: Config, experiment: type[Experiment] = Experiment) -> AsyncIterator[Session]:
-    """A run that has started and is yours to drive: its client, learner, trainer, environments and tokenizer.
+    """Start a run that the caller drives: its client, learner, trainer, environments and tokenizer.
 
-    `await run.trainer.fit()` trains. On exit everything that was started is stopped. Ray and the data are started
-    before the first `await`, in the caller's thread, which must be the main one.
+    `await run.trainer.fit()` trains. Everything that was started is stopped on exit. Ray and the data are started
+    before the first `await`, in the caller's thread, which must be the main thread.
+
+    Args:
+        cfg: Configuration of the run.
+        experiment: Subclass of Experiment that replaces parts of the run.
 
     Raises:
-        ConfigError: for what is wrong or missing, with nothing left running.
+        ConfigError: Something is wrong or missing. Nothing is left running.
     """
     _check_is_training(experiment)
     raise_problems(find_missing_resources(cfg, required_components(experiment)))
@@ -200,30 +228,34 @@ async def session(cfg: Config, experiment: type[Experiment] = Experiment) -> Asy
 
 @asynccontextmanager
 async def engine(model: str, backend: str = "transformers", **options: Any) -> AsyncIterator[InferenceEngine]:
-    """An inference engine in this process, without Ray: to sample and score by token ids.
+    """Start an inference engine in this process, without Ray, to sample and score token ids. It is closed on exit.
 
     Args:
-        model: A Hugging Face model: a folder, or a name on the hub.
+        model: Hugging Face model: a folder, or a name on the hub.
         backend: transformers, vllm or sglang.
-        options: What the engine's class takes: device ("cpu", "cuda"), dtype, max_num_seqs, max_model_len, ...
+        options: Arguments of the engine's class: device ("cpu", "cuda"), dtype, max_num_seqs, max_model_len, ...
 
     Raises:
-        ConfigError: for an unknown backend, or one that is not installed.
+        ConfigError: The backend is unknown or not installed.
     """
     if backend not in ENGINES:
         raise ConfigError(unknown_name_message("engine", backend, sorted(ENGINES)))
     if backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
         raise ConfigError(f"backend={backend!r} is not installed: {INSTALL_COMMANDS[backend]}.")
-    made: InferenceEngine = load_object(ENGINES[backend])(model=model, **options)
+    instance: InferenceEngine = load_object(ENGINES[backend])(model=model, **options)
     try:
-        yield made
+        yield instance
     finally:
-        await made.close()
+        await instance.close()
 
 
 def _hydra_text(key: str, value: Any) -> str:
-    """A value as it stands on a command line that Hydra reads. Raises ConfigError for what it cannot write there."""
-    if hasattr(value, "tolist"):  # numpy's and torch's numbers and arrays
+    """Return a value as Hydra reads it on a command line.
+
+    Raises:
+        ConfigError: The value has a type that Hydra cannot read.
+    """
+    if hasattr(value, "tolist"):  # numbers and arrays of numpy and torch
         value = value.tolist()
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -236,37 +268,44 @@ def _hydra_text(key: str, value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return "[" + ",".join(_hydra_text(key, item) for item in value) + "]"
     raise ConfigError(
-        f"{key}={value!r}: must be a number, text, path, bool, None, a list or a mapping, not {type(value).__name__}."
+        f"{key}={value!r}: must be a number, string, path, bool, None, list or mapping, not {type(value).__name__}."
     )
 
 
 def _hydra_key(key: str, name: Any) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[\w.+@/-]+", name):
-        raise ConfigError(f"{key}: the name {name!r} in its mapping must be a text of letters, digits and _ . + @ / -.")
+        raise ConfigError(
+            f"{key}: the name {name!r} in its mapping must be a string of letters, digits and _ . + @ / -."
+        )
     return name
 
 
 def _run_blocking(task: Coroutine[Any, Any, T]) -> T:
-    """The result, from a thread of its own if this one has a running event loop (a notebook's cell)."""
+    """Run a coroutine and return its result, in another thread if this one has a running event loop (a notebook's
+    cell).
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        inside_a_loop = False
+        has_running_loop = False
     else:
-        inside_a_loop = True
-    return _in_another_thread(task) if inside_a_loop else asyncio.run(task)
+        has_running_loop = True
+    return _run_in_thread(task) if has_running_loop else asyncio.run(task)
 
 
-def _in_another_thread(task: Coroutine[Any, Any, T]) -> T:
-    """Whatever interrupts the waiting (Ctrl-C, a time limit of the cell) cancels the task, and waits for its end."""
+def _run_in_thread(task: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in another thread. An interruption of the wait (Ctrl-C, a time limit of the cell) cancels it and
+    waits for its end.
+    """
     loop = asyncio.new_event_loop()
     running = loop.create_task(task)
-    begun, ended = Event(), Event()  # not Thread.join: a join that an exception interrupts takes the thread for ended
+    # Events instead of Thread.join: an interrupted join takes the thread for ended.
+    started, ended = Event(), Event()
 
     def run() -> None:
-        begun.set()
+        started.set()
         try:
-            with suppress(BaseException):  # it is the task's, for the thread that waits
+            with suppress(BaseException):  # the waiting thread raises it from the task
                 loop.run_until_complete(running)
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
@@ -276,15 +315,15 @@ def _in_another_thread(task: Coroutine[Any, Any, T]) -> T:
 
     try:
         Thread(target=run, name="skyrl-train").start()
-        while not ended.wait(0.1):  # a wait without an end would not hear a signal
+        while not ended.wait(0.1):  # a wait without a limit would block signals
             pass
     except BaseException:
-        with suppress(RuntimeError):  # it has just ended
+        with suppress(RuntimeError):  # the loop has just been closed
             loop.call_soon_threadsafe(running.cancel)
-        # Another interruption would leave the run behind, which goes on closing what the next one may be using.
+        # Another interruption must not abandon the run, which still closes things that the next run may use.
         while not ended.is_set():
             with suppress(KeyboardInterrupt):
-                if not begun.wait(_THREAD_START_S):
+                if not started.wait(_THREAD_START_S):
                     break
                 ended.wait(0.1)
         raise

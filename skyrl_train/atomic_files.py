@@ -1,4 +1,4 @@
-"""Files that survive a power cut, and what they held when they were written."""
+"""Atomic and durable writes of files, and digests of their content."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from typing import BinaryIO, NamedTuple, TextIO
 
 
 class FileDigest(NamedTuple):
-    """What a file held when it was written."""
+    """Size and hash of a file's content."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
+    """SHA-256, in hex."""
 
 
 def digest_file(path: Path, *, fsync: bool) -> FileDigest:
-    """Size and SHA-256 of a file; with `sync` it is durable first. Raises OSError."""
+    """Return size and SHA-256 of a file.
+
+    Args:
+        path: File to read.
+        fsync: True to make the file's content durable first.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with path.open("rb") as handle:
         if fsync:
             os.fsync(handle.fileno())
@@ -28,31 +37,39 @@ def digest_file(path: Path, *, fsync: bool) -> FileDigest:
 
 
 def open_exclusive(path: Path) -> BinaryIO:
-    """Create a file to write to. Raises FileExistsError if anything has that name: a link is never followed."""
+    """Create a file and open it for writing. Links are not followed.
+
+    Raises:
+        FileExistsError: Something has that name, even a dangling link.
+        OSError: The file cannot be created.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def open_lock(path: Path) -> TextIO:
-    """Open a file to lock, made if it is missing. Nothing in it is deleted. Raises OSError, also for a link."""
+    """Open a lock file for reading and appending, and create it if it is missing. Its content is kept.
+
+    Raises:
+        OSError: The file cannot be opened, or is a link.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(path, "a+", encoding="utf-8", errors="replace", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 @contextmanager
 def atomic_write(path: Path, temporary: Path | None = None, *, fsync: bool = True) -> Iterator[BinaryIO]:
-    """Open a temporary file that takes the place of `path` at the end of the block, or is deleted if the block raises.
+    """Yield a temporary file that replaces `path` at the end of the block, or is deleted if the block raises.
 
-    Every temporary file that becomes a file of a run is made here. What a killed process left under its name is
-    deleted first, and a link there is never followed.
+    A temporary file that a killed process left is deleted first. A link of that name is not followed.
 
     Args:
         path: File that readers see either as it was or complete.
         temporary: Path of the temporary file, in the same folder. Default: `.NAME.new`.
-        sync: True if the file must survive a power cut.
+        fsync: True if the file must survive a power failure.
 
     Raises:
-        OSError: If the disk is full or refuses.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     temporary = temporary or path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
@@ -72,13 +89,21 @@ def atomic_write(path: Path, temporary: Path | None = None, *, fsync: bool = Tru
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see either the old text or the new one, even after a power cut."""
+    """Replace a small file atomically. Readers see either the old or the new text, even after a power failure.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     with atomic_write(path) as handle:
         handle.write(text.encode())
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names of files in a folder durable.
+
+    Raises:
+        OSError: The folder cannot be opened or synced.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The time that waits are measured by."""
+"""The clock by which waits are measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 
 def now() -> float:
-    """Return seconds of the running event loop's clock, which tests replace with virtual time, or time.monotonic()."""
+    """Return the time in seconds of the running event loop's clock, or of time.monotonic() without a running loop.
+
+    Tests replace the event loop's clock with virtual time. Only differences of two values are meaningful.
+    """
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:

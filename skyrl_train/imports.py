@@ -1,4 +1,4 @@
-"""Imports of packages that define half a million objects."""
+"""Imports without garbage collection, for packages that define half a million objects."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import importlib
 from collections.abc import Iterable
 
 PRELOAD_ENV = "SKYRL_PRELOAD"
-"""A variable of ours, set for the length of Ray's start: what workers import early, separated by commas."""
+"""Environment variable that is set while Ray starts: modules that workers import early, separated by commas."""
 
 
 def import_without_gc(names: Iterable[str]) -> None:
-    """Import modules without garbage collection.
+    """Import modules with the garbage collector disabled.
 
-    What a module defines stays as long as the process, yet the collector looks through it again and again while it
-    grows: that is a tenth to a fifth of the time of importing torch and transformers.
+    Objects of a module live as long as the process, but the collector scans them again and again while their number
+    grows. That takes a tenth to a fifth of the time of importing torch and transformers. Raises what an import raises.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         for name in names:
             importlib.import_module(name)
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()

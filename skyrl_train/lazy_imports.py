@@ -1,4 +1,4 @@
-"""Public names of a package that load their module when they are first used (PEP 562)."""
+"""Lazily imported public names of a package (PEP 562)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 def lazy_exports(
     package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package whose public names are imported on first use.
 
     Args:
-        names: The public names by the module that defines them.
+        package: Name of the package.
+        names: Module -> public names that it defines.
         modules: Modules of the package that are public themselves.
     """
-    where = {name: module for module, defined in names.items() for name in defined}
-    public = sorted({*where, *modules})
+    module_by_name = {name: module for module, module_names in names.items() for name in module_names}
+    public = sorted({*module_by_name, *modules})
 
     def get(name: str) -> Any:
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
-        if name not in where:
+        if name not in module_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(where[name]), name)
+        value = getattr(importlib.import_module(module_by_name[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

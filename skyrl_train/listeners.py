@@ -1,4 +1,4 @@
-"""What listens at a port: at which addresses without a token, who may ask, and what is said if it cannot listen."""
+"""Checks of the addresses and tokens of servers, before they listen."""
 
 from __future__ import annotations
 
@@ -11,44 +11,56 @@ from dataclasses import dataclass
 from skyrl_train.errors import ConfigError
 
 API_KEY_ENV = "SKYRL_API_KEY"
-"""The environment variable with the token: never a key of the configuration, which is saved and printed."""
+"""Environment variable with the token. It is no configuration key, because the configuration is saved and printed."""
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Something that listens, as messages call it, and the keys of its address."""
+    """A server that a run may start."""
 
     name: str
+    """Name of the server in messages."""
     host_key: str
+    """Configuration key of the host."""
     port_key: str
+    """Configuration key of the port."""
 
     def check_token(self, token: str | None, host: str) -> None:
-        """Raises ConfigError for a token that no header carries, and without one for a host that others can reach."""
+        """Raise an error if the token is invalid, or if there is none and other machines can reach the host.
+
+        Raises:
+            ConfigError: The token is empty or has characters that a header cannot carry, or is missing.
+        """
         if token is None:
             if not is_loopback(host):
                 raise ConfigError(
-                    f"{self.host_key}={host!r} can be reached from other machines, and no token protects it: "
+                    f"{self.host_key}={host!r} can be reached from other machines, but no token protects it: "
                     f"set the environment variable {API_KEY_ENV} to a secret, or use 127.0.0.1."
                 )
         elif not token or not all("!" <= character <= "~" for character in token):
             raise ConfigError(
-                f"{API_KEY_ENV} must be letters, digits and signs without blanks; its value is not shown here."
+                f"{API_KEY_ENV} must consist of printable ASCII characters without spaces; its value is not shown here."
             )
 
     def check_address(self, host: str, port: int) -> None:
-        """Raises ConfigError if the address cannot be listened at."""
+        """Raise an error if the server cannot listen at an address. The address is used for a moment.
+
+        Raises:
+            ConfigError: The address cannot be resolved or used.
+        """
         try:
-            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, _, _, _, address in found:
+            entries = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, _, _, _, address in entries:
                 try:
                     socket.create_server(address, family=family).close()
                 except OSError as error:
                     if family != socket.AF_INET6 or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                         raise  # a machine without IPv6 still has its other addresses
         except OSError as error:
-            raise self.cannot_listen(host, port, error) from error
+            raise self.address_error(host, port, error) from error
 
-    def cannot_listen(self, host: str, port: int, error: OSError) -> ConfigError:
+    def address_error(self, host: str, port: int, error: OSError) -> ConfigError:
+        """Return the ConfigError for an address at which listening failed with `error`."""
         return ConfigError(
             f"{self.port_key}={port}: {self.name} cannot listen at {host}:{port}: {error.strerror or error}. "
             f"Choose another {self.port_key}, or another {self.host_key} of this machine."
@@ -56,7 +68,7 @@ class Listener:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is only reached from its own machine."""
+    """Return True if only its own machine can reach a host. A name other than "localhost" is not resolved: False."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -64,13 +76,13 @@ def is_loopback(host: str) -> bool:
 
 
 def is_authorized(authorization: str, token: str) -> bool:
-    """Whether a header `Authorization` is `Bearer <token>`."""
-    scheme, _, given = authorization.partition(" ")
-    same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
-    return same and scheme.lower() == "bearer"
+    """Return True if an Authorization header is `Bearer <token>`. Compares in constant time."""
+    scheme, _, credentials = authorization.partition(" ")
+    matches = hmac.compare_digest(credentials.strip().encode(errors="surrogateescape"), token.encode())
+    return matches and scheme.lower() == "bearer"
 
 
 def socket_url(listening: socket.socket) -> str:
-    """The address, e.g. http://127.0.0.1:8000, with the port that was taken."""
+    """Return the URL of a listening socket, e.g. http://127.0.0.1:8000."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

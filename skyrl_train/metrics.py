@@ -1,4 +1,4 @@
-"""Weighted sums by name. A mean exists only at flush, so uneven micro-batches and ranks stay exact."""
+"""Accumulation of metrics. Means are formed only at `flush`, so that uneven micro-batches and ranks stay exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_train.clock import now
 
 
 class Metrics:
-    """Accumulates means (sum, weight), plain totals and maxima by name.
+    """An accumulator of weighted means, totals and maxima by name.
 
     Example:
         m = Metrics()
@@ -26,7 +26,7 @@ class Metrics:
         self._total: dict[str, float] = defaultdict(float)
         self._max: dict[str, float] = {}
         self.current_phase = ""
-        """The innermost `timed` block that is running."""
+        """Name of the innermost running `timed` block, or ""."""
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add `value` with `weight` to the mean called `name`."""
@@ -34,33 +34,39 @@ class Metrics:
         self._weight[name] += weight
 
     def add_sum(self, name: str, total: float, weight: float) -> None:
-        """Add an already weighted total, such as a masked tensor's sum, with its mask's sum as the weight."""
+        """Add a total that is already weighted to the mean called `name`.
+
+        Args:
+            name: Name of the metric.
+            total: Weighted sum of values, for example of a masked tensor.
+            weight: Sum of the weights, for example of the mask.
+        """
         self._sum[name] += total
         self._weight[name] += weight
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Add to a plain total, which is reported as a sum and not as a mean."""
+        """Add `amount` to the total called `name`, which is reported as a sum and not as a mean."""
         self._total[name] += amount
 
     def update_max(self, name: str, value: float) -> None:
-        """Keep the largest value. NaN stays: no number is larger than what was not computed."""
-        held = self._max.get(name, value)
-        self._max[name] = value if value > held or math.isnan(value) else held
+        """Set the maximum called `name` to `value` if `value` is larger. NaN replaces any value and stays."""
+        current = self._max.get(name, value)
+        self._max[name] = value if value > current or math.isnan(value) else current
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure the time of a block in seconds, summed under timing/<name>_s; a span of the run's time line."""
-        start, around = now(), self.current_phase
+        """Measure a block: add its seconds to the total timing/<name>_s, and record a span of the run's trace."""
+        start, outer_phase = now(), self.current_phase
         self.current_phase = name
         try:
             with trace.span(name):
                 yield
         finally:
-            self.current_phase = around
+            self.current_phase = outer_phase
             self.count(f"timing/{name}_s", now() - start)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Plain numbers to send to another process; see `merge`."""
+        """Return the state as plain numbers, which can be sent to another process and passed to `merge`."""
         return {
             "sum": dict(self._sum),
             "weight": dict(self._weight),
@@ -69,7 +75,7 @@ class Metrics:
         }
 
     def merge(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Add another accumulator's state. The result is exact, because sums, weights and totals are additive."""
+        """Add the state of another accumulator, from `to_dict`. Means stay exact."""
         for name, value in state["sum"].items():
             self._sum[name] += value
             self._weight[name] += state["weight"][name]
@@ -79,7 +85,7 @@ class Metrics:
             self.update_max(name, value)
 
     def flush(self) -> dict[str, float]:
-        """Return the means of all names with a weight, the totals and the maxima, and reset."""
+        """Return means, totals and maxima by name, and reset all of them. Means without weight are left out."""
         values = {name: total / self._weight[name] for name, total in self._sum.items() if self._weight[name]}
         values |= self._total | self._max
         for table in (self._sum, self._weight, self._total, self._max):
@@ -88,20 +94,27 @@ class Metrics:
 
 
 class MetricNameLimit:
-    """Bounds the names of metrics that come from outside: files and trackers keep a column for each of them.
+    """A limit on the names of metrics from outside, because files and trackers keep a column for each of them.
 
     Example:
-        limit = NameLimit(most=2, longest=5)
+        limit = MetricNameLimit(max_names=2, max_length=5)
         limit.admits("a"), limit.admits("too long"), limit.admits("b"), limit.admits("c")  # (True, False, True, False)
     """
 
     def __init__(self, max_names: int, max_length: int):
-        """`most`: distinct names that are admitted. `longest`: characters of a name."""
+        """Create a limit that admits no name yet.
+
+        Args:
+            max_names: Number of distinct names that are admitted.
+            max_length: Number of characters of a name.
+        """
         self._max_names, self._max_length = max_names, max_length
         self._names: set[str] = set()
 
     def admits(self, name: str) -> bool:
-        """True for a name that was admitted before, and for a new one within both limits, which is then known."""
+        """Return True for a name that was admitted before, and for a new name within both limits, which is then
+        admitted.
+        """
         if name in self._names:
             return True
         if len(name) > self._max_length or len(self._names) >= self._max_names:

@@ -1,8 +1,8 @@
-"""A run's time line: who did what when, as a file of Chrome trace events, which Perfetto opens.
+"""A run's timeline as a file of Chrome trace events, which Perfetto opens.
 
-A process notes spans only inside `to_file` or after `collect`; otherwise `span` and `add` do nothing. Times are Unix
-times of the machine where something happened: those of one machine can be compared to the microsecond, those of several
-as well as their clocks agree.
+A process records spans only inside `write_trace` or after `start_buffering`; otherwise `span` and `add_span` do
+nothing. Times are Unix times of the node where something happened. Times of one node are comparable to the
+microsecond, those of several nodes as well as their clocks agree.
 """
 
 from __future__ import annotations
@@ -21,48 +21,59 @@ TRACE_FILE = "trace.json"
 MAX_TRACE_BYTES = 256 * 2**20
 """Size at which the file ends: about two million spans, which Perfetto still opens in a browser."""
 MAX_BUFFERED_SPANS = 1 << 16
-"""How many spans a process keeps until they are asked for; after that it forgets the oldest."""
+"""Number of spans that a process buffers until `drain_spans`. Then the oldest are dropped."""
 DRIVER = "driver"
 _log = logging.getLogger(__name__)
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Span(NamedTuple):
-    """Something that took time."""
+    """A named interval of time on a track of a process."""
 
     name: str
     begin: float
     """Unix time, in seconds."""
     end: float
     track: str
-    """Where it is shown among what its process does."""
+    """Row of the timeline in which the span is shown."""
     process: str
+    """Name of the process to which the track belongs."""
     overlaps: bool
-    """Whether others of its row may begin before it ends, and not only inside it."""
+    """True if spans of the track may overlap without being nested."""
     details: dict[str, Any]
+    """Values that are shown with the span."""
 
 
-_note: Callable[[Iterable[Span]], None] | None = None
-"""Where spans of this process go; None if it is not traced."""
-_collected: deque[Span] = deque(maxlen=MAX_BUFFERED_SPANS)
+_record: Callable[[Iterable[Span]], None] | None = None
+"""Function that stores the spans of this process, or None if it is not traced."""
+_buffer: deque[Span] = deque(maxlen=MAX_BUFFERED_SPANS)
 
 
 def is_enabled() -> bool:
-    """Whether spans of this process are noted."""
-    return _note is not None
+    """Return True if spans of this process are recorded."""
+    return _record is not None
 
 
 def add_span(
     name: str, begin: float, *, track: str, process: str = DRIVER, overlaps: bool = False, **details: Any
 ) -> None:
-    """Note a span from `begin` (Unix time) until now."""
-    if _note is not None:
-        _note([Span(name, begin, time.time(), track, process, overlaps, details)])
+    """Record a span from `begin` until now, if spans of this process are recorded.
+
+    Args:
+        name: Name of the span.
+        begin: Unix time in seconds.
+        track: Row of the timeline.
+        process: Name of the process.
+        overlaps: True if spans of the track may overlap without being nested.
+        **details: Values that are shown with the span; they must be serializable as JSON.
+    """
+    if _record is not None:
+        _record([Span(name, begin, time.time(), track, process, overlaps, details)])
 
 
 @contextmanager
 def span(name: str, *, track: str = "trainer", overlaps: bool = False) -> Iterator[None]:
-    """Note how long a block takes, also if it raises."""
+    """Record the time of a block as a span, also if the block raises. See `add_span`."""
     begin = time.time()
     try:
         yield
@@ -71,61 +82,70 @@ def span(name: str, *, track: str = "trainer", overlaps: bool = False) -> Iterat
 
 
 def to_unix_time(moment: float) -> float:
-    """The Unix time of a moment of time.monotonic()."""
+    """Return the Unix time of a value of time.monotonic()."""
     return time.time() - (time.monotonic() - moment)
 
 
 def start_buffering() -> None:
-    """Note spans of this process from now on, for a process that asks for them."""
-    global _note
-    _note = _collected.extend
+    """Record the spans of this process in a buffer from now on, for another process that asks for them."""
+    global _record
+    _record = _buffer.extend
 
 
 def drain_spans() -> list[Span]:
-    """What was collected since the last call."""
-    return [_collected.popleft() for _ in range(len(_collected))]
+    """Return the spans of the buffer, oldest first, and empty it."""
+    return [_buffer.popleft() for _ in range(len(_buffer))]
 
 
 def ingest_spans(spans: Iterable[Span], process: str) -> None:
-    """Note what another process handed over, under the name `process`."""
-    if _note is not None:
-        _note(one._replace(process=process) for one in spans)
+    """Record the spans of another process, named `process`, if spans of this process are recorded."""
+    if _record is not None:
+        _record(span._replace(process=process) for span in spans)
 
 
 @contextmanager
 def write_trace(path: Path) -> Iterator[None]:
-    """Inside, spans of this process and those that it takes over are appended to `path`, which must not exist.
+    """Append the spans of this process, and those that it ingests, to a new file during the block.
 
-    A file that cannot be written costs the time line, and is said; the run goes on.
+    If the file exists or cannot be written, a warning is logged and there is no timeline; nothing is raised. The same
+    applies if another `write_trace` of this process is active.
     """
-    global _note
-    file = _opened(path)
+    global _record
+    file = _open_trace_file(path)
     if file is None:
         yield
         return
-    before, _note = _note, file.add
+    previous, _record = _record, file.add
     try:
         yield
     finally:
-        _note = before
+        _record = previous
         file.close()
 
 
-def _opened(path: Path) -> TraceFile | None:
-    if isinstance(getattr(_note, "__self__", None), TraceFile):
-        _log.warning("trainer.trace: another run of this process has a time line: %s is not written.", path)
+def _open_trace_file(path: Path) -> TraceFile | None:
+    if isinstance(getattr(_record, "__self__", None), TraceFile):
+        _log.warning("trainer.trace: another run of this process writes its timeline, so %s is not written.", path)
         return None
     try:
         return TraceFile(path)
     except OSError as error:
-        _log.warning("trainer.trace: %s cannot be written (%s): the run has no time line.", path, error.strerror)
+        _log.warning("trainer.trace: %s cannot be written (%s), so the run has no timeline.", path, error.strerror)
         return None
 
 
 class TraceFile:
-    """An array of events, a line each. Perfetto also reads it without its closing bracket, as it is after kill -9."""
+    """A JSON array of events, one per line. Perfetto also reads it without its closing bracket, as after kill -9.
+
+    Thread-safe.
+    """
 
     def __init__(self, path: Path):
+        """Create the file and write its first event.
+
+        Raises:
+            OSError: The file exists, or cannot be created.
+        """
         self._path = path
         self._file = path.open("xb", buffering=0)
         self._size = 0
@@ -133,15 +153,16 @@ class TraceFile:
         self._processes: dict[str, int] = {}
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}
         self._overlapping = 0
-        self._write([_named("process_name", DRIVER, pid=self._pid(DRIVER))])
+        self._write([_metadata_event("process_name", DRIVER, pid=self._pid(DRIVER))])
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Append spans, in one write."""
+        """Append spans in one write. A failed write or the size limit ends the file with a warning."""
         with self._lock:
             if not self._file.closed:
                 self._write(event for span in spans for event in self._events(span))
 
     def close(self) -> None:
+        """Close the array and the file."""
         with self._lock:
             self._end()
 
@@ -149,13 +170,13 @@ class TraceFile:
         return self._processes.setdefault(process, len(self._processes) + 1)
 
     def _events(self, span: Span) -> Iterator[dict[str, Any]]:
-        if (place := self._rows.get((span.process, span.track))) is None:
+        if (track_ids := self._rows.get((span.process, span.track))) is None:
             if span.process not in self._processes:
-                yield _named("process_name", span.process, pid=self._pid(span.process))
-            place = self._rows[span.process, span.track] = self._pid(span.process), len(self._rows) + 1
-            yield _named("thread_name", span.track, pid=place[0], tid=place[1])
+                yield _metadata_event("process_name", span.process, pid=self._pid(span.process))
+            track_ids = self._rows[span.process, span.track] = self._pid(span.process), len(self._rows) + 1
+            yield _metadata_event("thread_name", span.track, pid=track_ids[0], tid=track_ids[1])
         begin, end = round(span.begin * 1e6), round(span.end * 1e6)
-        event = {"name": span.name, "cat": span.track, "pid": place[0], "tid": place[1], "ts": begin}
+        event = {"name": span.name, "cat": span.track, "pid": track_ids[0], "tid": track_ids[1], "ts": begin}
         details = {"args": span.details} if span.details else {}
         if not span.overlaps:
             yield {"ph": "X", **event, "dur": end - begin, **details}
@@ -165,23 +186,25 @@ class TraceFile:
         yield {"ph": "e", **event, "id": self._overlapping, "ts": end}
 
     def _write(self, events: Iterable[dict[str, Any]]) -> None:
-        """Append events, all of them or none; the first failure and the limit end the file."""
+        """Append all of the events or none. The first failure and the size limit end the file."""
         text = "".join(f",\n{_json(event)}" for event in events)
         data = (text if self._size else f"[{text[1:]}").encode("ascii")
         if self._size + len(data) > MAX_TRACE_BYTES:
-            _log.warning("%s has %d MiB and ends here: Perfetto opens no larger ones.", self._path, self._size >> 20)
+            _log.warning(
+                "%s has %d MiB and ends here, because Perfetto cannot open larger files.", self._path, self._size >> 20
+            )
             self._end()
             return
         try:
             if self._file.write(data) != len(data):
-                raise OSError("no room is left")
+                raise OSError("no space is left")
             self._size += len(data)
         except OSError as error:
-            _log.warning("%s cannot be written any more and ends here (%s).", self._path, error)
+            _log.warning("%s can no longer be written and ends here (%s).", self._path, error)
             self._end()
 
     def _end(self) -> None:
-        """Close the array behind its last whole line, if the disk takes it."""
+        """Close the array after its last complete line, if the disk allows it."""
         if self._file.closed:
             return
         try:
@@ -193,5 +216,5 @@ class TraceFile:
         self._file.close()
 
 
-def _named(what: str, name: str, **where: int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, **where, "args": {"name": name}}
+def _metadata_event(kind: str, name: str, **ids: int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, **ids, "args": {"name": name}}

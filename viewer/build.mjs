@@ -7,7 +7,7 @@ import { build } from "esbuild";
 const here = dirname(fileURLToPath(import.meta.url));
 const target = join(here, "../skyrl_train/report/page");
 const packed = Object.keys(JSON.parse(readFileSync(join(here, "package.json"), "utf8")).dependencies);
-const licence = (name) => `${name}:\n${readFileSync(join(here, "node_modules", name, "LICENSE"), "utf8").trim()}`;
+const license = (name) => `${name}:\n${readFileSync(join(here, "node_modules", name, "LICENSE"), "utf8").trim()}`;
 
 const { outputFiles } = await build({
   absWorkingDir: here,
@@ -22,7 +22,7 @@ const { outputFiles } = await build({
   jsx: "automatic",
   jsxImportSource: "preact",
   legalComments: "none",
-  banner: { js: `/*! ${packed.map(licence).join("\n\n")} */` }, // they ask to be named wherever they are copied
+  banner: { js: `/*! ${packed.map(license).join("\n\n")} */` }, // required by the licenses of the bundled libraries
   logLevel: "warning",
 });
 
@@ -30,5 +30,5 @@ mkdirSync(target, { recursive: true });
 for (const file of outputFiles) {
   const temporary = join(target, `.${basename(file.path)}.${process.pid}`);
   writeFileSync(temporary, file.contents);
-  renameSync(temporary, file.path); // whoever reads it sees a whole one
+  renameSync(temporary, file.path); // atomic, so that readers never see a partial file
 }

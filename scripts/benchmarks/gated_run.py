@@ -68,7 +68,7 @@ class BarrierExperiment(Experiment):
         async def generate_past_eos(requests: Sequence[SampleRequest], **options: Any) -> list[Completion]:
             return await generate([with_length(request) for request in requests], **options)
 
-        client.generate = generate_past_eos
+        client.generate = generate_past_eos  # type: ignore[method-assign]
         return client
 
 

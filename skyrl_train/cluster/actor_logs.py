@@ -1,4 +1,4 @@
-"""Where the processes of actors print to: a file of the run for each of them."""
+"""Redirection of the output of actor processes to log files of the run, one per actor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ _SEPARATORS = re.compile("([\t\n\r])")
 
 
 def redirect_output(path: Path, header: str) -> None:
-    """From now on this process, and those that it starts, print to `path`, if its folder is on this node."""
+    """Redirect stdout and stderr of this process, and of the processes that it starts, to a file.
+
+    Python's own output has secrets and control characters removed. The file is rotated until this process ends. Does
+    nothing if the file cannot be opened, for example because its folder is not on this node.
+
+    Args:
+        path: File to append to.
+        header: Text of the first line, which also has the time.
+    """
     try:
         file = path.open("ab", buffering=0)
     except OSError:
@@ -38,10 +46,10 @@ def redirect_output(path: Path, header: str) -> None:
         sys.stderr.flush()
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    before, sys.stdout, sys.stderr = (sys.stdout, sys.stderr), _stream(1), _stream(2)
-    for handler in _stream_handlers():  # of libraries that were imported early
-        if handler.stream in before:
-            handler.setStream(sys.stdout if handler.stream is before[0] else sys.stderr)
+    previous, sys.stdout, sys.stderr = (sys.stdout, sys.stderr), _stream(1), _stream(2)
+    for handler in _stream_handlers():  # libraries that were imported before hold the old streams
+        if handler.stream in previous:
+            handler.setStream(sys.stdout if handler.stream is previous[0] else sys.stderr)
     print(f"--- {header}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)
     LogRotator(path).__enter__()  # until the process ends
 
@@ -50,28 +58,31 @@ def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for logger in loggers:
         if isinstance(logger, logging.Logger):
-            yield from (one for one in logger.handlers if isinstance(one, logging.StreamHandler))
+            yield from (handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler))
 
 
 @contextmanager
 def _log_raylet_output() -> Iterator[None]:
-    """Inside, what Ray's raylets say goes to the log: it is no news of a run. Other lines are printed as ever."""
-    shown, handlers = ray_worker.print_to_stdstream, list(printers.handlers)
-    ray_worker.print_to_stdstream = partial(_show_or_log, shown)
-    printers.handlers = [(name, partial(_show_or_log, show)) for name, show in handlers]
+    """Send the output of Ray's raylets to the log instead of the terminal inside the block.
+
+    Other output is printed as before, with control characters escaped.
+    """
+    print_original, handlers = ray_worker.print_to_stdstream, list(printers.handlers)
+    ray_worker.print_to_stdstream = partial(_print_or_log, print_original)
+    printers.handlers = [(name, partial(_print_or_log, show)) for name, show in handlers]
     try:
         yield
     finally:
-        ray_worker.print_to_stdstream = shown
+        ray_worker.print_to_stdstream = print_original
         printers.handlers = handlers
 
 
 log_raylet_output = RefCountedContext(_log_raylet_output)
 
 
-def _show_or_log(show: Callable[..., None], data: Any, **how: Any) -> None:
+def _print_or_log(print_original: Callable[..., None], data: Any, **options: Any) -> None:
     if data.get("pid") != _RAYLET:
-        show({**data, "lines": [escape_multiline(line) for line in data.get("lines", ())]}, **how)
+        print_original({**data, "lines": [escape_multiline(line) for line in data.get("lines", ())]}, **options)
         return
     for line in data.get("lines", ()):
         log.info("(%s) %s", _RAYLET, line)
@@ -83,21 +94,24 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 class _RedactingFile(io.FileIO):
-    """Without secrets and control characters. What cannot be written is lost: a full disk fails nobody."""
+    """A raw file whose writes lose secrets and control characters.
+
+    A failed write is ignored: a full disk must not end an actor.
+    """
 
     def write(self, data: Any) -> int:
         text = bytes(data).decode("utf-8", "surrogateescape")
         with suppress(OSError):
-            super().write(_shown(redact(text, _credentials())).encode())
+            super().write(_escape_text(redact(text, _credentials())).encode())
         return len(data)
 
 
-def _shown(text: str) -> str:
-    """Without control characters but tabs, line ends and returns, by which a progress bar overwrites itself."""
+def _escape_text(text: str) -> str:
+    """Escape control characters except tabs, line ends and the carriage returns of progress bars."""
     return "".join(part if part in "\t\n\r" else escape_control_chars(part) for part in _SEPARATORS.split(text))
 
 
 @cache
 def _credentials() -> dict[str, str]:
-    """Those variables: there are hundreds of others, and many lines."""
+    """Return the environment variables that hold secrets. Cached, because every written line needs them."""
     return secret_variables()

@@ -1,4 +1,4 @@
-"""Ray actors as thin shells around plain classes, and the driver's handles to them: both ends of a call."""
+"""Ray actors that wrap plain classes, and the proxies through which the driver calls them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from skyrl_train.registry import load_object
 
 _log = logging.getLogger(__name__)
 _TRACE_ROW = "calls"
-"""The row of an actor's time line that has its calls."""
+"""Track of an actor's timeline that shows its calls."""
 _MAX_CONCURRENCY = 1_000_000
-"""Of a concurrent actor: no limit, as what waits for one keeps health checks, pauses and aborts waiting behind it. Each
-call under way takes 60 KiB of its memory, and no thread."""
+"""Ray's max_concurrency of async actors. It is effectively unlimited, so that health checks, pauses and aborts never
+queue behind other calls. A pending call takes 60 KiB of memory and no thread.
+"""
 
 
 class _WorkerActor:
-    """An actor with one object of any class; it runs one call at a time."""
+    """Ray actor that wraps one object of any class and runs one call at a time."""
 
     def __init__(
         self,
@@ -62,24 +63,31 @@ class _WorkerActor:
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         os.environ[BIND_ADDRESS] = LOOPBACK if is_single_node else os.environ[NODE_ADDRESS]
         import_without_gc([*plugins, target.partition(":")[0]])
-        gc.freeze()  # what they define is never garbage, and half a million objects to look through
+        gc.freeze()  # imported modules hold half a million objects that never become garbage
         with trace.span("start", track=_TRACE_ROW):
             self._object = load_object(target)(**kwargs)
 
     def __repr__(self) -> str:
-        """What Ray writes before lines that it prints for this actor."""
+        """Return the prefix that Ray prints before this actor's output."""
         return self._name
 
-    def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
-        """Call a method. `args`: its arguments, or the plan that makes them of what is `stored`."""
+    def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *values: Any) -> Any:
+        """Call a method of the object.
+
+        Args:
+            method: Name of the method.
+            args: Positional arguments as a tuple, or an object whose `build_arguments(*values)` returns them.
+            kwargs: Keyword arguments of the method.
+            *values: Values of the object references that the caller passed.
+        """
         return getattr(self._object, method)(
-            *(args if isinstance(args, tuple) else args.build_arguments(*stored)), **kwargs
+            *(args if isinstance(args, tuple) else args.build_arguments(*values)), **kwargs
         )
 
-    def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
-        """The result of `call`, and the spans that were noted here since the last answer."""
+    def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *values: Any) -> Any:
+        """Return the result of `call`, and the spans that this process recorded since the last traced call."""
         with trace.span(method, track=_TRACE_ROW):
-            result = self.call(method, args, kwargs, *stored)
+            result = self.call(method, args, kwargs, *values)
         return result, trace.drain_spans()
 
     def get_attribute(self, attribute: str) -> Any:
@@ -87,27 +95,28 @@ class _WorkerActor:
 
 
 class _AsyncWorkerActor(_WorkerActor):
-    """An actor with one object whose methods are coroutines; it runs many calls at a time."""
+    """Ray actor that wraps an object whose methods are coroutines, and runs its calls concurrently."""
 
-    async def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:  # type: ignore[override]
-        result = super().call(method, args, kwargs, *stored)
+    async def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *values: Any) -> Any:  # type: ignore[override]
+        result = super().call(method, args, kwargs, *values)
         return await result if inspect.isawaitable(result) else result
 
     async def wait_forever(self) -> None:
-        """Never returns: who waits for it hears when this process is gone."""
+        """Wait forever. A pending call fails when this process dies, which notifies the caller."""
         await asyncio.Event().wait()
 
-    async def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
+    async def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *values: Any) -> Any:
         with trace.span(method, track=_TRACE_ROW, overlaps=True):
-            result = await self.call(method, args, kwargs, *stored)
+            result = await self.call(method, args, kwargs, *values)
         return result, trace.drain_spans()
 
 
 class ActorProxy:
-    """A handle to an object in another process: `await remote.method(...)` runs the method there.
+    """A handle to an object in an actor process.
 
-    An exception raised there is raised here with its own type. If the process dies, `died` is raised; a call that takes
-    longer than `deadline_s` raises DeadlineExceeded naming the process and the method.
+    `await proxy.method(...)` runs the method there and returns its result. An exception that the method raises there
+    is raised here with its own type. If the process dies, `death_error` is raised. A call that exceeds its deadline
+    raises DeadlineExceeded, which names the process and the method.
     """
 
     def __init__(
@@ -120,11 +129,17 @@ class ActorProxy:
         log_path: Path | None = None,
         is_multi_node: bool = False,
     ):
-        """
+        """Create a proxy for an actor that `spawn` has started.
+
         Args:
-            deadlines: Method -> deadline (infinity for none), for methods that do not have `deadline_s`.
-            log: Where the process prints to, which the error of its death names.
-            on_many_nodes: Whether its node may be lost while we live: then that error says so.
+            handle: Ray's handle of the actor.
+            name: Name of the process in messages, logs and traces.
+            deadline_s: Seconds that a call may take.
+            death_error: Type of the exception that calls raise if the process dies.
+            deadlines: Method name -> seconds, for methods with another deadline than `deadline_s`. Infinity means no
+                deadline.
+            log_path: File with the output of the process, which the error of its death names.
+            is_multi_node: True if the actor's node can die while the driver lives. The error then says if it did.
         """
         self._log_path = log_path
         self._is_multi_node = is_multi_node
@@ -138,10 +153,11 @@ class ActorProxy:
 
     @property
     def name(self) -> str:
+        """Name of the process in messages, logs and traces."""
         return self._name
 
     def cache_attributes(self, **attributes: Any) -> None:
-        """Store constant attributes of the object here, to be read without a call."""
+        """Store constant attributes of the remote object in this proxy, so that reading them needs no call."""
         self.__dict__.update(attributes)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -154,60 +170,88 @@ class ActorProxy:
         return call
 
     async def call_with_deadline(self, deadline_s: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method with a given deadline."""
+        """Call a method with a deadline of its own.
+
+        Args:
+            deadline_s: Seconds that the call may take. Infinity means no deadline.
+            method: Name of the method.
+            *args: Positional arguments of the method.
+            **kwargs: Keyword arguments of the method.
+
+        Raises:
+            DeadlineExceeded: The call takes longer.
+            SkyRLError: The process died; of the proxy's `death_error` type.
+            Exception: Whatever the method raises.
+        """
         return await self._call(deadline_s, method, args, kwargs)
 
     def put(self, value: Any) -> ObjectRef[Any]:
-        """Put a value into shared memory, where all actors of a machine read its arrays, until it is let go of.
+        """Put a value into Ray's shared memory, where all actors of a node can read its arrays.
 
-        It blocks, for a large one for a while: to be called in a thread.
+        Blocks, for a large value for a while, so call it in a thread. The memory is freed with the last reference.
         """
         return ray.put(value)
 
     async def call_with_refs(self, method: str, plan: Any, refs: Sequence[ObjectRef[Any]]) -> Any:
-        """Call a method with `plan.build_arguments(*values)`, made there of what `store` has stored."""
+        """Call a method with arguments that the actor builds from values in shared memory.
+
+        Raises the same errors as any other call.
+
+        Args:
+            method: Name of the method.
+            plan: Object whose `build_arguments(*values)` runs in the actor and returns the positional arguments.
+            refs: References that `put` returned; the actor receives their values.
+        """
         return await self._call(self._deadlines.get(method, self._deadline_s), method, plan, {}, *refs)
 
     async def get_attribute(self, attribute: str, deadline_s: float) -> Any:
-        """Read an attribute; the first call waits for the constructor."""
-        return await self._wait(self._handle.read.remote(attribute), "start", deadline_s)
+        """Read an attribute of the remote object, after its constructor has returned.
+
+        Raises:
+            DeadlineExceeded: The constructor and the read take longer than `deadline_s`.
+            SkyRLError: The process died or the constructor failed; of the proxy's `death_error` type.
+        """
+        return await self._wait(self._handle.get_attribute.remote(attribute), "start", deadline_s)
 
     @property
     def actor_id(self) -> str:
-        """Ray's name of the actor."""
+        """Ray's id of the actor, in hex."""
         return str(self._handle._actor_id.hex())
 
     def kill(self) -> None:
-        """Kill the process, and those that belong to it."""
+        """Kill the process without a restart, and the processes that `link_lifetimes` has linked to it."""
         self._killed = True
-        with ExitStack() as stack:  # the others too if that fails for one
+        with ExitStack() as stack:  # a failure to kill one process must not spare the others
             for process in (self, *self._parts):
                 stack.callback(ray.kill, process._handle, no_restart=True)
 
     def link_lifetimes(self, parts: Sequence[ActorProxy], cluster: Cluster) -> None:
-        """Have these processes belong to this one, which can do nothing without them: none outlives another.
+        """Link the lifetimes of this actor and its parts: when one of them ends, all of them are killed.
 
-        All are concurrent actors. Each part has a method `ended`, which returns or raises once it is of no use any
-        more. Needs a running event loop.
+        Requires a running event loop, on which watcher tasks run until the cluster closes.
+
+        Args:
+            parts: Async actors with a method `wait_until_exit`, which returns or raises once the part is unusable.
+            cluster: Owner of the watcher tasks.
         """
         self._parts = parts
-        for watch in (self._end_parts(), *(self._end_after(part) for part in parts)):
+        for watch in (self._kill_after_own_death(), *(self._kill_after_exit(part) for part in parts)):
             cluster.register_watcher(asyncio.get_running_loop().create_task(watch))
 
-    async def _end_parts(self) -> None:
-        with suppress(Exception):  # whoever calls this process says what it died of
-            await self._wait(self._handle.lives.remote(), "wait_forever", math.inf)
+    async def _kill_after_own_death(self) -> None:
+        with suppress(Exception):  # calls to this process report the cause of its death
+            await self._wait(self._handle.wait_forever.remote(), "wait_forever", math.inf)
         if not self._killed:
             self.kill()
 
-    async def _end_after(self, part: ActorProxy) -> None:
+    async def _kill_after_exit(self, part: ActorProxy) -> None:
         try:
             await part.call_with_deadline(math.inf, "wait_until_exit")
-            how = f"{part.name} ended"
-        except Exception as error:  # whatever it is: what waits for the part would wait for ever
-            how = str(error)
+            reason = f"{part.name} exited"
+        except Exception as error:  # after any failure, callers would wait for the part forever
+            reason = str(error)
         if not self._killed:
-            _log.warning("%s is ended, as a part of it is gone: %s", self._name, how)
+            _log.warning("Killing %s, because one of its processes is gone: %s", self._name, reason)
             self.kill()
 
     async def _call(
@@ -229,10 +273,10 @@ class ActorProxy:
                 error.cause.raised_in = f"{self._name}.{method}"
             raise error.cause from error
         except RayActorError as error:
-            see = "" if self._log_path is None else f" What it printed: {self._log_path}"
+            hint = "" if self._log_path is None else f" Its output is in {self._log_path}"
             lost = await describe_lost_node(self.actor_id) if self._is_multi_node else None
             cause = _first_cause(error) if lost is None else lost
-            raise self._death_error(f"{self._name} died during {method}: {cause}{see}") from error
+            raise self._death_error(f"{self._name} died during {method}: {cause}{hint}") from error
         except (TimeoutError, GetTimeoutError) as error:
             if isinstance(error, SkyRLError):
                 raise
@@ -240,16 +284,17 @@ class ActorProxy:
 
 
 def is_ray_task_error(error: BaseException | None) -> bool:
-    """Whether it is Ray's, around an exception of another process: its text is the traceback there."""
+    """Return True if `error` is Ray's wrapper of another process's exception, whose text is the remote traceback."""
     return isinstance(error, RayTaskError)
 
 
 _RAY_HINT_PREFIX = "Some common causes include"
-"""How Ray goes on after the way in which a process ended: five lines about what may have killed it."""
+"""Start of the generic hints that Ray appends to the cause of a death: five lines on what may have killed the process.
+"""
 
 
 def _first_cause(error: RayActorError) -> str:
-    """The line of Ray's message with the cause: a constructor's exception, or how the process ended."""
+    """Return the line of Ray's message with the cause: a constructor's exception, or how the process ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line and not line.startswith(("File", "The actor"))]
     cause = (named or lines or ["no reason given"])[-1]
@@ -271,22 +316,37 @@ def spawn(
     deadlines: Mapping[str, float] | None = None,
     runs_user_code: bool = False,
 ) -> ActorProxy:
-    """Start an actor with "module:Class"(**kwargs) in slot `index`; returns without waiting for the constructor.
+    """Start an actor that runs `"module:Class"(**kwargs)` in a slot of a pool.
 
-    `concurrent`: for classes with coroutine methods. `devices`: the accelerators of all slots that it uses
-    (placement.visible_devices), instead of only that of slot `index`. `deadlines`: see Remote. `apart`: it runs users'
-    code in processes of its own, so it imports no plugins, and what it prints is left to Ray, which shows it.
+    Returns without waiting for the constructor. The cluster kills the actor when it closes.
+
+    Args:
+        cluster: Cluster of the run.
+        target: Class of the wrapped object, as "module:Class".
+        kwargs: Keyword arguments of its constructor. They must be picklable.
+        pool: Reserved slots.
+        index: Slot in which the actor runs.
+        name: Name of the process in messages, logs and traces.
+        is_async: True for classes whose methods are coroutines; their calls run concurrently.
+        deadline_s: Seconds that a call may take.
+        death_error: Type of the exception that calls raise if the process dies.
+        devices: CUDA_VISIBLE_DEVICES of an actor that uses several slots, see `visible_devices`. None: the slot's own
+            GPU.
+        deadlines: Method name -> seconds, for methods with another deadline than `deadline_s`.
+        runs_user_code: True if user code runs in child processes of the actor. It then imports no plugins, and Ray
+            shows its output.
+
+    Returns:
+        The proxy through which the driver calls the object.
     """
     shell = ray.remote(_AsyncWorkerActor if is_async else _WorkerActor)
-    share = pool.slots_per_bundle / pool.actors_per_slot  # of a slot, or of all slots of a bundle
+    share = pool.slots_per_bundle / pool.actors_per_slot  # fraction of a slot, or of all slots of a bundle
     environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-    if (
-        pool.gpus_per_slot
-    ):  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
+    if pool.gpus_per_slot:  # Ray sets one thread for an actor that reserves no CPU, and engine ranks would inherit it
         environment["OMP_NUM_THREADS"] = str(pool.min_cores_per_slot)
     log, plugins = (None, ()) if runs_user_code else (cluster.actor_log_path(name), cluster.plugins)
     handle: Any = shell.options(
-        # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
+        # Ray counts in ten-thousandths and rounds up, so three thirds of a slot would not fit into the slot.
         num_cpus=math.floor(pool.cpus_per_slot * share * 10_000) / 10_000 if not pool.gpus_per_slot else 0,
         num_gpus=pool.gpus_per_slot * share if devices is None else 0,
         max_concurrency=_MAX_CONCURRENCY if is_async else 1,
@@ -305,7 +365,19 @@ def spawn_unpinned(
     name: str,
     deadline_s: float,
 ) -> ActorProxy:
-    """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
+    """Start an async actor that Ray places according to its options, and not in a reserved slot.
+
+    Args:
+        cluster: Cluster of the run.
+        target: Class of the wrapped object, as "module:Class".
+        kwargs: Keyword arguments of its constructor. They must be picklable.
+        options: Ray's actor options, such as num_cpus.
+        name: Name of the process in messages, logs and traces.
+        deadline_s: Seconds that a call may take.
+
+    Returns:
+        The proxy through which the driver calls the object.
+    """
     shell: Any = ray.remote(_AsyncWorkerActor).options(**options)
     handle = shell.remote(
         name, target, dict(kwargs), cluster.plugins, {}, cluster.is_single_node, None, trace.is_enabled()

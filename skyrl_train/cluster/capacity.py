@@ -1,4 +1,4 @@
-"""How many slots the living nodes have room for, found out without reserving any."""
+"""Check if slots fit on the live nodes, without reserving any."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import ray
 from ray._private.state import available_resources_per_node
 
 _ROUNDING = 1e-3
-"""Ray counts in ten-thousandths."""
+"""Tolerance of resource counts, which Ray rounds to ten-thousandths."""
 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """Slots that each take `slot` of a node's resources (CPU, GPU, custom ones), on nodes with these labels."""
+    """A number of equal slots, on nodes with certain labels."""
 
     num_slots: int
+    """Number of slots, a multiple of `slots_per_bundle`."""
     resources_per_slot: Mapping[str, float]
+    """Amounts of a node's resources (CPU, GPU, custom ones) that each slot takes."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Ray's label selectors that a node must match, by label name."""
     slots_per_bundle: int = 1
-    """So many neighbouring slots are on one node each time."""
+    """Number of neighboring slots that must be on one node."""
 
     @property
     def difficulty(self) -> tuple[int, float]:
-        """How hard it is to place: by what a node must have, then by size."""
+        """Sort key that grows with the difficulty of placing the slots: constraints first, then CPUs of a bundle."""
         return len(self.labels) + len(self.resources_per_slot), self.slots_per_bundle * self.resources_per_slot.get(
             "CPU", 0.0
         )
@@ -32,45 +35,58 @@ class ResourceDemand:
 
 @dataclass(frozen=True)
 class NodeCapacity:
-    """What is free on a living node, by the names of Ray's resources."""
+    """Free resources of a live node."""
 
     free: Mapping[str, float]
+    """Free amounts by the names of Ray's resources."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Ray's labels of the node."""
 
 
 def can_place(demands: Iterable[ResourceDemand], nodes: Sequence[NodeCapacity]) -> bool:
-    """Whether all slots have a place; the most demanding are placed first."""
-    left = [dict(node.free) for node in nodes]
-    for need in sorted(demands, key=lambda one: one.difficulty, reverse=True):
-        missing = need.num_slots // need.slots_per_bundle
-        for node, free in zip(nodes, left, strict=True):
-            if missing and all(_matches_label(one, node.labels.get(name)) for name, one in need.labels.items()):
-                placed = min(missing, count_fitting_slots(free, need.resources_per_slot) // need.slots_per_bundle)
-                missing -= placed
-                for name, amount in need.resources_per_slot.items():
-                    free[name] = free.get(name, 0.0) - placed * need.slots_per_bundle * amount
-        if missing:
+    """Return True if all slots fit on the nodes. The most difficult demand is placed first, each on the first nodes
+    that fit.
+    """
+    free_by_node = [dict(node.free) for node in nodes]
+    for demand in sorted(demands, key=lambda item: item.difficulty, reverse=True):
+        unplaced = demand.num_slots // demand.slots_per_bundle
+        for node, free in zip(nodes, free_by_node, strict=True):
+            if unplaced and all(
+                _matches_label(selector, node.labels.get(name)) for name, selector in demand.labels.items()
+            ):
+                num_placed = min(
+                    unplaced, count_fitting_slots(free, demand.resources_per_slot) // demand.slots_per_bundle
+                )
+                unplaced -= num_placed
+                for name, amount in demand.resources_per_slot.items():
+                    free[name] = free.get(name, 0.0) - num_placed * demand.slots_per_bundle * amount
+        if unplaced:
             return False
     return True
 
 
 def _matches_label(selector: str, label: str | None) -> bool:
-    """Whether a node whose label this is meets Ray's label selector: X, !X, in(X, Y) or !in(X, Y)."""
-    wanted = selector.removeprefix("!")
-    among = [one.strip() for one in wanted[3:-1].split(",")] if wanted.startswith("in(") else [wanted]
-    return (label in among) != selector.startswith("!")
+    """Return True if a node's label matches Ray's label selector: X, !X, in(X, Y) or !in(X, Y)."""
+    pattern = selector.removeprefix("!")
+    allowed = [value.strip() for value in pattern[3:-1].split(",")] if pattern.startswith("in(") else [pattern]
+    return (label in allowed) != selector.startswith("!")
 
 
 def count_fitting_slots(free: Mapping[str, float], slot: Mapping[str, float]) -> int:
-    """How many slots of this size there is room for in what is free on a node."""
+    """Return the number of slots that fit into a node's free resources.
+
+    Args:
+        free: Free amounts of the node, by resource name.
+        slot: Amounts that one slot takes, by resource name. At least one is positive.
+    """
     return min(int((free.get(name, 0.0) + _ROUNDING) / amount) for name, amount in slot.items() if amount > 0)
 
 
 def query_free_capacity() -> list[NodeCapacity]:
-    """What is free now on each node that Ray takes for living."""
+    """Return the resources that are free now on each live node."""
     free = available_resources_per_node()
     return [
-        NodeCapacity(found, dict(node["Labels"]))
+        NodeCapacity(amounts, dict(node["Labels"]))
         for node in ray.nodes()
-        if node["Alive"] and (found := free.get(node["NodeID"])) is not None
+        if node["Alive"] and (amounts := free.get(node["NodeID"])) is not None
     ]

@@ -1,4 +1,4 @@
-"""What a Ray task knows of the program that started it: bytes that it left by name; and whether there are GPUs."""
+"""A key-value store through which the driver passes bytes to its Ray tasks, and a check for GPUs in the cluster."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ _NAMESPACE = b"skyrl_train"
 
 
 def is_connected_to_ray() -> bool:
-    """Whether this process is connected to Ray, as the program or as one of its tasks."""
+    """Return True if this process is connected to Ray, as a driver or as a worker."""
     return bool(ray.is_initialized())
 
 
 def cluster_has_gpus() -> bool:
-    """A task without a GPU of its own sees none, wherever ranks and engines will be."""
+    """Return True if this process is connected to Ray and the cluster has GPUs. A task without a GPU of its own sees
+    none.
+    """
     return is_connected_to_ray() and ray.cluster_resources().get("GPU", 0.0) > 0
 
 
 def put_for_tasks(name: str, value: bytes) -> None:
-    """Replace what was left under that name. It stays in the cluster; other jobs do not find it."""
+    """Store bytes for the tasks of this Ray job, replacing an earlier value of the same name.
+
+    The value stays in the cluster's store. Other jobs cannot see it.
+    """
     internal_kv._internal_kv_put(_key(name), value, overwrite=True, namespace=_NAMESPACE)
 
 
 def get_from_driver(name: str) -> bytes | None:
-    """What the program whose job this process belongs to has left; None without any, or without Ray."""
+    """Return the bytes that the driver of this process's Ray job stored under a name.
+
+    Returns None if there are none, or if this process is not connected to Ray.
+    """
     if not is_connected_to_ray():
         return None
-    found: bytes | None = internal_kv._internal_kv_get(_key(name), namespace=_NAMESPACE)
-    return found
+    value: bytes | None = internal_kv._internal_kv_get(_key(name), namespace=_NAMESPACE)
+    return value
 
 
 def _key(name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What is known of the cluster that RAY_ADDRESS names before this process joins it, and of the job that it may be."""
+"""Facts about the cluster at RAY_ADDRESS and the submitted Ray job, known before this process joins the cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 QUERY_TIMEOUT_S = 20.0
-"""An answer takes a second; a cluster that is not there, Ray looks for 40 s long."""
+"""Limit of a query. An answer takes a second; Ray itself looks for an absent cluster for 40 s."""
 MIN_JOB_GRACE_S = 60.0
-"""Seconds that a run may need to end well: ranks have 30 s to answer, then the last step is saved."""
+"""Seconds that a run may need to end cleanly: ranks have 30 s to answer, then the last step is saved."""
 _RAY_DEFAULT_GRACE_S = 3
 _QUERY_SCRIPT = """
 import sys
@@ -21,21 +21,24 @@ print("GPUs", sum(node.resources_total.get("GPU", 0.0) for node in nodes.values(
 
 
 def external_cluster_address() -> str | None:
-    """The value of RAY_ADDRESS if it names a cluster that somebody else has started."""
+    """Return the value of RAY_ADDRESS if it names a running cluster, else None."""
     address = os.environ.get("RAY_ADDRESS")
     return None if address in (None, "", "local") else address
 
 
 def external_cluster_has_gpus() -> bool | None:
-    """Whether living nodes of the named cluster have GPUs, whatever this machine has; None if nobody answers.
+    """Return True if live nodes of the cluster at RAY_ADDRESS have GPUs, regardless of this machine.
 
-    Asked by a process of its own: a wrong token ends the process that uses it.
+    Blocks for up to 20 s. The query runs in a child process, because a wrong token ends the process that uses it.
+
+    Returns:
+        None if RAY_ADDRESS names no cluster, if it is a URL such as `ray://`, or if the cluster does not answer.
     """
     address = external_cluster_address()
     if address is None or "://" in address:
         return None
     try:
-        asked = subprocess.run(
+        query = subprocess.run(
             [sys.executable, "-c", _QUERY_SCRIPT, address],
             capture_output=True,
             text=True,
@@ -44,24 +47,27 @@ def external_cluster_has_gpus() -> bool | None:
         )
     except subprocess.TimeoutExpired:
         return None
-    counts = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("GPUs ")]
-    return float(counts[0]) > 0 if asked.returncode == 0 and counts else None
+    counts = [line.split()[1] for line in query.stdout.splitlines() if line.startswith("GPUs ")]
+    return float(counts[0]) > 0 if query.returncode == 0 and counts else None
 
 
 def short_job_grace_warning() -> str | None:
-    """What to say in a submitted job that `ray job stop` would kill before its last step is saved; else None.
+    """Return a warning if `ray job stop` would kill this job before its last step is saved.
 
-    Ray's job supervisor, whose environment its job inherits, reads how long it waits between SIGTERM and SIGKILL.
+    Ray's job supervisor waits between SIGTERM and SIGKILL; its environment, which the job inherits, says how long.
+
+    Returns:
+        The warning with the variable to set, or None if the time suffices or this is not a submitted job.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         return None
     try:
         seconds = int(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", _RAY_DEFAULT_GRACE_S))
     except ValueError:
-        seconds = 0  # Ray reads it when the job is stopped, and fails
+        seconds = 0  # Ray fails on such a value when the job is stopped
     if seconds >= MIN_JOB_GRACE_S:
         return None
     return (
-        f"`ray job stop` kills this job {seconds} s after it has asked it to end: the last step may not be saved. "
-        'Submit it with --runtime-env-json \'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}\'.'
+        f"`ray job stop` kills this job {seconds} s after it sends SIGTERM, so the last step may not be saved. "
+        'Submit the job with --runtime-env-json \'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}\'.'
     )

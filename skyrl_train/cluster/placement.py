@@ -1,4 +1,7 @@
-"""Slots: placement-group bundles, each with the accelerator (or share of CPUs) for one rank or engine."""
+"""Resource pools: slots in the bundles of a placement group, each with the resources of one rank or engine.
+
+A slot is one GPU, or a share of CPUs on a cluster without GPUs.
+"""
 
 from __future__ import annotations
 
@@ -26,40 +29,48 @@ from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, Insuf
 
 T = TypeVar("T")
 CHECK_INTERVAL_S = 2.0
+"""Seconds between two checks of the nodes."""
 _PROBE_TIMEOUT_S = 5.0
 _GPU_SHARE = 0.001
-"""Share of an accelerator for a task that only finds out which one it is; small enough to fit besides the tenants."""
+"""Share of a GPU for a task that only finds out which GPU it got; small enough to fit next to the slot's actors."""
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """`count` slots of one placement group; `tenants` actors share each of them."""
+    """Slots of one placement group. Several actors may share each slot."""
 
     placement_group: PlacementGroup
     num_slots: int
+    """Number of slots."""
     cpus_per_slot: float
-    """CPUs reserved by each slot, shared by its tenants."""
+    """CPUs that each slot reserves, shared by its actors."""
     gpus_per_slot: float
+    """1 for slots with a GPU, 0 for slots of CPUs."""
     actors_per_slot: int
+    """Number of actors that share each slot."""
     min_cores_per_slot: int
-    """CPUs of a slot's node, divided by the slots there; the fewest of all slots. Its tenants take turns."""
+    """CPUs per slot on the node where they are fewest. The actors of a slot use them in turn."""
     slots_per_bundle: int = 1
-    """Neighbouring slots of one bundle, which lie on one node."""
+    """Neighboring slots of one bundle, which are on one node."""
     bundle_order: tuple[int, ...] = ()
-    """The bundles, those of a node together; empty if they are in order anyway."""
+    """Bundle indices, grouped by node. Empty if the bundles are in this order anyway."""
     slot_node_ids: tuple[str, ...] = ()
-    """Ray's id of the node of each slot when they were reserved."""
+    """Ray's id of each slot's node when the pool was reserved."""
 
     def bundle_index(self, index: int) -> int:
-        """The bundle of slot `index`."""
+        """Return the index of the bundle that has slot `index`."""
         bundle = index // self.slots_per_bundle
         return self.bundle_order[bundle] if self.bundle_order else bundle
 
 
 def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
-    """CPUs that a CPU slot reserves: one, or less on a small cluster; a share is left for driver and environments.
+    """Return the CPUs that a CPU slot reserves: one, or less on a small cluster.
 
-    `cluster_cpus`: without those of environment hosts.
+    A share as large as a slot is left for the driver and its environments.
+
+    Args:
+        cluster_cpus: CPUs of the cluster, without those of environment hosts.
+        total_slots: Slots of the whole run.
     """
     return round(min(1.0, cluster_cpus / (total_slots + 1)), 3)
 
@@ -78,56 +89,69 @@ def reserve_pool(
     slots_per_bundle: int = 1,
     reserved_cpus: float = 0.0,
 ) -> ResourcePool:
-    """Reserve `count` slots.
+    """Reserve slots, and block until the cluster has placed them.
 
     Args:
-        total_slots: Of the whole run, so that all of its slots fit the CPUs.
-        key: The configuration key that needs the slots, for the error message.
-        strategy: PACK for as few nodes as possible, SPREAD for as many as possible.
-        labels: What a node must be labelled with.
-        together: So many neighbouring slots lie on one node, each time.
-        other_cpus: Of the cluster, for what has no slots.
+        cluster: Cluster of the run, which removes the placement group when it closes.
+        count: Number of slots, a multiple of `slots_per_bundle`.
+        actors_per_slot: Number of actors that share each slot.
+        device: "cuda" for slots of one GPU, otherwise slots of CPUs.
+        total_slots: Slots of the whole run, so that all of them fit the CPUs.
+        deadline_s: Seconds to wait for the slots.
+        key: Configuration key that needs the slots, for error messages.
+        strategy: "PACK" for as few nodes as possible, "SPREAD" for as many as possible.
+        labels: Ray's label selectors that nodes must match, by label name.
+        slots_per_bundle: Number of neighboring slots that must be on one node.
+        reserved_cpus: CPUs of the cluster that the pool must leave free.
 
-    Raises ConfigError if the cluster does not provide them within `deadline_s` seconds, ClusterLost if nothing else
-    either: then it is not that they are too many.
+    Raises:
+        ConfigError: The cluster is too small, or has not placed the slots within the deadline.
+        ClusterLost: The slots were not placed because a raylet does not respond.
     """
     gpus = 1.0 if device == "cuda" else 0.0
-    if (
-        reserved_cpus >= cluster.num_cpus and not gpus
-    ):  # also where nodes may come: CPU slots are shares of what is there
+    # Autoscaling does not help here: CPU slots are shares of the CPUs that exist now.
+    if reserved_cpus >= cluster.num_cpus and not gpus:
         raise ConfigError(
-            f"environment.hosts: they take {reserved_cpus:g} CPUs, which leaves none for ranks and engines; "
+            f"environment.hosts: the hosts take {reserved_cpus:g} CPUs, which leaves none for ranks and engines; "
             f"{_describe_cluster(cluster)}. Ask for fewer hosts, or set environment.host_cpus lower."
         )
     cpus = 1.0 if gpus else cpus_per_slot(cluster.num_cpus - reserved_cpus, total_slots)
-    need = f"{key}: needs {count} slots" + (f" of 1 GPU, {count} GPUs" if gpus else f" of {cpus:g} CPU")
-    need += f", {slots_per_bundle} at a time on one node" if slots_per_bundle > 1 else ""
-    need += f", on nodes with the labels {dict(labels)}" if labels else ""
-    advice = "Ask for fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or add nodes."
+    demand_text = f"{key}: needs " + (f"{count} GPUs" if gpus else f"{count} bundles of {cpus:g} CPU")
+    demand_text += f", {slots_per_bundle} at a time on one node" if slots_per_bundle > 1 else ""
+    demand_text += f", on nodes with the labels {dict(labels)}" if labels else ""
+    hint = "Ask for fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or add nodes."
     if gpus * total_slots > cluster.num_gpus and not cluster.may_autoscale:
-        raise ConfigError(f"{need} ({total_slots} in the whole run); {_describe_cluster(cluster)}. {advice}")
+        raise ConfigError(f"{demand_text} ({total_slots} in the whole run); {_describe_cluster(cluster)}. {hint}")
     bundle = {"CPU": cpus * slots_per_bundle} | ({"GPU": gpus * slots_per_bundle} if gpus else {})
     bundles = [bundle] * (count // slots_per_bundle)
-    group = _create_placement_group(cluster, bundles, strategy, deadline_s, need, advice, labels)
-    return _build_pool(group, count, cpus, gpus, actors_per_slot, slots_per_bundle)
+    placement = _create_placement_group(cluster, bundles, strategy, deadline_s, demand_text, hint, labels)
+    return _build_pool(placement, count, cpus, gpus, actors_per_slot, slots_per_bundle)
 
 
 def _build_pool(
-    group: PlacementGroup, count: int, cpus: float, gpus: float, actors_per_slot: int, slots_per_bundle: int
+    placement: PlacementGroup, count: int, cpus: float, gpus: float, actors_per_slot: int, slots_per_bundle: int
 ) -> ResourcePool:
-    """The slots of a group that has its nodes."""
-    table: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    """Return the pool of a placement group whose bundles have been placed."""
+    table: Mapping[int, str] = placement_group_table(placement)["bundles_to_node_id"]
     order = order_by_node([table[index] for index in range(count // slots_per_bundle)])
-    nodes = tuple(table[index] for index in order for _ in range(slots_per_bundle))
+    node_ids = tuple(table[index] for index in order for _ in range(slots_per_bundle))
     return ResourcePool(
-        group, count, cpus, gpus, actors_per_slot, _query_min_cores_per_slot(nodes), slots_per_bundle, order, nodes
+        placement,
+        count,
+        cpus,
+        gpus,
+        actors_per_slot,
+        _query_min_cores_per_slot(node_ids),
+        slots_per_bundle,
+        order,
+        node_ids,
     )
 
 
 def order_by_node(nodes: Sequence[str]) -> tuple[int, ...]:
-    """The indices of `nodes`, equal ones together, in the order in which each comes first.
+    """Return the indices of `nodes` with equal nodes grouped, in the order in which each node comes first.
 
-    Ranks that are neighbours talk most: those of a tensor-parallel group above all.
+    Neighboring ranks communicate most, above all those of a tensor-parallel group.
     """
     return tuple(sorted(range(len(nodes)), key=lambda index: nodes.index(nodes[index])))
 
@@ -142,62 +166,86 @@ async def reserve_additional_pool(
     labels: Mapping[str, str] | None = None,
     reserved_cpus: float = 0.0,
 ) -> ResourcePool:
-    """Reserve `count` slots more for a run under way, in a group of their own: `cluster.gives_back` ends it.
+    """Reserve more slots for a run in progress, in a placement group of their own.
 
-    On CPUs a slot is no larger than it would be had the run begun with `total_slots`, those that it asks for included.
-    Slots are as many on a node as those of `like`; `labels`, `other_cpus`: see `reserve`. A group
-    that waits for room is what makes an autoscaler add nodes. Raises ConfigError if there is none within `deadline_s`
-    seconds.
+    A pending placement group makes an autoscaler add nodes. `cluster.release_placement_group` frees the slots again.
+    CPU slots are as large as those of `existing_pool`, or smaller if the run had started with `total_slots` slots.
+
+    Args:
+        cluster: Cluster of the run.
+        existing_pool: Pool whose size of slots and number of slots per bundle the new pool takes over.
+        count: Number of slots, a multiple of `existing_pool.slots_per_bundle`.
+        total_slots: Slots of the whole run, including the new ones.
+        deadline_s: Seconds to wait for the slots.
+        labels: Ray's label selectors that nodes must match, by label name.
+        reserved_cpus: CPUs of the cluster that the slots must leave free.
+
+    Raises:
+        ConfigError: The slots were not placed within the deadline.
     """
     cpus = (
         existing_pool.cpus_per_slot
         if existing_pool.gpus_per_slot
         else min(existing_pool.cpus_per_slot, cpus_per_slot(cluster.num_cpus - reserved_cpus, total_slots))
     )
-    together = existing_pool.slots_per_bundle
-    bundle = {"CPU": cpus * together} | (
-        {"GPU": existing_pool.gpus_per_slot * together} if existing_pool.gpus_per_slot else {}
+    slots_per_bundle = existing_pool.slots_per_bundle
+    bundle = {"CPU": cpus * slots_per_bundle} | (
+        {"GPU": existing_pool.gpus_per_slot * slots_per_bundle} if existing_pool.gpus_per_slot else {}
     )
-    bundles = count // together
-    selector = [dict(labels)] * bundles if labels else None
-    group = placement_group([bundle] * bundles, strategy="PACK", bundle_label_selector=selector)
-    cluster.register_placement_group(group)
+    num_bundles = count // slots_per_bundle
+    selector = [dict(labels)] * num_bundles if labels else None
+    placement = placement_group([bundle] * num_bundles, strategy="PACK", bundle_label_selector=selector)
+    cluster.register_placement_group(placement)
     try:
         async with asyncio.timeout(deadline_s):
-            while not await asyncio.to_thread(group.wait, 1):
+            while not await asyncio.to_thread(placement.wait, 1):
                 pass
-        return await asyncio.to_thread(_build_pool, group, count, cpus, existing_pool.gpus_per_slot, 1, together)
+        return await asyncio.to_thread(
+            _build_pool, placement, count, cpus, existing_pool.gpus_per_slot, 1, slots_per_bundle
+        )
     except TimeoutError:
-        cluster.release_placement_group(group)
+        cluster.release_placement_group(placement)
         free = await asyncio.to_thread(ray.available_resources)
         raise ConfigError(
-            f"{count} slots more of {cpus:g} CPU"
+            f"{count} more bundles of {cpus:g} CPU"
             + (f" and {existing_pool.gpus_per_slot:g} GPU" if existing_pool.gpus_per_slot else "")
-            + " were not free "
-            f"within {deadline_s:g} s ({free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are now). Add "
-            "nodes to the Ray cluster, or end what uses them, and ask again."
+            + f" did not become free within {deadline_s:g} s ({free.get('CPU', 0.0):g} CPUs and "
+            f"{free.get('GPU', 0.0):g} GPUs are free now). Add nodes to the Ray cluster or stop other jobs, and try "
+            "again."
         ) from None
     except BaseException:
-        cluster.release_placement_group(group)
+        cluster.release_placement_group(placement)
         raise
 
 
 def reserve_spread_pool(
     cluster: Cluster, *, count: int, cpus: float, resources: Mapping[str, float], deadline_s: float, key: str
 ) -> ResourcePool:
-    """Reserve `count` slots of CPUs and custom resources for one actor each, spread over nodes as far as there are any.
+    """Reserve slots of CPUs and custom resources for one actor each, spread over as many nodes as possible.
 
-    Raises as `reserve`.
+    Args:
+        cluster: Cluster of the run, which removes the placement group when it closes.
+        count: Number of slots.
+        cpus: CPUs of each slot.
+        resources: Custom resources of each slot, by name.
+        deadline_s: Seconds to wait for the slots.
+        key: Configuration key that needs the slots, for error messages.
+
+    Raises:
+        ConfigError: The cluster is too small, or has not placed the slots within the deadline.
+        ClusterLost: The slots were not placed because a raylet does not respond.
     """
-    others = "".join(f" and {amount:g} {name}" for name, amount in resources.items())
-    need = f"{key}: needs {count} x {cpus:g} CPU{others}"
+    custom = "".join(f" and {amount:g} {name}" for name, amount in resources.items())
+    demand_text = f"{key}: needs {count} x {cpus:g} CPU{custom}"
     bundle = {"CPU": cpus, **resources}
-    lacks = [name for name, amount in bundle.items() if count * amount > ray.cluster_resources().get(name, 0.0)]
-    advice = "Ask for fewer hosts, for less in environment.host_cpus and environment.host_resources, or add nodes."
-    if lacks and not cluster.may_autoscale:
-        raise ConfigError(f"{need}; {_describe_cluster(cluster)}, which is not enough {' or '.join(lacks)}. {advice}")
-    group = _create_placement_group(cluster, [bundle] * count, "SPREAD", deadline_s, need, advice)
-    return _build_pool(group, count, cpus, 0.0, 1, 1)
+    short = [name for name, amount in bundle.items() if count * amount > ray.cluster_resources().get(name, 0.0)]
+    hint = "Ask for fewer hosts, for less in environment.host_cpus and environment.host_resources, or add nodes."
+    if short and not cluster.may_autoscale:
+        raise ConfigError(
+            f"{demand_text}; {_describe_cluster(cluster)}, which is not enough {' or '.join(short)}. {hint}"
+        )
+    placement = _create_placement_group(cluster, [bundle] * count, "SPREAD", deadline_s, demand_text, hint)
+    return _build_pool(placement, count, cpus, 0.0, 1, 1)
 
 
 def _describe_cluster(cluster: Cluster) -> str:
@@ -209,98 +257,138 @@ def _create_placement_group(
     bundles: list[dict[str, float]],
     strategy: str,
     deadline_s: float,
-    need: str,
-    advice: str,
+    demand_text: str,
+    hint: str,
     labels: Mapping[str, str] | None = None,
 ) -> PlacementGroup:
     selector = [dict(labels)] * len(bundles) if labels else None
-    group = placement_group(bundles, strategy=strategy, bundle_label_selector=selector)
-    if not _wait_until_placed(group, deadline_s):
-        remove_placement_group(group)
+    placement = placement_group(bundles, strategy=strategy, bundle_label_selector=selector)
+    if not _wait_until_placed(placement, deadline_s):
+        remove_placement_group(placement)
         if not _probe_raylets():
-            raise ClusterLost(f"{need}; not placed within {deadline_s:g} s, nor is anything: a raylet does not answer.")
+            raise ClusterLost(f"{demand_text}; not placed within {deadline_s:g} s, because a raylet does not respond.")
         free = ray.available_resources()
-        idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
-        raise ConfigError(f"{need}; {_describe_cluster(cluster)}, {idle}; not placed within {deadline_s:g} s. {advice}")
-    cluster.register_placement_group(group)
-    return group
+        free_text = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
+        raise ConfigError(
+            f"{demand_text}; {_describe_cluster(cluster)}, {free_text}; not placed within {deadline_s:g} s. {hint}"
+        )
+    cluster.register_placement_group(placement)
+    return placement
 
 
-def _wait_until_placed(group: PlacementGroup, within_s: float) -> bool:
+def _wait_until_placed(placement: PlacementGroup, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
-    # group.ready() would be a task, which holds a worker that could be an actor; a wait hears no Ctrl-C before its end.
+    # placement.ready() would run a task, which occupies a worker process. Short waits let Ctrl-C through.
     try:
-        while not (ready := group.wait(1)) and time.monotonic() < deadline:
+        while not (ready := placement.wait(1)) and time.monotonic() < deadline:
             pass
-    except Exception:  # Ray's own kind: there is no such group any more, as there is no node for it
+    except Exception:  # of a type of Ray's own: the group was removed, as no node can hold it
         return False
     return bool(ready)
 
 
 def _probe_raylets() -> bool:
-    """Whether every node still reserves what it is asked for: of a resource that each has for itself alone."""
-    asked = [{f"node:{node['NodeManagerAddress']}": 0.001} for node in ray.nodes() if node["Alive"]]
-    if not asked:
+    """Return True if every live node can still place a bundle.
+
+    Reserves a little of the resource `node:<ip>` of each node. A node whose raylet hangs fails this test.
+    """
+    bundles = [{f"node:{node['NodeManagerAddress']}": 0.001} for node in ray.nodes() if node["Alive"]]
+    if not bundles:
         return False
-    group = placement_group(asked, strategy="SPREAD")
+    placement = placement_group(bundles, strategy="SPREAD")
     try:
-        return _wait_until_placed(group, _PROBE_TIMEOUT_S)
+        return _wait_until_placed(placement, _PROBE_TIMEOUT_S)
     finally:
-        remove_placement_group(group)
+        remove_placement_group(placement)
 
 
-def _query_min_cores_per_slot(nodes: Iterable[str]) -> int:
+def _query_min_cores_per_slot(node_ids: Iterable[str]) -> int:
     cpus = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]}
-    return compute_min_cores_per_slot(nodes, cpus)
+    return compute_min_cores_per_slot(node_ids, cpus)
 
 
 def compute_min_cores_per_slot(nodes: Iterable[str], cpus: Mapping[str, float]) -> int:
-    """CPUs for each slot, where they are fewest: `nodes` are those of all slots, `cpus` what each node has."""
+    """Return the CPUs per slot, at least 1, of the node where they are fewest.
+
+    Args:
+        nodes: Node id of each slot.
+        cpus: CPUs of each node, by id.
+    """
     return min(max(1, int(cpus.get(node, 1.0)) // slots) for node, slots in Counter(nodes).items())
 
 
 def slot_scheduling_strategy(pool: ResourcePool, index: int) -> PlacementGroupSchedulingStrategy:
-    """Where Ray puts an actor or a task that uses slot `index`."""
+    """Return Ray's scheduling strategy for an actor or a task in slot `index`."""
     return PlacementGroupSchedulingStrategy(pool.placement_group, placement_group_bundle_index=pool.bundle_index(index))
 
 
 async def await_unless_node_lost(work: Awaitable[T], pool: ResourcePool, indices: Sequence[int]) -> T:
-    """Await `work`, which needs these of the slots. Raises ClusterLost once their node has died: it would never end."""
+    """Await `work`, which depends on some slots of a pool, and return its result.
+
+    Args:
+        work: Awaitable, cancelled if this call ends early.
+        pool: Pool of the slots.
+        indices: Slots on which `work` depends.
+
+    Raises:
+        ClusterLost: A node of these slots died, so `work` would never finish.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=CHECK_INTERVAL_S))[0]:
             if not await _are_on_live_nodes(pool, indices):
-                raise ClusterLost("a node with slots of this run died.")
+                raise ClusterLost("a node of this run died.")
         return task.result()
     finally:
         task.cancel()
 
 
 async def wait_for_rescheduling(pool: ResourcePool, indices: Sequence[int], within_s: float) -> None:
-    """Wait until these of the slots have a node, those of a lost one a new one. Raises NoRoom if they have none then.
+    """Wait until all of these slots are on live nodes.
 
-    Ray moves the bundles of a lost node by itself, and what is in the others goes on.
+    Ray itself moves the bundles of a lost node to other nodes; the other bundles keep running.
+
+    Args:
+        pool: Pool of the slots.
+        indices: Slots to wait for.
+        within_s: Seconds to wait.
+
+    Raises:
+        InsufficientResources: Some slot is on no live node after that time.
     """
     deadline = time.monotonic() + within_s
     while not await _are_on_live_nodes(pool, indices):
         if time.monotonic() > deadline:
-            raise InsufficientResources("a node with slots of this run was lost, and the others have no room for them.")
+            raise InsufficientResources(
+                "a node of this run was lost, and the other nodes have no free resources for its actors."
+            )
         await asyncio.sleep(min(CHECK_INTERVAL_S, max(within_s, 0.1)))
 
 
 async def _are_on_live_nodes(pool: ResourcePool, indices: Sequence[int]) -> bool:
-    """Whether each of these slots is on a living node. Of a group as a whole Ray knows only whether all are."""
+    """Return True if each of these slots is on a live node.
+
+    Ray's own state of a placement group covers only all of its bundles.
+    """
     table, nodes = await asyncio.to_thread(lambda: (placement_group_table(pool.placement_group), ray.nodes()))
-    living = {node["NodeID"] for node in nodes if node["Alive"]}
-    return all(table["bundles_to_node_id"].get(pool.bundle_index(index)) in living for index in indices)
+    live_node_ids = {node["NodeID"] for node in nodes if node["Alive"]}
+    return all(table["bundles_to_node_id"].get(pool.bundle_index(index)) in live_node_ids for index in indices)
 
 
 async def locate_gpus(pool: ResourcePool, indices: Sequence[int], deadline_s: float) -> list[tuple[str, str]]:
-    """Node and accelerator (an entry of CUDA_VISIBLE_DEVICES there) of each of these slots.
+    """Return node id and GPU (an entry of CUDA_VISIBLE_DEVICES there) of each of these slots.
 
-    A share of each slot must be free: that of the tenant that will use it. Raises DeadlineExceeded.
+    The tasks that ask need a thousandth of each slot's GPU, so an actor's share of it must still be free.
+
+    Args:
+        pool: Pool with GPUs.
+        indices: Slots to locate.
+        deadline_s: Seconds that this may take.
+
+    Raises:
+        DeadlineExceeded: Some slot's task did not finish in time.
     """
-    asked = [
+    refs = [
         ray.remote(_locate_gpu)
         .options(
             num_cpus=0,
@@ -311,24 +399,32 @@ async def locate_gpus(pool: ResourcePool, indices: Sequence[int], deadline_s: fl
         for index in indices
     ]
     try:
-        return list(await with_timeout(deadline_s, asyncio.gather(*asked)))
+        return list(await with_timeout(deadline_s, asyncio.gather(*refs)))
     except TimeoutError as error:
-        raise DeadlineExceeded(f"asking slots {list(indices)} for their accelerators", deadline_s) from error
+        raise DeadlineExceeded(f"locating the GPUs of bundles {list(indices)}", deadline_s) from error
 
 
 async def find_free_address(cluster: Cluster, pool: ResourcePool, index: int, deadline_s: float) -> tuple[str, int]:
-    """(address, free port) of the node of a slot, as the run's other processes reach it.
+    """Return the address of a slot's node, as the run's other processes reach it, and a free port of it.
 
-    Raises DeadlineExceeded, and ClusterLost if the node cannot be asked.
+    Args:
+        cluster: Cluster of the run.
+        pool: Pool of the slot.
+        index: Index of the slot.
+        deadline_s: Seconds that this may take.
+
+    Raises:
+        DeadlineExceeded: The node did not answer in time.
+        ClusterLost: The task on the node failed, for example because the node died.
     """
     options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": slot_scheduling_strategy(pool, index)}
-    asked: Any = ray.remote(_free_address).options(**options).remote(cluster.is_single_node)
+    reference: Any = ray.remote(_free_address).options(**options).remote(cluster.is_single_node)
     try:
-        return await with_timeout(deadline_s, asked)  # type: ignore[no-any-return]
+        return await with_timeout(deadline_s, reference)  # type: ignore[no-any-return]
     except TimeoutError as error:
-        raise DeadlineExceeded(f"asking the node of slot {index} for a free port", deadline_s) from error
+        raise DeadlineExceeded(f"finding a free port on the node of bundle {index}", deadline_s) from error
     except RayError as error:
-        raise ClusterLost(f"the node of slot {index} does not say which of its ports is free: {error}") from error
+        raise ClusterLost(f"no free port could be found on the node of bundle {index}: {error}") from error
 
 
 def _free_address(is_single_node: bool) -> tuple[str, int]:
@@ -341,15 +437,20 @@ def _locate_gpu() -> tuple[str, str]:
 
 
 def visible_devices(locations: Sequence[tuple[str, str]], key: str) -> str:
-    """CUDA_VISIBLE_DEVICES for a process that uses all of these (node, accelerator) places, in order.
+    """Return CUDA_VISIBLE_DEVICES for a process that uses all of these GPUs, in order.
 
-    Raises ConfigError naming `key` if they are on several nodes.
+    Args:
+        locations: Node id and GPU of each, see `locate_gpus`.
+        key: Configuration key that requires them to be on one node, for the error message.
+
+    Raises:
+        ConfigError: The GPUs are on several nodes.
     """
     nodes = sorted({node for node, _ in locations})
     if len(nodes) > 1:
         raise ConfigError(
-            f"{key}: {len(locations)} accelerators that one engine needs on one node lie on {len(nodes)} "
-            f"({', '.join(nodes)}). Make it divide the accelerators of a node and start more engines instead, or set "
-            "trainer.placement.nodes_per_engine."
+            f"{key}: one engine needs {len(locations)} GPUs on one node, but they are on {len(nodes)} nodes "
+            f"({', '.join(nodes)}). Choose a value that divides the number of GPUs of a node and start more engines "
+            "instead, or set trainer.placement.nodes_per_engine."
         )
     return ",".join(device for _, device in locations)

@@ -1,4 +1,4 @@
-"""What Ray's workers import before they know what they will be: `RAY_preload_python_modules` names this module."""
+"""Imports of idle Ray workers before they become actors. Ray imports this module through RAY_preload_python_modules."""
 
 from __future__ import annotations
 

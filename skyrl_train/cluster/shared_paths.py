@@ -1,4 +1,4 @@
-"""Files and folders that must be there on every node that uses them, asked of the nodes before anything is loaded."""
+"""Check that files and folders exist on every node that uses them, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,81 +16,97 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_train.errors import ClusterLost, ConfigError
 
 _MAX_NODES_IN_ERROR = 8
-"""Nodes that an error names."""
+"""Maximum number of nodes that an error names."""
 
 
 @dataclass(frozen=True)
 class SharedPath:
-    """A path that processes on these nodes (Ray's ids) use."""
+    """A path that processes on several nodes use."""
 
     key: str
+    """Configuration key of the path, for error messages."""
     path: str
     nodes: frozenset[str]
+    """Ray's ids of the nodes that use the path."""
     is_written: bool = False
-    """Whether they write there: then it must be the driver's own folder, not one of the same name."""
+    """True if the nodes write there. Then it must be the driver's own folder, not another one of the same name."""
 
 
 def check_shared_paths(paths: Iterable[SharedPath], within_s: float) -> None:
-    """Raises ConfigError that names the nodes that do not see a path, ClusterLost if a node does not answer in time.
+    """Raise an error if a node does not see a path that it uses.
 
-    What neither the driver nor a node sees is left to whoever reads it: a model's name on the hub, for one.
+    A relative path that the driver does not see is skipped, for example the name of a model on the hub. So is a path
+    that neither the driver nor any node sees: its reader reports it.
+
+    Args:
+        paths: Paths to check.
+        within_s: Seconds that the nodes may take to answer.
+
+    Raises:
+        ConfigError: Some nodes do not see a path. Names all of these paths and the addresses of up to 8 nodes for each.
+        ClusterLost: A node was lost or does not answer in time.
     """
-    asked = [path for path in paths if os.path.isabs(path.path) or os.path.exists(path.path)]
-    with _probe_files(asked) as probes:
-        nodes = sorted(frozenset[str]().union(*(path.nodes for path in asked)))
-        missing = _missing(nodes, sorted(set(probes)), within_s)
-    found = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    checked = [path for path in paths if os.path.isabs(path.path) or os.path.exists(path.path)]
+    with _probe_files(checked) as probes:
+        nodes = sorted(frozenset[str]().union(*(path.nodes for path in checked)))
+        missing = _query_missing(nodes, sorted(set(probes)), within_s)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     problems = []
-    for path, probe in zip(asked, probes, strict=True):
-        somebody = os.path.exists(path.path) or any(probe not in lacks for lacks in missing.values())
-        blind = sorted(found.get(node, node) for node in path.nodes if probe in missing[node])
-        if blind and somebody:
-            problems.append(_problem(path, blind))
+    for path, probe in zip(checked, probes, strict=True):
+        exists = os.path.exists(path.path) or any(probe not in absent for absent in missing.values())
+        without_path = sorted(addresses.get(node, node) for node in path.nodes if probe in missing[node])
+        if without_path and exists:
+            problems.append(_describe_problem(path, without_path))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _problem(path: SharedPath, blind: Sequence[str]) -> str:
-    """What to say of a path that these nodes (addresses) do not see."""
-    what = "the driver's folder" if path.is_written else "it"
-    named = ", ".join(blind[:_MAX_NODES_IN_ERROR]) + (", ..." if len(blind) > _MAX_NODES_IN_ERROR else "")
-    copy = "" if path.is_written else ", or copy it to the same place on each"
-    count = f"{len(blind)} of the {len(path.nodes)} nodes that use it"
+def _describe_problem(path: SharedPath, addresses: Sequence[str]) -> str:
+    """Return the message for a path that the nodes with these addresses do not see."""
+    missing = "the driver's folder" if path.is_written else "it"
+    names = ", ".join(addresses[:_MAX_NODES_IN_ERROR]) + (", ..." if len(addresses) > _MAX_NODES_IN_ERROR else "")
+    copy_hint = "" if path.is_written else ", or copy it to the same place on each"
+    count = f"{len(addresses)} of the {len(path.nodes)} nodes that use it"
     return (
-        f"{path.key}={path.path!r}: {count} do not see {what}: {named}. "
-        f"Give a path on a disk that all of them share{copy}."
+        f"{path.key}={path.path!r}: {count} do not see {missing}: {names}. "
+        f"Give a path on a disk that all of them share{copy_hint}."
     )
 
 
 @contextmanager
 def _probe_files(paths: Sequence[SharedPath]) -> Iterator[list[str]]:
-    """What the nodes are asked for: the path, or a file that is put into a folder that they write to."""
+    """Yield the path that each node checks, one for each of `paths`.
+
+    For a folder that nodes write to, this is a temporary file in it, so that another folder of the same name does not
+    pass. The files are removed on exit.
+    """
     probes = [
-        str(Path(one.path) / f".seen-by-nodes-{uuid.uuid4().hex[:8]}") if one.is_written else one.path for one in paths
+        str(Path(path.path) / f".seen-by-nodes-{uuid.uuid4().hex[:8]}") if path.is_written else path.path
+        for path in paths
     ]
-    marks = [Path(probe) for one, probe in zip(paths, probes, strict=True) if one.is_written]
+    created = [Path(probe) for path, probe in zip(paths, probes, strict=True) if path.is_written]
     try:
-        for mark in marks:
-            mark.touch()
+        for file in created:
+            file.touch()
         yield probes
     finally:
-        for mark in marks:
+        for file in created:
             with suppress(OSError):
-                mark.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
 
 
-def _missing(nodes: Sequence[str], probes: Sequence[str], within_s: float) -> dict[str, set[str]]:
-    """Node -> what is not there."""
-    asked = [
+def _query_missing(nodes: Sequence[str], probes: Sequence[str], within_s: float) -> dict[str, set[str]]:
+    """Return for each node, by its id, the paths that do not exist there."""
+    refs = [
         ray.remote(_find_missing)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         .remote(list(probes))
         for node in nodes
     ]
     try:
-        answers = ray.get(asked, timeout=within_s)
+        answers = ray.get(refs, timeout=within_s)
     except RayError as error:
-        raise ClusterLost(f"a node with slots of this run did not say which files it sees: {error}") from error
+        raise ClusterLost(f"a node of this run did not report which files it sees: {error}") from error
     return dict(zip(nodes, map(set, answers), strict=True))
 
 

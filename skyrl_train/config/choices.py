@@ -1,6 +1,7 @@
-"""What can be chosen by name: tables name -> "module:object". Nothing is imported until a name is used.
+"""Tables of everything built in that a configuration chooses by name: name -> "module:object".
 
-The registries of the packages that hold these objects are built on these tables, so a name is written once.
+An object is imported when its name is first used. The registries of the packages that define these objects are built on
+these tables, so each name is written once.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ ENGINES = {
 }
 
 WORKER_NODES = {"vllm": "skyrl_train.engines.vllm.engine:VLLMWorkerNode"}
-"""Of engines over several nodes: what runs on all but the first."""
+"""Engines that can span several nodes -> the class that runs on every node except the first."""
 
 ENVIRONMENTS = {
     "aime": "skyrl_train.environments.tasks.aime:AIMEEnv",
@@ -103,10 +104,10 @@ TOOLS: dict[str, str] = {
     "search": "skyrl_train.environments.tools.search:SearchTool",
     "sql": "skyrl_train.environments.tools.sql:SQLTool",
 }
-"""What environments can give a model to call."""
+"""Tools that the tool_use environment can offer to a model."""
 
 CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen3_with_thinking", "qwen3_without_thinking")
-"""The built-in chat templates; `data.chat_templates.TEMPLATES` has their texts."""
+"""Names of the built-in chat templates. `data.chat_templates.TEMPLATES` holds their texts."""
 
 TRACKERS = {
     "console": "skyrl_train.report.console:ConsoleTracker",
@@ -115,7 +116,7 @@ TRACKERS = {
     "trackio": "skyrl_train.report.trackio:TrackioTracker",
     "wandb": "skyrl_train.report.wandb:WandbTracker",
 }
-"""Where a run reports to besides its JSONL files. These and the console are always on."""
+"""Trackers that a run reports to in addition to its JSONL files. The console and the JSONL files are always on."""
 
 SCHEDULES = (
     "constant",
@@ -126,4 +127,4 @@ SCHEDULES = (
     "linear",
     "polynomial",
 )
-"""Learning-rate schedules of transformers that need no more than warm-up and total steps."""
+"""Learning-rate schedules of transformers that need only the numbers of warm-up steps and of total steps."""

@@ -1,4 +1,4 @@
-"""environment: what gives the rewards."""
+"""Configuration section `environment`: environments, their workers and the sandbox."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class GSM8KConfig(Section):
     """Settings of the gsm8k environment."""
 
     method: str = config_field("strict", choices=("strict", "flexible"))
-    """How the answer is found. strict: it is the number after "####". flexible: without such a number, it is the last
-    number of the text."""
+    """How the answer is extracted. `strict` takes the number after "####". `flexible` takes the last number of the
+    response if there is no such number."""
     format_score: float = config_field(0.0, range=FRACTION)
-    """Reward of an answer that is a single wrong number."""
+    """Reward of an answer that is a single number, but the wrong one."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class GSM8KMultiTurnConfig(Section):
     """Settings of the gsm8k_multi_turn environment."""
 
     format_score: float = config_field(0.2, range=FRACTION)
-    """Reward of wrong numbers in the right format, for all turns together."""
+    """Total reward, over all turns, of wrong numbers in the right format."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class MultiplyConfig(Section):
     """Settings of the multiply environment."""
 
     format_score: float = config_field(0.5, range=FRACTION)
-    """Reward of a wrong number in a box, in the last turn."""
+    """Reward of a wrong boxed number in the last turn."""
 
 
 @dataclass
@@ -50,7 +50,8 @@ class MathConfig(Section):
     """Settings of the math environment."""
 
     timeout: float = config_field(5.0, range=POSITIVE)
-    """Time limit (seconds) for comparing an answer with the right one; a comparison that takes longer scores 0."""
+    """Time limit (seconds) for comparing an answer with the reference answer. A comparison that takes longer scores 0.
+    It must be below `trainer.timeouts.environment_step_s`."""
 
 
 @dataclass
@@ -74,10 +75,11 @@ class IFEvalConfig(Section):
     """Settings of the ifeval environment."""
 
     reward: str = config_field("fraction", choices=("fraction", "all"))
-    """fraction: the share of a prompt's instructions that the response follows. all: 1 if it follows every one of them,
-    otherwise 0."""
+    """`fraction` rewards the share of a prompt's instructions that the response follows. `all` rewards 1 if the
+    response follows every instruction, otherwise 0."""
     loose: bool = False
-    """Also count instructions that the response follows once its first or last line or its asterisks are removed."""
+    """Also count instructions that the response follows after its first line, its last line or its asterisks are
+    removed."""
 
 
 @dataclass
@@ -85,11 +87,13 @@ class LCBConfig(Section):
     """Settings of the lcb environment."""
 
     test_timeout_s: float = config_field(6.0, range=POSITIVE)
-    """Time limit (seconds) of one test; it applies to wall-clock time and to processor time."""
+    """Time limit (seconds) of one test. It applies to wall-clock time and to CPU time. It must not be above
+    `timeout_s`."""
     timeout_s: float = config_field(45.0, range=POSITIVE)
-    """Time limit (seconds) of all tests of one answer together; tests that have not run by then count as failed."""
+    """Time limit (seconds) of all tests of one answer together. Tests that have not run by then count as failed. It
+    must be at least 10 s below `trainer.timeouts.environment_step_s`."""
     max_tests: int = config_field(20, range=AT_LEAST_ONE)
-    """Maximum number of tests that are run for a row: its first ones."""
+    """Maximum number of tests that are run for a row. The row's first tests are run."""
 
 
 @dataclass
@@ -97,14 +101,16 @@ class JudgeConfig(Section):
     """Settings of the llm_as_a_judge environment."""
 
     model: str = "gpt-4o-mini"
-    """The model that judges."""
+    """Name of the judge model."""
     base_url: str | None = None
-    """OpenAI-compatible server of that model; null is OpenAI's. The API key is read from OPENAI_API_KEY."""
+    """URL of the OpenAI-compatible server of the judge model. null is OpenAI's server. The API key is read from the
+    environment variable OPENAI_API_KEY."""
     timeout: float = config_field(30.0, range=POSITIVE)
-    """Time limit (seconds) for judging one answer, all retries included. It must be below
-    trainer.timeouts.environment_step_s."""
+    """Time limit (seconds) for judging one answer, including all retries. It must be below
+    `trainer.timeouts.environment_step_s`."""
     sampling: dict[str, Any] = config_field(factory=dict)
-    """Parameters that are sent with every request, for example temperature; the server decides about all others."""
+    """Sampling parameters that are sent with every request, for example `temperature`. The server uses its defaults for
+    all others."""
 
 
 @dataclass
@@ -114,22 +120,23 @@ class SearchConfig(Section):
     log_requests: bool = False
     """Log every request."""
     search_url: str = "http://127.0.0.1:8000/retrieve"
-    """The search server, which speaks SkyRL's protocol. It is not used if `corpus` is set."""
+    """URL of the search server, which uses SkyRL's protocol. It is not used if `corpus` is set."""
     topk: int = config_field(3, range=AT_LEAST_ONE)
-    """Documents per query."""
+    """Number of documents that are returned for each query."""
     timeout: float = config_field(30.0, range=POSITIVE)
-    """Time limit (seconds) of one query, all retries included. It must be below trainer.timeouts.environment_step_s."""
+    """Time limit (seconds) of one query, including all retries. It must be below
+    `trainer.timeouts.environment_step_s`."""
     corpus: str | None = None
-    """Documents to search with BM25 instead of asking a server: a .jsonl or .parquet file, or an index that
-    tools/bm25.py wrote."""
+    """Documents that are searched with BM25 instead of a server: a .jsonl or .parquet file, or an index written by
+    tools/bm25.py. null uses the server at `search_url`."""
 
 
 @dataclass
 class SearchCodeConfig(SearchConfig):
-    """Settings of the searchcode environment: those of search, and the time limit of its programs."""
+    """Settings of the searchcode environment: the settings of search, and a time limit of programs."""
 
     python_timeout: float = config_field(10.0, range=POSITIVE)
-    """Time limit (seconds) of one program. It must be below trainer.timeouts.environment_step_s."""
+    """Time limit (seconds) of one program. It must be below `trainer.timeouts.environment_step_s`."""
 
 
 @dataclass
@@ -137,11 +144,11 @@ class ReasoningGymConfig(Section):
     """Settings of the reasoning_gym environment."""
 
     tasks: list[str] | None = None
-    """Names of the library's datasets that rows may use. null allows all of them except those whose scorer runs the
+    """Names of the library's datasets that rows may use. null allows all datasets except those whose scorer runs the
     answer as code."""
     partial_credit: bool = True
-    """Give scores below 1 as they are; false turns them into 0. Many scorers of the library give some credit to an
-    answer that stands among others."""
+    """Keep scores below 1 unchanged. false turns them into 0. Many of the library's scorers give partial credit to a
+    longer text that contains the answer."""
 
 
 @dataclass
@@ -151,7 +158,7 @@ class VerifiersConfig(Section):
     env_id: str | None = None
     """Name of an installed environment of the verifiers library."""
     env_args: dict[str, Any] = config_field(factory=dict)
-    """Arguments of its `load_environment`."""
+    """Keyword arguments of the environment's `load_environment`."""
 
 
 @dataclass
@@ -159,84 +166,89 @@ class OpenEnvConfig(Section):
     """Settings of the openenv environment."""
 
     base_url: str | None = None
-    """The server: an http(s) address with `POST /reset` and `POST /step` below it, or the address of OpenEnv's
-    sessions, ws(s)://.../ws."""
+    """URL of the server: an http(s) URL below which it serves `POST /reset` and `POST /step`, or the URL of OpenEnv's
+    WebSocket sessions, ws(s)://.../ws."""
     token_variable: str | None = None
-    """Environment variable that holds the token; it is sent as `Authorization: Bearer`."""
+    """Name of the environment variable that holds the token, which is sent as `Authorization: Bearer`. null sends no
+    token."""
     action_key: str | None = "message"
-    """The model's text is sent as `{"action": {action_key: text}}`; null sends `{"action": text}`."""
+    """Key of the model's text in an action, `{"action": {action_key: text}}`. null sends `{"action": text}`."""
     observation_key: str | None = None
-    """The part of the observation that the model is shown; null shows all of it, as JSON unless it is text."""
+    """Key of the part of the observation that is returned to the model. null returns the complete observation: text
+    unchanged, everything else as JSON."""
     timeout: float = config_field(30.0, range=POSITIVE)
-    """Time limit (seconds) of one request."""
+    """Time limit (seconds) of one request. It must be below `trainer.timeouts.environment_step_s`."""
     max_response_bytes: int = config_field(1_048_576, range=AT_LEAST_ONE)
-    """A response of the server that is longer than this fails the episode."""
+    """Maximum size (bytes) of a response of the server. A larger response fails the episode."""
 
 
 @dataclass
 class ToolUseConfig(Section):
     """Settings of the tool_use environment."""
 
-    tools: list[str] = config_field(factory=lambda: ["python"], choices=TOOLS, plugins=True)
+    tools: list[str] = config_field(factory=lambda: ["python"], choices=TOOLS, allows_plugins=True)
     """Names of the tools that the model may call."""
     tool_settings: dict[str, Any] = config_field(factory=dict)
-    """Settings of each tool by its name; what is not given keeps the tool's default."""
+    """Settings of each tool, by the tool's name. A setting that is left out keeps the tool's default."""
     style: str = config_field("xml", choices=("xml", "json", "native"))
-    """Format of calls: xml, json, or native (the tokenizer's own format)."""
+    """Format of tool calls. `native` is the tokenizer's own format."""
     dialect: str = config_field("hermes", choices=("hermes", "llama", "mistral"))
-    """How the prompt describes calls with style=native: hermes (also for Qwen), llama or mistral."""
+    """Format in which the prompt describes tool calls with `style=native`. `hermes` is also Qwen's."""
     describe_tools: bool = True
     """Describe the tools and how to call them in the system message."""
     observation_role: str = config_field("user", choices=("user", "tool"))
-    """Role of the messages that carry results: user or tool."""
+    """Role of the messages that hold the results of tool calls."""
     tools_required: bool = False
-    """A right answer counts only after a tool call that succeeded."""
+    """Accept a correct answer only after at least one tool call that succeeded."""
 
 
 @dataclass
 class MiniSWEConfig(Section):
-    """Settings of the mini_swe environment. Templates are Jinja; null is the environment's own."""
+    """Settings of the mini_swe environment. Templates are Jinja templates; null uses the environment's own template."""
 
     command_timeout_s: float = config_field(30.0, range=POSITIVE)
-    """Seconds of a command. With grading_timeout_s and 10 s around both, it must fit into
-    trainer.timeouts.environment_step_s."""
+    """Time limit (seconds) of one command. The sum of this limit, `grading_timeout_s` and 10 s must not be above
+    `trainer.timeouts.environment_step_s`."""
     test_timeout_s: float = config_field(10.0, range=POSITIVE)
-    """Seconds of each test of a submitted repository."""
+    """Time limit (seconds) of each test of a submitted repository. It must not be above `grading_timeout_s`."""
     grading_timeout_s: float = config_field(20.0, range=POSITIVE)
-    """Seconds of all tests of a submitted repository; those that have not run by then have failed."""
+    """Time limit (seconds) of all tests of a submitted repository together. Tests that have not run by then count as
+    failed."""
     max_output: int = config_field(10_000, range=Range(1_000, 200_000))
-    """Bytes of a command's output that are shown: the first and the last half of them."""
+    """Maximum number of bytes of a command's output that are returned to the model: half of them from its beginning,
+    half from its end."""
     system_template: str | None = None
-    """The system message."""
+    """Template of the system message."""
     instance_template: str | None = None
-    """The first message: `task` is the row's prompt."""
+    """Template of the first message. Its variable `task` is the row's prompt."""
     action_observation_template: str | None = None
-    """What is answered to a command: `output.returncode`, `output.output`."""
+    """Template of the response to a command. Its variables are `output.returncode` and `output.output`."""
     format_error_template: str | None = None
-    """What is answered to another number of commands than one: `actions` are those that there were."""
+    """Template of the response to a turn that does not contain exactly one command. Its variable `actions` is the list
+    of the turn's commands."""
     traj_dir: str | None = None
-    """A folder that gets a JSON file with the commands of every episode, and its reward, which is null if it was cut;
-    null keeps none."""
+    """Folder for one JSON file per episode with its commands and its reward. The reward in the file is null if the
+    episode was closed before it was graded. null writes no files."""
 
 
 @dataclass
 class SandboxConfig(Section):
-    """Where programs run that a model wrote."""
+    """Sandbox in which programs that a model wrote are run."""
 
     kind: str = config_field("bubblewrap", choices=("bubblewrap", "unsafe_local"))
-    """bubblewrap isolates programs; unsafe_local runs them as the current user, on this machine, without any
+    """`bubblewrap` isolates programs. `unsafe_local` runs them as the current user on this machine without any
     isolation."""
     i_know_this_runs_model_code_on_this_machine: bool = False
-    """Must be true for unsafe_local."""
+    """Confirmation that `kind=unsafe_local` requires."""
 
 
 @dataclass
 class SkyRLGymConfig(Section):
-    """Settings of environments by name, and of the processes they run in."""
+    """Settings of each environment, by its name, and of the processes that environments run in."""
 
     max_env_workers: int = config_field(32, range=NON_NEGATIVE, aliases="generator.max_env_workers")
-    """Maximum number of environment processes, in each of `environment.hosts` if there are any. At least one is
-    started, and at most two per core of the machine."""
+    """Maximum number of environment processes. With `environment.hosts` it applies to each host separately. At least
+    one process is started, and at most two per CPU core of the machine."""
     gsm8k: GSM8KConfig = config_field(factory=GSM8KConfig)
     gsm8k_multi_turn: GSM8KMultiTurnConfig = config_field(factory=GSM8KMultiTurnConfig)
     multiply: MultiplyConfig = config_field(factory=MultiplyConfig)
@@ -251,7 +263,7 @@ class SkyRLGymConfig(Section):
     verifiers: VerifiersConfig = config_field(factory=VerifiersConfig)
     openenv: OpenEnvConfig = config_field(factory=OpenEnvConfig)
     own: dict[str, Any] = config_field(factory=dict)
-    """Settings of your own environments, by name: `own: {my_env: {difficulty: 3}}` is my_env's `env_config`."""
+    """Settings of your own environments, by name. `own: {my_env: {difficulty: 3}}` is the `env_config` of `my_env`."""
     mini_swe: MiniSWEConfig = config_field(factory=MiniSWEConfig)
     searchcode: SearchCodeConfig = config_field(factory=SearchCodeConfig)
     tool_use: ToolUseConfig = config_field(factory=ToolUseConfig)
@@ -260,19 +272,19 @@ class SkyRLGymConfig(Section):
 
 @dataclass
 class EnvironmentConfig(OpenSection):
-    """The environment of rows that do not name one themselves."""
+    """The default environment and the processes in which environments run."""
 
-    env_class: str = config_field("gsm8k", choices=ENVIRONMENTS, plugins=True)
-    """Registered name of the environment."""
-    hosts: int = config_field(0, range=NON_NEGATIVE, spellings={"driver": 0})
-    """How many actors on nodes of the Ray cluster have the environments' processes, spread over the nodes. 0: the
-    processes run beside the driver."""
+    env_class: str = config_field("gsm8k", choices=ENVIRONMENTS, allows_plugins=True)
+    """Registered name of the environment of rows that do not name one in their column `env_class`."""
+    hosts: int = config_field(0, range=NON_NEGATIVE, value_aliases={"driver": 0})
+    """Number of Ray actors ("hosts") that run the environment processes, spread over the nodes of the cluster. With 0
+    the processes run on the driver's node, as children of the driver."""
     host_cpus: float = config_field(1.0, range=POSITIVE)
-    """CPUs that each of these hosts reserves. It has at most two processes for each of them, and at most
+    """Number of CPUs that each host reserves. A host runs at most two processes per reserved CPU, and at most
     `skyrl_gym.max_env_workers`."""
     host_resources: dict[str, float] = config_field(factory=dict)
-    """What else each of them reserves: Ray's custom resources by name, `{environments: 1}`, which keep hosts to the
-    nodes that were started with them."""
+    """Custom Ray resources that each host reserves in addition, by name, for example `{environments: 1}`. Hosts then
+    run only on nodes that were started with these resources."""
     skyrl_gym: SkyRLGymConfig = config_field(factory=SkyRLGymConfig)
     own: dict[str, Any] = config_field(factory=dict)
-    """Keys for your own code: `+environment.my_key=3` is stored here, and read as `cfg.environment.my_key`."""
+    """Keys for your own code. `+environment.my_key=3` is stored here and read as `cfg.environment.my_key`."""

@@ -1,7 +1,7 @@
-"""All that is used of Hydra and OmegaConf: the command-line grammar, composing YAML, and interpolation.
+"""The use of Hydra and OmegaConf: the command-line grammar, composition of YAML presets, and interpolation.
 
-Hydra sees the defaults of the dataclasses as plain mappings, so that every wrong key and type can be reported at once
-by this package instead of one at a time by Hydra. Its run folders, log files and `chdir` are off.
+Hydra sees the defaults of the dataclasses as plain mappings. This package can therefore report all wrong keys and types
+at once, instead of one at a time by Hydra. Hydra's run folders, log files and `chdir` are turned off.
 """
 
 from __future__ import annotations
@@ -62,22 +62,27 @@ from skyrl_train.errors import ConfigError
 BASE_PRESET = "ppo_base_config"
 SCHEMA_NAME = "skyrl_schema"
 CONFIG_FILE = "config.yaml"
-"""In a run's folder: its configuration, whole."""
+"""Name of the file in a run's folder that holds its complete configuration."""
 
 
 def presets_folder() -> Path:
-    """The folder of the YAML presets: inside the package when installed, `config/` next to it in a checkout."""
+    """Return the folder of the YAML presets: inside an installed package, or `config/` of a checkout.
+
+    Raises:
+        ConfigError: The presets were not found, so the installation is incomplete.
+    """
     package = Path(skyrl_train.__file__).resolve().parent
     for folder in (package / "presets", package.parent / "config"):
         if (folder / f"{BASE_PRESET}.yaml").is_file():
             return folder
     raise ConfigError(
-        f"{BASE_PRESET}.yaml was not found next to {package}: the installation is incomplete; reinstall it."
+        f"{BASE_PRESET}.yaml was not found in {package} or next to it: the installation is incomplete. Reinstall the "
+        "package."
     )
 
 
 def to_dict(section: Section) -> dict[str, Any]:
-    """A section as nested plain values (lists, not tuples)."""
+    """Return a section as nested plain values: dicts for sections and mappings, lists for lists and tuples."""
     return {item.name: _to_plain(getattr(section, item.name)) for item in dataclasses.fields(section)}  # type: ignore[arg-type]
 
 
@@ -89,19 +94,23 @@ def _to_plain(value: Any) -> Any:
     return [_to_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _open(content: dict[str, Any]) -> DictConfig:
-    """Nested mappings to which every key may be added: other names of keys, and misspelt ones, which are then refused
-    with what was meant. Hydra allows neither unless a section says so."""
-    made = OmegaConf.create({key: _open(one) if isinstance(one, dict) else one for key, one in content.items()})
-    OmegaConf.set_struct(made, False)
-    return made
+def _to_extensible_config(content: dict[str, Any]) -> DictConfig:
+    """Return nested mappings that accept new keys, which Hydra would reject otherwise.
+
+    Aliases of keys must be accepted, and unknown keys are reported later with a suggestion.
+    """
+    config = OmegaConf.create(
+        {key: _to_extensible_config(value) if isinstance(value, dict) else value for key, value in content.items()}
+    )
+    OmegaConf.set_struct(config, False)
+    return config
 
 
-ConfigStore.instance().store(name=SCHEMA_NAME, node=_open(to_dict(Config())), provider="skyrl_train")
+ConfigStore.instance().store(name=SCHEMA_NAME, node=_to_extensible_config(to_dict(Config())), provider="skyrl_train")
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """Return a parser of Hydra's flags and of overrides (`key=value`). Hydra has no public one."""
+    """Return a parser of Hydra's flags and of overrides (`key=value`). Hydra offers no public parser."""
     parser = argparse.ArgumentParser(add_help=False, description="Hydra")
     parser.add_argument("overrides", nargs="*", help="key=value")
     for names in ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc"):
@@ -116,26 +125,37 @@ def flag_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return Hydra's flags by name, and the overrides. Exits with 2 on an unknown flag, as argparse does."""
+    """Parse command-line arguments.
+
+    Returns:
+        The values of Hydra's flags by name, and the overrides (`key=value` texts) unparsed.
+
+    Raises:
+        SystemExit: A flag is unknown; argparse prints the usage and exits with code 2.
+    """
     flags = vars(flag_parser().parse_intermixed_args(list(argv)))
     return flags, flags.pop("overrides")
 
 
 @dataclass(frozen=True)
 class Override:
-    """One `key=value` of the command line as Hydra's grammar reads it."""
+    """A `key=value` argument of the command line, parsed with Hydra's grammar."""
 
     text: str
+    """The argument as typed."""
     key: str
+    """The key without the leading `+`, `++` or `~`."""
     value: Any
     is_delete: bool = False
+    """True for `~key`, which deletes a key."""
     is_sweep: bool = False
+    """True for several values of a multirun, such as `key=1,2`."""
     error: str = ""
-    """Why the grammar refused it."""
+    """Parser error if the argument does not follow the grammar, else empty."""
 
     @property
     def for_hydra(self) -> str:
-        """The text that sets the key whether or not Hydra has it already: keys are checked by this package."""
+        """The override to pass to Hydra. It uses `++`, which sets known and new keys: this package checks the keys."""
         if self.is_delete or self.error or self.key.startswith(("hydra.", "hydra/")):
             return self.text
         key = canonical_key(self.key) if find_skyrl_key(self.key) is None else self.key
@@ -143,24 +163,27 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Read one override. Never raises: a text that Hydra's grammar refuses comes back with `error`.
+    """Parse one `key=value` argument.
 
-    Mappings and lists may also be written as JSON, whose quoted keys that grammar refuses.
+    Mappings and lists may also be written as JSON, whose quoted keys Hydra's grammar does not accept.
+
+    Returns:
+        The override. If the text does not follow the grammar, its field `error` is set; nothing is raised.
     """
     key, _, value = text.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        if (found := _json(value)) is not None:
-            return parse_override(f"{key}={to_override_literal(found)}")
+        if (container := _parse_json_container(value)) is not None:
+            return parse_override(f"{key}={to_override_literal(container)}")
         return Override(text, key.lstrip("+~"), value, error=str(error).strip().splitlines()[0])
     name = parsed.key_or_group if parsed.package is None else f"{parsed.key_or_group}@{parsed.package}"
     is_sweep = parsed.is_sweep_override()
     return Override(text, name, value if is_sweep else parsed.value(), parsed.is_delete(), is_sweep)
 
 
-def _json(text: str) -> Any:
-    """The mapping or list that a text is as JSON; None for any other text."""
+def _parse_json_container(text: str) -> Any:
+    """Return the mapping or list that a text represents in JSON, or None for any other text."""
     try:
         return json.loads(text) if text.startswith(("{", "[")) else None
     except ValueError:
@@ -168,7 +191,7 @@ def _json(text: str) -> Any:
 
 
 def to_override_literal(value: Any) -> str:
-    """Return a plain value as Hydra's grammar has it."""
+    """Return a plain value (mappings, lists, text, numbers, booleans, None) in the grammar of Hydra's overrides."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{to_override_literal(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
@@ -179,44 +202,58 @@ def to_override_literal(value: Any) -> str:
 
 
 def compose(overrides: Sequence[str], name: str | None = None, preset_folder: str | None = None) -> DictConfig:
-    """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
+    """Compose a preset and overrides with Hydra.
+
+    Args:
+        overrides: Overrides in Hydra's grammar, as `Override.for_hydra` returns them.
+        name: Name of the preset; None is the base preset.
+        preset_folder: Folder in which presets are looked for in addition to the package's own.
+
+    Returns:
+        The composed configuration, including Hydra's own section, with unresolved interpolations and unchecked keys.
+
+    Raises:
+        ConfigError: The folder or the preset does not exist, or Hydra cannot compose it.
+    """
     if preset_folder is not None and not Path(preset_folder).is_dir():
         raise ConfigError(f"--config-dir={preset_folder}: must be a folder that exists.")
     try:
-        with _composing, _own_hydra(preset_folder):
+        with _hydra_lock, _hydra_initialized(preset_folder):
             return hydra.compose(name or BASE_PRESET, list(overrides), return_hydra_config=True)
     except RecursionError as error:
         raise ConfigError(
-            f"The configuration {name or BASE_PRESET} cannot be composed: presets include each other, or a YAML alias refers "
-            "to itself."
+            f"The configuration {name or BASE_PRESET} cannot be composed: presets include each other, or a YAML alias "
+            "refers to itself."
         ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         if isinstance(error, MissingConfigException) and preset_folder is not None:
-            _refuse_yml(preset_folder, error.missing_cfg_file or "")
+            _raise_if_yml(preset_folder, error.missing_cfg_file or "")
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(f"The configuration {name or BASE_PRESET} cannot be composed: {text}") from error
 
 
-def _refuse_yml(preset_folder: str, missing: str) -> None:
-    """Raise ConfigError if the preset that was not found, or one that it builds on, is a .yml."""
+def _raise_if_yml(preset_folder: str, missing: str) -> None:
+    """Raise ConfigError if a missing preset exists with the ending .yml."""
     file = os.path.join(preset_folder, missing).removesuffix(".yaml").removesuffix(".yml") + ".yml"
     if os.path.isfile(file):
-        raise ConfigError(f"{file}: presets end in .yaml; rename it.")
+        raise ConfigError(f"{file}: the name of a preset must end in .yaml. Rename the file.")
 
 
 class PresetSearchPath(SearchPathPlugin):
-    """A Hydra plugin that adds the folder of `--config-dir` to those in which Hydra looks for presets."""
+    """A Hydra plugin that adds the folder of `--config-dir` to Hydra's search path for presets."""
 
     folder: ClassVar[str | None] = None
+    """The folder; None adds nothing. It is a class variable because Hydra creates the plugin itself."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the folder to the search path. Hydra calls this method."""
         if self.folder is not None:
             search_path.append("command-line", f"file://{Path(self.folder).resolve()}")
 
 
 @contextmanager
-def _own_hydra(preset_folder: str | None) -> Iterator[None]:
-    """Set Hydra up over our presets and those of `directory`, and restore the caller's Hydra afterwards."""
+def _hydra_initialized(preset_folder: str | None) -> Iterator[None]:
+    """Initialize Hydra with our presets and those of a folder, and restore the caller's Hydra afterwards."""
     outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
     GlobalHydra.instance().clear()
     Plugins.instance().register(PresetSearchPath)
@@ -230,12 +267,20 @@ def _own_hydra(preset_folder: str | None) -> Iterator[None]:
         VersionBase.instance().version_base = base
 
 
-_composing = threading.Lock()
-"""Hydra keeps its plugins, and what it composes with, in one place of the process."""
+_hydra_lock = threading.Lock()
+"""Serializes the use of Hydra, whose plugins and state are global to the process."""
 
 
 def preset_keys(name: str | None, preset_folder: str | None) -> frozenset[str]:
-    """Keys that are written in a preset itself, not in those that it builds on."""
+    """Return the keys that a preset file itself sets, without those of the presets that it builds on.
+
+    Args:
+        name: Name of the preset; None is the base preset.
+        preset_folder: Folder in which the preset is looked for before the package's own presets.
+
+    Returns:
+        Dotted names of keys, with aliases resolved. Empty if there is no such preset.
+    """
     for folder in (preset_folder, presets_folder()):
         if folder is not None and (path := preset_file(folder, name)).is_file():
             return frozenset(map(canonical_key, _leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8")))))
@@ -243,7 +288,7 @@ def preset_keys(name: str | None, preset_folder: str | None) -> frozenset[str]:
 
 
 def preset_file(folder: str | Path, name: str | None) -> Path:
-    """Return the file in `folder` that `--config-name` names."""
+    """Return the path of a preset in a folder. The name may end in .yaml; None is the base preset."""
     return Path(folder, f"{(name or BASE_PRESET).removesuffix('.yaml')}.yaml")
 
 
@@ -254,7 +299,7 @@ def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:
 
 
 def non_default_keys(content: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of nested plain values that are not as they are by default."""
+    """Yield the keys of nested plain values whose values differ from the defaults, with aliases resolved."""
     defaults = dict(_leaf_values(_defaults().content))
     for key, value in _leaf_values(content):
         if key not in defaults or defaults[key] != value:
@@ -270,76 +315,97 @@ def _leaf_values(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 def to_unresolved_dict(raw: DictConfig) -> dict[str, Any]:
-    """Nested plain values with interpolations as text."""
+    """Return a Hydra configuration as nested plain values, with interpolations as text."""
     content = OmegaConf.to_container(raw, resolve=False, throw_on_missing=False)
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
 
 
 def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
-    """Move values under other names (see keys.aliases) to the keys themselves, in place."""
+    """Replace aliases (see `keys.key_aliases`) with the keys that they stand for, in place.
+
+    Args:
+        content: Nested plain values of a configuration.
+
+    Yields:
+        A problem for each alias whose key has another value, too. The aliases are only replaced while the caller
+        iterates.
+    """
     for alias, name in key_aliases().items():
-        section, last = _section_of(content, alias)
+        section, last = _find_section(content, alias)
         if section is None or last not in section:
             continue
         value = section.pop(last)
-        home, key = _section_of(content, name, make=True)
-        if home is None:  # what the user wrote in the place of the section is a problem of its own
+        target, key = _find_section(content, name, create=True)
+        if target is None:  # the user set the section to a value, which is reported as another problem
             continue
         default = all_keys()[name].default
-        if home.get(key, default) not in (default, value):
-            yield Problem(alias, value, f"the same as {name}={home[key]}", "They are one setting: give one.")
-        home[key] = value
-        if not section:  # it has only other names of keys
-            outer, emptied = _section_of(content, alias.rpartition(".")[0])
+        if target.get(key, default) not in (default, value):
+            yield Problem(alias, value, f"the same as {name}={target[key]}", SAME_SETTING_ADVICE)
+        target[key] = value
+        if not section:  # it contained only aliases
+            outer, emptied = _find_section(content, alias.rpartition(".")[0])
             if outer is not None:
                 outer.pop(emptied)
 
 
-def _section_of(content: dict[str, Any], name: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
-    """The mapping that holds a key, and the key's name in it. A missing mapping is None, or made with `make`."""
+SAME_SETTING_ADVICE = "These are two names of one setting: set only one of them."
+
+
+def _find_section(content: dict[str, Any], name: str, create: bool = False) -> tuple[dict[str, Any] | None, str]:
+    """Return the mapping that holds a key, and the key's name in it.
+
+    A missing mapping is created with `create`. The mapping is None if it is missing, or if there is another value in
+    its place.
+    """
     section: Any = content
     *path, last = name.split(".")
     for part in path:
-        if make and isinstance(section, dict):
+        if create and isinstance(section, dict):
             section.setdefault(part, {})
         section = section.get(part) if isinstance(section, dict) else None
     return (section, last) if isinstance(section, dict) else (None, last)
 
 
 def replace_value_aliases(content: dict[str, Any]) -> None:
-    """Replace other spellings (see fields.Facts) by the values that they mean, in place."""
+    """Replace value aliases (see `KeyMetadata.value_aliases`) with the values that they stand for, in place."""
     for name, key in value_keys().items():
-        section, last = _section_of(content, name) if key.metadata.spellings else (None, "")
+        section, last = _find_section(content, name) if key.metadata.value_aliases else (None, "")
         if section is not None and last in section:
             section[last] = canonical_value(name, section[last])
 
 
 def resolve_interpolations(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
-    """The dataclasses, interpolations resolved. Keys in `skip` and values that are problems keep their defaults.
+    """Resolve interpolations and convert nested plain values to the dataclasses.
 
-    So one mistake does not hide the next: the rest can still be checked.
+    Args:
+        content: Nested plain values that override the defaults. Keys are known, aliases are replaced.
+        skip: Keys that have problems already. They keep their defaults.
+
+    Returns:
+        The configuration, not frozen, and the problems: values of a wrong type and interpolations that cannot be
+        resolved. Such keys keep their defaults, so that the other keys can still be checked.
     """
     problems: list[Problem] = []
-    values = _InterpolatedValues(_merged(_defaults().content, _without(content, skip)))
+    values = _InterpolatedValues(_merge(_defaults().content, _without_keys(content, skip)))
 
-    def leaf(key: str, hint: Any, default: Any) -> Any:
+    def parse_key(key: str, hint: Any, default: Any) -> Any:
         try:
             return parse_value(values.resolved(key), hint)
-        except InvalidValue as unfit:
-            problems.append(Problem(key, values.resolved(key), unfit.allowed, unfit.advice))
+        except InvalidValue as invalid:
+            problems.append(Problem(key, values.resolved(key), invalid.allowed, invalid.advice))
         except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(Problem(key, values.raw(key), "resolvable", _why_not_resolved(error)))
+            problems.append(Problem(key, values.raw(key), "resolvable", _interpolation_advice(error)))
         try:
             return parse_value(_defaults().resolved(key), hint)
         except (InvalidValue, OmegaConfBaseException):
             return default
 
-    return build_section(Config, leaf), problems
+    return build_section(Config, parse_key), problems
 
 
 class _InterpolatedValues:
-    """Nested plain values, some of which refer to others. OmegaConf, which is slow, is asked for these only."""
+    """Nested plain values, some of which are interpolations. Only these are resolved by OmegaConf, which is slow."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -349,14 +415,14 @@ class _InterpolatedValues:
         return OmegaConf.create(self.content)
 
     def raw(self, key: str) -> Any:
-        """The value before resolution; of a section that is itself a reference, that reference."""
+        """Return the value before resolution. If a section of the key is an interpolation, return that."""
         value: Any = self.content
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else value
         return value
 
     def resolved(self, key: str) -> Any:
-        """The value, its references followed. Raises OmegaConfBaseException, RecursionError."""
+        """Return the value with interpolations resolved. Raises OmegaConfBaseException or RecursionError."""
         value = self.raw(key)
         if not _has_interpolation(value):
             return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
@@ -365,7 +431,7 @@ class _InterpolatedValues:
 
 
 def _has_interpolation(value: Any) -> bool:
-    """Return True if OmegaConf would read another value than the one that is written."""
+    """Return True if a plain value contains an interpolation or OmegaConf's marker of a missing value."""
     if isinstance(value, dict):
         return any(map(_has_interpolation, value.values()))
     if isinstance(value, list):
@@ -373,59 +439,68 @@ def _has_interpolation(value: Any) -> bool:
     return is_interpolation(value) or value == "???"
 
 
-def _merged(defaults: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """The defaults with what is written in their place, mapping by mapping."""
+def _merge(defaults: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults with the values of `content` in their place, merged mapping by mapping."""
     merged = dict(defaults)
     for name, value in content.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):
-            value = _merged(merged[name], value)
-        if value != "???" or name not in merged:  # OmegaConf's "not given"
+            value = _merge(merged[name], value)
+        if value != "???" or name not in merged:  # OmegaConf's marker of a missing value
             merged[name] = value
     return merged
 
 
 @functools.cache
 def _defaults() -> _InterpolatedValues:
-    """Interpolations unresolved; not to be written to."""
+    """Return the defaults of all keys, with unresolved interpolations. The cached result must not be changed."""
     return _InterpolatedValues(to_dict(Config()))
 
 
-def _why_not_resolved(error: Exception) -> str:
-    """Return what to do about a reference that cannot be followed."""
+def _interpolation_advice(error: Exception) -> str:
+    """Return what the user can do about an interpolation that cannot be resolved."""
     reason = str(error).splitlines()[0] if str(error) else "It refers to itself."
-    if found := re.search(r"Environment variable '(\w+)' not found", reason):
-        return f"The environment variable {found[1]} is not set: export it, or give this key a value without it."
+    if match := re.search(r"Environment variable '(\w+)' not found", reason):
+        return f"The environment variable {match[1]} is not set: export it, or set this key to a value without it."
     return reason
 
 
-def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> dict[str, Any]:
-    """The same mapping without the keys that are named."""
+def _without_keys(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> dict[str, Any]:
     return {
-        name: _without(value, skip, f"{prefix}{name}.") if isinstance(value, dict) else value
+        name: _without_keys(value, skip, f"{prefix}{name}.") if isinstance(value, dict) else value
         for name, value in content.items()
         if f"{prefix}{name}" not in skip
     }
 
 
 def to_config(raw: DictConfig) -> tuple[Config, list[Problem], list[str]]:
-    """Turn a composed configuration into the dataclasses, not frozen.
+    """Convert a composed configuration to the dataclasses.
 
-    Returns the configuration, what is wrong with keys and types, and notes about SkyRL's keys without effect.
+    Returns:
+        The configuration, not frozen; the problems of keys and types, with which keys keep their defaults; and notes
+        about SkyRL's keys that have no effect.
     """
     content = to_unresolved_dict(raw)
     hydra_section = content.pop("hydra", {})
-    taken = list(pop_skyrl_keys(content))
+    skyrl_keys = list(pop_skyrl_keys(content))
     problems = [*find_hydra_targets(hydra_section), *rename_aliases(content)]
     replace_value_aliases(content)
     problems += find_value_problems("", content)
-    config, more = resolve_interpolations(content, [problem.key for problem in problems])
-    return config, [*problems, *more, *find_skyrl_key_problems(taken, config)], list(describe_ignored_skyrl_keys(taken))
+    config, value_problems = resolve_interpolations(content, [problem.key for problem in problems])
+    problems += [*value_problems, *find_skyrl_key_problems(skyrl_keys, config)]
+    return config, problems, list(describe_ignored_skyrl_keys(skyrl_keys))
 
 
 def load_preset(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
-    """The frozen configuration of a preset and overrides, as written: neither fitted to a device nor validated.
+    """Return the frozen configuration of a preset and overrides, without validating it or adapting it to a device.
 
-    Raises ConfigError for unknown keys and wrong types. Entrypoints use `prepare`, which does all the rest too.
+    Entrypoints use `prepare.prepare_config`, which does both.
+
+    Args:
+        overrides: `key=value` texts.
+        preset: Name of a preset of the package; None is the base preset.
+
+    Raises:
+        ConfigError: The preset does not exist, a key is unknown, or a value has a wrong type.
     """
     config, problems, _ = to_config(compose([parse_override(text).for_hydra for text in overrides], preset))
     raise_problems(problems)
@@ -433,9 +508,13 @@ def load_preset(overrides: Sequence[str] = (), preset: str | None = None) -> Con
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Write the configuration as YAML, whole or not at all, without the contents of credential variables.
+    """Write a configuration as YAML, atomically and without the values of credential variables.
 
-    `--config-dir FOLDER --config-name NAME` starts from it again.
+    `--config-dir FOLDER --config-name NAME` starts a run from the file again. Missing folders are created.
+
+    Args:
+        config: The configuration.
+        path: The file to write. An existing file is replaced.
     """
     text = yaml.safe_dump(
         {"defaults": [BASE_PRESET, "_self_"], **redact(to_dict(config))}, sort_keys=False, allow_unicode=True
@@ -445,16 +524,20 @@ def save_resolved(config: Config, path: Path) -> None:
 
 
 def print_hydra_info(argv: Sequence[str], overrides: Sequence[str]) -> None:
-    """What Hydra's own flags print (`--help`, `--cfg job`, `--info`, ...): the overrides are already checked.
+    """Print the output of Hydra's information flags (`--cfg job`, `--info`, `--hydra-help`, ...).
 
-    The contents of credential variables are left out.
+    Values of credential variables are redacted. `sys.argv` is replaced.
+
+    Args:
+        argv: Arguments of the command line, with flags and overrides.
+        overrides: Checked overrides in Hydra's grammar, which replace those in `argv`.
     """
-    given = list(argv)
-    kept = [text for text in given if text not in set(parse_flags(given)[1])]
-    sys.argv = [sys.argv[0], *kept, *overrides]
-    said = io.StringIO()
+    arguments = list(argv)
+    flags = [text for text in arguments if text not in set(parse_flags(arguments)[1])]
+    sys.argv = [sys.argv[0], *flags, *overrides]
+    output = io.StringIO()
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(output):
             hydra.main(version_base="1.3", config_path=str(presets_folder()), config_name=BASE_PRESET)(lambda _: None)()
     finally:
-        print(redact(said.getvalue()), end="")
+        print(redact(output.getvalue()), end="")

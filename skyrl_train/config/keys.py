@@ -1,4 +1,4 @@
-"""Every key of the configuration, read from the dataclasses: name, type, default, facts; other names; nearest match."""
+"""All keys of the configuration, read from the dataclasses: names, aliases, types, defaults, metadata, suggestions."""
 
 from __future__ import annotations
 
@@ -73,37 +73,41 @@ KEY_SUGGESTIONS = {
     "warmup_ratio": "trainer.policy.optimizer_config.num_warmup_steps",
     "warmup_steps": "trainer.policy.optimizer_config.num_warmup_steps",
 }
-"""Last word of a name -> the key that does this."""
+"""Last part of a key's name in other libraries -> the key of this package with that meaning."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `default` may be an interpolation; a section's is None."""
+    """A key or section of the configuration."""
 
     name: str
+    """Dotted name, such as "trainer.algorithm.gamma"."""
     type_hint: Any
+    """Resolved type hint of the field; for a section, its dataclass."""
     default: Any
+    """Default value, which may be an interpolation; None for a section."""
     metadata: KeyMetadata = NO_METADATA
 
     @property
     def is_section(self) -> bool:
+        """True if this is a section, which holds other keys and has no value."""
         return isinstance(self.type_hint, type) and issubclass(self.type_hint, Section)
 
     @property
     def is_free_form(self) -> bool:
-        """A free-form mapping: what is below it is not checked."""
+        """True if the value is a free-form mapping, whose keys are not checked."""
         return any(typing.get_origin(arm) is dict for arm in union_members(self.type_hint))
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union type, or the type itself."""
+    """Return the alternatives of a union type such as `int | None`, or the type itself in a tuple of one."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def field_types(section: type[Section]) -> dict[str, Any]:
-    """Types of a section's fields, in order."""
-    kind: Any = section  # to mypy, classes with instances that have no hash have none either
-    resolved = _type_hints(kind)
+    """Return the resolved types of a section's fields, by field name, in the order of the dataclass."""
+    hashable: Any = section  # mypy takes a class for unhashable if its instances are
+    resolved = _type_hints(hashable)
     return {item.name: resolved[item.name] for item in dataclasses.fields(section)}  # type: ignore[arg-type]
 
 
@@ -114,7 +118,7 @@ def _type_hints(section: Any) -> dict[str, Any]:
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Sections and leaves by dotted name, in the order of the dataclasses."""
+    """Return all sections and value keys by dotted name, in the order of the dataclasses. The result is cached."""
     return {key.name: key for key in _walk("", Config())}
 
 
@@ -131,34 +135,40 @@ def _walk(prefix: str, section: Section) -> Iterator[Key]:
 
 @functools.cache
 def value_keys() -> dict[str, Key]:
-    """The keys that hold a value."""
+    """Return the keys that hold a value (all keys except sections), by dotted name. The result is cached."""
     return {name: key for name, key in all_keys().items() if not key.is_section}
 
 
 @functools.cache
 def key_aliases() -> dict[str, str]:
-    """Other names of keys that are accepted -> the keys; giving both with different values is an error."""
-    found = {}
+    """Return the dotted names of aliases -> the dotted names of their keys. The result is cached.
+
+    A configuration that sets both names to different values is an error.
+    """
+    names = {}
     for key in value_keys().values():
         section, _, own_name = key.name.rpartition(".")
         for alias in key.metadata.aliases:
-            found[alias.format(name=own_name) if "." in alias else f"{section}.{alias}"] = key.name
-    return found
+            names[alias.format(name=own_name) if "." in alias else f"{section}.{alias}"] = key.name
+    return names
 
 
 @functools.cache
 def alias_sections() -> frozenset[str]:
-    """Sections that exist only in other names of keys."""
+    """Return the sections that contain aliases but no keys, such as "generator.inference_engine"."""
     return frozenset(alias.rpartition(".")[0] for alias in key_aliases()) - all_keys().keys()
 
 
-def _suggested() -> list[str]:
-    """Names that a misspelt one may have been meant to be. Those in `other_sections` are accepted but not suggested."""
+def _suggestable_names() -> list[str]:
+    """Return the names that may be suggested for an unknown key. Aliases in `alias_sections` are left out."""
     return [*all_keys(), *(alias for alias in key_aliases() if alias.rpartition(".")[0] not in alias_sections())]
 
 
 def find_key(name: str) -> Key | None:
-    """The key of that name, or the free-form mapping it lies in; None if there is none."""
+    """Return the key or section with a name or alias, or the free-form mapping that contains it.
+
+    Returns None if the name is unknown.
+    """
     name = canonical_key(name)
     while name:
         if key := all_keys().get(name):
@@ -170,16 +180,17 @@ def find_key(name: str) -> Key | None:
 
 
 def suggest_sibling_key(name: str) -> str | None:
-    """The known key of the same section whose name is almost this one."""
+    """Return the known key of the same section whose name is most similar, or None if none is very similar."""
     section = name.rpartition(".")[0]
-    siblings = [key for key in _suggested() if key.rpartition(".")[0] == section]
+    siblings = [key for key in _suggestable_names() if key.rpartition(".")[0] == section]
     return next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)), None)
 
 
 def suggest_key(name: str) -> str | None:
-    """The known key that was probably meant.
+    """Return the known key that an unknown name was probably meant to be, or None if there is no candidate.
 
-    Without some of its sections, called what others call it, misspelt in its section, or misspelt anywhere.
+    The candidates, in this order: a key with the same words but more sections; the key with that meaning if the name is
+    another library's; a misspelled key of the same section; a misspelled key of any section.
     """
     if shortened := _without_sections(name):
         return shortened
@@ -187,7 +198,7 @@ def suggest_key(name: str) -> str | None:
         return KEY_SUGGESTIONS[leaf]
     if sibling := suggest_sibling_key(name):
         return sibling
-    known = [key for key in _suggested() if not name.startswith(f"{key}.")]
+    known = [key for key in _suggestable_names() if not name.startswith(f"{key}.")]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     for candidates, cutoff in ((same_leaf, 0.3), (known, 0.75)):
         if close := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
@@ -198,7 +209,7 @@ def suggest_key(name: str) -> str | None:
 
 
 def _without_sections(name: str) -> str | None:
-    """The first key that has all words of the name in their order, the last one last: `trainer.lr`."""
+    """Return the first key that contains all words of the name in order and ends with the last: `trainer.lr`."""
     words = name.split(".")
     for key in value_keys():
         parts = iter(key.split("."))
@@ -208,7 +219,10 @@ def _without_sections(name: str) -> str | None:
 
 
 def canonical_key(name: str) -> str:
-    """The name itself, or what it becomes if it, or the free-form mapping it lies in, is another name of a key."""
+    """Return a name with its alias, or the alias of the free-form mapping that contains it, replaced with the key.
+
+    Other names, unknown ones included, are returned unchanged.
+    """
     head = name
     while head:
         if head in key_aliases():
@@ -218,13 +232,28 @@ def canonical_key(name: str) -> str:
 
 
 def canonical_value(name: str, value: Any) -> Any:
-    """The value itself, or the one that it is another spelling of."""
-    spellings = value_keys()[name].metadata.spellings if name in value_keys() else {}
-    return next((meant for other, meant in spellings.items() if type(other) is type(value) and other == value), value)
+    """Return the value that a value alias of a key stands for, or `value` itself if it is not an alias.
+
+    Args:
+        name: Dotted name of a key. Unknown names have no value aliases.
+        value: Value as the user wrote it. An alias must have the same type: True is not 1.
+    """
+    aliases = value_keys()[name].metadata.value_aliases if name in value_keys() else {}
+    return next(
+        (canonical for alias, canonical in aliases.items() if type(alias) is type(value) and alias == value), value
+    )
 
 
 def get_value(config: Config, name: str) -> Any:
-    """The value of a key in a configuration. The key may also lie in a free-form mapping."""
+    """Return the value of a key in a configuration.
+
+    Args:
+        config: The configuration.
+        name: Dotted name of a key, of a section, or of a key inside a free-form mapping. Aliases are not resolved.
+
+    Raises:
+        AttributeError, KeyError: There is no such key.
+    """
     value: Any = config
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
@@ -232,7 +261,19 @@ def get_value(config: Config, name: str) -> Any:
 
 
 def replace_value(section: Any, name: str, value: Any) -> Any:
-    """A copy of a configuration, or of a section of one, with one key changed."""
+    """Return a copy of a configuration, or of a section, with one key changed.
+
+    Args:
+        section: A configuration or a section, frozen or not. It is not changed.
+        name: Dotted name of the key, relative to `section`. It cannot lie inside a free-form mapping.
+        value: New value. It is not checked.
+
+    Returns:
+        The copy. It and the sections on the way to the key are not frozen; other sections are shared with `section`.
+
+    Raises:
+        AttributeError, TypeError: There is no such key.
+    """
     first, _, rest = name.partition(".")
     return dataclasses.replace(
         section, **{first: replace_value(getattr(section, first), rest, value) if rest else value}

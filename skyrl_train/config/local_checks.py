@@ -1,6 +1,7 @@
-"""This machine: its accelerators, the settings that fit them, and what a configuration names that must be there.
+"""Checks of this machine: accelerators, default settings for them, and files, packages and resources of a run.
 
-Looked at before torch and Ray start. Names that may be on the hub are left to whoever loads them.
+The checks run before torch and Ray are imported. Names that may be on the Hugging Face hub are checked when they are
+loaded.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "trainer.bf16": False,  # slow and inexact without accelerators
     "trainer.flash_attn": False,
 }
-"""The settings of a CPU, for keys whose default nobody has touched."""
+"""Values on a CPU of keys that have their default value."""
 _KEPT_IF_EXPLICIT = frozenset({"generator.backend"})
-"""Settings of _ON_CPU that are kept if they were written out, even as the default."""
+"""Keys of _CPU_DEFAULTS that are kept if the user set them, even to the default."""
 
 
 def is_accelerator_available() -> bool:
-    """Whether this machine has an NVIDIA device that this process may use; asked without importing torch."""
+    """True if this machine has an NVIDIA device that this process may use. This does not import torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return False
@@ -52,7 +53,10 @@ def is_accelerator_available() -> bool:
 
 
 def count_accelerators() -> int:
-    """How many NVIDIA devices this process may use, asked without importing torch."""
+    """Return the number of NVIDIA devices that this process may use. This does not import torch.
+
+    CUDA_VISIBLE_DEVICES counts if it is set, even if it names devices that do not exist.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -65,27 +69,34 @@ def _count_listed_devices() -> int:
     if program is None:
         return 0
     try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5, check=False)
+        process = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
+    return process.stdout.count("GPU ") if process.returncode == 0 else 0
 
 
 def resolve_device(
     config: Config, has_accelerator: bool, explicit_keys: Collection[str] = ()
 ) -> tuple[Config, list[str]]:
-    """The configuration with `device` cpu or cuda and its untouched defaults fitted to it; one note of all changes.
+    """Resolve `device=auto`, and replace default values that do not suit a CPU.
 
-    A value that equals the default counts as untouched even when it was written out: SkyRL's recipes spell theirs out.
-    The engine is the exception: one that is named in `given`, the keys written out, stays. Other values are kept. The
-    result is not frozen.
+    A value that equals the default is replaced even if the user set it, because SkyRL's recipes write their defaults
+    out. The engine (`generator.backend`) is the exception: it is kept if the user set it. Other values are kept.
+
+    Args:
+        config: The configuration. It is not changed.
+        has_accelerator: True if the run has an accelerator.
+        explicit_keys: Keys that the user set.
+
+    Returns:
+        The changed copy, not frozen, and a list with one note about all changes, or an empty list.
     """
     device = config.device
-    notes, fitted = [], []
+    notes, replaced = [], []
     if device == "auto":
         device = "cuda" if has_accelerator else "cpu"
-        found = "an accelerator was found" if has_accelerator else "no accelerator was found"
-        notes.append(f"device=auto -> {device}: {found}")
+        reason = "an accelerator was found" if has_accelerator else "no accelerator was found"
+        notes.append(f"device=auto -> {device}: {reason}")
     changes: dict[str, Any] = {"device": device}
     for key, value in _CPU_DEFAULTS.items() if device == "cpu" else ():
         if key in _KEPT_IF_EXPLICIT and key in explicit_keys:
@@ -93,103 +104,114 @@ def resolve_device(
         default = all_keys()[key].default
         if get_value(config, key) == default:
             changes[key] = value
-            fitted.append(f"{key}={format_value(value)}")
+            replaced.append(f"{key}={format_value(value)}")
     if device == "cpu":
-        notes.append(f"what is not set fits a CPU ({', '.join(fitted)})" if fitted else "all keys are kept")
-        notes.append("placement counts slots of CPU")
+        notes.append(f"defaults for a CPU: {', '.join(replaced)}" if replaced else "all keys are kept")
+        notes.append("trainer.placement counts shares of CPUs instead of GPUs")
     for key, value in changes.items():
         config = replace_value(config, key, value)
     return config, [f"{'; '.join(notes)}."] if notes else []
 
 
 def find_device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:
-    """A device that this machine does not have; of a cluster of others nobody knows yet what it has, or will have."""
+    """Yield a problem if the configured device does not exist on this machine.
+
+    Nothing is yielded if RAY_ADDRESS names a cluster, whose devices are not known yet.
+    """
     if os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
         return
     if config.device == "cuda" and not has_accelerator:
-        yield Problem("device", "cuda", "cpu or auto here", "No NVIDIA device was found on this machine.")
+        yield Problem("device", "cuda", "cpu or auto on this machine", "No NVIDIA device was found.")
 
 
-# -- Files, models, packages, slots
+# -- Files, models, packages, GPUs
 
 
 INSTALL_COMMANDS = {
     "vllm": "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs",
     "sglang": "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs",
 }
-"""Engines that are packages of their own -> how to get them."""
+"""Engines that are separate packages -> how to install them."""
 ENGINE_MODEL_KEY = "generator.model_name"
-"""The key of the model that engines load, if it is not the policy's."""
+"""Key of the model that engines load, if it is not the policy's."""
 TRACKER_PACKAGES = ("mlflow", "tensorboard", "trackio", "wandb")
-"""Trackers that are packages of the same name, and extras of it."""
+"""Trackers that require a package of the same name. The extra that installs it has this name, too."""
 S3_PACKAGE = "s3fs"
-"""The package that reads and writes s3:// addresses."""
+"""Package that reads and writes s3:// URIs."""
 MIN_CPUS_PER_SLOT = 0.1
-"""Share of a CPU that every slot needs: with less, ranks only wait for each other."""
+"""Minimum share of a CPU per rank or engine. With less, ranks mostly wait for each other."""
 
 
 def find_missing_resources(config: Config, components: RunComponents) -> Iterator[Problem]:
-    """Everything that is not here; raises nothing."""
-    yield from _data(config, components)
-    yield from _models(config, components)
-    yield from _other_files(config, components)
-    yield from _folders(config, components)
+    """Yield a problem for everything that a run needs and this machine lacks.
+
+    The checks cover data, models, other files, folders that cannot be written, packages, and, if the run starts its own
+    Ray on this machine, GPUs and CPUs.
+
+    Args:
+        config: The configuration, with `device` resolved.
+        components: Parts of the configuration that the run uses.
+    """
+    yield from _find_data_problems(config, components)
+    yield from _find_model_problems(config, components)
+    yield from _find_file_problems(config, components)
+    yield from _find_folder_problems(config, components)
     if components.engines and not config.generator.run_engines_locally and not os.environ.get(API_KEY_ENV):
         advice = f"Set the environment variable {API_KEY_ENV} to the token of the servers."
         yield Problem("generator.run_engines_locally", False, f"true without {API_KEY_ENV}", advice)
     for name in [config.trainer.logger] if isinstance(config.trainer.logger, str) else config.trainer.logger:
         if name in TRACKER_PACKAGES and not _is_installed(name):
-            advice = f"Install it: `uv run --extra {name} ...`, or leave it out."
+            advice = f"Install it: `uv run --extra {name} ...`, or remove it from trainer.logger."
             yield Problem("trainer.logger", name, "a tracker that is installed", advice)
     if importlib.util.find_spec(S3_PACKAGE) is None:
-        for key, address in list_uris(config):
-            if address.startswith("s3://"):
-                allowed, advice = "a path where s3fs is not installed", "Install it: `uv run --extra s3 ...`."
-                yield Problem(key, address, allowed, advice)
+        for key, uri in list_uris(config):
+            if uri.startswith("s3://"):
+                allowed, advice = "a local path while s3fs is not installed", "Install it: `uv run --extra s3 ...`."
+                yield Problem(key, uri, allowed, advice)
     backend = config.generator.backend
     local_engines = components.engines and config.generator.run_engines_locally
     if local_engines and backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
         yield Problem(
             "generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL_COMMANDS[backend]}."
         )
-    if _starts_local_ray():  # else nobody knows the nodes yet
-        yield from _slots(config, components)
+    if _starts_local_ray():  # the nodes of another cluster are not known yet
+        yield from _find_slot_problems(config, components)
 
 
 def _is_installed(package: str) -> bool:
-    """Whether it can be imported; a mere folder of that name, as W&B and MLflow leave where they run, is none."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
+    """True if a package can be imported. A folder of that name, which W&B and MLflow create, does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _is_ray_initialized() -> bool:
-    """Whether a program of the user's has started Ray itself; asked without importing it."""
+    """True if the user's program has started Ray. This does not import Ray."""
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def list_data_sources(config: Config, components: RunComponents) -> Iterator[tuple[str, str]]:
-    """(key, value) of all data that is read."""
-    for name, used in (
+    """Yield (key, source) for all data that a run reads. Evaluation data counts if the run evaluates."""
+    for name, is_used in (
         ("train_data", components.train_data),
         ("val_data", components.val_data and has_evaluation(config.trainer)),
     ):
-        yield from ((f"data.{name}", source) for source in getattr(config.data, name) if used)
+        yield from ((f"data.{name}", source) for source in getattr(config.data, name) if is_used)
 
 
-def _data(config: Config, components: RunComponents) -> Iterator[Problem]:
+def _find_data_problems(config: Config, components: RunComponents) -> Iterator[Problem]:
     if components.train_data and not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
     if components.val_data and not components.learner and not any(list_data_sources(config, components)):
-        advice = "An evaluation needs data; leave trainer.eval_before_train or trainer.eval_interval on."
+        advice = "An evaluation needs data. Also keep trainer.eval_before_train=true or trainer.eval_interval above 0."
         yield Problem("data.val_data", config.data.val_data, "at least one file or dataset", advice)
     for key, source in list_data_sources(config, components):
         path = os.path.expanduser(parse_split(strip_file_scheme(source))[0])
         if os.path.splitext(path)[1].lower() in UNSUPPORTED_SUFFIXES:
             allowed = f"a file that ends in {', '.join(DATASET_SUFFIXES)}"
-            advice = "Convert it, for instance with datasets.load_dataset('csv', data_files=...) and its to_parquet."
+            advice = "Convert it, for example with datasets.load_dataset('csv', data_files=...) and its to_parquet."
             yield Problem(key, source, allowed, advice)
         elif is_uri(path):
-            continue  # looked at by whoever starts the run
+            continue  # checked by the driver when it starts the run
         elif is_dataset_file(path) and not os.path.isfile(path):
             yield Problem(key, source, "a file that exists", _suggest_existing_paths(path))
         elif not os.path.exists(path) and not may_be_hub_name(path):
@@ -197,19 +219,19 @@ def _data(config: Config, components: RunComponents) -> Iterator[Problem]:
 
 
 def _suggest_existing_paths(path: str) -> str:
-    """What exists, for a path that does not."""
+    """Return a sentence about the files that exist in the folder of a missing path."""
     folder = os.path.abspath(os.path.dirname(path))
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))[:6]
     except FileNotFoundError:
-        return f"There is no folder {folder} either."
+        return f"The folder {folder} does not exist."
     except OSError as error:
         return f"{folder} cannot be read: {error.strerror}."
-    return f"In {folder} there is {', '.join(names) or 'nothing'}."
+    return f"{folder} contains {', '.join(names)}." if names else f"{folder} is empty."
 
 
 def list_model_paths(config: Config, components: RunComponents) -> Iterator[tuple[str, str]]:
-    """(key, value) of all models that are loaded."""
+    """Yield (key, path) for all models that a run loads. A model with the policy's path is left out."""
     trainer, slots = config.trainer, count_run_slots(config, components)
     used = {
         "policy": True,
@@ -222,32 +244,33 @@ def list_model_paths(config: Config, components: RunComponents) -> Iterator[tupl
         follows = role == "ref" and path == trainer.policy.model.path
         if path is not None and not follows:
             yield f"trainer.{role}.model.path", path
-    served = config.generator.model_name
-    if components.engines and config.generator.run_engines_locally and served != trainer.policy.model.path:
-        yield ENGINE_MODEL_KEY, served
+    engine_model = config.generator.model_name
+    if components.engines and config.generator.run_engines_locally and engine_model != trainer.policy.model.path:
+        yield ENGINE_MODEL_KEY, engine_model
 
 
-def _models(config: Config, components: RunComponents) -> Iterator[Problem]:
+def _find_model_problems(config: Config, components: RunComponents) -> Iterator[Problem]:
     for key, path in list_model_paths(config, components):
-        if (problem := _model_problem(key, path)) is not None:
+        if (problem := _find_model_problem(key, path)) is not None:
             yield problem
 
 
-def _model_problem(key: str, named: str) -> Problem | None:
-    path = strip_file_scheme(named)
+def _find_model_problem(key: str, value: str) -> Problem | None:
+    path = strip_file_scheme(value)
     if is_uri(path):
-        return None  # looked at by whoever starts the run
+        return None  # checked by the driver when it starts the run
     if os.path.isdir(path):
-        advice = "It has no config.json, which every model's folder has."
-        there = os.path.isfile(os.path.join(path, "config.json"))
-        return None if there else Problem(key, named, "a model's folder", advice)
+        if os.path.isfile(os.path.join(path, "config.json")):
+            return None
+        return Problem(key, value, "a model's folder", "The folder has no config.json.")
     if path.startswith("~"):
-        return Problem(key, path, "written out", "The shell leaves ~ as it is behind a =; write $HOME.")
+        advice = "The shell does not expand ~ after a =. Write $HOME instead."
+        return Problem(key, path, "a path without ~", advice)
     allowed = "a model's folder or its name on the hub"
     return None if may_be_hub_name(path) else Problem(key, path, allowed, _suggest_existing_paths(path))
 
 
-def _other_files(config: Config, components: RunComponents) -> Iterator[Problem]:
+def _find_file_problems(config: Config, components: RunComponents) -> Iterator[Problem]:
     template, trainer = config.generator.chat_template, config.trainer
     if template.source == "file" and template.name_or_path and not os.path.isfile(template.name_or_path):
         key = "generator.chat_template.name_or_path"
@@ -261,23 +284,22 @@ def _other_files(config: Config, components: RunComponents) -> Iterator[Problem]
 
 
 def find_cpu_oversubscription(config: Config, components: RunComponents) -> Iterator[str]:
-    """Yield a warning if more processes compute at the same time than this machine has CPUs."""
+    """Yield a warning if a run on this machine has more concurrent ranks and engines than there are CPUs."""
     slots, cpus = count_run_slots(config, components), os.cpu_count() or 1
     if _starts_local_ray() and slots.total > cpus:
         yield (
-            f"{slots.total} ranks and engines compute at the same time, more than the {cpus} CPUs here can "
-            "carry. Ask for fewer (trainer.placement.policy_num_gpus_per_node, generator.num_inference_engines), or "
-            "let them take turns: trainer.placement.colocate_all=true."
+            f"{slots.total} ranks and engines run at the same time, but this machine has {cpus} CPUs. Use fewer "
+            "(trainer.placement.policy_num_gpus_per_node, generator.num_inference_engines), or run them alternately: "
+            "trainer.placement.colocate_all=true."
         )
 
 
 def _starts_local_ray() -> bool:
-    """True if the run starts its own Ray here, so that this machine's CPUs and accelerators are all that it has."""
+    """True if the run starts its own Ray, so that it can only use the CPUs and accelerators of this machine."""
     return not _is_ray_initialized() and os.environ.get("RAY_ADDRESS") in (None, "", "local")
 
 
-def _folders(config: Config, components: RunComponents) -> Iterator[Problem]:
-    """Yield the folders of a run that cannot be written."""
+def _find_folder_problems(config: Config, components: RunComponents) -> Iterator[Problem]:
     for name in ("ckpt_path", "export_path") if components.learner else ():
         path = getattr(config.trainer, name)
         if not is_uri(strip_file_scheme(path)) and (reason := find_write_error(strip_file_scheme(path))) is not None:
@@ -286,7 +308,10 @@ def _folders(config: Config, components: RunComponents) -> Iterator[Problem]:
 
 
 def find_write_error(folder: str | os.PathLike[str]) -> str | None:
-    """Return why a folder cannot be made or written, as a sentence; None if it can. Leaves nothing behind."""
+    """Return a sentence that says why a folder cannot be created or written, or None if it can.
+
+    This writes a temporary file to the innermost existing folder of the path and deletes it.
+    """
     existing = os.path.abspath(folder)
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
@@ -297,13 +322,14 @@ def find_write_error(folder: str | os.PathLike[str]) -> str | None:
         return f"{existing} cannot be written: {error.strerror}."
 
 
-def _slots(config: Config, components: RunComponents) -> Iterator[Problem]:
+def _find_slot_problems(config: Config, components: RunComponents) -> Iterator[Problem]:
     slots, environment = count_run_slots(config, components), config.environment
-    hosts = environment_host_cpus(config, components)
+    host_cpus = environment_host_cpus(config, components)
     cpus = os.cpu_count() or 1
-    if hosts >= cpus:
-        advice = "Ask for fewer or smaller ones (environment.host_cpus), or name a Ray cluster in RAY_ADDRESS."
-        yield Problem("environment.hosts", environment.hosts, f"hosts of less than {cpus} CPUs together here", advice)
+    if host_cpus >= cpus:
+        allowed = f"a number of hosts with less than {cpus} CPUs in total on this machine"
+        advice = "Use fewer hosts, lower environment.host_cpus, or name a Ray cluster in RAY_ADDRESS."
+        yield Problem("environment.hosts", environment.hosts, allowed, advice)
         return
     roles = {
         "trainer.placement.policy_num_gpus_per_node": slots.policy,
@@ -316,15 +342,18 @@ def _slots(config: Config, components: RunComponents) -> Iterator[Problem]:
     section, _, name = key.rpartition(".")
     value = getattr(config.trainer.placement if section != "generator" else config.generator, name)
     if config.device == "cuda":
-        there = count_accelerators()
-        fits, have = slots.total <= there, f"{there} GPU{'s' if there != 1 else ''}"
+        gpus = count_accelerators()
+        fits, available = slots.total <= gpus, f"{gpus} GPU{'s' if gpus != 1 else ''}"
+        unit = "GPUs"
     else:
-        fits = (slots.total + 1) * MIN_CPUS_PER_SLOT <= cpus - hosts
-        have = f"{cpus} CPUs" + (f", of which environment.hosts have {hosts:g}" if hosts else "")
+        fits = (slots.total + 1) * MIN_CPUS_PER_SLOT <= cpus - host_cpus
+        available = f"{cpus} CPUs" + (f", of which environment.hosts reserve {host_cpus:g}" if host_cpus else "")
+        unit = f"shares of at least {MIN_CPUS_PER_SLOT} CPUs"
     if not fits:
-        shared = "with engines and trainer on the same ones" if slots.engines_colocated else "engines and trainer apart"
+        sharing = "colocated" if slots.engines_colocated else "not colocated"
         advice = (
-            f"The run needs {slots.total} slots, {shared}; this machine has {have}. Ask for fewer ranks or engines, "
-            "colocate them (trainer.placement.colocate_all=true), or name a Ray cluster with more in RAY_ADDRESS."
+            f"The run needs {slots.total} {unit} with engines and trainer {sharing}; this machine has {available}. Use "
+            "fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or name a larger Ray cluster "
+            "in RAY_ADDRESS."
         )
-        yield Problem(key, value, f"less on a machine with {have}", advice)
+        yield Problem(key, value, f"less on a machine with {available}", advice)

@@ -1,4 +1,4 @@
-"""What paths of a configuration name: files, folders, names on the hub, and addresses of storage."""
+"""Paths in a configuration: local files and folders, names on the Hugging Face hub, and URIs of remote storage."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ if TYPE_CHECKING:
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 DATASET_SUFFIXES = (".parquet", ".json", ".jsonl")
 UNSUPPORTED_SUFFIXES = frozenset({".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".gz", ".zip", ".pkl"})
-"""Endings of files that hold data and cannot be read: no dataset on the hub is called so."""
+"""Endings of data files in formats that are not supported. Names of datasets on the hub do not end in them."""
 
 URI_SCHEMES = ("s3", "file")
-"""Of addresses of storage."""
+"""Supported schemes of storage URIs."""
 _MAX_NAME_BYTES = 255
-"""Length of the longest file name that disks take."""
+"""Maximum length of a file name on common file systems."""
 _ROLES = ("policy", "ref", "critic", "reward")
 
 
 def is_uri(path: object) -> TypeGuard[str]:
-    """Whether it is written like one of storage, good or bad; everything else is a path or a name on the hub."""
+    """True for a text with "://", valid or not. Everything else is a local path or a name on the hub."""
     return isinstance(path, str) and "://" in path
 
 
 def list_uris(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, value) of all paths that are addresses."""
+    """Yield (key, value) for all paths of a configuration that are URIs.
+
+    Each URI is yielded once: a key that follows another key is left out.
+    """
     trainer, data = config.trainer, config.data
     paths = [(f"trainer.{key}", getattr(trainer, key)) for key in ("ckpt_path", "export_path", "resume_path")]
     paths += [(f"trainer.{role}.model.path", getattr(trainer, role).model.path) for role in _ROLES]
@@ -37,32 +40,42 @@ def list_uris(config: Config) -> Iterator[tuple[str, str]]:
     for key in ("train_data", "val_data"):
         sources = getattr(data, key)
         paths += [(f"data.{key}", source) for source in (sources if isinstance(sources, (list, tuple)) else ())]
-    found = {path: key for key, path in reversed(paths) if is_uri(path)}  # what follows another key is that one's
-    yield from ((key, path) for path, key in reversed(found.items()))
+    keys = {path: key for key, path in reversed(paths) if is_uri(path)}  # the first key of equal paths remains
+    yield from ((key, path) for path, key in reversed(keys.items()))
 
 
 def strip_file_scheme(path: str) -> str:
-    """The path of a `file://` address; everything else as it is."""
+    """Return the local path of a `file://` URI, or any other text unchanged."""
     return path.removeprefix("file://")
 
 
 def find_uri_problem(uri: str) -> tuple[str, str] | None:
-    """(what is allowed, what to do) for an address that cannot be used, without looking whether anything is there."""
-    allowed = "an address like s3://bucket/folder or file:///folder"
+    """Check the form of a URI, without access to storage.
+
+    Returns:
+        What is allowed and what to do, as in `problems.Problem`, or None if the URI is valid.
+    """
+    allowed = "a URI like s3://bucket/folder or file:///folder"
     scheme, _, rest = uri.partition("://")
     if scheme not in URI_SCHEMES:
-        return allowed, "Other addresses are not read or written."
+        return allowed, "Other schemes are not supported."
     if "@" in rest.partition("/")[0] or "?" in rest:
         advice = "Credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from AWS's own configuration."
         return f"{allowed}, without credentials or a query", advice
-    inside = rest.removesuffix("/")
-    if inside.startswith("/") != (scheme == "file") or not is_relative_name(inside.removeprefix("/")):
-        return allowed, "A bucket or an absolute path follows the two slashes; no part of it is empty, `.` or `..`."
+    path = rest.removesuffix("/")
+    if path.startswith("/") != (scheme == "file") or not is_relative_name(path.removeprefix("/")):
+        return allowed, (
+            "The two slashes must be followed by a bucket (s3) or an absolute path (file), no part of which is empty, "
+            "`.` or `..`."
+        )
     return None
 
 
 def is_relative_name(name: str) -> bool:
-    """True if a text names a file inside a folder, whoever chose it: storage, a manifest or another machine."""
+    """True if a name from an untrusted source (storage, a manifest) is safe as a path relative to a folder.
+
+    Each part between slashes is at most 255 bytes long, and is not empty, `.` or `..`. The name has no NUL character.
+    """
     parts = name.split("/")
     return "\0" not in name and all(
         part not in ("", ".", "..") and len(part.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES for part in parts
@@ -70,7 +83,7 @@ def is_relative_name(name: str) -> bool:
 
 
 def redact_uri(uri: str) -> str:
-    """An address as it may be shown."""
+    """Return a URI without user information and query, for messages."""
     parts = urlsplit(uri)
     return f"{parts.scheme}://{'***@' if '@' in parts.netloc else ''}{parts.netloc.rpartition('@')[2]}{parts.path}" + (
         "?***" if parts.query else ""
@@ -78,21 +91,28 @@ def redact_uri(uri: str) -> str:
 
 
 def get_display_name(source: str) -> str:
-    """What of a path, an address or a hub name is said to strangers: the last part of what has a folder or a bucket."""
-    plain = source.rstrip("/")
-    if is_uri(plain) or os.path.isabs(plain) or plain.startswith(("~", ".")) or os.path.exists(plain):
-        return plain.rpartition("/")[2]
-    return plain
+    """Return the part of a path, URI or hub name that may be published.
+
+    Returns:
+        The last component of a local path or URI, which reveals no folders or buckets; a hub name unchanged.
+    """
+    stripped = source.rstrip("/")
+    if is_uri(stripped) or os.path.isabs(stripped) or stripped.startswith(("~", ".")) or os.path.exists(stripped):
+        return stripped.rpartition("/")[2]
+    return stripped
 
 
 def is_dataset_file(source: str) -> bool:
-    """Whether it names a file, which need not exist."""
+    """True if a source has the ending of a dataset file and is not a folder. The file need not exist."""
     path = os.path.expanduser(source)
     return path.lower().endswith(DATASET_SUFFIXES) and not os.path.isdir(path)
 
 
 def parse_split(source: str) -> tuple[str, str]:
-    """(name, split) of a folder or a dataset on the hub: both may end in ":split"; "train" otherwise."""
+    """Return the name and the split of a source.
+
+    Folders and datasets on the hub may end in ":split". The split of every other source is "train".
+    """
     if not os.path.exists(os.path.expanduser(source)) and ":" in source.rpartition("://")[2]:
         name, _, split = source.rpartition(":")
         return name, split
@@ -100,5 +120,5 @@ def parse_split(source: str) -> tuple[str, str]:
 
 
 def may_be_hub_name(name: str) -> bool:
-    """Whether it is written like a name on the hub and no file or folder here has it."""
+    """True if a text has the form of a name on the hub and no local file or folder has this name."""
     return not os.path.exists(os.path.expanduser(name)) and HUB_NAME.fullmatch(name) is not None

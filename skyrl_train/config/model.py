@@ -1,4 +1,4 @@
-"""trainer.policy, trainer.ref, trainer.critic, trainer.reward: which models, how they are optimised and sharded."""
+"""Configuration sections of the models (`trainer.policy`, `ref`, `critic`, `reward`): optimizer, LoRA and sharding."""
 
 from __future__ import annotations
 
@@ -16,54 +16,56 @@ from skyrl_train.config.section import (
     interpolation,
 )
 
-UNSUPPORTED_INIT_METHOD = "{} is not available in this version: it changes the frozen weights, or reads data first."
+UNSUPPORTED_INIT_METHOD = "{} is not supported: it changes the frozen weights or reads data before training."
 
 
 @dataclass
 class LoraConfig(Section):
-    """Low-rank adapters: they are trained, and the model that they are added to stays as it is."""
+    """LoRA adapters (low-rank adaptation): only the adapters are trained, the base model is frozen."""
 
     rank: int = config_field(0, range=NON_NEGATIVE)
-    """Rank of the adapters; 0 trains the whole model."""
+    """Rank of the adapters. 0 trains the full model without adapters."""
     alpha: int = config_field(16, range=AT_LEAST_ONE)
     """Scale of the adapters: their output is multiplied by alpha / rank."""
     dropout: float = config_field(
         0.0,
         choices=(0.0,),
-        unavailable=(
-            "Log-probs must not depend on chance: those of the update and of the rollouts would differ for nothing."
+        unavailable_reason=(
+            "Log-probs must be deterministic: with dropout the trainer's and the engine's would differ at random."
         ),
     )
     """Dropout on the adapters' input."""
     target_modules: str | list[str] = "all-linear"
-    """Layers that get an adapter: `all-linear` (all but the head), a list of names, or a regular expression."""
+    """Layers that get an adapter: `all-linear` (all linear layers except the head), a list of names, or a regular
+    expression."""
     exclude_modules: str | list[str] | None = None
-    """Layers that get no adapter even if `target_modules` matches them: a list of names, or a regular expression."""
+    """Layers that get no adapter even if `target_modules` matches them: a list of names, or a regular expression. null
+    excludes none."""
     init_method: str = config_field(
         "kaiming",
         choices=("kaiming", "gaussian"),
-        unavailable={
+        unavailable_reason={
             name: UNSUPPORTED_INIT_METHOD.format(name)
             for name in ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
         },
     )
-    """How the first of an adapter's two matrices is initialised. The second one starts at 0."""
+    """Initialization of the first of an adapter's two matrices. The second matrix starts at 0."""
 
 
 @dataclass
 class PolicyLoraConfig(LoraConfig):
-    """Low-rank adapters of the policy: they are trained, and the model that they are added to stays as it is."""
+    """LoRA adapters of the policy: only the adapters are trained, the base model is frozen."""
 
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
-    """SkyRL's folder for adapters on their way to engines."""
+    """Folder through which SkyRL sends adapters to the engines."""
     sync: str = config_field(
         "auto",
         choices=("auto", "merged", "adapter"),
-        spellings={True: "merged", False: "adapter"},
+        value_aliases={True: "merged", False: "adapter"},
         aliases="trainer.policy.megatron_config.lora_config.merge_lora",
     )
-    """What engines get: `merged` weights at every sync, or the model once and then only the `adapter`. `auto` is
-    explained in docs/lora.md."""
+    """Form in which engines receive the adapters. `merged` sends the base weights with the adapters merged in at every
+    sync. `adapter` sends the base model once and then only the adapter. docs/lora.md explains `auto`."""
 
 
 @dataclass
@@ -71,8 +73,8 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = "Qwen/Qwen2.5-1.5B-Instruct"
-    """Folder, address of a folder (docs/storage.md), or hub name of a Hugging Face causal language model. Reference and
-    engines use it too by default."""
+    """Folder, URI of a folder (docs/storage.md), or hub name of a Hugging Face causal language model. The reference and
+    the engines use it too by default."""
     lora: PolicyLoraConfig = config_field(factory=PolicyLoraConfig)
 
 
@@ -81,9 +83,9 @@ class RefModelConfig(Section):
     """The frozen model that the KL divergence is measured against."""
 
     path: str = config_field(
-        interpolation("trainer.policy.model.path"), spellings={None: interpolation("trainer.policy.model.path")}
+        interpolation("trainer.policy.model.path"), value_aliases={None: interpolation("trainer.policy.model.path")}
     )
-    """Folder or hub name of the model. By default it follows the policy."""
+    """Folder, URI of a folder, or hub name of the model. By default it follows the policy."""
 
 
 @dataclass
@@ -91,7 +93,8 @@ class CriticModelConfig(Section):
     """The model that predicts values. Only advantage estimators with a critic need it."""
 
     path: str | None = None
-    """Folder or hub name of a causal language model, usually the policy's. Its head is replaced by a value head."""
+    """Folder, URI of a folder, or hub name of a causal language model, usually the policy's. Its head is replaced by a
+    value head. null uses no critic."""
     lora: LoraConfig = config_field(factory=LoraConfig)
 
 
@@ -99,14 +102,14 @@ class CriticModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: float = config_field(1e-6, range=NON_NEGATIVE, usual=Range(1e-9, 0.1))
+    lr: float = config_field(1e-6, range=NON_NEGATIVE, typical_range=Range(1e-9, 0.1))
     """Learning rate after warm-up."""
     adam_betas: list[float] = config_field(factory=lambda: [0.9, 0.999], range=Range(0, 1, exclusive_high=True))
     """Decay rates of the first and of the second moment."""
-    weight_decay: float = config_field(0.01, range=NON_NEGATIVE, usual=Range(1e-6, 1))
-    """Decoupled weight decay."""
-    max_grad_norm: float = config_field(1.0, range=NON_NEGATIVE, usual=Range(1e-3, 1e3))
-    """A gradient with a larger norm is scaled down to this norm; 0 turns clipping off."""
+    weight_decay: float = config_field(0.01, range=NON_NEGATIVE, typical_range=Range(1e-6, 1))
+    """Coefficient of the decoupled weight decay."""
+    max_grad_norm: float = config_field(1.0, range=NON_NEGATIVE, typical_range=Range(1e-3, 1e3))
+    """Maximum gradient norm. A gradient with a larger norm is scaled down to it. 0 turns clipping off."""
     offload_after_step: bool = True
     """Keep the optimizer state in host memory between updates if models and engines share accelerators."""
     num_warmup_steps: int = config_field(0, range=NON_NEGATIVE)
@@ -117,37 +120,38 @@ class OptimizerConfig(Section):
 
 @dataclass
 class FSDPConfig(Section):
-    """How a model is sharded by FSDP2."""
+    """Sharding of a model with FSDP2."""
 
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and compute on the accelerator."""
     reshard_after_forward: bool | int | None = config_field(None, skyrl_default=True)
     """Free gathered parameters after the forward pass. This saves memory and costs one more gather in the backward
-    pass. null is true, but false on accelerators where one rank has the whole model and there is room."""
+    pass. null is true, except on accelerators where one rank holds the full model and the memory plan has room for
+    it."""
     reduce_once: bool | None = None
-    """Sum gradients over ranks once an update instead of after every micro-batch, which needs a whole gradient in
-    float32 on every rank. null: on accelerators if there is room, on CPUs always."""
+    """Reduce gradients over ranks once per update instead of after every micro-batch. This needs memory for a full
+    float32 gradient on every rank. null is true on CPUs, and on accelerators if the memory plan has room for it."""
     fsdp_size: int = config_field(-1, range=AT_LEAST_MINUS_ONE)
-    """Number of ranks that one copy of the model is sharded over; -1 is all of them."""
+    """Number of ranks that one copy of the model is sharded over. -1 is all ranks."""
 
 
 @dataclass
 class DeepSpeedConfig(Section):
-    """How a model is sharded by DeepSpeed's ZeRO."""
+    """Sharding of a model with DeepSpeed's ZeRO."""
 
     zero_stage: int = config_field(3, range=Range(2, 3))
-    """What is sharded over the ranks: 2 shards optimizer state and gradients, 3 also shards parameters."""
+    """ZeRO stage. 2 shards optimizer state and gradients over the ranks, 3 also shards parameters."""
     offload_optimizer: bool = False
-    """Keep the optimizer state in host memory, and take the optimizer step there."""
+    """Keep the optimizer state in host memory, and run the optimizer step on the CPU."""
     offload_parameters: bool = False
-    """Keep parameters in host memory, and compute on the accelerator. Requires zero_stage=3."""
+    """Keep parameters in host memory, and compute on the accelerator. Requires `zero_stage=3`."""
     zero_optimization: dict[str, Any] = config_field(factory=dict)
-    """More keys of DeepSpeed's own section of this name, e.g. `stage3_param_persistence_threshold`."""
+    """Further keys of DeepSpeed's own section of this name, for example `stage3_param_persistence_threshold`."""
 
 
 @dataclass
 class RefDeepSpeedConfig(DeepSpeedConfig):
-    """How the reference is sharded by DeepSpeed's ZeRO."""
+    """Sharding of the reference with DeepSpeed's ZeRO."""
 
     offload_optimizer: bool = False
     """Has no effect: the reference has no optimizer."""
@@ -155,7 +159,7 @@ class RefDeepSpeedConfig(DeepSpeedConfig):
 
 @dataclass
 class MegatronDDPConfig(Section):
-    """Gradient reduction of Megatron. Accepted for compatibility, without effect."""
+    """Gradient reduction of Megatron workers. These keys are accepted for compatibility and have no effect."""
 
     grad_reduce_in_fp32: bool = True
     """Reduce gradients in fp32."""
@@ -169,19 +173,19 @@ class MegatronDDPConfig(Section):
 
 @dataclass
 class MegatronProfilerConfig(Section):
-    """The profiler of Megatron workers. Accepted for compatibility, without effect."""
+    """Profiler of Megatron workers. These keys are accepted for compatibility and have no effect."""
 
     enable: bool = False
-    """Whether to profile."""
+    """Enable the profiler."""
     ranks: list[int] = config_field(factory=list)
     """Ranks that are profiled."""
     save_path: str | None = None
-    """Where traces are written."""
+    """Folder of the traces."""
 
 
 @dataclass
 class MegatronLoraConfig(Section):
-    """Adapters of Megatron workers. Accepted for compatibility, without effect."""
+    """Adapters of Megatron workers. These keys are accepted for compatibility and have no effect."""
 
     lora_type: str = "lora"
     """Kind of adapter."""
@@ -191,25 +195,28 @@ class MegatronLoraConfig(Section):
 class MegatronConfig(Section):
     """Megatron's parallelism, for recipes with `trainer.strategy=megatron`, which runs as `fsdp2`.
 
-    With that strategy the sizes are applied as sizes of `fsdp2`, and a note names each change. Nothing else here has an
-    effect.
+    With that strategy the sizes are translated to sizes of `fsdp2`, and a note names each change. The other keys have
+    no effect.
     """
 
     tensor_model_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Ranks that every layer is split over: `tensor_parallel_size` with `trainer.strategy=megatron`."""
+    """Size of the tensor-parallel group. With `trainer.strategy=megatron` it becomes `tensor_parallel_size`."""
     pipeline_model_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Pipeline stages that the layers are split into."""
+    """Number of pipeline stages. With `trainer.strategy=megatron` their ranks become ranks of `fsdp2`."""
     context_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Ranks that every sequence is split over."""
+    """Number of ranks that every sequence is split over. With `trainer.strategy=megatron` it becomes
+    `sequence_parallel_size`."""
     expert_model_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Ranks that the experts are split over."""
+    """Number of ranks that the experts are distributed over. With `trainer.strategy=megatron` it becomes
+    `expert_parallel_size`."""
     expert_tensor_parallel_size: int | None = config_field(1, range=AT_LEAST_ONE)
-    """Ranks that every expert is split over."""
+    """Number of ranks that every expert is sharded over. With `trainer.strategy=megatron` they become ranks of
+    `fsdp2`."""
     model_config_kwargs: dict[str, Any] = config_field(factory=dict)
-    """Changes to the Hugging Face model configuration. Refused with `trainer.strategy=megatron`."""
+    """Overrides of the Hugging Face model configuration. Any key is an error with `trainer.strategy=megatron`."""
     transformer_config_kwargs: dict[str, Any] = config_field(factory=dict)
-    """Changes to Megatron's transformer configuration. With `trainer.strategy=megatron`, those that change more than
-    memory and speed are refused."""
+    """Overrides of Megatron's transformer configuration. With `trainer.strategy=megatron` a key that changes more than
+    memory and speed is an error."""
 
 
 def _recompute() -> dict[str, Any]:
@@ -234,8 +241,8 @@ def _optimizer_offload() -> dict[str, Any]:
 class PolicyMegatronConfig(MegatronConfig):
     """Megatron's settings of the policy, for recipes with `trainer.strategy=megatron`, which runs as `fsdp2`.
 
-    With that strategy the sizes are applied as sizes of `fsdp2`, and a note names each change. Nothing else here has an
-    effect.
+    With that strategy the sizes are translated to sizes of `fsdp2`, and a note names each change. The other keys have
+    no effect.
     """
 
     expert_tensor_parallel_size: int | None = config_field(None, range=AT_LEAST_ONE)
@@ -243,8 +250,8 @@ class PolicyMegatronConfig(MegatronConfig):
     torch_profiler_config: MegatronProfilerConfig = config_field(factory=MegatronProfilerConfig)
     lora_config: MegatronLoraConfig = config_field(factory=MegatronLoraConfig)
     optimizer_config_kwargs: dict[str, Any] = config_field(factory=_optimizer_offload)
-    """Changes to Megatron's optimizer configuration. With `trainer.strategy=megatron`, those that change more than
-    memory and speed are refused."""
+    """Overrides of Megatron's optimizer configuration. With `trainer.strategy=megatron` a key that changes more than
+    memory and speed is an error."""
     transformer_config_kwargs: dict[str, Any] = config_field(factory=_recompute)
     empty_cuda_cache: bool = True
     """Empty the CUDA cache between phases of a step."""
@@ -259,24 +266,27 @@ class PolicyConfig(Section):
     fsdp_config: FSDPConfig = config_field(factory=FSDPConfig)
     deepspeed_config: DeepSpeedConfig = config_field(factory=DeepSpeedConfig)
     sequence_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
-    and of its attention heads."""
+    """Number of consecutive ranks that every sequence is split over. It must divide the number of the model's ranks and
+    the number of its attention heads."""
     tensor_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
-    the model. Requires `trainer.strategy=fsdp2`."""
+    """Size of the tensor-parallel group: number of consecutive ranks that every layer is sharded over, by transformers'
+    tensor-parallel plan for the model. It must divide the number of the model's ranks. Requires
+    `trainer.strategy=fsdp2`."""
     expert_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Number of neighbouring ranks that the experts of every layer are shared out to; tokens travel to the ranks of
-    theirs. Requires `trainer.strategy=fsdp2` and a mixture of experts."""
+    """Size of the expert-parallel group: number of consecutive ranks that the experts of every layer are distributed
+    over. Tokens are sent to the ranks of their experts. It must divide the number of the model's ranks. Requires
+    `trainer.strategy=fsdp2` and a mixture of experts."""
     use_torch_compile: bool = False
     """Compile the layers of policy, reference and critic with torch.compile, which takes a minute in the first step."""
     record_memory: bool = False
-    """Record what each rank allocates on its accelerator. The files are written next to the exports, and
-    pytorch.org/memory_viz shows them."""
+    """Record the allocations of each rank on its accelerator. The files are written next to the exports and can be
+    viewed at pytorch.org/memory_viz. Not available on CPUs."""
     model_config_kwargs: dict[str, Any] = config_field(factory=dict)
-    """Changes to the Hugging Face model configuration: `+trainer.policy.model_config_kwargs.num_hidden_layers=2`."""
+    """Overrides of the Hugging Face model configuration, for example
+    `+trainer.policy.model_config_kwargs.num_hidden_layers=2`."""
     language_model_only: bool | None = config_field(None, aliases="generator.inference_engine.language_model_only")
-    """Use only the language model of a composite checkpoint, such as a vision-language model. null: where a checkpoint
-    is one, as images are not trained on. false refuses composites."""
+    """Load only the language model of a composite checkpoint, such as a vision-language model. null does so for every
+    composite checkpoint, because images are not trained on. With false a composite checkpoint is an error."""
     megatron_config: PolicyMegatronConfig = config_field(factory=PolicyMegatronConfig)
 
 
@@ -286,20 +296,22 @@ class RefConfig(Section):
 
     model: RefModelConfig = config_field(factory=RefModelConfig)
     sequence_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
-    and of its attention heads."""
+    """Number of consecutive ranks that every sequence is split over. It must divide the number of the model's ranks and
+    the number of its attention heads."""
     tensor_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
-    the model. Requires `trainer.strategy=fsdp2`."""
+    """Size of the tensor-parallel group: number of consecutive ranks that every layer is sharded over, by transformers'
+    tensor-parallel plan for the model. It must divide the number of the model's ranks. Requires
+    `trainer.strategy=fsdp2`."""
     expert_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Number of neighbouring ranks that the experts of every layer are shared out to; tokens travel to the ranks of
-    theirs. Requires `trainer.strategy=fsdp2` and a mixture of experts."""
+    """Size of the expert-parallel group: number of consecutive ranks that the experts of every layer are distributed
+    over. Tokens are sent to the ranks of their experts. It must divide the number of the model's ranks. Requires
+    `trainer.strategy=fsdp2` and a mixture of experts."""
     fsdp_config: FSDPConfig = config_field(factory=FSDPConfig)
     deepspeed_config: RefDeepSpeedConfig = config_field(factory=RefDeepSpeedConfig)
     model_config_kwargs: dict[str, Any] = config_field(factory=dict)
-    """Changes to the Hugging Face model configuration."""
+    """Overrides of the Hugging Face model configuration."""
     language_model_only: bool | None = None
-    """Likewise for the reference: see `trainer.policy.language_model_only`."""
+    """Load only the language model of a composite reference checkpoint: see `trainer.policy.language_model_only`."""
     megatron_config: MegatronConfig = config_field(factory=MegatronConfig)
 
 
@@ -312,16 +324,18 @@ class CriticConfig(Section):
     fsdp_config: FSDPConfig = config_field(factory=FSDPConfig)
     deepspeed_config: DeepSpeedConfig = config_field(factory=DeepSpeedConfig)
     sequence_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
-    and of its attention heads."""
+    """Number of consecutive ranks that every sequence is split over. It must divide the number of the model's ranks and
+    the number of its attention heads."""
     tensor_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
-    the model. Requires `trainer.strategy=fsdp2`."""
+    """Size of the tensor-parallel group: number of consecutive ranks that every layer is sharded over, by transformers'
+    tensor-parallel plan for the model. It must divide the number of the model's ranks. Requires
+    `trainer.strategy=fsdp2`."""
     expert_parallel_size: int = config_field(1, range=AT_LEAST_ONE)
-    """Number of neighbouring ranks that the experts of every layer are shared out to; tokens travel to the ranks of
-    theirs. Requires `trainer.strategy=fsdp2` and a mixture of experts."""
+    """Size of the expert-parallel group: number of consecutive ranks that the experts of every layer are distributed
+    over. Tokens are sent to the ranks of their experts. It must divide the number of the model's ranks. Requires
+    `trainer.strategy=fsdp2` and a mixture of experts."""
     model_config_kwargs: dict[str, Any] = config_field(factory=dict)
-    """Changes to the Hugging Face model configuration."""
+    """Overrides of the Hugging Face model configuration."""
 
 
 @dataclass
@@ -329,8 +343,8 @@ class RewardModelConfig(Section):
     """The frozen classifier that scores conversations."""
 
     path: str | None = None
-    """Folder or hub name of a sequence classification model with one output and a chat template; null uses no reward
-    model."""
+    """Folder, URI of a folder, or hub name of a sequence classification model with one output and a chat template. null
+    uses no reward model."""
 
 
 @dataclass
@@ -339,6 +353,7 @@ class RewardConfig(Section):
 
     model: RewardModelConfig = config_field(factory=RewardModelConfig)
     coef: float = 1.0
-    """The reward of a rollout is the environment's reward plus this coefficient times the model's score."""
+    """Coefficient of the model's score. The reward of a rollout is the environment's reward plus this coefficient times
+    the score."""
     model_config_kwargs: dict[str, Any] = config_field(factory=dict)
-    """Changes to the Hugging Face model configuration."""
+    """Overrides of the Hugging Face model configuration."""

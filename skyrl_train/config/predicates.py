@@ -1,10 +1,11 @@
-"""What a run needs, decided from several keys: models, corrections, slots.
+"""Decisions that depend on several keys: the models, corrections and resources that a run needs.
 
-Each decision is made here once, for the checks, the plan and the builders of a run. Predicates take the sections that
+Each decision is made here once, for the checks, the plan and the builders of a run. Functions take the sections that
 they read.
 
-A function of an algorithm asks for what a model computes by naming it as an argument: `ref_logprobs`, `values`. The
-built-in functions are known by name, so that nothing has to be imported; those of plugins once they are registered.
+A function of an algorithm requests a model's output by naming it as an argument: `ref_logprobs`, `values`. For built-in
+functions this is known by name, so that no module has to be imported. For a plugin's function it is known once the
+function is registered.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from skyrl_train.config.schema import Config, GeneratorConfig, PlacementConfig, 
 from skyrl_train.registry import find_registered
 
 REFERENCE_ESTIMATORS = frozenset({"distillation"})
-"""Built-in advantage estimators whose functions ask for `ref_logprobs`."""
+"""Built-in advantage estimators whose functions take `ref_logprobs`."""
 REFERENCE_SFT_LOSSES = frozenset({"minor_sft"})
-"""Built-in SFT losses whose functions ask for `ref_logprobs`."""
+"""Built-in SFT losses whose functions take `ref_logprobs`."""
 CRITIC_ESTIMATORS = frozenset({"gae"})
-"""Built-in advantage estimators whose functions ask for `values`."""
+"""Built-in advantage estimators whose functions take `values`."""
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "maxrl", "opo"})
 """Built-in advantage estimators that compare the responses of one prompt with each other."""
 
 
 class ArgumentUse(StrEnum):
-    """How a function takes an argument."""
+    """Use of an argument by a function."""
 
     REQUIRED = "required"
     OPTIONAL = "optional"
     ABSENT = "absent"
     UNKNOWN = "unknown"
-    """A plugin's function that is not registered yet."""
+    """The function is a plugin's that is not registered yet."""
 
 
 def _ref_logprobs_use(algorithm: AlgorithmConfig) -> ArgumentUse:
@@ -71,22 +72,22 @@ def _get_argument_use(
 
 
 def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
-    """True if rewards include a KL penalty. One with a coefficient of 0 does not count."""
+    """True if rewards include a KL penalty. A penalty with coefficient 0 does not count."""
     return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
 
 
 def kl_in_loss(algorithm: AlgorithmConfig) -> bool:
-    """True if the loss has a KL term. One with a coefficient of 0 does not count."""
+    """True if the loss includes a KL term. A term with coefficient 0 does not count."""
     return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
 
 
 def measures_kl(algorithm: AlgorithmConfig) -> bool:
-    """True if anything measures the KL divergence from the reference."""
+    """True if the loss or the rewards include the KL divergence from the reference."""
     return kl_in_loss(algorithm) or kl_in_reward(algorithm)
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """True if training with rewards reads the reference model's log-probs."""
+    """True if reinforcement learning reads the reference model's log-probs."""
     return measures_kl(algorithm) or _ref_logprobs_use(algorithm) in (ArgumentUse.REQUIRED, ArgumentUse.OPTIONAL)
 
 
@@ -96,16 +97,16 @@ def sft_needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 
 def may_need_reference(algorithm: AlgorithmConfig) -> bool:
-    """True if a run may have a reference model: some kind of training reads it, or a plugin's function may."""
-    asked = ArgumentUse.UNKNOWN in (_ref_logprobs_use(algorithm), _sft_ref_logprobs_use(algorithm))
-    return asked or needs_reference(algorithm) or sft_needs_reference(algorithm)
+    """True if a run may need a reference model: RL or SFT reads it, or an unregistered plugin's function may."""
+    is_unknown = ArgumentUse.UNKNOWN in (_ref_logprobs_use(algorithm), _sft_ref_logprobs_use(algorithm))
+    return is_unknown or needs_reference(algorithm) or sft_needs_reference(algorithm)
 
 
 # -- Critic
 
 
 def needs_critic(trainer: TrainerConfig) -> bool:
-    """True if the advantage estimator gets values: it requires them, or accepts them and a critic is configured."""
+    """True if the advantage estimator requires values, or if it accepts them and a critic is configured."""
     values = _values_use(trainer.algorithm)
     return values is ArgumentUse.REQUIRED or (values is ArgumentUse.OPTIONAL and bool(trainer.critic.model.path))
 
@@ -116,7 +117,7 @@ def lacks_critic(trainer: TrainerConfig) -> bool:
 
 
 def may_need_critic(algorithm: AlgorithmConfig) -> bool:
-    """True if the advantage estimator takes values, or is a plugin's that may."""
+    """True if the advantage estimator takes values, or is an unregistered plugin's that may take them."""
     return _values_use(algorithm) is not ArgumentUse.ABSENT
 
 
@@ -124,12 +125,12 @@ def may_need_critic(algorithm: AlgorithmConfig) -> bool:
 
 
 def may_use_loss(algorithm: AlgorithmConfig, *names: str) -> bool:
-    """True for one of these or a plugin's: nobody here knows what a plugin's loss asks for."""
+    """True if the configured policy loss is one of `names` or a plugin's, whose arguments are not known."""
     return algorithm.policy_loss_type in names or algorithm.policy_loss_type not in POLICY_LOSSES
 
 
 def may_use_estimator(algorithm: AlgorithmConfig, *names: str) -> bool:
-    """True for one of these or a plugin's: nobody here knows what a plugin's estimator asks for."""
+    """True if the configured advantage estimator is one of `names` or a plugin's, whose arguments are not known."""
     return algorithm.advantage_estimator in names or algorithm.advantage_estimator not in ADVANTAGE_ESTIMATORS
 
 
@@ -137,7 +138,7 @@ def may_use_estimator(algorithm: AlgorithmConfig, *names: str) -> bool:
 
 
 def get_off_policy_correction(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
-    """The settings of the correction; SkyRL's older keys for token-level truncation (`use_tis`) are translated."""
+    """Return the settings of the off-policy correction, with SkyRL's older keys (`use_tis`) translated."""
     correction = algorithm.off_policy_correction
     if not algorithm.use_tis or correction.tis_ratio_type is not None:
         return correction
@@ -145,7 +146,7 @@ def get_off_policy_correction(algorithm: AlgorithmConfig) -> OffPolicyCorrection
 
 
 def has_off_policy_correction(algorithm: AlgorithmConfig) -> bool:
-    """True if any off-policy correction is on."""
+    """True if any off-policy correction is turned on."""
     correction = get_off_policy_correction(algorithm)
     switches = (
         correction.tis_ratio_type,
@@ -164,7 +165,7 @@ def has_off_policy_correction(algorithm: AlgorithmConfig) -> bool:
 
 
 def max_sequence_length(generator: GeneratorConfig) -> int:
-    """The most tokens that a sequence may have."""
+    """Return the maximum length (tokens) of a sequence: prompt and response together."""
     return generator.max_input_length + generator.sampling_params.max_generate_length
 
 
@@ -172,46 +173,53 @@ def max_sequence_length(generator: GeneratorConfig) -> int:
 
 
 def max_staleness_steps(trainer: TrainerConfig) -> int:
-    """How many versions old the weights may be that sample what a step trains on; 0 in synchronous training."""
+    """Return the maximum age (steps) of the weights that sample a step's rollouts; 0 in synchronous training."""
     return trainer.fully_async.max_staleness_steps if trainer.fully_async.enabled else 0
 
 
 def runs_groups_independently(config: Config, *, evaluation: bool = False) -> bool:
-    """True if groups go to the engines one by one, so that none waits for another.
+    """True if groups are sent to the engines independently, so that no group waits for another.
 
-    Taking the fastest groups of a step requires it. With a rate limit a group that may not begin yet must not hold up
-    the others.
+    Asynchronous training and over-provisioning, which takes the fastest groups of a step, require this. With a rate
+    limit a group that may not start yet must not delay the others.
+
+    Args:
+        config: The configuration.
+        evaluation: True for evaluation rollouts, to which over-provisioning does not apply.
     """
     generator = config.generator
-    takes_fastest = generator.over_provisioning > 0 and not evaluation
-    return config.trainer.fully_async.enabled or takes_fastest or generator.rate_limit.enabled
+    is_over_provisioned = generator.over_provisioning > 0 and not evaluation
+    return config.trainer.fully_async.enabled or is_over_provisioned or generator.rate_limit.enabled
 
 
 def has_evaluation(trainer: TrainerConfig) -> bool:
-    """True if training evaluates on data.val_data at any time."""
+    """True if training evaluates on `data.val_data`, before the first step or after some steps."""
     return trainer.eval_before_train or trainer.eval_interval > 0
 
 
-# -- Parts of a run and their slots
+# -- Components of a run and their slots
 
 
 @dataclass(frozen=True)
 class RunComponents:
-    """The parts of a configuration that an entrypoint uses, and that must therefore be there."""
+    """The parts of a run that an entrypoint uses. Their files and resources must exist."""
 
     train_data: bool = True
     val_data: bool = True
     learner: bool = True
     engines: bool = True
     rewards: bool = True
-    """The reward model, if one is named."""
+    """Environments and, if one is configured, the reward model."""
     tokenizer: bool = True
     """The policy's tokenizer."""
 
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """Dedicated slots of each role: 0 for a role that the run does not have, or that is colocated with another."""
+    """Numbers of dedicated slots per role. A slot is the resources of one rank: a GPU, or a share of CPUs.
+
+    A role that the run does not have, or that is colocated with another role, has 0 slots.
+    """
 
     policy: int
     reference: int
@@ -219,39 +227,46 @@ class SlotCounts:
     reward: int
     engines: int
     reference_colocated: bool
-    """Colocated with the policy."""
+    """True if the reference is colocated with the policy."""
     critic_colocated: bool
+    """True if the critic is colocated with the policy."""
     reward_colocated: bool
-    """Colocated with the policy, or with the engines if there is no policy."""
+    """True if the reward model is colocated with the policy, or with the engines if there is no policy."""
     engines_colocated: bool
-    """Whether engines and learner take turns on the same slots."""
+    """True if engines and learner time-share the same slots."""
 
     @property
     def processes(self) -> int:
-        """Ranks and replicas, those included that share the policy's slots."""
-        sharing = self.reference_colocated + self.critic_colocated + self.reward_colocated
-        own = self.policy + self.reference + self.critic + self.reward + self.engines
-        return own + sharing * (self.policy or self.engines)
+        """Number of ranks, replicas and engine ranks, including those that share the slots of another role."""
+        num_sharing_roles = self.reference_colocated + self.critic_colocated + self.reward_colocated
+        num_dedicated = self.policy + self.reference + self.critic + self.reward + self.engines
+        return num_dedicated + num_sharing_roles * (self.policy or self.engines)
 
     @property
     def total(self) -> int:
+        """Number of slots of the run. Slots that roles share are counted once."""
         if self.engines_colocated:
             return max(self.policy, self.engines)
         return self.policy + self.reference + self.critic + self.reward + self.engines
 
 
 def gpus_per_engine(generator: GeneratorConfig) -> int:
-    """Accelerators of one engine: tensor x pipeline parallel."""
+    """Return the number of accelerators of one engine: tensor-parallel size times pipeline-parallel size."""
     return generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
 
 
 def is_colocated(placement: PlacementConfig, role: str) -> bool:
-    """True if a model of trainer.* ("ref", "critic" or "reward") has the policy's slots."""
+    """True if the placement colocates a model ("ref", "critic" or "reward") with the policy."""
     return placement.colocate_all or (role == "ref" and placement.colocate_policy_ref)
 
 
 def num_ranks(placement: PlacementConfig, role: str) -> int:
-    """Ranks of "policy", "ref" or "critic", or replicas of "reward", where they have slots of their own."""
+    """Return the number of ranks of a model that is not colocated.
+
+    Args:
+        placement: The placement.
+        role: "policy", "ref" or "critic", or "reward" for the number of its replicas.
+    """
     nodes: int = getattr(placement, f"{role}_num_nodes")
     per_node: int = getattr(placement, f"{role}_num_gpus_per_node")
     return nodes * per_node
@@ -267,7 +282,17 @@ def count_slots(
     with_reward: bool = False,
     with_engines: bool = True,
 ) -> SlotCounts:
-    """The slots of a run with these roles."""
+    """Return the numbers of slots of a run.
+
+    Args:
+        placement: The placement.
+        generator: Settings of the engines.
+        with_policy: True if the run has a learner with the policy.
+        with_reference: True if the run has a reference.
+        with_critic: True if the run has a critic.
+        with_reward: True if the run has a reward model.
+        with_engines: True if the run starts engines.
+    """
     reference_colocated = with_reference and is_colocated(placement, "ref")
     critic_colocated = with_critic and is_colocated(placement, "critic")
     reward_colocated = with_reward and is_colocated(placement, "reward") and (with_policy or with_engines)
@@ -287,7 +312,14 @@ def count_slots(
 
 
 def count_run_slots(config: Config, components: RunComponents) -> SlotCounts:
-    """Return the slots of the run. What a plugin's algorithm needs counts once the plugin is imported."""
+    """Return the numbers of slots of a run.
+
+    Models that a plugin's algorithm needs are only counted after the plugin has been imported.
+
+    Args:
+        config: The configuration.
+        components: Parts of the run that the entrypoint uses.
+    """
     algorithm = config.trainer.algorithm
     reference = needs_reference(algorithm) if components.engines else sft_needs_reference(algorithm)
     return count_slots(
@@ -302,12 +334,12 @@ def count_run_slots(config: Config, components: RunComponents) -> SlotCounts:
 
 
 def num_environment_hosts(config: Config, components: RunComponents) -> int:
-    """Environment hosts of the run: 0 where it has no environments, or they run beside the driver."""
+    """Return the number of environment hosts of a run: 0 without environments, or if they run on the driver's node."""
     return config.environment.hosts if components.rewards else 0
 
 
 def environment_host_cpus(config: Config, components: RunComponents) -> float:
-    """CPUs of the cluster that the run's environment hosts take from its slots."""
+    """Return the number of CPUs that all environment hosts of a run reserve together. Ranks cannot use them."""
     return num_environment_hosts(config, components) * config.environment.host_cpus
 
 
@@ -315,58 +347,61 @@ def environment_host_cpus(config: Config, components: RunComponents) -> float:
 
 
 def has_colocated_engines(config: Config) -> bool:
-    """True if the engines have the learner's slots, on accelerators or CPUs."""
+    """True if the engines are colocated with the learner, on accelerators or CPUs."""
     return config.trainer.placement.colocate_all and config.generator.run_engines_locally
 
 
 def shares_gpu_memory(config: Config) -> bool:
-    """True if engines and learner take turns on the same accelerators."""
+    """True if engines and learner time-share the same accelerators."""
     return config.device == "cuda" and has_colocated_engines(config)
 
 
 def resolve_weight_sync_route(config: Config, *, is_single_node: bool = True) -> str:
-    """The configured route, or for `auto` the fastest one of engines that support all.
+    """Return the weight sync route: the configured one, or for `auto` the fastest route that all engines support.
 
-    That is "ipc" (shared memory) if each engine is colocated with a trainer rank, else "broadcast" (the network).
+    `auto` is "ipc" (shared memory) if every engine rank is colocated with a trainer rank, else "broadcast"
+    (collectives).
 
     Args:
-        one_node: Policy and engines have one node together.
+        config: The configuration.
+        is_single_node: True if all ranks of policy and engines are on one node. It matters on CPUs only.
     """
     generator, placement = config.generator, config.trainer.placement
     if generator.weight_sync_route != "auto":
         return generator.weight_sync_route
-    if config.device == "cpu":  # all engines read rank 0's memory
+    if config.device == "cpu":  # all engines read the memory of rank 0
         can_share = is_single_node and placement.policy_num_nodes == 1
     else:
         can_share = generator.num_inference_engines * gpus_per_engine(generator) <= num_ranks(placement, "policy")
-    # The route shares memory by memfd, which only Linux has.
+    # The route shares memory through memfd, which only Linux has.
     return "ipc" if has_colocated_engines(config) and can_share and sys.platform == "linux" else "broadcast"
 
 
 def prefers_adapter_sync(config: Config) -> bool:
-    """True if engines that support it should get the policy's adapter separately instead of merged into the model.
+    """True if engines that support it should receive the policy's adapter separately, not merged into the model.
 
-    `auto`: only if merging into the engines' dtype would round most of the adapter away. In float32 it does not, and
-    merged weights are served faster.
+    With `auto` this depends on the engines' dtype. In half precision, merging would round most of the adapter's change
+    away. In float32 it does not, and engines are faster with merged weights.
     """
     lora = config.trainer.policy.model.lora
-    wanted = {"adapter": True, "merged": False, "auto": config.generator.model_dtype != "float32"}
-    return lora.rank > 0 and wanted[lora.sync]
+    is_separate = {"adapter": True, "merged": False, "auto": config.generator.model_dtype != "float32"}
+    return lora.rank > 0 and is_separate[lora.sync]
 
 
 def sync_replaces_all_weights(config: Config) -> bool:
-    """True if every sync replaces all that an engine holds as weights, so that it need not keep them until then.
+    """True if every sync replaces all weights of a time-shared engine, so that it may free them before the sync.
 
-    It does not where only changes are sent, nor does it replace adapters that an engine has a place for.
+    A sync that sends only changed tensors or only the adapter does not. Neither does a sync of an engine that reserves
+    memory for adapters (`max_lora_rank`), which are not replaced.
     """
     generator = config.generator
-    partial = generator.weight_sync_only_changed or prefers_adapter_sync(config)
-    return shares_gpu_memory(config) and not partial and "max_lora_rank" not in generator.engine_init_kwargs
+    is_partial = generator.weight_sync_only_changed or prefers_adapter_sync(config)
+    return shares_gpu_memory(config) and not is_partial and "max_lora_rank" not in generator.engine_init_kwargs
 
 
 def sleep_level(config: Config) -> int:
-    """Return how deeply engines sleep until a sync.
+    """Return the level at which engines sleep until a sync: 2 if every sync replaces all weights, else 1.
 
-    At level 2 they give up their weights, of which vLLM would keep a copy at level 1.
+    At level 2 engines free their weights, too. At level 1 vLLM keeps a copy of them in host memory.
     """
     return 2 if sync_replaces_all_weights(config) else 1

@@ -1,4 +1,4 @@
-"""From a command line to a configuration that can be run: read, composed, checked, fitted to the device, frozen."""
+"""The steps from a command line to the frozen configuration of a run: parse, compose, check, adapt to the device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from skyrl_train.config.hydra import (
+    SAME_SETTING_ADVICE,
     Override,
     compose,
     non_default_keys,
@@ -57,7 +58,7 @@ INFORMATION_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 @dataclass(frozen=True)
 class FlagProblem(Problem):
-    """A flag of Hydra that is off here, or a text that is no `key=value`."""
+    """A flag of Hydra that is not supported, or an argument that is not a valid `key=value`."""
 
     def __str__(self) -> str:
         return one_line(f"{self.key}: {self.allowed}. {self.advice}")
@@ -65,48 +66,55 @@ class FlagProblem(Problem):
 
 @dataclass
 class CommandLine:
-    """A command line that was read: what to compose, and what is wrong with the rest."""
+    """A parsed and checked command line."""
 
     flags: dict[str, Any]
+    """Values of Hydra's flags, by name."""
     overrides: list[str] = field(default_factory=list)
-    """The good ones, as Hydra should see them."""
+    """The valid overrides, in the form that Hydra composes."""
     explicit_keys: set[str] = field(default_factory=set)
-    """The keys that these set, by their own names."""
+    """The keys that the overrides set, with aliases resolved."""
     problems: list[Problem] = field(default_factory=list)
+    """Problems of flags and of the other overrides."""
     custom_keys: list[UnknownKey] = field(default_factory=list)
-    """Added with `+` below `generator` or `environment`. They are problems if the user has no code that reads them."""
+    """Keys added with `+` below `generator` or `environment`. Without user code that reads them they are problems."""
 
     @property
     def is_info_request(self) -> bool:
-        """Whether Hydra should print something instead of running."""
+        """True if a flag asks Hydra to print information instead of starting a run."""
         return any(self.flags[name] for name in INFORMATION_FLAGS)
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read `key=value` arguments and Hydra's flags, and find what is wrong with them without composing.
+    """Parse `key=value` arguments and Hydra's flags, and check them without composing the configuration.
 
-    Unknown keys (with `+`, `++` and `~` as well) with the nearest match, wrong types, NaN and infinity, code to run,
-    secrets. Exits with 2 on an unknown flag, as argparse does.
+    The checks find unknown keys (also with `+`, `++` and `~`), wrong types, NaN and infinity, code to run, and secrets.
+
+    Args:
+        argv: Arguments without the name of the program.
+
+    Raises:
+        SystemExit: A flag is unknown; argparse prints the usage and exits with code 2.
     """
     flags, texts = parse_flags(argv)
-    line = CommandLine(flags, problems=list(_refused_flags(flags)))
+    line = CommandLine(flags, problems=list(_find_flag_problems(flags)))
     folders = [presets_folder(), *([Path(flags["config_dir"])] if flags["config_dir"] else [])]
-    given: dict[str, Override] = {}
+    overrides: dict[str, Override] = {}
     for text in texts:
         override = parse_override(text)
-        if _is_group(override, folders):
+        if _is_config_group(override, folders):
             line.overrides.append(text)
-        elif own := custom_key_path(override):
+        elif path := custom_key_path(override):
             line.custom_keys.append(
                 UnknownKey(override.key, override.value, "a known key", unknown_key_advice(override.key))
             )
             line.problems += find_unsafe_values(override.key, override.value)
-            line.overrides.append(f"++{own}={override.text.partition('=')[2]}")
-            line.explicit_keys.add(own)
+            line.overrides.append(f"++{path}={override.text.partition('=')[2]}")
+            line.explicit_keys.add(path)
         else:
-            problems = list(_override_problems(override, given))
+            problems = list(_find_override_problems(override, overrides))
             line.problems += problems
-            given[override.key] = override
+            overrides[override.key] = override
             if not problems:
                 line.overrides.append(override.for_hydra)
                 line.explicit_keys.add(canonical_key(override.key))
@@ -114,9 +122,10 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def custom_key_path(override: Override) -> str | None:
-    """Where a user's own key below `generator` or `environment` is stored; None for every other key.
+    """Return the key under which a custom key is stored, or None if an override does not set a custom key.
 
-    Settings below environment.skyrl_gym are those of an environment of the user's that they name.
+    A custom key is unknown, is added with `+`, and lies below `generator`, `environment`, or a name below
+    `environment.skyrl_gym`, which is the name of the user's environment. It is stored in the `own` of its section.
     """
     if (
         find_key(override.key) is not None
@@ -126,18 +135,26 @@ def custom_key_path(override: Override) -> str | None:
         or override.is_sweep
     ):
         return None
-    for section, least in (("environment.skyrl_gym", 2), ("environment", 1), ("generator", 1)):
+    for section, min_parts in (("environment.skyrl_gym", 2), ("environment", 1), ("generator", 1)):
         name = override.key.removeprefix(f"{section}.")
         if name != override.key:
             parts = name.split(".")
-            inside_ours = find_key(f"{section}.{parts[0]}") is not None or f"{section}.{parts[0]}" in alias_sections()
-            return None if len(parts) < least or inside_ours else f"{section}.own.{name}"
+            first = f"{section}.{parts[0]}"
+            is_ours = find_key(first) is not None or first in alias_sections()
+            return None if len(parts) < min_parts or is_ours else f"{section}.own.{name}"
     return None
 
 
 def move_custom_keys(content: dict[str, Any]) -> tuple[dict[str, Any], list[UnknownKey]]:
-    """Nested plain values with a program's own keys moved to where they are stored, and these keys."""
-    found: list[UnknownKey] = []
+    """Move custom keys of nested plain values to the `own` of their sections, see `custom_key_path`.
+
+    Args:
+        content: Nested plain values of a configuration. They are not changed.
+
+    Returns:
+        The changed copy, and the custom keys.
+    """
+    custom_keys: list[UnknownKey] = []
     moved: dict[str, Any] = copy.deepcopy(content)
     for section in ("environment.skyrl_gym", "environment", "generator"):
         values: Any = moved
@@ -145,40 +162,42 @@ def move_custom_keys(content: dict[str, Any]) -> tuple[dict[str, Any], list[Unkn
             values = values.get(part) if isinstance(values, dict) else None
         for name in list(values) if isinstance(values, dict) else ():
             key = f"{section}.{name}"
-            inside = f"{key}.x" if section == "environment.skyrl_gym" and isinstance(values[name], dict) else key
-            if find_key(key) is None and custom_key_path(Override(f"+{inside}=", inside, None)) is not None:
-                found.append(UnknownKey(key, values[name], "a known key", unknown_key_advice(key)))
+            leaf = f"{key}.x" if section == "environment.skyrl_gym" and isinstance(values[name], dict) else key
+            if find_key(key) is None and custom_key_path(Override(f"+{leaf}=", leaf, None)) is not None:
+                custom_keys.append(UnknownKey(key, values[name], "a known key", unknown_key_advice(key)))
                 values.setdefault("own", {})[name] = values.pop(name)
-    return moved, found
+    return moved, custom_keys
 
 
-def _refused_flags(flags: dict[str, Any]) -> Iterator[Problem]:
+def _find_flag_problems(flags: dict[str, Any]) -> Iterator[Problem]:
     if flags["multirun"]:
-        yield FlagProblem("--multirun", True, "is off", "Start one run per setting, from a shell loop or a scheduler.")
+        advice = "Start one run per setting, from a shell loop or a scheduler."
+        yield FlagProblem("--multirun", True, "is not supported", advice)
     if flags["config_path"]:
-        yield FlagProblem("--config-path", flags["config_path"], "is off", "Use --config-dir, which adds a folder.")
+        advice = "Use --config-dir, which adds a folder of presets."
+        yield FlagProblem("--config-path", flags["config_path"], "is not supported", advice)
     if flags["experimental_rerun"]:
-        value = flags["experimental_rerun"]
-        yield FlagProblem("--experimental-rerun", value, "is off", "A saved config.yaml is started with --config-name.")
+        advice = "Use --config-dir and --config-name to start from a saved config.yaml."
+        yield FlagProblem("--experimental-rerun", flags["experimental_rerun"], "is not supported", advice)
 
 
-def _is_group(override: Override, folders: Sequence[Path]) -> bool:
-    """Whether the text chooses a file (`optimizer=adam` with a folder of that name) and not a value."""
+def _is_config_group(override: Override, folders: Sequence[Path]) -> bool:
+    """True if an override selects a file of a config group (`optimizer=adam`) instead of setting a key."""
     name = override.key.partition("@")[0]
     if override.error or override.key.startswith("hydra/"):
         return not override.error
     return find_key(name) is None and "." not in name and any((folder / name).is_dir() for folder in folders)
 
 
-def _override_problems(override: Override, given: dict[str, Override]) -> Iterator[Problem]:
+def _find_override_problems(override: Override, earlier: dict[str, Override]) -> Iterator[Problem]:
     key, value = override.key, override.value
     known = find_key(key)
     if override.error:
         if "=" not in override.text:
             advice = f"Write {key}=VALUE." if known is not None else unknown_key_advice(key) if key else ""
-            yield FlagProblem(override.text, None, "is no key=value", advice)
+            yield FlagProblem(override.text, None, "is not of the form key=value", advice)
         else:
-            yield FlagProblem(override.text, None, "cannot be read", f"{override.error}. Quote special characters.")
+            yield FlagProblem(override.text, None, "cannot be parsed", f"{override.error}. Quote special characters.")
     elif key.startswith("hydra."):
         yield from find_unsafe_values(key, value)
     elif override.is_delete:
@@ -193,37 +212,37 @@ def _override_problems(override: Override, given: dict[str, Override]) -> Iterat
             yield Problem(key, value, "one value", f"Write a list as \"{key}=['a','b']\" and quote commas in text.")
     else:
         yield from find_value_problems(key, value)
-        yield from _contradiction(override, given)
+        yield from _find_contradictions(override, earlier)
 
 
-def _contradiction(override: Override, given: dict[str, Override]) -> Iterator[Problem]:
-    """Two names of one setting with different values."""
+def _find_contradictions(override: Override, earlier: dict[str, Override]) -> Iterator[Problem]:
+    """Yield earlier overrides that set the same key to another value under another name."""
     name = canonical_key(override.key)
-    for key, other in given.items():
+    for key, other in earlier.items():
         same_setting = key != override.key and canonical_key(key) == name
         if same_setting and other.value != override.value:
-            advice = "They are one setting: give one."
-            yield Problem(override.key, override.value, f"the same as {key}={format_value(other.value)}", advice)
+            allowed = f"the same as {key}={format_value(other.value)}"
+            yield Problem(override.key, override.value, allowed, SAME_SETTING_ADVICE)
 
 
-# -- the configuration of a run
+# -- The configuration of a run
 
 
 @dataclass(frozen=True)
 class PreparedConfig:
-    """What a run starts from."""
+    """The checked configuration of a run, with warnings and notes for the user."""
 
     config: Config
-    """Frozen; `device` is cpu or cuda."""
+    """The configuration, frozen. `device` is cpu or cuda."""
     warnings: list[str]
-    """Keys that were set and have no effect, and settings that are probably mistakes, a line each."""
+    """One line for each key that is set without effect, and for each setting that is probably a mistake."""
     notes: list[str]
-    """What was fitted to this machine or to this package, and keys of the user's own: a line each."""
+    """One line for each change that adapts the configuration to this machine or package, and for each custom key."""
 
 
 @dataclass(frozen=True)
 class ComposeProblem(Problem):
-    """A preset that is missing or that Hydra cannot put together."""
+    """A preset that is missing or that Hydra cannot compose."""
 
     def __str__(self) -> str:
         return one_line(self.allowed)
@@ -237,18 +256,22 @@ def prepare_config(
     components: RunComponents | None = None,
     trust_run_folder: bool = True,
 ) -> PreparedConfig:
-    """The configuration of `key=value` arguments and Hydra's `--config-name` and `--config-dir`.
+    """Return the checked configuration of `key=value` arguments and of Hydra's `--config-name` and `--config-dir`.
+
+    This imports neither torch nor ray.
 
     Args:
-        arguments: As they are typed, or as `read_command_line` has read them.
-        has_accelerator: Whether there is one; None looks for one on this machine.
-        own_code: Whether a program of the user's own is the caller. Names that it may have registered and keys that it
-            may read are then no mistakes, as with `trainer.plugins`.
-        uses: Which parts of the configuration must exist on this machine; None looks for nothing.
-        trusts_runs: False for commands that look at runs of others: if `--config-dir` names a run's folder, code and
-            receivers of credentials that the command line does not name as well are problems.
+        arguments: Arguments of a command line, or the result of `read_command_line`.
+        has_accelerator: True if the run has an accelerator. None checks this machine.
+        has_user_code: True if a user's program is the caller. As with `trainer.plugins`, unregistered names and custom
+            keys are accepted then, because that program may register or read them.
+        components: Parts of the run whose files, packages and resources must exist on this machine. None checks none.
+        trust_run_folder: False for commands that inspect other users' runs. If `--config-dir` is a run's folder, code
+            and receivers of credentials that the command line does not repeat are then problems.
 
-    Raises ConfigError that lists every problem at once. Imports neither torch nor ray.
+    Raises:
+        ConfigError: The configuration has problems. The message lists all of them.
+        SystemExit: A flag is unknown; argparse prints the usage and exits with code 2.
     """
     line = arguments if isinstance(arguments, CommandLine) else read_command_line(arguments)
     name, folder = line.flags["config_name"], line.flags["config_dir"]
@@ -270,10 +293,17 @@ def prepare_config(
 def prepare_composed(
     cfg: DictConfig, components: RunComponents | None = None, *, has_accelerator: bool | None = None
 ) -> PreparedConfig:
-    """The same for a configuration that a program has composed with Hydra by itself, and may have changed since.
+    """Return the checked configuration of a program that composed it with Hydra itself and may have changed it.
 
-    Keys below `generator` and `environment` that nobody knows are the program's own. `uses` and
-    `has_accelerator` are those of `prepare`.
+    Unknown keys below `generator` and `environment` are custom keys of the program.
+
+    Args:
+        cfg: The composed configuration. It is not changed.
+        components: Parts of the run whose files, packages and resources must exist on this machine. None checks none.
+        has_accelerator: True if the run has an accelerator. None checks this machine.
+
+    Raises:
+        ConfigError: The configuration has problems. The message lists all of them.
     """
     content, custom_keys = move_custom_keys(to_unresolved_dict(cfg))
     explicit_keys = set(non_default_keys(content))
@@ -295,54 +325,53 @@ def _check(
     has_user_code: bool,
     components: RunComponents | None,
 ) -> PreparedConfig:
-    present = is_accelerator_available() if has_accelerator is None else has_accelerator
-    config, more, notes = to_config(raw)
+    has_device = is_accelerator_available() if has_accelerator is None else has_accelerator
+    config, config_problems, notes = to_config(raw)
     allow_unregistered_names = has_user_code or bool(config.trainer.plugins)
-    problems = [*line.problems, *more, *(() if allow_unregistered_names else map(_as_unknown_key, line.custom_keys))]
+    rejected_keys = () if allow_unregistered_names else map(_reject_custom_key, line.custom_keys)
+    problems = [*line.problems, *config_problems, *rejected_keys]
     problem_keys = {problem.key for problem in problems}
-    config, fitted = resolve_device(config, present, explicit_keys)
-    notes += fitted
-    for respread in (resolve_megatron, resolve_engine_data_parallel):
-        config, moved = respread(config)
-        notes += moved
-    absent = [] if components is None else find_missing_resources(config, components)
-    for problem in (*find_device_problems(config, present), *validate(config, allow_unregistered_names), *absent):
-        if not any(
-            key in str(problem) for key in problem_keys
-        ):  # else it may only follow from a default that stands in
+    config, device_notes = resolve_device(config, has_device, explicit_keys)
+    notes += device_notes
+    for resolve in (resolve_megatron, resolve_engine_data_parallel):
+        config, parallelism_notes = resolve(config)
+        notes += parallelism_notes
+    missing = [] if components is None else find_missing_resources(config, components)
+    for problem in (*find_device_problems(config, has_device), *validate(config, allow_unregistered_names), *missing):
+        # A key with a problem has its default here, so a problem that mentions it may be spurious.
+        if not any(key in str(problem) for key in problem_keys):
             problems.append(problem)
     raise_problems(problems)
     notes += [
-        one_line(f"{own.key}={format_value(own.value)} is a key of your own. {_suggest_for_custom_key(own)}")
-        for own in line.custom_keys
+        one_line(f"{custom.key}={format_value(custom.value)} is a custom key. {_custom_key_advice(custom)}")
+        for custom in line.custom_keys
     ]
-    defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
+    defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), has_device)
     frozen = freeze(set_default_run_folders(config, explicit_keys))
-    found = [
+    warnings = [
         *find_sanity_warnings(frozen, freeze(defaults)),
         *find_evaluation_warnings(frozen),
         *find_stop_string_warnings(frozen),
     ]
     if components is not None:
-        found += find_cpu_oversubscription(frozen, components)
-    return PreparedConfig(frozen, found, notes)
+        warnings += find_cpu_oversubscription(frozen, components)
+    return PreparedConfig(frozen, warnings, notes)
 
 
 @functools.cache
 def _resolved_defaults(home: str | None) -> Config:
-    """What every key is when nobody sets any. `home`: the one variable that defaults refer to."""
+    """Return the default configuration, cached by HOME, the only environment variable that defaults refer to."""
     return resolve_interpolations({})[0]
 
 
-def _suggest_for_custom_key(own: UnknownKey) -> str:
-    """What a user's own key may have been meant to be, if it is almost one of ours."""
-    close = suggest_sibling_key(own.key)
+def _custom_key_advice(custom: UnknownKey) -> str:
+    close = suggest_sibling_key(custom.key)
     return f"Did you mean {close}?" if close else "Only your code reads it."
 
 
-def _as_unknown_key(own: UnknownKey) -> UnknownKey:
-    advice = f"{own.advice} With trainer.plugins, or started from a program of your own, it would be a key of yours."
-    return replace(own, advice=advice)
+def _reject_custom_key(custom: UnknownKey) -> UnknownKey:
+    advice = f"{custom.advice} Custom keys require trainer.plugins or a program of your own that starts the run."
+    return replace(custom, advice=advice)
 
 
 def run_entrypoint(
@@ -354,10 +383,23 @@ def run_entrypoint(
     trust_run_folder: bool = True,
     has_accelerator: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Run an entrypoint: `task` with the prepared configuration, or what `--help` or Hydra's `--cfg job` prints.
+    """Run the task of an entrypoint with the configuration of its command line.
 
-    `own_code`, `uses` and `trusts_runs` are those of `prepare`, and so is what `has_accelerator` returns. A
-    ConfigError, of the configuration or of the task, is printed without traceback and exits with 2.
+    Notes and warnings are printed to stderr first. With `--help` or an information flag of Hydra (`--cfg job`), print
+    that information instead and do not run the task.
+
+    Args:
+        task: Function of the entrypoint.
+        argv: Arguments of the command line; None uses `sys.argv`.
+        has_user_code: See `prepare_config`.
+        components: See `prepare_config`.
+        trust_run_folder: See `prepare_config`.
+        has_accelerator: Function that returns the argument `has_accelerator` of `prepare_config`. It is not called for
+            `--help`.
+
+    Raises:
+        SystemExit: The configuration or the task raised ConfigError, which is printed to stderr without a traceback, or
+            a flag is unknown. The exit code is 2.
     """
     escape_last_resort_warnings()
     arguments = list(sys.argv[1:] if argv is None else argv)

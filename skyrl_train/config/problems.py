@@ -1,4 +1,4 @@
-"""One thing that is wrong with a configuration, in one line: key, value got, what is allowed, what to do."""
+"""Problems of a configuration, each described in one line: key, value, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from skyrl_train.terminal import escape_control_chars
 
 @dataclass(frozen=True)
 class Problem:
-    """A wrong key, value or combination."""
+    """A wrong key, a wrong value or an invalid combination of values. `str()` is its line in the error message."""
 
     key: str
     value: Any
     allowed: str
+    """Allowed values, as a phrase that follows "must be"."""
     advice: str = ""
+    """Complete sentences: the reason, and what to do."""
 
     def __str__(self) -> str:
         return one_line(f"{self.key}={format_value(self.value)}: must be {self.allowed}. {self.advice}")
@@ -26,14 +28,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class UnknownKey(Problem):
-    """A key that nothing reads."""
+    """A key that is not part of the configuration."""
 
     def __str__(self) -> str:
         return one_line(f"{self.key}={format_value(self.value)}: unknown key. {self.advice}")
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written on the command line, without the contents of credential variables; long ones are cut."""
+    """Return a value as it is written on the command line, for messages.
+
+    Values of credential variables are redacted. Texts of more than 200 characters are truncated.
+    """
     value = redact(value)
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
@@ -45,12 +50,15 @@ def format_value(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and control characters written out, and no secret: it may quote anything typed."""
+    """Return a text as one printable line: control characters are escaped, secrets are redacted.
+
+    Use it for messages, which may quote any user input.
+    """
     return escape_control_chars(redact(text).rstrip())
 
 
 def raise_problems(problems: Iterable[Problem | ConfigError]) -> None:
-    """Raise one ConfigError that lists every problem, a line each; nothing if there are none."""
+    """Raise one ConfigError that lists all problems, one per line without duplicates. Without problems, do nothing."""
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     if lines:
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"

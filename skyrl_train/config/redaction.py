@@ -1,4 +1,7 @@
-"""Credentials of the environment and in addresses: never in files, trackers or messages of a run."""
+"""Redaction of credentials: values of environment variables, and user names and passwords in URLs.
+
+Everything that a run saves, prints or sends to trackers passes through `redact`.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,29 @@ CREDENTIAL_WORDS = (
     "KEY", "TOKEN", "SECRET", "PASSW", "PASSPHRASE", "_PASS", "CREDENTIAL", "AUTH", "COOKIE", "JWT", "WEBHOOK",
     "CONNECTION_STRING", "CONNECTIONSTRING", "CONN_STR", "BEARER",
 )  # fmt: skip
-"""Anywhere in the name of a variable."""
+"""Words that mark a variable as a credential anywhere in its name."""
 CREDENTIAL_PARTS = frozenset({"PWD", "PAT", "DSN", "PASS", "CREDS"})
-"""Between the underscores of a name: PATH and DSNAME are none."""
+"""Words that mark a variable as a credential only between underscores, unlike in PATH and DSNAME."""
 _NON_CREDENTIAL_WORDS = re.compile("TOKENIZ|AUTHOR(?!I)|KEYBOARD")
-"""Parts of names that have one of CREDENTIAL_WORDS in them. A model's path must not be taken for a secret."""
-_NAMED_PART = re.compile(r"(\w+)\s*=\s*([^;\s]+)")
-"""Of a connection string: `AccountName=team;AccountKey=...`."""
+"""Harmless words that contain one of CREDENTIAL_WORDS. The path of a tokenizer, for example, is not a secret."""
+_CONNECTION_STRING_PART = re.compile(r"(\w+)\s*=\s*([^;\s]+)")
+"""One part of a connection string such as `AccountName=team;AccountKey=...`."""
 _FOLDERS = frozenset({"PWD", "OLDPWD"})
 _MIN_SECRET_LENGTH = 8
-"""Shorter values of credential variables ("none", "1") would blank out ordinary words."""
+"""Minimum length of secrets (characters). Shorter values ("none", "1") would redact ordinary words."""
 _USER_INFO = re.compile(
     r"""(?<=://)(?:[^\s/?#"'<>\\]{1,200}@|[^\s/:@"'<>\\]{0,200}:(?!\d{1,5}(?:[/?#]|$))[^\s@"'<>\\]{0,200}@)"""
 )
-"""Name and password in an address, also where the password has signs that should be escaped."""
+"""User name and password of a URL, also if the password contains characters that should have been escaped."""
 _URI = re.compile(r"\s*[A-Za-z][\w+.-]{0,30}://\S*\s*$")
 _MAX_USER_LENGTH = 8
-"""Characters of a name without a password, such as git@, that is not taken for a token."""
+"""Maximum length (characters) of a user name without a password, such as git@. A longer one is taken for a token."""
 
 T = TypeVar("T")
 
 
 def is_credential_name(variable: str) -> bool:
-    """Whether the name is that of a credential; how one is asked for (RAY_AUTH_MODE) is none."""
+    """True if the name of a variable suggests that it holds a credential. Modes such as RAY_AUTH_MODE do not."""
     name = _NON_CREDENTIAL_WORDS.sub("", variable.upper())
     if name in _FOLDERS or name.endswith("_MODE"):
         return False
@@ -46,7 +49,7 @@ def is_credential_name(variable: str) -> bool:
 
 
 def secret_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that hold secrets: credentials, and addresses with a password."""
+    """Return the environment variables that hold secrets: credentials by name, and URLs with user information."""
     return {
         name: content
         for name, content in environ.items()
@@ -55,45 +58,54 @@ def secret_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def redact(value: T, environ: Mapping[str, str] = os.environ) -> T:
-    """Return the same plain value without secrets, for whatever is saved, shown or sent away.
+    """Return a copy of a plain value without secrets, for everything that is saved, displayed or sent.
 
-    The contents of `secret_variables` become `<NAME>`, as they are and as JSON, Python, HTML and addresses write them,
-    line by line if they have several. Name and password in any address become `***`.
+    Values of `secret_variables` are replaced with `<NAME>`, also where they are escaped as in JSON, Python, HTML or
+    URLs. Each line of a value with several lines counts. User name and password in any URL are replaced with `***`.
+
+    Args:
+        value: Text, or nested mappings, lists and tuples with texts. Tuples become lists. Keys are redacted, too.
+        environ: Environment variables whose secrets are redacted.
     """
-    secrets = _secrets(tuple(secret_variables(environ).items()))
+    secrets = _replacements(tuple(secret_variables(environ).items()))
     return _map_strings(value, lambda text: _replace_secrets(text, secrets))  # type: ignore[no-any-return]
 
 
 def contains_secret(value: Any) -> bool:
-    """Return whether `redact` would change a plain value."""
-    found = False
+    """True if `redact` would change a text in a plain value."""
+    is_secret = False
 
-    def look(text: str) -> str:
-        nonlocal found
-        found = found or redact(text) != text
+    def check(text: str) -> str:
+        nonlocal is_secret
+        is_secret = is_secret or redact(text) != text
         return text
 
-    _map_strings(value, look)
-    return found
+    _map_strings(value, check)
+    return is_secret
 
 
 def contains_password(value: Any) -> bool:
-    """Return whether a plain value is, or has in it, an address with a password."""
-    found: list[str] = []
+    """True if a plain value is or contains a text that is a URL with a password or token."""
+    passwords: list[str] = []
 
-    def look(text: str) -> str:
+    def check(text: str) -> str:
         if _URI.match(text):
-            found.extend(one[0] for one in _USER_INFO.finditer(text) if _has_password(one[0]))
+            passwords.extend(match[0] for match in _USER_INFO.finditer(text) if _has_password(match[0]))
         return text
 
-    _map_strings(value, look)
-    return bool(found)
+    _map_strings(value, check)
+    return bool(passwords)
 
 
 def find_secret_pieces(pieces: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[bool]:
-    """Return for each piece of a text, such as a token, whether it is part of a secret that `redact` replaces."""
+    """Return, for each piece of a text, True if it overlaps a secret that `redact` replaces.
+
+    Args:
+        pieces: Consecutive parts of the text, such as tokens.
+        environ: Environment variables whose secrets are searched for.
+    """
     text = "".join(pieces)
-    spans = list(_spans(text, _secrets(tuple(secret_variables(environ).items()))))
+    spans = list(_find_secret_spans(text, _replacements(tuple(secret_variables(environ).items()))))
     if not spans:
         return [False] * len(pieces)
     hidden = bytearray(len(text))
@@ -116,15 +128,15 @@ def _replace_secrets(text: str, secrets: Mapping[str, str]) -> str:
         text = text.replace(content, name)
     if "://" not in text:
         return text
-    return _USER_INFO.sub(lambda found: "***@" if _has_password(found[0]) else found[0], text)
+    return _USER_INFO.sub(lambda match: "***@" if _has_password(match[0]) else match[0], text)
 
 
-def _spans(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+def _find_secret_spans(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[int, int]]:
     for content in secrets:
         start = -1
         while (start := text.find(content, start + 1)) >= 0:
             yield start, start + len(content)
-    yield from (found.span() for found in _USER_INFO.finditer(text) if _has_password(found[0]))
+    yield from (match.span() for match in _USER_INFO.finditer(text) if _has_password(match[0]))
 
 
 def _has_password(user_info: str) -> bool:
@@ -132,37 +144,37 @@ def _has_password(user_info: str) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _secrets(variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """Text to look for -> what is shown instead, longest first."""
-    found = {
+def _replacements(variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """Return secret texts -> their replacements, longest first."""
+    replacements = {
         form: f"<{name}>"
         for name, content in variables
         for text in _secret_texts(name, content)
         for form in _escaped_forms(text.strip())
         if len(form) >= _MIN_SECRET_LENGTH
     }
-    return dict(sorted(found.items(), key=lambda secret: len(secret[0]), reverse=True))
+    return dict(sorted(replacements.items(), key=lambda secret: len(secret[0]), reverse=True))
 
 
 def _secret_texts(name: str, content: str) -> Iterator[str]:
     if is_credential_name(name):
         yield content
         yield from content.splitlines()
-        yield from (value for part, value in _NAMED_PART.findall(content) if is_credential_name(part))
-    for found in _USER_INFO.finditer(content):
-        user, colon, password = found[0].removesuffix("@").partition(":")
+        yield from (value for part, value in _CONNECTION_STRING_PART.findall(content) if is_credential_name(part))
+    for match in _USER_INFO.finditer(content):
+        user, colon, password = match[0].removesuffix("@").partition(":")
         yield from (password, unquote(password)) if colon else (user,) if _has_password(user) else ()
 
 
 def _escaped_forms(text: str) -> set[str]:
-    """A text, and as it is written inside JSON, Python, HTML and addresses, also inside another one of them."""
+    """Return a text and its escaped forms in JSON, Python, HTML and URLs, also escaped twice."""
     forms = {text}
     for _ in range(2):
-        forms |= {write(form) for form in forms for write in _WRITERS}
+        forms |= {escape(form) for form in forms for escape in _ESCAPES}
     return forms
 
 
-_WRITERS: tuple[Callable[[str], str], ...] = (
+_ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: json.dumps(text)[1:-1].replace("/", "\\/"),

@@ -1,4 +1,4 @@
-"""A folder of its own for every configuration that names none, and what makes two configurations the same run."""
+"""Default folders of runs, the settings that identify a run, and the saved configuration of a run's folder."""
 
 from __future__ import annotations
 
@@ -44,24 +44,28 @@ _TRAINING_KEYS = (
     "generator.n_samples_per_prompt",
     "generator.max_turns",
 )
-"""Sections and keys that decide what is learnt. Others, such as the number of steps, ranks or engines, may change when
-a run is resumed, and do not make it another one."""
+"""Sections and keys that affect training results. Other keys, such as the numbers of steps, ranks and engines, may
+change when a run is resumed; they do not make it a different run."""
 _LORA_SYNC_KEYS = frozenset({"lora_sync_path", "sync"})
-"""LoRA settings for how engines get adapters: these may change when a run is resumed."""
+"""LoRA settings that only affect weight syncs. They may change when a run is resumed."""
 
 
 def load_run_config(folder: Path) -> Config:
-    """The configuration that a run has left in its folder, frozen. Keys that only its own code knew are left out.
+    """Return the configuration that a run saved in its folder, frozen. Unknown keys are left out.
 
-    Raises ConfigError for a folder without one, and for one that cannot be used.
+    Raises:
+        ConfigError: The file is missing, cannot be read, is not a configuration, or has problems other than unknown
+            keys.
     """
     file = folder / CONFIG_FILE
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} cannot be read ({type(error).__name__}: {error}): it says what was run.") from error
+        raise ConfigError(
+            f"{file} cannot be read ({type(error).__name__}: {error}). It must be the configuration that the run saved."
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds no configuration: it says what was run.")
+        raise ConfigError(f"{file} is not a configuration. It must be the configuration that the run saved.")
     content.pop("defaults", None)
     config, problems, _ = to_config(OmegaConf.create(content))
     raise_problems([problem for problem in problems if not isinstance(problem, UnknownKey)])
@@ -69,55 +73,69 @@ def load_run_config(folder: Path) -> Config:
 
 
 def set_default_run_folders(config: Config, explicit_keys: Collection[str]) -> Config:
-    """The configuration with folders that only it has, in the places of the defaults, if nobody wrote them out.
+    """Replace default folders of runs with subfolders that belong to the configuration.
 
-    PROJECT/NAME-DIGEST: the digest is of what decides what is learnt, so the same command finds its folder again.
+    A subfolder is PROJECT/RUN-DIGEST. The digest covers the settings that affect training results, so the same command
+    finds its folder again.
+
+    Args:
+        config: The configuration. It is not changed.
+        explicit_keys: Keys that the user set. Folders among them (FOLDER_KEYS) are kept.
+
+    Returns:
+        A copy, not frozen, or `config` itself if the user set both folders.
     """
-    own = (
+    subfolder = (
         Path(_to_path_component(config.trainer.project_name))
         / f"{_to_path_component(config.trainer.run_name)}-{config_digest(config)}"
     )
     changed: Config = config
     for key in FOLDER_KEYS:
         if key not in explicit_keys:
-            changed = replace_value(changed, key, os.path.join(get_value(config, key), own))
+            changed = replace_value(changed, key, os.path.join(get_value(config, key), subfolder))
     return changed
 
 
 def config_digest(config: Config) -> str:
-    """Eight hexadecimal digits of what decides what is learnt."""
+    """Return eight hexadecimal digits of a hash of `training_settings`."""
     return hashlib.sha256(json.dumps(training_settings(config), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """What decides what is learnt and is not as it is by default: a key that a later version adds changes no folder."""
-    found = {}
+    """Return the settings that affect training results and differ from their defaults, by dotted name.
+
+    Defaults are left out so that keys added by later versions do not change the digest. Values are plain JSON values.
+    """
+    settings = {}
     for name, key in value_keys().items():
-        decides = any(f"{name}.".startswith(f"{section}.") for section in _TRAINING_KEYS)
-        if decides and (value := _to_json_types(get_value(config, name))) != _to_json_types(key.default):
-            found[name] = value
-    return found
+        affects_training = any(f"{name}.".startswith(f"{section}.") for section in _TRAINING_KEYS)
+        if affects_training and (value := _to_json_types(get_value(config, name))) != _to_json_types(key.default):
+            settings[name] = value
+    return settings
 
 
 def run_identity(config: Config) -> dict[str, Any]:
-    """What is known, before any data is read, of which run a folder belongs to: plain JSON, without secrets."""
+    """Return the settings that identify a run before its data is read: project, run name, model and adapters.
+
+    The result is plain JSON without secrets. `trainer.run_folder.RunFolder` compares it with that of a folder's run.
+    """
     trainer = config.trainer
-    known: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "project_name": trainer.project_name,
         "run_name": trainer.run_name,
         "model": trainer.policy.model.path,
     }
     if (lora := trainer.policy.model.lora).rank:
-        known["adapters"] = {key: value for key, value in to_dict(lora).items() if key not in _LORA_SYNC_KEYS}
-    redacted: dict[str, Any] = redact(known)
+        identity["adapters"] = {key: value for key, value in to_dict(lora).items() if key not in _LORA_SYNC_KEYS}
+    redacted: dict[str, Any] = redact(identity)
     return redacted
 
 
 def _to_path_component(text: str) -> str:
-    """Part of a path, whatever somebody calls a run."""
+    """Return a valid name of a file for any name of a project or run."""
     return re.sub(r"[^\w.+=@-]+", "_", text).strip(".") or "run"
 
 
 def _to_json_types(value: Any) -> Any:
-    """JSON's own types, so that values are compared whether they are frozen or not."""
+    """Return a value with JSON's types, so that frozen and unfrozen values compare equal."""
     return json.loads(json.dumps(value, default=dict))

@@ -1,4 +1,7 @@
-"""What the configuration in a run's folder may not name: it may be copied from anywhere."""
+"""Checks of a configuration from a run's folder, which may have been copied from an untrusted source.
+
+Such a configuration must not name code to run or receivers of credentials.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,14 @@ _GYM = "environment.skyrl_gym"
 
 
 def find_run_folder(preset_folder: str | None, name: str | None) -> Path | None:
-    """Return the run's folder that `--config-dir` and `--config-name` read: it may be copied from anywhere.
+    """Return the run's folder that `--config-dir` and `--config-name` read from.
 
-    None for a folder that is not a run's: it is the user's own, and trusted.
+    Args:
+        preset_folder: Value of `--config-dir`, or None.
+        name: Value of `--config-name`, which may contain subfolders, or None.
+
+    Returns:
+        The folder, or None if neither folder was written by a run. Other folders are trusted.
     """
     if preset_folder is None:
         return None
@@ -28,13 +36,19 @@ def find_run_folder(preset_folder: str | None, name: str | None) -> Path | None:
 
 
 def find_hydra_section(run: Path, preset: Path) -> Iterator[Problem]:
-    """Yield the `hydra` section of a run's configuration, which no run writes: composing it may import packages."""
+    """Yield a problem if a run's configuration has a section `hydra`. Composing it could import packages.
+
+    Args:
+        run: The run's folder, for the message.
+        preset: The configuration file. Yields a problem if it cannot be read, and nothing if it does not exist.
+    """
     try:
         content = yaml.safe_load(preset.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        yield Problem("--config-name", str(preset), "a configuration that a run has written", f"It is not: {error}")
+        allowed = "a configuration that a run has written"
+        yield Problem("--config-name", str(preset), allowed, f"The file cannot be read: {error}")
         return
     if isinstance(content, Mapping) and "hydra" in content:
         advice = f"{run} is a run's folder, and no run writes this section. Remove it."
@@ -42,33 +56,34 @@ def find_hydra_section(run: Path, preset: Path) -> Iterator[Problem]:
 
 
 def find_untrusted_code(config: Config, run: Path, explicit_keys: Collection[str]) -> Iterator[Problem]:
-    """Yield code that only the configuration in a run's folder names, and receivers of credentials.
+    """Yield a problem for each key of a run's configuration that names code to run or a receiver of credentials.
 
     Args:
-        run: The run's folder.
-        overridden: Keys that the command line sets.
+        config: The configuration.
+        run: The run's folder, for the messages.
+        explicit_keys: Keys that the command line sets. The user trusts these.
     """
-    for key, value in _named_by_run(config):
+    for key, value in _sensitive_values(config):
         if value and key not in explicit_keys:
             yield Problem(
                 key,
                 value,
                 "repeated on the command line",
-                f"{run} is a run's folder, and what its configuration names would be run here, or would get your "
-                "credentials. Repeat the key if you trust it.",
+                f"{run} is a run's folder. This value of its configuration would run code on this machine or receive "
+                "your credentials. Repeat the key on the command line if you trust it.",
             )
 
 
-def _named_by_run(config: Config) -> Iterator[tuple[str, Any]]:
+def _sensitive_values(config: Config) -> Iterator[tuple[str, Any]]:
     gym = config.environment.skyrl_gym
     yield "trainer.plugins", list(config.trainer.plugins)
     yield f"{_GYM}.verifiers.env_id", gym.verifiers.env_id  # its module is imported
-    yield f"{_GYM}.llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url  # which gets OPENAI_API_KEY
+    yield f"{_GYM}.llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url  # it receives OPENAI_API_KEY
     yield f"{_GYM}.openenv.token_variable", gym.openenv.token_variable
-    if not config.generator.run_engines_locally:  # servers that get SKYRL_API_KEY
+    if not config.generator.run_engines_locally:  # the servers receive SKYRL_API_KEY
         for name in ("remote_inference_engine_urls", "external_server_urls"):
             yield f"generator.{name}", list(getattr(config.generator, name) or ())
-    for name, value in config.generator.engine_init_kwargs.items():  # numbers name no code
+    for name, value in config.generator.engine_init_kwargs.items():  # a number cannot name code
         if name == "trust_remote_code" or not isinstance(value, (bool, int, float)):
             yield f"generator.engine_init_kwargs.{name}", value
     tools, key = gym.tool_use.tool_settings, f"{_GYM}.tool_use.tool_settings"

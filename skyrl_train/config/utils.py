@@ -1,4 +1,4 @@
-"""SkyRL's function for its defaults, by its names."""
+"""SkyRL's names for the folder of the presets and for the default configuration."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ DEFAULT_CONFIG_NAME = f"{BASE_PRESET}.yaml"
 
 
 def get_default_config() -> DictConfig:
-    """Every key with its default, as Hydra composes it."""
+    """Return the default configuration as Hydra composes it, with all keys and unresolved interpolations."""
     with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base=None):
         return compose(config_name=BASE_PRESET)

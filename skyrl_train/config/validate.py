@@ -1,6 +1,6 @@
-"""Everything that is wrong with a configuration, before anything is started.
+"""Validation of a resolved configuration before anything is started.
 
-What fields say about single keys is checked by loops over all keys; combinations of keys have functions of their own.
+Loops over all keys check the metadata of single keys. Separate functions check combinations of keys.
 """
 
 from __future__ import annotations
@@ -26,43 +26,51 @@ from skyrl_train.config.section import KeyMetadata
 from skyrl_train.config.value_parsing import InvalidValue, convert_value
 from skyrl_train.registry import unknown_name_message
 
-PLUGIN_KEYS = frozenset(name for name, key in value_keys().items() if key.metadata.plugins)
-"""Keys whose names modules of `trainer.plugins` may register: checked when those are imported."""
+PLUGIN_KEYS = frozenset(name for name, key in value_keys().items() if key.metadata.allows_plugins)
+"""Keys whose values can be names that modules of `trainer.plugins` register. These are checked after the import."""
 
 SANDBOX_SHUTDOWN_S = 10.0
-"""Time (seconds) that a killed sandbox may take to end."""
+"""Maximum time (seconds) in which a killed sandbox ends."""
 
-STEP_DEADLINE_ADVICE = "Episodes would fail as timeouts, and their processes be killed."
+STEP_DEADLINE_ADVICE = "Otherwise episodes fail with a timeout, and their processes are killed."
 
 _PARALLELISM_KINDS = {
-    "sequence": "runs a part of every sequence",
-    "tensor": "has a part of every layer",
-    "expert": "has some of every layer's experts",
+    "sequence": "computes a part of every sequence",
+    "tensor": "holds a shard of every layer",
+    "expert": "holds some experts of every layer",
 }
-"""Kinds of parallelism -> what a rank of its group does."""
+"""Kinds of parallelism -> the work of one rank of a group."""
 
 
 def validate(config: Config, allow_unregistered_names: bool = False) -> list[Problem]:
-    """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing.
+    """Return all problems of a resolved configuration (see `local_checks.resolve_device`).
 
-    `open_to_names`: the keys of OPEN_TO_PLUGINS may have names that are only registered later.
+    The checks cover types, ranges, choices and combinations of keys. If a type is wrong, only types are checked.
+
+    Args:
+        config: The configuration.
+        allow_unregistered_names: True if the keys of PLUGIN_KEYS may have names that are registered later.
     """
-    if wrong := list(_wrong_types(config)):  # the rest would compare text with numbers
+    if wrong := list(_find_wrong_types(config)):  # the other checks would compare text with numbers
         return wrong
-    return [*_out_of_range(config), *_not_a_choice(config, allow_unregistered_names), *_combinations(config)]
+    return [
+        *_find_out_of_range(config),
+        *_find_unknown_choices(config, allow_unregistered_names),
+        *_find_conflicts(config),
+    ]
 
 
-def _wrong_types(config: Config) -> Iterator[Problem]:
-    """Values that do not fit their types, in a configuration that was made in Python and not by `load`."""
+def _find_wrong_types(config: Config) -> Iterator[Problem]:
+    """Yield values of wrong types. Only a configuration that was built in Python can have them."""
     for name, key in value_keys().items():
         value = get_value(config, name)
         try:
             convert_value(value, key.type_hint)
-        except InvalidValue as unfit:
-            yield Problem(name, value, unfit.allowed, unfit.advice)
+        except InvalidValue as invalid:
+            yield Problem(name, value, invalid.allowed, invalid.advice)
 
 
-def _out_of_range(config: Config) -> Iterator[Problem]:
+def _find_out_of_range(config: Config) -> Iterator[Problem]:
     for name, key in value_keys().items():
         if (allowed := key.metadata.range) is not None:
             for item in _items(get_value(config, name)):
@@ -70,25 +78,28 @@ def _out_of_range(config: Config) -> Iterator[Problem]:
                     yield Problem(name, item, str(allowed))
 
 
-def _not_a_choice(config: Config, allow_unregistered_names: bool) -> Iterator[Problem]:
+def _find_unknown_choices(config: Config, allow_unregistered_names: bool) -> Iterator[Problem]:
     for name, key in value_keys().items():
         metadata, value = key.metadata, get_value(config, name)
-        if metadata.choices is None or (metadata.plugins and (allow_unregistered_names or config.trainer.plugins)):
+        if metadata.choices is None or (
+            metadata.allows_plugins and (allow_unregistered_names or config.trainer.plugins)
+        ):
             continue
         for item in _items(value):
             if item not in metadata.choices:
                 known = sorted(map(format_value, metadata.choices))
-                words = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
-                yield Problem(name, value, words, _why_no_choice(metadata, name, item, known))
+                allowed = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
+                yield Problem(name, value, allowed, _unknown_choice_advice(metadata, name, item, known))
 
 
-def _why_no_choice(metadata: KeyMetadata, name: str, item: Any, known: list[str]) -> str:
-    """Why this version refuses it, or what was probably meant."""
-    if isinstance(metadata.unavailable, str) and metadata.unavailable:
-        return metadata.unavailable
+def _unknown_choice_advice(metadata: KeyMetadata, name: str, item: Any, known: list[str]) -> str:
+    """Return the reason why a value is not supported, a suggestion, or an empty text."""
+    reasons = metadata.unavailable_reason
+    if isinstance(reasons, str) and reasons:
+        return reasons
     _, _, hint = unknown_name_message(name, item, known).rpartition(". ")
-    guess = hint if hint.startswith("Did you mean") else ""
-    return metadata.unavailable.get(item, guess) if isinstance(metadata.unavailable, Mapping) else guess
+    suggestion = hint if hint.startswith("Did you mean") else ""
+    return reasons.get(item, suggestion) if isinstance(reasons, Mapping) else suggestion
 
 
 def _items(value: Any) -> list[Any]:
@@ -99,7 +110,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _combinations(config: Config) -> Iterator[Problem]:
+def _find_conflicts(config: Config) -> Iterator[Problem]:
     yield from _algorithm(config)
     yield from _dppo_bounds(config)
     yield from _mini_batch(config.trainer, "policy")
@@ -123,33 +134,34 @@ def _combinations(config: Config) -> Iterator[Problem]:
     yield from _environment(config)
     if str(trainer.export_path).rstrip("/") == str(trainer.ckpt_path).rstrip("/"):
         allowed = "another folder than trainer.ckpt_path"
-        yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
+        yield Problem("trainer.export_path", trainer.export_path, allowed, "Both contain folders named global_step_N.")
     yield from _uris(config)
 
 
 def _uris(config: Config) -> Iterator[Problem]:
-    stored = dict(list_uris(config))
-    told = list(stored.values())
-    for key, address in stored.items():
-        if (wrong := find_uri_problem(address)) is not None:
-            yield Problem(key, redact_uri(address), *wrong)
+    storage_uris = dict(list_uris(config))
+    checked_uris = list(storage_uris.values())
+    for key, uri in storage_uris.items():
+        if (problem := find_uri_problem(uri)) is not None:
+            yield Problem(key, redact_uri(uri), *problem)
     for key in value_keys():
-        if key not in stored and (value := get_value(config, key)) not in told and contains_password(value):
-            advice = "It would be in every copy of the configuration. Tokens are read from environment variables."
-            yield Problem(key, value, "an address without name and password", advice)
+        if key in storage_uris or (value := get_value(config, key)) in checked_uris or not contains_password(value):
+            continue
+        advice = "It would be in every copy of the configuration. Tokens are read from environment variables."
+        yield Problem(key, value, "a URL without user name and password", advice)
 
 
 def _dppo_bounds(config: Config) -> Iterator[Problem]:
     dppo, default = config.trainer.algorithm.dppo, DPPOConfig()
     if dppo.tv_threshold is not None and (dppo.delta_low, dppo.delta_high) != (default.delta_low, default.delta_high):
-        advice = "It stands for delta_low and delta_high at once: give either it or these."
+        advice = "It replaces delta_low and delta_high. Set either it or these two keys."
         yield Problem(
             "trainer.algorithm.dppo.tv_threshold", dppo.tv_threshold, "null with delta_low or delta_high", advice
         )
 
 
 def _environment_deadlines(config: Config) -> Iterator[Problem]:
-    """What an environment waits for must give up before its process is killed for waiting."""
+    """Yield time limits inside an environment that do not end before the limit of the environment's step."""
     limit = config.trainer.timeouts.environment_step_s
     deadlines = {name: ["timeout"] for name in ("search", "searchcode", "llm_as_a_judge", "math", "openenv")}
     deadlines["searchcode"].append("python_timeout")
@@ -170,18 +182,22 @@ def _environment_deadlines(config: Config) -> Iterator[Problem]:
 
 
 def _deepspeed(config: Config) -> Iterator[Problem]:
-    own = {"stage": "zero_stage", "offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+    separate_keys = {
+        "stage": "zero_stage",
+        "offload_optimizer": "offload_optimizer",
+        "offload_param": "offload_parameters",
+    }
     for role in ("policy", "ref", "critic"):
         section = f"trainer.{role}.deepspeed_config"
         zero = getattr(config.trainer, role).deepspeed_config
         if zero.offload_parameters and zero.zero_stage < 3:
-            advice = "Every rank computes with the whole model."
+            advice = "Only ZeRO stage 3 shards parameters. In stage 2 every rank computes with the full model."
             yield Problem(f"{section}.offload_parameters", True, f"false with zero_stage={zero.zero_stage}", advice)
-        for name in own.keys() & zero.zero_optimization.keys():
+        for name in separate_keys.keys() & zero.zero_optimization.keys():
             key, value = f"{section}.zero_optimization.{name}", zero.zero_optimization[name]
-            yield Problem(key, value, "not set", f"It has a key of its own: {section}.{own[name]}.")
+            yield Problem(key, value, "not set", f"Set {section}.{separate_keys[name]} instead.")
         if config.trainer.strategy == "deepspeed" and zero.zero_stage == 3 and config.trainer.policy.use_torch_compile:
-            advice = "It gathers weights in the middle of a layer, which then cannot be compiled."
+            advice = "ZeRO stage 3 gathers weights inside a layer, so the layer cannot be compiled."
             yield Problem(f"{section}.zero_stage", 3, "2 with trainer.policy.use_torch_compile=true", advice)
 
 
@@ -191,14 +207,15 @@ def _parallel(config: Config) -> Iterator[Problem]:
     for role in ("ref", "critic"):
         ranks[role] = ranks["policy"] if is_colocated(placement, role) else num_ranks(placement, role)
     if config.trainer.strategy == "megatron":
-        yield Problem("trainer.strategy", "megatron", "fsdp2", "Its tensor parallelism is tensor_parallel_size there.")
+        yield Problem("trainer.strategy", "megatron", "fsdp2", "Set tensor_parallel_size for tensor parallelism.")
     for role, count in ranks.items():
         section = getattr(config.trainer, role)
-        for kind, what in _PARALLELISM_KINDS.items():
+        for kind, work in _PARALLELISM_KINDS.items():
             key, size = f"{kind}_parallel_size", getattr(section, f"{kind}_parallel_size")
             if size > 1 and count % size:
-                advice = f"Each of as many neighbouring ranks {what}."
-                yield Problem(f"trainer.{role}.{key}", size, f"a divisor of the {role}'s ranks, {count}", advice)
+                allowed = f"a divisor of {count}, the number of ranks of the {role}"
+                advice = f"It is the number of consecutive ranks each of which {work}."
+                yield Problem(f"trainer.{role}.{key}", size, allowed, advice)
         if section.tensor_parallel_size > 1:
             yield from _tensor_parallel(config, role, count)
         if section.expert_parallel_size > 1:
@@ -208,30 +225,32 @@ def _parallel(config: Config) -> Iterator[Problem]:
 def _routing(config: Config) -> Iterator[Problem]:
     key, replay, generator = "trainer.moe_routing_replay", config.trainer.moe_routing_replay, config.generator
     if replay is not None and config.trainer.policy.sequence_parallel_size > 1:
-        yield Problem(key, replay, "null, or trainer.policy.sequence_parallel_size=1", "A rank has some tokens only.")
+        allowed = "null, or trainer.policy.sequence_parallel_size=1"
+        yield Problem(key, replay, allowed, "With sequence parallelism a rank has only some tokens of a sequence.")
     if replay == "rollout" and not (generator.run_engines_locally and generator.backend == "transformers"):
         allowed = "null or old_policy, or generator.backend=transformers with generator.run_engines_locally=true"
-        yield Problem(key, replay, allowed, "No other engine tells which experts it used.")
+        yield Problem(key, replay, allowed, "Other engines do not return the experts of their tokens.")
 
 
 def _router_loss(config: Config) -> Iterator[Problem]:
     key, coef = "trainer.algorithm.router_aux_loss_coef", config.trainer.algorithm.router_aux_loss_coef
-    for only, clashes, why in (
+    for required, is_conflict, reason in (
         (
             "trainer.policy.sequence_parallel_size=1",
             config.trainer.policy.sequence_parallel_size > 1,
-            "It sees sequences.",
+            "The loss needs complete sequences on a rank.",
         ),
-        ("trainer.strategy=fsdp2", config.trainer.strategy == "deepspeed", "DeepSpeed's engine scales losses itself."),
+        ("trainer.strategy=fsdp2", config.trainer.strategy == "deepspeed", "DeepSpeed scales losses itself."),
     ):
-        if coef and clashes:
-            yield Problem(key, coef, f"0, or {only}", why)
+        if coef and is_conflict:
+            yield Problem(key, coef, f"0, or {required}", reason)
 
 
 def find_role_problems(config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with the models that the algorithm needs besides the policy.
+    """Yield the problems of the critic, the reference and the reward model: missing paths, ranks and mini-batch sizes.
 
-    A plugin's algorithm counts once it is registered, so this is called again after plugins are imported.
+    The models that a plugin's algorithm needs are only known once it is registered, so call this again after plugins
+    have been imported.
     """
     trainer, placement = config.trainer, config.trainer.placement
     if lacks_critic(trainer):
@@ -245,10 +264,10 @@ def find_role_problems(config: Config) -> Iterator[Problem]:
 
 
 def missing_critic_problem(trainer: TrainerConfig) -> Problem:
-    """What is wrong if `predicates.lacks_critic`."""
+    """Return the problem of an advantage estimator that requires a critic, without one (`predicates.lacks_critic`)."""
     advice = (
-        f"advantage_estimator={trainer.algorithm.advantage_estimator} needs a critic: it asks for values. Usual is the "
-        "policy's path."
+        f"advantage_estimator={trainer.algorithm.advantage_estimator} needs a critic, because it takes values. Most "
+        "runs use the policy's path."
     )
     return Problem("trainer.critic.model.path", trainer.critic.model.path, "the path of a model", advice)
 
@@ -260,17 +279,17 @@ def _single_rank_strategy(role: str, ranks: int, strategy: str) -> Iterator[Prob
 
 
 def _dedicated_ranks(config: Config) -> Iterator[Problem]:
-    """Dedicated roles must have slots."""
+    """Yield models that are not colocated and have no ranks."""
     placement, algorithm = config.trainer.placement, config.trainer.algorithm
-    apart = {
+    dedicated = {
         "ref": not placement.colocate_policy_ref and needs_reference(algorithm),
         "critic": needs_critic(config.trainer),
         "reward": config.trainer.reward.model.path is not None,
     }
-    for role in (name for name, is_there in apart.items() if is_there and not placement.colocate_all):
+    for role in (name for name, is_dedicated in dedicated.items() if is_dedicated and not placement.colocate_all):
         for key in (f"{role}_num_nodes", f"{role}_num_gpus_per_node"):
             if getattr(placement, key) == 0:
-                advice = "It has slots of its own; trainer.placement.colocate_all=true would put it on the policy's."
+                advice = "The model has dedicated GPUs. With trainer.placement.colocate_all=true it uses the policy's."
                 yield Problem(f"trainer.placement.{key}", 0, "at least 1", advice)
 
 
@@ -280,14 +299,27 @@ def _tensor_parallel(config: Config, role: str, count: int) -> Iterator[Problem]
     size, shard = section.tensor_parallel_size, section.fsdp_config.fsdp_size
     if shard > 0 and (count // size) % shard:
         allowed = f"-1 or a divisor of {count // size} with tensor_parallel_size={size}"
-        yield Problem(f"trainer.{role}.fsdp_config.fsdp_size", shard, allowed, "Ranks with the same part share it out.")
-    for only, clashes, why in (
-        ("trainer.strategy=fsdp2", trainer.strategy not in ("fsdp", "fsdp2"), "It shards the parts."),
-        (f"trainer.{role}.sequence_parallel_size=1", section.sequence_parallel_size > 1, "Share out one of both."),
-        ("trainer.policy.use_torch_compile=false", trainer.policy.use_torch_compile, "Layers wait for other ranks."),
+        advice = "FSDP2 shards over the ranks that hold the same tensor-parallel shard."
+        yield Problem(f"trainer.{role}.fsdp_config.fsdp_size", shard, allowed, advice)
+    for required, is_conflict, reason in (
+        (
+            "trainer.strategy=fsdp2",
+            trainer.strategy not in ("fsdp", "fsdp2"),
+            "Other strategies cannot shard tensor-parallel layers.",
+        ),
+        (
+            f"trainer.{role}.sequence_parallel_size=1",
+            section.sequence_parallel_size > 1,
+            "Tensor and sequence parallelism cannot be combined.",
+        ),
+        (
+            "trainer.policy.use_torch_compile=false",
+            trainer.policy.use_torch_compile,
+            "Layers that communicate with other ranks cannot be compiled.",
+        ),
     ):
-        if clashes:
-            yield Problem(key, section.tensor_parallel_size, f"1, or {only}", why)
+        if is_conflict:
+            yield Problem(key, section.tensor_parallel_size, f"1, or {required}", reason)
 
 
 def _expert_parallel(config: Config, role: str) -> Iterator[Problem]:
@@ -296,54 +328,68 @@ def _expert_parallel(config: Config, role: str) -> Iterator[Problem]:
     size, shard = section.expert_parallel_size, section.fsdp_config.fsdp_size
     if shard > 0 and shard % size:
         allowed = f"-1 or a multiple of {size} with expert_parallel_size={size}"
-        yield Problem(f"trainer.{role}.fsdp_config.fsdp_size", shard, allowed, "A copy of the model has all experts.")
-    for only, clashes, why in (
-        ("trainer.strategy=fsdp2", trainer.strategy not in ("fsdp", "fsdp2"), "It shards the experts."),
-        (f"trainer.{role}.tensor_parallel_size=1", section.tensor_parallel_size > 1, "Share out one of both."),
-        ("trainer.policy.use_torch_compile=false", trainer.policy.use_torch_compile, "Layers wait for other ranks."),
+        advice = "The ranks of one copy of the model must hold all experts."
+        yield Problem(f"trainer.{role}.fsdp_config.fsdp_size", shard, allowed, advice)
+    for required, is_conflict, reason in (
+        (
+            "trainer.strategy=fsdp2",
+            trainer.strategy not in ("fsdp", "fsdp2"),
+            "Other strategies cannot shard distributed experts.",
+        ),
+        (
+            f"trainer.{role}.tensor_parallel_size=1",
+            section.tensor_parallel_size > 1,
+            "Expert and tensor parallelism cannot be combined.",
+        ),
+        (
+            "trainer.policy.use_torch_compile=false",
+            trainer.policy.use_torch_compile,
+            "Layers that communicate with other ranks cannot be compiled.",
+        ),
     ):
-        if clashes:
-            yield Problem(key, size, f"1, or {only}", why)
+        if is_conflict:
+            yield Problem(key, size, f"1, or {required}", reason)
 
 
 def _accelerator(config: Config) -> Iterator[Problem]:
     if config.trainer.policy.record_memory and config.device == "cpu":
         advice = (
-            "It is what an accelerator's allocator did; memory/learner_peak_rss_gib says what a rank needed on a CPU."
+            "It records an accelerator's allocator. On a CPU the metric memory/learner_peak_rss_gib reports the memory "
+            "of a rank."
         )
         yield Problem("trainer.policy.record_memory", True, "false with device=cpu", advice)
     backend = config.generator.weight_sync_backend
-    served = {"cpu": "gloo", "cuda": "nccl"}
-    if backend in served.values() and backend != served.get(config.device, backend):
-        allowed = f"{served[config.device]} with device={config.device}"
-        advice = "Weights travel over the trainer's own collectives."
+    supported = {"cpu": "gloo", "cuda": "nccl"}
+    if backend in supported.values() and backend != supported.get(config.device, backend):
+        allowed = f"{supported[config.device]} with device={config.device}"
+        advice = "Weights are sent over the collectives of the trainer's device."
         yield Problem("generator.weight_sync_backend", backend, allowed, advice)
 
 
 def _servers(config: Config) -> Iterator[Problem]:
     generator = config.generator
     if generator.external_proxy_url is not None and not generator.external_server_urls:
-        advice = "A router cannot take weights: name the servers behind it in generator.external_server_urls."
+        advice = "Weights cannot be sent through a router. Set generator.external_server_urls to the servers behind it."
         yield Problem("generator.external_proxy_url", generator.external_proxy_url, "null", advice)
     key = "external_server_urls" if generator.external_server_urls else "remote_inference_engine_urls"
     if generator.run_engines_locally or not isinstance(getattr(generator, key), list | tuple):
         return
-    urls = [str(url).rpartition("://")[2].rstrip("/") for url in getattr(generator, key)]
-    given = getattr(generator, key)
-    if any("@" in url for url in urls) and not contains_password(given):  # else it is a problem already
-        shown = ["***@" + url.rpartition("@")[2] if "@" in url else url for url in urls]
+    value = getattr(generator, key)
+    urls = [str(url).rpartition("://")[2].rstrip("/") for url in value]
+    if any("@" in url for url in urls) and not contains_password(value):  # _uris reports passwords
+        redacted = ["***@" + url.rpartition("@")[2] if "@" in url else url for url in urls]
         advice = "Tokens of servers are read from SKYRL_API_KEY."
-        yield Problem(f"generator.{key}", shown, "addresses without name and password", advice)
+        yield Problem(f"generator.{key}", redacted, "URLs without user name and password", advice)
     elif not urls or "" in urls:
         yield Problem(f"generator.{key}", urls, "host:port of at least one server")
     elif len(set(urls)) < len(urls):
-        yield Problem(f"generator.{key}", urls, "each server once", "A server has one engine.")
+        yield Problem(f"generator.{key}", urls, "a list of different servers", "A server has one engine.")
 
 
 def _ports(config: Config) -> Iterator[Problem]:
     port, generator = config.trainer.metrics_port, config.generator
     if generator.enable_http_endpoint and port == generator.http_endpoint_port:
-        advice = "They are two servers: each listens at a port of its own."
+        advice = "Two servers cannot listen on the same port."
         yield Problem("trainer.metrics_port", port, "another port than generator.http_endpoint_port", advice)
 
 
@@ -356,7 +402,8 @@ def _environment(config: Config) -> Iterator[Problem]:
         if lcb.timeout_s + SANDBOX_SHUTDOWN_S > step:
             allowed = f"at most {step - SANDBOX_SHUTDOWN_S:g} with trainer.timeouts.environment_step_s={step:g}"
             advice = (
-                f"Its sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end; then the step is killed, and nothing is scored."
+                f"The sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end. After the limit of a step the environment is "
+                "killed, and the episode has no score."
             )
             yield Problem("environment.skyrl_gym.lcb.timeout_s", lcb.timeout_s, allowed, advice)
     if config.environment.env_class == "mini_swe":
@@ -374,7 +421,10 @@ def _mini_swe(config: Config) -> Iterator[Problem]:
             f"at least {needed + SANDBOX_SHUTDOWN_S:g} with {section}.command_timeout_s={swe.command_timeout_s:g} and "
             f"{section}.grading_timeout_s={swe.grading_timeout_s:g}"
         )
-        advice = f"A sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end; then the step is killed, and nothing is scored."
+        advice = (
+            f"A sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end. After the limit of a step the environment is killed, "
+            "and the episode has no score."
+        )
         yield Problem("trainer.timeouts.environment_step_s", step, allowed, advice)
 
 
@@ -382,12 +432,12 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
     generator = config.generator
     ranks, experts = generator.inference_engine_tensor_parallel_size, generator.inference_engine_expert_parallel_size
     if generator.backend == "vllm" and experts not in (1, ranks):
-        advice = "vLLM spreads experts over all ranks of an engine, or over none."
+        advice = "vLLM distributes experts over all ranks of an engine or over none."
         allowed = "1 or generator.inference_engine_tensor_parallel_size"
         yield Problem("generator.inference_engine_expert_parallel_size", experts, allowed, advice)
     if generator.batch_invariant and (config.device == "cpu" or generator.backend == "transformers"):
         allowed = "false on a CPU" if config.device == "cpu" else "false with generator.backend=transformers"
-        advice = "It is a mode of vLLM's and SGLang's kernels for GPUs."
+        advice = "Only GPU kernels of vLLM and SGLang support it."
         yield Problem("generator.batch_invariant", True, allowed, advice)
     yield from _nodes_per_engine(config)
     if generator.backend != "transformers":
@@ -395,7 +445,7 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
     for kind in ("tensor", "pipeline", "expert"):
         key = f"generator.inference_engine_{kind}_parallel_size"
         if (size := get_value(config, key)) != 1:
-            advice = "One transformers engine has one accelerator: raise generator.num_inference_engines instead."
+            advice = "A transformers engine uses one accelerator. Raise generator.num_inference_engines instead."
             yield Problem(key, size, "1 with generator.backend=transformers", advice)
 
 
@@ -406,52 +456,55 @@ def _nodes_per_engine(config: Config) -> Iterator[Problem]:
         if name in (kwargs := config.generator.engine_init_kwargs):
             yield Problem(f"generator.engine_init_kwargs.{name}", kwargs[name], "left out", f"Set {key} instead.")
     if nodes > 1 and backend != "vllm":
-        advice = "An engine of vLLM can be on several nodes; of another backend start more engines."
+        advice = "Only a vLLM engine can span several nodes. Start more engines instead."
         yield Problem(key, nodes, f"1 with generator.backend={backend}", advice)
     elif nodes > 1 and config.device == "cpu" and ranks != nodes:
-        advice = "On CPUs vLLM takes two ranks of an engine on one node for ranks of different ones."
-        yield Problem(key, nodes, f"1 or {ranks}, the ranks of an engine, with device=cpu", advice)
+        advice = "On CPUs vLLM treats two ranks of an engine on one node as ranks on different nodes."
+        yield Problem(key, nodes, f"1 or {ranks}, the number of ranks of an engine, with device=cpu", advice)
     elif nodes > 1 and ranks % nodes:
         advice = (
-            "Each node has as many ranks of an engine (generator.inference_engine_tensor_parallel_size) as another."
+            "Every node must have the same number of ranks of an engine "
+            "(generator.inference_engine_tensor_parallel_size)."
         )
-        yield Problem(key, nodes, f"a divisor of {ranks}, the ranks of an engine", advice)
+        yield Problem(key, nodes, f"a divisor of {ranks}, the number of ranks of an engine", advice)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
     algorithm, generator = config.trainer.algorithm, config.generator
     estimator = algorithm.advantage_estimator
     if estimator in GROUP_ESTIMATORS and generator.n_samples_per_prompt == 1:
-        advice = f"A group of one has no baseline, so {estimator} learns nothing: raise it (5 is the default)."
+        advice = f"In a group of one sample {estimator} has no baseline, so all advantages are 0. The default is 5."
         yield Problem("generator.n_samples_per_prompt", 1, f"at least 2 with advantage_estimator={estimator}", advice)
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
-        advice = "KL would be counted twice: set trainer.algorithm.use_kl_loss=false, or this to false."
+        advice = (
+            "The KL divergence would be counted twice. Set trainer.algorithm.use_kl_loss=false or this key to false."
+        )
         yield Problem("trainer.algorithm.use_kl_in_reward", True, "false while use_kl_loss=true", advice)
     yield from _bounds(config)
     if estimator == "distillation":
         yield from _distillation(config)
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_loss_coef == 0:
-        advice = "It is multiplied after every step, and 0 stays 0; 0.001 is usual."
+        advice = "The controller multiplies it after every step, so 0 would remain 0. 0.001 is typical."
         yield Problem("trainer.algorithm.kl_loss_coef", 0.0, "more than 0 with kl_ctrl.type=adaptive", advice)
     if algorithm.sft.loss_type == "minor_sft" and algorithm.loss_reduction != "sequence_mean":
-        key, advice = (
-            "trainer.algorithm.loss_reduction",
-            "It is one value a sequence: others would count its length twice.",
-        )
+        key = "trainer.algorithm.loss_reduction"
+        advice = "The loss is one value per sequence. Other reductions would count the length of a sequence twice."
         yield Problem(key, algorithm.loss_reduction, "sequence_mean with sft.loss_type=minor_sft", advice)
     if algorithm.loss_reduction == "token_mean_legacy" and generator.step_wise_trajectories:
-        key, advice = "trainer.algorithm.loss_reduction", "It counts sequences, of which an episode then has several."
+        key = "trainer.algorithm.loss_reduction"
+        advice = "It averages over sequences, but with step_wise_trajectories an episode has several sequences."
         yield Problem(key, algorithm.loss_reduction, "token_mean with step_wise_trajectories=true", advice)
     if algorithm.use_tis and algorithm.tis_imp_ratio_cap <= 0:
         key, value = "trainer.algorithm.tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap
-        yield Problem(key, value, "more than 0 with use_tis=true", "2.0 is usual.")
+        yield Problem(key, value, "more than 0 with use_tis=true", "2.0 is typical.")
     if algorithm.use_tis and algorithm.off_policy_correction.tis_ratio_type == "sequence":
-        advice = "It is the older name of tis_ratio_type=token, and its bound is not a sequence's: set it to false."
+        advice = "use_tis is the older name of tis_ratio_type=token, and its bound does not apply to sequences."
         allowed = "false with off_policy_correction.tis_ratio_type=sequence"
         yield Problem("trainer.algorithm.use_tis", True, allowed, advice)
     if generator.sampling_params.temperature == 0:
         key = "generator.sampling_params.temperature"
-        yield Problem(key, 0.0, "more than 0", "Greedy samples of a prompt are all the same; evaluation may be greedy.")
+        advice = "Greedy samples of a prompt are all equal. Only evaluation can be greedy."
+        yield Problem(key, 0.0, "more than 0", advice)
     betas = config.trainer.policy.optimizer_config.adam_betas, config.trainer.critic.optimizer_config.adam_betas
     for role, pair in zip(("policy", "critic"), betas, strict=True):
         if len(pair) != 2:
@@ -460,30 +513,32 @@ def _algorithm(config: Config) -> Iterator[Problem]:
 
 def _group_filters(config: Config) -> Iterator[Problem]:
     algorithm, generator, curriculum = config.trainer.algorithm, config.generator, config.data.curriculum
-    longest = generator.sampling_params.max_generate_length
-    if algorithm.overlong_buffer.len > longest:
-        allowed = f"at most generator.sampling_params.max_generate_length={longest}"
+    max_length = generator.sampling_params.max_generate_length
+    if algorithm.overlong_buffer.len > max_length:
+        allowed = f"at most generator.sampling_params.max_generate_length={max_length}"
         yield Problem("trainer.algorithm.overlong_buffer.len", algorithm.overlong_buffer.len, allowed)
-    compares = {
+    filters = {
         "dynamic_sampling.type": algorithm.dynamic_sampling.type is not None,
         "zero_variance_filter": algorithm.zero_variance_filter,
     }
-    if generator.n_samples_per_prompt == 1 and any(compares.values()):
-        names = " and ".join(f"trainer.algorithm.{name}" for name, is_on in compares.items() if is_on)
-        advice = "The rewards of a group of one are all equal: no prompt would be left to train on."
+    if generator.n_samples_per_prompt == 1 and any(filters.values()):
+        names = " and ".join(f"trainer.algorithm.{name}" for name, is_on in filters.items() if is_on)
+        advice = "A group of one sample has equal rewards, so the filter would drop every prompt."
         yield Problem("generator.n_samples_per_prompt", 1, f"at least 2 with {names}", advice)
     if algorithm.dynamic_sampling.max_sample_batches == 0:
         key, advice = "trainer.algorithm.dynamic_sampling.max_sample_batches", "A step draws at least one batch."
-        yield Problem(key, 0, "at least 1, or -1 for no bound", advice)
+        yield Problem(key, 0, "at least 1, or -1 for no limit", advice)
     if config.trainer.fully_async.enabled and config.trainer.placement.colocate_all:
-        advice = "Engines and trainer take turns on the same accelerators: neither works while the other does."
+        advice = "Colocated engines and trainer time-share accelerators, so they cannot run at the same time."
         yield Problem("trainer.placement.colocate_all", True, "false with trainer.fully_async.enabled", advice)
     if config.trainer.fully_async.sample_full_batch and not algorithm.zero_variance_filter:
-        advice = "It is the filter that says which groups are left out."
+        advice = "zero_variance_filter decides which groups are dropped."
         allowed = "false without trainer.algorithm.zero_variance_filter"
         yield Problem("trainer.fully_async.sample_full_batch", True, allowed, advice)
     if generator.over_provisioning and config.trainer.fully_async.enabled:
-        advice = "Running ahead already hides slow rollouts, and cutting them would break the order of the others."
+        advice = (
+            "Asynchronous training already hides slow rollouts, and aborting them would change the order of others."
+        )
         yield Problem(
             "generator.over_provisioning", generator.over_provisioning, "0 with trainer.fully_async.enabled", advice
         )
@@ -497,16 +552,16 @@ def _conversations(config: Config) -> Iterator[Problem]:
     name = template.name_or_path
     if template.source == "name" and name is not None and name not in CHAT_TEMPLATES:
         allowed = f"null or one of {', '.join(sorted(CHAT_TEMPLATES))}"
-        advice = "A template of your own is a file: generator.chat_template.source=file."
+        advice = "To use a template file, set generator.chat_template.source=file."
         yield Problem("generator.chat_template.name_or_path", name, allowed, advice)
     if generator.retokenize_chat_history and not generator.step_wise_trajectories:
-        advice = "What was tokenised anew is not what was sampled, and cannot be trained on with it as one sequence."
+        advice = "A re-tokenized history differs from the sampled tokens, so each turn must be a separate sequence."
         allowed = "false, or generator.step_wise_trajectories=true"
         yield Problem("generator.retokenize_chat_history", True, allowed, advice)
 
 
 def _bounds(config: Config) -> Iterator[Problem]:
-    """Pairs of bounds: the lower one must be below the upper one, or nothing passes."""
+    """Yield pairs of bounds that no value lies between."""
     correction = "off_policy_correction"
     for low, high in (
         (f"{correction}.geo_mask_low", f"{correction}.geo_mask_high"),
@@ -514,23 +569,23 @@ def _bounds(config: Config) -> Iterator[Problem]:
         (f"{correction}.outlier_token_is_threshold_low", f"{correction}.outlier_token_is_threshold_high"),
         ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
     ):
-        least, most = (get_value(config, f"trainer.algorithm.{key}") for key in (low, high))
-        if least is not None and most is not None and least >= most:
-            advice = "Between them lies what is kept: nothing would be."
-            yield Problem(f"trainer.algorithm.{low}", least, f"less than {high}={most:g}", advice)
+        min_value, max_value = (get_value(config, f"trainer.algorithm.{key}") for key in (low, high))
+        if min_value is not None and max_value is not None and min_value >= max_value:
+            advice = "Only values between the two bounds are used, and there would be none."
+            yield Problem(f"trainer.algorithm.{low}", min_value, f"less than {high}={max_value:g}", advice)
 
 
 def _distillation(config: Config) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.ref.model.path == trainer.policy.model.path:
-        advice = "The reference is the teacher: from the policy's own start there is nothing to learn."
+        advice = "The reference is the teacher. If it is the policy's own initial model, there is nothing to distill."
         allowed = "another model than the policy's with advantage_estimator=distillation"
         yield Problem("trainer.ref.model.path", trainer.ref.model.path, allowed, advice)
     if trainer.update_ref_every_epoch:
-        advice = "The reference is the teacher, and would be replaced by the pupil."
+        advice = "The reference is the teacher and must not be replaced with the policy."
         yield Problem("trainer.update_ref_every_epoch", True, "false with advantage_estimator=distillation", advice)
     if trainer.algorithm.use_kl_in_reward:
-        advice = "Rewards are not read, so a penalty on them has no effect: set it to false."
+        advice = "Distillation does not read rewards, so a penalty on them would have no effect."
         key = "trainer.algorithm.use_kl_in_reward"
         yield Problem(key, True, "false with advantage_estimator=distillation", advice)
 
@@ -539,4 +594,4 @@ def _mini_batch(trainer: TrainerConfig, role: str) -> Iterator[Problem]:
     name = f"{role}_mini_batch_size"
     if (size := getattr(trainer, name)) > trainer.train_batch_size:
         limit = f"at most trainer.train_batch_size={trainer.train_batch_size}"
-        yield Problem(f"trainer.{name}", size, limit, "An update cannot have more prompts than the step.")
+        yield Problem(f"trainer.{name}", size, limit, "An update cannot have more prompts than its step.")

@@ -1,10 +1,10 @@
-"""Nested plain values, from YAML or the command line -> the types of the dataclasses.
+"""Checks of nested plain values from YAML or the command line, and their conversion to the types of the dataclasses.
 
-First everything that is wrong with them: code to run, secrets of the environment, unknown keys, wrong types. Types are
-strict: text is no number, 1 is not true, NaN fits no type.
+The checks find code to run, secrets of the environment, unknown keys and wrong types. Types are strict: text is not a
+number, 1 is not true, and NaN is never valid.
 
-Hydra and OmegaConf can call any function a value names (`_target_`, resolvers), and a resolved configuration is
-printed, saved and sent to trackers. So values may refer to other keys and to a few environment variables, no more.
+Hydra and OmegaConf can call any function that a value names (`_target_`, resolvers), and a resolved configuration is
+printed, saved and sent to trackers. Therefore values may only refer to other keys and to some environment variables.
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ from skyrl_train.config.skyrl_keys import find_skyrl_key
 
 
 def find_value_problems(key: str, value: Any) -> list[Problem]:
-    """What is wrong with a key and everything below it, before interpolations are resolved; "" is the root."""
+    """Return the problems of a key and of everything below it, before interpolations are resolved.
+
+    Args:
+        key: Dotted name of a key or section; "" is the root.
+        value: Its plain value, nested for a section.
+
+    Returns:
+        Unsafe values, unknown keys and wrong types. The type of an unsafe value is not checked.
+    """
     problems = list(find_unsafe_values(key, value))
-    refused = {problem.key for problem in problems}
-    return problems + [problem for problem in _find_key_problems(key, value) if problem.key not in refused]
+    unsafe_keys = {problem.key for problem in problems}
+    return problems + [problem for problem in _find_key_problems(key, value) if problem.key not in unsafe_keys]
 
 
 def _find_key_problems(key: str, value: Any) -> Iterator[Problem]:
     known = find_key(key)
     if find_skyrl_key(key) is not None:
-        return  # judged with the rest of the configuration, see skyrl_keys.py
+        return  # skyrl_keys.find_skyrl_key_problems checks it with the complete configuration
     if key and known is None:
         yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
     elif known is None or known.is_section:
@@ -41,17 +49,18 @@ def _find_key_problems(key: str, value: Any) -> Iterator[Problem]:
             for name, item in value.items():
                 yield from _find_key_problems(f"{key}.{name}" if key else str(name), item)
         elif not is_interpolation(value):
-            yield Problem(key, value, "a section", f"Set the keys below it, {key}.KEY=VALUE.")
+            yield Problem(key, value, "a section", f"Set the keys below it: {key}.KEY=VALUE.")
     elif known.is_free_form and canonical_key(key) != known.name:
         return
-    elif not is_interpolation(meant := canonical_value(known.name, value)):
+    elif not is_interpolation(canonical := canonical_value(known.name, value)):
         try:
-            parse_value(meant, known.type_hint)
-        except InvalidValue as unfit:
-            yield Problem(key, value, unfit.allowed, unfit.advice)
+            parse_value(canonical, known.type_hint)
+        except InvalidValue as invalid:
+            yield Problem(key, value, invalid.allowed, invalid.advice)
 
 
 def unknown_key_advice(key: str) -> str:
+    """Return the advice for an unknown key: the most similar known key, or where all keys are listed."""
     close = suggest_key(key)
     return f"Did you mean {close}?" if close else "docs/configuration.md lists all keys."
 
@@ -70,18 +79,23 @@ _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
 
 
 def is_interpolation(value: Any) -> bool:
-    """Whether a value is text that OmegaConf replaces when it resolves."""
+    """True if a value is text with an interpolation, which OmegaConf replaces when it resolves the configuration."""
     return isinstance(value, str) and "${" in value
 
 
 def is_public_variable(variable: str) -> bool:
-    """Whether an environment variable holds a folder or a name, and no credential."""
-    folder = variable in PUBLIC_VARIABLES or variable.endswith(PUBLIC_VARIABLE_SUFFIXES)
-    return folder and not is_credential_name(variable)
+    """True if, by its name, an environment variable holds a folder or a name and no credential."""
+    is_folder_or_name = variable in PUBLIC_VARIABLES or variable.endswith(PUBLIC_VARIABLE_SUFFIXES)
+    return is_folder_or_name and not is_credential_name(variable)
 
 
 def find_unsafe_values(key: str, value: Any) -> Iterator[Problem]:
-    """Problems of a key and everything below it, before anything is resolved."""
+    """Yield the values of a key and of everything below it that would run code or reveal secrets when resolved.
+
+    Args:
+        key: Dotted name of a key or section; "" is the root.
+        value: Its plain value, nested for a section, with unresolved interpolations.
+    """
     if not INSTANTIATE_KEYS.isdisjoint(key.split(".")):
         yield Problem(key, value, "a key that runs no code", "Remove it: configurations never instantiate objects.")
     elif isinstance(value, Mapping):
@@ -95,7 +109,12 @@ def find_unsafe_values(key: str, value: Any) -> Iterator[Problem]:
 
 
 def find_hydra_targets(hydra: Any, key: str = "hydra") -> Iterator[Problem]:
-    """Code that Hydra's own section would run beyond Hydra and its installed plugins (callbacks, ...)."""
+    """Yield the objects that Hydra's own section would instantiate, except those of Hydra and its installed plugins.
+
+    Args:
+        hydra: The section `hydra`, as nested plain values.
+        key: Dotted name of the section.
+    """
     if isinstance(hydra, Mapping):
         for name, item in hydra.items():
             if name == "_target_" and not str(item).startswith(("hydra.", "hydra_plugins.")):
@@ -113,10 +132,11 @@ def _unsafe_text(key: str, text: str) -> Iterator[Problem]:
                 text,
                 "free of secrets",
                 f"${{oc.env:{variable}}} would be printed and saved. Use a variable that holds a folder (HOME, *_DIR, "
-                "*_PATH, *_HOME); credentials are read from the environment by whoever needs them.",
+                "*_PATH, *_HOME). The libraries that need credentials read them from the environment.",
             )
     if "${" in _VARIABLE.sub("\0", _KEY_REFERENCE.sub("\0", text)):
-        yield Problem(key, text, "plain, ${another.key} or ${oc.env:NAME}", "Other resolvers can run code.")
+        allowed = "plain text, ${another.key} or ${oc.env:NAME}"
+        yield Problem(key, text, allowed, "Other resolvers can run code.")
 
 
 # -- Types
@@ -128,7 +148,12 @@ TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a finite number"
 
 
 class InvalidValue(Exception):
-    """A value that is not of its key's type."""
+    """Raised for a value that does not have its key's type.
+
+    Args:
+        allowed: Allowed values, as a phrase that follows "must be".
+        advice: What to do, as complete sentences.
+    """
 
     def __init__(self, allowed: str, advice: str = ""):
         super().__init__(allowed, advice)
@@ -137,42 +162,61 @@ class InvalidValue(Exception):
 
 
 def describe_type(hint: Any) -> str:
-    """A type in words."""
+    """Return a type hint in words, such as "an integer or null", as a phrase that follows "must be"."""
     if hint in TYPE_NAMES:
         return TYPE_NAMES[hint]
     if len(union_members(hint)) > 1:
-        return " or ".join(describe_type(arm) for arm in union_members(hint))
+        return " or ".join(describe_type(member) for member in union_members(hint))
     if typing.get_origin(hint) is list:
         return f"a list ({describe_type(typing.get_args(hint)[0])} each)"
     return "a mapping" if typing.get_origin(hint) is dict else "any value"
 
 
 def convert_value(value: Any, hint: Any) -> Any:
-    """The value as the hint's type. Raises Unfit.
+    """Convert a plain value to a type.
 
-    What is converted: integers to floats, numbers to text, a single text to a list of one.
+    Integers become floats, numbers become text, and a single text becomes a list of one where the type requires it. A
+    value that has the type is returned unchanged, except that lists and tuples become new lists.
+
+    Args:
+        value: A plain value: None, a boolean, a number, text, a list, a tuple or a mapping.
+        hint: Type hint of a key, as in `Key.type_hint`.
+
+    Raises:
+        InvalidValue: The value does not have the type.
     """
-    for arm in union_members(hint):
-        if _fits(value, arm):
-            if arm is float:
+    for member in union_members(hint):
+        if _has_type(value, member):
+            if member is float:
                 return float(value)
-            if typing.get_origin(arm) is list:
-                return [convert_value(item, typing.get_args(arm)[0]) for item in value]
+            if typing.get_origin(member) is list:
+                return [convert_value(item, typing.get_args(member)[0]) for item in value]
             return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and str in union_members(hint):
         return str(value)
     if isinstance(value, str) and list[str] in union_members(hint):
         if value.startswith("["):
             raise InvalidValue(
-                describe_type(hint), "It is quoted text now: write \"key=['a','b']\" with the quotes around it all."
+                describe_type(hint),
+                "The list is quoted, so it is text. Put the quotes around the whole argument: \"key=['a','b']\".",
             )
         return [value]
-    raise InvalidValue(describe_type(hint), _advice(value, hint))
+    raise InvalidValue(describe_type(hint), _conversion_advice(value, hint))
 
 
 def parse_value(value: Any, hint: Any) -> Any:
-    """As `convert`, for what a person wrote: null or an empty text can stand for an empty list, null for an empty
-    mapping, and an empty text for null."""
+    """Convert a value that a user wrote to a type.
+
+    Like `convert_value`, but null or an empty text can also stand for an empty list, null for an empty mapping, and an
+    empty text for null.
+
+    Args:
+        value: A plain value.
+        hint: Type hint of a key, as in `Key.type_hint`.
+
+    Raises:
+        InvalidValue: The value does not have the type.
+    """
     if value == "" and typing.get_origin(hint) is list:
         return []
     if value is None and typing.get_origin(hint) in (list, dict):
@@ -182,27 +226,28 @@ def parse_value(value: Any, hint: Any) -> Any:
     return convert_value(value, hint)
 
 
-def _fits(value: Any, arm: Any) -> bool:
-    if arm is Any:
+def _has_type(value: Any, member: Any) -> bool:
+    if member is Any:
         return True
-    if arm is float:
+    if member is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if arm is int:
+    if member is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if typing.get_origin(arm) is list:
-        return isinstance(value, (list, tuple)) and not any(_misfit(item, typing.get_args(arm)[0]) for item in value)
-    return isinstance(value, typing.get_origin(arm) or arm)
+    if typing.get_origin(member) is list:
+        item_hint = typing.get_args(member)[0]
+        return isinstance(value, (list, tuple)) and all(_is_convertible(item, item_hint) for item in value)
+    return isinstance(value, typing.get_origin(member) or member)
 
 
-def _misfit(item: Any, hint: Any) -> bool:
+def _is_convertible(value: Any, hint: Any) -> bool:
     try:
-        convert_value(item, hint)
+        convert_value(value, hint)
     except InvalidValue:
-        return True
-    return False
+        return False
+    return True
 
 
-def _advice(value: Any, hint: Any) -> str:
+def _conversion_advice(value: Any, hint: Any) -> str:
     if isinstance(value, str) and not {int, float, bool}.isdisjoint(union_members(hint)):
         try:
             number = float(value)
@@ -216,14 +261,20 @@ def _advice(value: Any, hint: Any) -> str:
     return ""
 
 
-def build_section(section: type[S], leaf: Callable[[str, Any, Any], Any], prefix: str = "") -> S:
-    """A section whose values are `leaf(key, type, default)`, all the way down."""
-    made = {}
+def build_section(section: type[S], get_key_value: Callable[[str, Any, Any], Any], prefix: str = "") -> S:
+    """Build a section and the sections in it from the values that a function returns.
+
+    Args:
+        section: Class of the section.
+        get_key_value: Function that returns a key's value, given its dotted name, its type hint and its default.
+        prefix: Dotted name of the section with a trailing dot; "" for the root.
+    """
+    values = {}
     defaults = section()
     for name, hint in field_types(section).items():
         default = getattr(defaults, name)
         if isinstance(default, Section):
-            made[name] = build_section(type(default), leaf, f"{prefix}{name}.")
+            values[name] = build_section(type(default), get_key_value, f"{prefix}{name}.")
         else:
-            made[name] = leaf(prefix + name, hint, default)
-    return section(**made)
+            values[name] = get_key_value(prefix + name, hint, default)
+    return section(**values)

@@ -1,8 +1,11 @@
-"""Conversations -> token ids, such that no message can inject control tokens.
+"""Rendering and encoding of conversations such that no message can inject control tokens.
 
 A chat template marks turns with control tokens (`<|im_start|>`, `<|eot_id|>`, ...). A tokenizer finds these anywhere in
-a rendered string, so a prompt that spells one could end its own turn or speak as the system. Here control tokens come
-only from the template; if a message spells one, it is encoded as plain characters.
+a rendered string, so a prompt that contains the text of one could end its own turn or speak as the system. Here control
+tokens come only from the template. The text of a control token in a message is encoded as plain characters.
+
+In this module an answer is an assistant turn, and its header (the generation prompt) is the text that the template
+writes before it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -24,24 +28,48 @@ from skyrl_train.data.token_texts import decode_continuation
 from skyrl_train.errors import DataError
 
 _OPENING_TOKENS = 64
-"""Tokens at the end of a prompt that are searched for the opening of a block of reasoning; more than it ever has."""
+"""Number of tokens at the end of a prompt that are searched for the opening of a block of reasoning. It is more than
+any opening has."""
+
+
+class RenderMode(StrEnum):
+    """End of a rendered conversation."""
+
+    OPEN = "open"
+    """The header of a new answer follows the messages."""
+    CONTINUE = "continue"
+    """The text ends with the content of the last message, which the model continues."""
+    CLOSED = "closed"
+    """The text ends with the last message."""
+    ANSWER = "answer"
+    """The last message is rendered as the answer that the model writes after the open conversation before it."""
 
 
 @dataclass(slots=True)
 class RenderedPrefix:
-    """How a conversation was rendered last, up to the header of an answer: the next time its text begins so, unless the
-    template writes it anew. That is all there is to know of the text, which may be long, of thousands of conversations.
+    """Hash of a conversation's last rendered text, including the header of an answer.
+
+    It shows whether a longer rendering of the same conversation begins with that text, without keeping the texts of
+    thousands of conversations.
     """
 
     num_messages: int | None = None
+    """Number of rendered messages; None before the first rendering."""
     length: int = 0
+    """Length of the text (characters)."""
     text_hash: int = 0
 
     def record(self, num_messages: int, text: str) -> None:
+        """Replace the recorded rendering.
+
+        Args:
+            num_messages: Number of rendered messages.
+            text: The rendered text.
+        """
         self.num_messages, self.length, self.text_hash = num_messages, len(text), hash(text)
 
     def is_prefix_of(self, num_messages: int, text: str) -> bool:
-        """Whether so many messages were rendered, to what `text` begins with."""
+        """True if the recorded rendering has `num_messages` messages and `text` begins with its text."""
         return self.num_messages == num_messages and hash(text[: self.length]) == self.text_hash
 
 
@@ -53,24 +81,27 @@ def render_prompt(
     prefix: RenderedPrefix | None = None,
     continue_final_message: bool | None = None,
 ) -> list[int]:
-    """Return the ids that the model's answer to `messages` follows.
+    """Return the token ids of a prompt: the conversation and the header of the model's answer.
 
-    They are those of `apply_chat_template(messages, add_generation_prompt=True)`, except where a message spells a
-    control token. After a last message of the assistant they are those of `continue_final_message=True`: the model goes
-    on with that message.
+    These are the ids of `apply_chat_template(messages, add_generation_prompt=True)`, except where a message contains
+    the text of a control token. If the assistant wrote the last message, they are those of
+    `continue_final_message=True`, and the model continues that message.
 
     Args:
-        chat_template_kwargs: Variables of the template; `tools` are definitions of tools.
-        last: See `render_continuation`.
-        continue_final_message: False begins a new answer after a last message of the assistant. None continues it.
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation.
+        chat_template_kwargs: Variables of the template, such as `tools`.
+        prefix: Record of the rendering, which is updated for a later `render_continuation`.
+        continue_final_message: True continues the last message, False begins a new answer. None continues a last
+            message of the assistant without tool calls.
 
     Raises:
-        DataError: The template rejects the messages, or does not write all that they say.
+        DataError: The template rejects the messages, or does not write all of their content.
     """
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     if continue_final_message is None:
         continue_final_message = continues_last_message(messages)
-    text = chat.render_checked("continue" if continue_final_message else "open")
+    text = chat.render_checked(RenderMode.CONTINUE if continue_final_message else RenderMode.OPEN)
     if prefix is not None and not continue_final_message:
         prefix.record(len(messages), text)
     return chat.encode(text)
@@ -81,14 +112,22 @@ def render_text(
     messages: Sequence[Message],
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
-    mode: str = "open",
+    mode: str = RenderMode.OPEN,
 ) -> str:
-    """Return `messages` as text: "open" for an answer, "continue" to go on with the last message, or "closed".
+    """Return the rendered text of a conversation.
 
-    Raises DataError if the template rejects the messages, or does not write all that they say.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation.
+        chat_template_kwargs: Variables of the template, such as `tools`.
+        mode: A RenderMode or its value.
+
+    Raises:
+        DataError: The template rejects the messages, or does not write all of their content.
+        ValueError: The mode is unknown.
     """
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
-    return chat.template.controls.unmark(chat.render_checked(mode))
+    return chat.template.controls.unmark(chat.render_checked(RenderMode(mode)))
 
 
 def render_continuation(
@@ -100,20 +139,33 @@ def render_continuation(
     verbatim: bool = False,
     prefix: RenderedPrefix | None = None,
 ) -> list[int] | None:
-    """Ids between the last answer and the next one: the end of its turn, the messages after it, the next header.
+    """Return the token ids between the model's last answer and its next one.
 
-    `answers` are the indices in `messages` of the model's own answers. Their tokens are kept elsewhere, so a
-    placeholder is rendered for each; `verbatim` renders their texts, for templates that handle some text (reasoning)
-    specially. `last`: of this conversation under the same options, whose earlier messages are not rendered again then.
+    These are the end of the last answer's turn, the messages after it, and the header of the next answer.
 
-    Returns None if the template now renders the messages before the last answer, or the answer itself, differently.
-    Raises DataError if it rejects the messages.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation.
+        assistant_indices: Indices of the messages that the model sampled, in order. Their tokens are known, so a
+            placeholder is rendered in place of each.
+        chat_template_kwargs: Variables of the template, such as `tools`.
+        verbatim: Render the texts of the sampled messages instead of placeholders, for templates that treat some texts
+            (reasoning) specially.
+        prefix: Record of the last rendering of this conversation under the same options, which is updated. The messages
+            before the last answer are not rendered again if the new text begins with it.
+
+    Returns:
+        The ids, or None if the template renders the messages before the last answer, or that answer, differently than
+        before.
+
+    Raises:
+        DataError: The template rejects the messages, or does not write all of their content.
     """
     if not verbatim:
-        own = set(assistant_indices)
+        sampled = set(assistant_indices)
         messages = [
-            {**message, "content": ASSISTANT_PLACEHOLDER} if place in own else message
-            for place, message in enumerate(messages)
+            {**message, "content": ASSISTANT_PLACEHOLDER} if index in sampled else message
+            for index, message in enumerate(messages)
         ]
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     between = chat.after_answer(assistant_indices[-1], prefix)
@@ -121,9 +173,14 @@ def render_continuation(
 
 
 def template_rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether the template renders earlier turns differently once a conversation continues; some drop old reasoning.
+    """True if the template renders earlier turns differently once others follow, for example without reasoning.
 
-    Raises DataError if it rejects a conversation of user and assistant.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        chat_template_kwargs: Variables of the template.
+
+    Raises:
+        DataError: The template rejects a conversation of user and assistant.
     """
     for answer in ("sure", "<think>\nwell\n</think>\n\nsure"):
         turns = ("user", "one"), ("assistant", answer), ("user", "two"), ("assistant", answer), ("user", "three")
@@ -135,60 +192,77 @@ def template_rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str,
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of text without any template; control tokens spelt in it are encoded as plain characters."""
+    """Return the token ids of a text without a template. Texts of control tokens are encoded as plain characters.
+
+    Raises:
+        DataError: The text contains half a surrogate pair, or cannot be encoded without control tokens.
+    """
     return get_marking_template(tokenizer).controls.encode(tokenizer, text)
 
 
 def encode_prompt(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Return the ids of a prompt of plain text, in which control tokens may be spelt.
+    """Return the token ids of a prompt of plain text. Texts of control tokens in it become control tokens.
 
     Args:
-        add_special_tokens: Puts before it what the tokenizer puts before texts, such as BOS, unless it begins so. What
-            the tokenizer puts after texts, such as EOS, is never added, as a completion continues the prompt.
+        tokenizer: A Hugging Face tokenizer.
+        text: The prompt.
+        add_special_tokens: Add the tokens that the tokenizer writes before a text, such as BOS, unless the prompt
+            begins with them. Tokens after a text, such as EOS, are never added, because a completion continues it.
     """
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not add_special_tokens:
         return ids
-    plain, full = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+    plain, full = (tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True))
     starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
     prefix: list[int] = full[: next(starts, 0)]
     return ids if ids[: len(prefix)] == prefix else prefix + ids
 
 
 def decode_response(tokenizer: Any, ids: ArrayLike) -> str:
-    """Return the text of a model's turn without control tokens; `skip_special_tokens` alone keeps some role markers.
+    """Return the text of a model's turn without control tokens. `skip_special_tokens` alone would keep some markers.
 
-    Markers of reasoning stay, also those that are control tokens: `reasoning.final_answer` finds the answer by them.
+    Markers of reasoning are kept even if they are control tokens, because `reasoning.final_answer` needs them.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        ids: Token ids [L] of the turn.
     """
     tokens, skip_special_tokens = _read_tokens(tokenizer, ids)
     return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
 
 def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
-    """Return the tokens that are a turn's text, and whether special ones among them are to be skipped."""
+    """Return the tokens of a turn's text, and the argument `skip_special_tokens` to decode them with."""
     tokens, controls = to_token_array(ids), get_marking_template(tokenizer).controls
     dropped = controls.find_control_tokens(tokens)
     markers = np.isin(tokens, list(controls.reasoning)) if controls.reasoning else np.zeros(len(tokens), bool)
     if not markers.any():
         return tokens[~dropped].tolist(), True
-    if tokenizer.unk_token_id is not None:  # special, but no control token
+    if tokenizer.unk_token_id is not None:  # it is a special token, but not a control token
         dropped = dropped | (tokens == tokenizer.unk_token_id)
     return tokens[markers | ~dropped].tolist(), False
 
 
 def get_reasoning_opening(tokenizer: Any, prompt: Sequence[int]) -> str:
-    """Return the end of a prompt's text if it opens reasoning for the model, white space included; else ""."""
+    """Return the end of a prompt's text that opens reasoning for the model, including white space; "" if it opens none.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        prompt: Token ids of the prompt.
+    """
     return find_trailing_opening(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))
 
 
 def message_content(tokenizer: Any, text: str, reasoning_opening: str = "") -> str:
     """Return the text of a model's turn as the content of a message, for chat templates and clients.
 
-    Reasoning stays in it, unless its markers are control tokens, which no message can contain: then the content is the
-    final answer alone.
+    Reasoning remains in the content, unless its markers are control tokens. A message cannot contain these, so the
+    content is then the final answer alone.
 
     Args:
-        opened: What `opened_reasoning` returned for the answer's prompt.
+        tokenizer: A Hugging Face tokenizer.
+        text: Text of the turn, as `decode_response` returns it.
+        reasoning_opening: Result of `get_reasoning_opening` for the prompt of the turn.
     """
     markers = get_marking_template(tokenizer).controls.reasoning.values()
     return (
@@ -199,7 +273,7 @@ def message_content(tokenizer: Any, text: str, reasoning_opening: str = "") -> s
 
 
 def get_message_text(message: Message) -> str:
-    """The text of a message, without its other content."""
+    """Return the text of a message: its content, or the joined texts of its parts without images and the like."""
     content = message["content"]
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -207,10 +281,15 @@ def get_message_text(message: Message) -> str:
 
 
 def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: ArrayLike) -> str:
-    """Return the text, as `decode_response` reads it, that continues a prompt of plain text.
+    """Decode a completion as the continuation of a prompt of plain text.
 
-    It may begin with a space, which `decode_response` drops with tokenizers that write spaces before words. After a
-    control token a new text begins.
+    Unlike in the result of `decode_response`, a space at the beginning is kept, unless the prompt ends with a control
+    token.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        ids: Token ids [L] of the completion.
+        prompt: Token ids of the prompt.
     """
     last = to_token_array(prompt)[-1:].tolist()
     if not last or last[0] in get_marking_template(tokenizer).controls.names:
@@ -220,50 +299,61 @@ def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: ArrayLike) -> str:
 
 
 def get_undecoded_tokens(tokenizer: Any) -> Collection[int]:
-    """Return the ids of tokens that `decode_response` leaves out of a text."""
+    """Return the ids that `decode_response` removes from a text: all control tokens except markers of reasoning."""
     controls = get_marking_template(tokenizer).controls
     return controls.names.keys() - controls.reasoning.keys()
 
 
 def is_control_token(tokenizer: Any, token: int) -> bool:
-    """Whether a token is a control token, which no text encodes to."""
+    """True if a token id is a control token, which the text of a message never encodes to."""
     return token in get_marking_template(tokenizer).controls.ids
 
 
 def render_messages(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Return the ids of `messages` without an answer's header, for a model that reads but does not answer.
+    """Return the token ids of a conversation without the header of a further answer, for example for a reward model.
 
-    Raises DataError if the template rejects the messages, or does not write all that they say.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation.
+        chat_template_kwargs: Variables of the template, such as `tools`.
+
+    Raises:
+        DataError: The template rejects the messages, or does not write all of their content.
     """
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
-    return chat.encode(chat.render_checked("closed"))
+    return chat.encode(chat.render_checked(RenderMode.CLOSED))
 
 
 def render_conversation(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of a finished conversation, and a mask of those that the assistant must produce.
+    """Return the token ids of a complete conversation, and a mask of the tokens that the assistant must generate.
 
-    The mask covers the text between an answer's header and the end of its turn, including the token that ends the turn
-    (a model that never learns it never stops), but nothing after that token, such as ChatML's line break. Headers and
-    answers are encoded separately, as in a rollout.
+    The mask covers each answer from the end of its header to the end of its turn. It includes the end-of-turn token, so
+    that the model is trained to stop, and nothing after it, such as ChatML's line break. Headers and answers are
+    encoded separately, as in a rollout.
 
-    Where the template rewrites earlier turns when later ones follow, this is the sequence of the last answer alone; see
-    `render_demonstrations`.
+    If the template rewrites earlier turns when later ones follow, the mask covers the last answer alone; see
+    `render_sft_sequences`.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation.
+        chat_template_kwargs: Variables of the template, such as `tools`.
 
     Returns:
-        (ids [L], mask [L])
+        Token ids [L] and mask [L].
 
     Raises:
-        DataError: The template rejects the messages, does not write all that they say, or rewrites earlier turns of a
-            conversation that does not end with an answer.
+        DataError: The template rejects the messages, does not write all of their content, or rewrites earlier turns of
+            a conversation that does not end with an answer.
     """
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     parts = chat.append_only()
     if parts is None and messages[-1]["role"] != "assistant":
-        chat.render_checked("closed")
+        chat.render_checked(RenderMode.CLOSED)
         raise DataError(
             "the chat template renders earlier messages differently once others follow; end the conversation with the "
             "answer to train on."
@@ -274,25 +364,35 @@ def render_conversation(
 def render_sft_sequences(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return sequences that train on every answer of a conversation, each as (ids [L], mask [L]).
+    """Return sequences that train on every answer of a conversation.
 
-    This is one sequence, that of `render_conversation`, unless the template rewrites earlier turns: some drop their
-    reasoning. Then every answer is a sequence of its own, in the context that the model has when it gives the answer.
-    Raises DataError as `render_conversation`.
+    Usually this is one sequence, as in `render_conversation`. If the template rewrites earlier turns, for example
+    without their reasoning, every answer is a separate sequence in the context that the model has when it answers.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation.
+        chat_template_kwargs: Variables of the template, such as `tools`.
+
+    Returns:
+        Token ids [L] and mask [L] of each sequence.
+
+    Raises:
+        DataError: The template rejects the messages, or does not write all of their content.
     """
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     parts = chat.append_only()
     if parts is not None:
         return [_encode_masked(chat, parts)]
-    ends = [place + 1 for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    ends = [index + 1 for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     chats = [replace(chat, messages=chat.messages[:end]) for end in ends]
-    return [_encode_masked(one, _last_answer(one)) for one in chats]
+    return [_encode_masked(prefix, _last_answer(prefix)) for prefix in chats]
 
 
 def _last_answer(chat: _Chat) -> list[tuple[str, str]]:
-    """Return [(context, answer)] of the last message. Raises DataError if they lack something."""
+    """Return [(context, answer)] of the last message. Raises DataError if a part of their content is missing."""
     context, answer = chat.context_and_answer()
-    chat.check("answer", context + answer, [len(chat.messages) - 1])
+    chat.check(RenderMode.ANSWER, context + answer, [len(chat.messages) - 1])
     return [(context, answer)]
 
 
@@ -301,28 +401,37 @@ def _encode_masked(chat: _Chat, parts: Sequence[tuple[str, str]]) -> tuple[list[
     ids: list[int] = []
     mask: list[bool] = []
     for context, text in parts:
-        header, answer = chat.encode(context), chat.encode(text) if text else []
-        ends = [place for place, token in enumerate(answer) if token in chat.template.controls.ids]
-        trained = ends[-1] + 1 if ends else len(answer)
-        ids += header + answer
-        mask += [False] * len(header) + [True] * trained + [False] * (len(answer) - trained)
+        context_ids, answer_ids = chat.encode(context), chat.encode(text) if text else []
+        ends = [index for index, token in enumerate(answer_ids) if token in chat.template.controls.ids]
+        num_trained = ends[-1] + 1 if ends else len(answer_ids)
+        ids += context_ids + answer_ids
+        mask += [False] * len(context_ids) + [True] * num_trained + [False] * (len(answer_ids) - num_trained)
     return ids, [False, *mask[1:]] if mask else mask  # nothing precedes the first token
 
 
 def render_generation_prompt(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Ids of the answer's header after a conversation. Raises DataError if the template changes earlier messages."""
+    """Return the token ids of the header of an answer after a conversation.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation.
+        chat_template_kwargs: Variables of the template, such as `tools`.
+
+    Raises:
+        DataError: The template rejects the messages, or renders them differently before an answer.
+    """
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     before, after = chat.text(len(messages)), chat.text(len(messages), add_generation_prompt=True)
     if not after.startswith(before):
-        raise DataError("the chat template renders a conversation differently once an answer is to follow it.")
+        raise DataError("the chat template renders a conversation differently when an answer follows it.")
     return chat.encode(after[len(before) :])
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """Messages and the template that renders them, as text in which its control tokens are marked."""
+    """Messages, and the template that renders them as text with marks in place of control tokens."""
 
     tokenizer: Any
     messages: list[Message]
@@ -337,91 +446,89 @@ class _Chat:
         return cls(tokenizer, normal, dict(options or {}), template, detect_message_format(tokenizer, template, normal))
 
     def text(self, count: int, add_generation_prompt: bool = False) -> str:
-        """The first `count` messages as the template renders them, with marks."""
+        """Return the rendered text of the first `count` messages, with marks."""
         return self._render(self.messages[:count], add_generation_prompt)
 
     def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
         return self.template.render(self.tokenizer, self.form.apply(messages), add_generation_prompt, self.options)
 
-    def render_checked(self, mode: str) -> str:
-        """Return `rendered(way)`. Raises DataError unless it holds all that the messages say."""
+    def render_checked(self, mode: RenderMode) -> str:
+        """Render all messages. Raises DataError if the text does not contain all of their content."""
         text = self.render(mode)
-        self.check(mode, text, [len(self.messages) - 1] if mode == "continue" else ())
+        self.check(mode, text, [len(self.messages) - 1] if mode is RenderMode.CONTINUE else ())
         return text
 
-    def check(self, mode: str, text: str, reasoning_indices: Collection[int] = ()) -> None:
-        """Raise DataError unless `text`, the messages rendered in a way of `rendered`, holds all that they say.
+    def check(self, mode: RenderMode, text: str, reasoning_indices: Collection[int] = ()) -> None:
+        """Raise DataError unless `text`, rendered in a mode, contains all content of the messages.
 
-        Args:
-            spoken: See `ContentCheck.lost`.
+        See `ContentCheck.find_missing_text` for `reasoning_indices`.
         """
-        if lost := self.find_missing_text(mode, text, reasoning_indices):
-            raise DataError(lost)
+        if description := self.find_missing_text(mode, text, reasoning_indices):
+            raise DataError(description)
 
-    def find_missing_text(self, mode: str, text: str, reasoning_indices: Collection[int] = ()) -> str | None:
-        """Describe what `text` lacks; None if it is complete."""
+    def find_missing_text(self, mode: RenderMode, text: str, reasoning_indices: Collection[int] = ()) -> str | None:
+        """Return a description of the content that `text` lacks, or None if it is complete."""
         return ContentCheck(self.template, mode, self._render_messages).find_missing_text(
             self.messages, self.options, text, reasoning_indices
         )
 
     def _render_messages(self, mode: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        return replace(self, messages=list(messages), options=dict(options)).render(mode)
+        return replace(self, messages=list(messages), options=dict(options)).render(RenderMode(mode))
 
-    def render(self, mode: str) -> str:
-        """Return all messages as text: "closed", "open" for an answer, "continue" to go on with the last message, or
-        "answer": with the last message in the place of the answer that the model gives."""
-        if mode == "continue":
+    def render(self, mode: RenderMode) -> str:
+        """Return the rendered text of all messages, with marks."""
+        if mode is RenderMode.CONTINUE:
             return self.text_to_continue()
-        if mode == "answer":
+        if mode is RenderMode.ANSWER:
             return "".join(self.context_and_answer())
-        return self.text(len(self.messages), add_generation_prompt=mode == "open")
+        return self.text(len(self.messages), add_generation_prompt=mode is RenderMode.OPEN)
 
     def text_to_continue(self) -> str:
-        """Return the text up to the end of the last message's content.
+        """Return the rendered text up to the end of the last message's content.
 
-        White space at its end is kept unless the template trims contents, as by Transformers.
+        White space at the end of the content is kept unless the template trims contents, as in Transformers.
         """
         last = len(self.messages) - 1
         if self.messages[last].get("tool_calls"):
-            raise DataError(f"messages[{last}] calls tools, and so is complete; only text can be continued.")
+            raise DataError(f"messages[{last}] calls tools, so it is complete; only text can be continued.")
         content = self.messages[last]["content"] + ASSISTANT_PLACEHOLDER + " "
         text = self._render([*self.messages[:last], {**self.messages[last], "content": content}], False)
-        before, found, after = text.rpartition(ASSISTANT_PLACEHOLDER)
-        if not found:
+        before, placeholder, after = text.rpartition(ASSISTANT_PLACEHOLDER)
+        if not placeholder:
             raise DataError(f"messages[{last}].content: the chat template does not write it, so nothing can follow it.")
         return before if after.startswith(" ") else before.rstrip()
 
-    def before_answer(self, place: int) -> str:
-        """The rendered text before the answer at `place`, which ends with its header.
+    def before_answer(self, index: int) -> str:
+        """Return the rendered text before the answer at an index, including its header.
 
-        Templates cannot open an answer to nothing: the header of a first message is that of an answer to a question
-        or, where the template writes another or none, what precedes the answer's text.
+        A template cannot render a header without messages. The header of a first message is therefore the header of an
+        answer to a question or, if the template writes a different one or none there, the text before the answer.
         """
-        if place:
-            return self.text(place, add_generation_prompt=True)
+        if index:
+            return self.text(index, add_generation_prompt=True)
         question = [{"role": "user", "content": "?"}]
         closed, opened = self._render(question, False), self._render(question, True)
-        before, found, _ = self._render([{**self.messages[0], "content": ASSISTANT_PLACEHOLDER}], False).partition(
-            ASSISTANT_PLACEHOLDER
-        )
-        if not found:
+        marked = self._render([{**self.messages[0], "content": ASSISTANT_PLACEHOLDER}], False)
+        before, placeholder, _ = marked.partition(ASSISTANT_PLACEHOLDER)
+        if not placeholder:
             raise DataError("the chat template does not render the answer with which the conversation begins.")
         header = opened[len(closed) :]
         if opened.startswith(closed) and header and header in before:
             return before[: before.rindex(header) + len(header)]
         return before
 
-    def after_answer(self, place: int, prefix: RenderedPrefix | None = None) -> str | None:
-        """The rendered text after the answer at `place`, with a header for the next; None if the rest has changed.
+    def after_answer(self, index: int, prefix: RenderedPrefix | None = None) -> str | None:
+        """Return the rendered text after the answer at an index, including the header of the next answer.
 
-        White space around an answer is ignored: templates may insert or strip it.
+        Returns None if the template renders the text up to the end of the answer differently than before. White space
+        around an answer is ignored, because templates may insert or remove it.
         """
-        answer, prefix = self.messages[place]["content"], prefix or RenderedPrefix()
+        answer, prefix = self.messages[index]["content"], prefix or RenderedPrefix()
         after = self.text(len(self.messages), add_generation_prompt=True)
-        if prefix.is_prefix_of(place, after):
+        if prefix.is_prefix_of(index, after):
             length: int | None = prefix.length
         else:
-            before = self.before_answer(place)
+            before = self.before_answer(index)
             length = len(before) if after.startswith(before) else None
         prefix.record(len(self.messages), after)
         if length is None:
@@ -431,62 +538,67 @@ class _Chat:
             rest, answer = rest.lstrip(), answer.strip()
         if not rest.startswith(answer):
             return None
-        self.check("open", after)
+        self.check(RenderMode.OPEN, after)
         return rest[len(answer) :]
 
     def encode(self, text: str) -> list[int]:
         return self.template.controls.encode(self.tokenizer, text)
 
-    # -- answers to train on -----------------------------------------------------------------------------------------
+    # -- Answers to train on -----------------------------------------------------------------------------------------
 
     def append_only(self) -> list[tuple[str, str]] | None:
-        """Return [(context, answer)] whose concatenation begins the conversation; None if turns are rewritten."""
-        whole, parts, done = self.text(len(self.messages)), list[tuple[str, str]](), 0
-        answers = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
-        for place in answers:
-            before, after = self.before_answer(place), self.text(place + 1)
-            if not (whole.startswith(after) and after.startswith(before)):
+        """Return (context, answer) of each answer and (rest, ""), whose concatenation is the rendered conversation.
+
+        Returns None if the template rewrites earlier turns, or does not write all content.
+        """
+        full, parts, position = self.text(len(self.messages)), list[tuple[str, str]](), 0
+        answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        for index in answers:
+            before, after = self.before_answer(index), self.text(index + 1)
+            if not (full.startswith(after) and after.startswith(before)):
                 return None
-            parts.append((whole[done : len(before)], after[len(before) :]))
-            done = len(after)
-        if self.find_missing_text("closed", whole, answers):
+            parts.append((full[position : len(before)], after[len(before) :]))
+            position = len(after)
+        if self.find_missing_text(RenderMode.CLOSED, full, answers):
             return None
-        return [*parts, (whole[done:], "")]
+        return [*parts, (full[position:], "")]
 
     def context_and_answer(self) -> tuple[str, str]:
         """Return the text that the model reads before the last message, and the text of that message.
 
-        Raises DataError if the template writes its reasoning in a way that does not follow what the model reads.
+        Raises DataError if the last message is not an answer, or if the template does not write it, or writes its
+        reasoning in a way that does not follow the text that the model reads.
         """
-        place, message = len(self.messages) - 1, self.messages[-1]
+        index, message = len(self.messages) - 1, self.messages[-1]
         if message["role"] != "assistant":
-            raise DataError(f"messages[{place}] is a message of role {message['role']!r}, not an answer.")
-        before, after = self.before_answer(place), self.text(place + 1)
-        thought = CLOSE_MARKER_PATTERN.search(message["content"])
+            raise DataError(f"messages[{index}] is a message of role {message['role']!r}, not an answer.")
+        before, after = self.before_answer(index), self.text(index + 1)
+        has_reasoning = CLOSE_MARKER_PATTERN.search(message["content"])
         if after.startswith(before) and (
-            not thought or remove_whitespace(message["content"]) in remove_whitespace(after[len(before) :])
+            not has_reasoning or remove_whitespace(message["content"]) in remove_whitespace(after[len(before) :])
         ):
             return before, after[len(before) :]
         if field := next((name for name in REASONING_FIELDS if message.get(name)), None):
             raise DataError(
-                f"messages[{place}].{field}: the chat template writes this reasoning differently from what the model "
+                f"messages[{index}].{field}: the chat template writes this reasoning differently from what the model "
                 "reads before its answer. Put it into content, as <think>...</think> before the answer."
             )
-        calls_only = not message["content"].strip()  # which some templates write only beside null content
-        marked = {key: value for key, value in message.items() if key != "tool_calls" or not calls_only}
+        has_calls_only = not message["content"].strip()  # some templates write calls only if the content is null
+        marked = {key: value for key, value in message.items() if key != "tool_calls" or not has_calls_only}
         marked["content"] = ASSISTANT_PLACEHOLDER
-        header, found, end = self._render([*self.messages[:place], marked], False).rpartition(ASSISTANT_PLACEHOLDER)
-        if calls_only:
-            found, end = found if after.startswith(header) else "", after[len(header) :]
-        if not found:
-            raise DataError(f"messages[{place}].content: the chat template does not write this answer.")
+        text = self._render([*self.messages[:index], marked], False)
+        header, placeholder, end = text.rpartition(ASSISTANT_PLACEHOLDER)
+        if has_calls_only:
+            placeholder, end = placeholder if after.startswith(header) else "", after[len(header) :]
+        if not placeholder:
+            raise DataError(f"messages[{index}].content: the chat template does not write this answer.")
         return before, self._after_header(before, message["content"]) + end
 
     def _after_header(self, header: str, content: str) -> str:
-        """Return the part of an answer that follows a header: some headers open the reasoning, as `<think>`.
+        """Return the part of an answer after its header, which may open reasoning, for example with `<think>`.
 
-        An answer without reasoning closes it at once: a model that does not learn this would answer inside its
-        reasoning.
+        The closing marker is added before an answer without reasoning. Otherwise the model would be trained to answer
+        inside its reasoning.
         """
         controls = self.template.controls
         opening = find_trailing_opening(controls.unmark(header))
@@ -505,16 +617,16 @@ class _Chat:
 _NAME, _ARGUMENT = "call" + ASSISTANT_PLACEHOLDER, "argument" + ASSISTANT_PLACEHOLDER
 
 
-# -- the form in which a template expects messages ---------------------------------------------------------------------
+# -- The format in which a template expects messages -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """How a chat template expects content and tool calls.
+    """Format in which a chat template expects content and tool calls.
 
-    Messages have one form everywhere else (`data.messages`). Few templates take another: some multimodal ones write
-    only content that is a list of parts; DeepSeek's write tool calls only beside null content, and join arguments as
-    text.
+    Messages have a normal form everywhere else (`data.messages`). Few templates need another format: some multimodal
+    templates write content only if it is a list of parts, and DeepSeek's templates write tool calls only if the content
+    is null and join arguments as text.
     """
 
     content_as_parts: bool = False
@@ -522,13 +634,13 @@ class MessageFormat:
     null_content: bool = False
     """True if the content of a message that consists of tool calls is null instead of the empty text."""
     arguments_as_text: bool = False
-    """True if arguments of tool calls are JSON text instead of mappings."""
+    """True if the arguments of tool calls are JSON text instead of mappings."""
 
     def apply(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages in this form."""
-        return [self._message(normalize_message(message, index)) for index, message in enumerate(messages)]
+        """Return messages in this format. Raises DataError if a message cannot be normalized."""
+        return [self._convert(normalize_message(message, index)) for index, message in enumerate(messages)]
 
-    def _message(self, message: Message) -> Message:
+    def _convert(self, message: Message) -> Message:
         content, calls = message["content"], message.get("tool_calls")
         changed: dict[str, Any] = {}
         if self.content_as_parts:
@@ -548,26 +660,31 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def detect_message_format(tokenizer: Any, template: MarkingTemplate, messages: Sequence[Message]) -> MessageFormat:
-    """Return the form that the template writes completely, as far as these messages need one.
+    """Return the format in which a template writes messages completely. The result is cached in the template.
 
-    The usual form is returned for a template that writes none.
+    Args:
+        tokenizer: The tokenizer of the template.
+        template: The template.
+        messages: The messages. Without tool calls among them only the format of content is detected.
+
+    Returns:
+        The format, or the default format if the template writes messages completely in no format.
     """
     key = "calls" if any(message.get("tool_calls") for message in messages) else "text"
-    form = template.cache.get(key)
-    if form is None:
-        form = template.cache[key] = (
-            _detect_call_format(tokenizer, template) if key == "calls" else _detect_text_format(tokenizer, template)
-        )
-    return form  # type: ignore[no-any-return]
+    message_format: MessageFormat | None = template.cache.get(key)
+    if message_format is None:
+        detect = _detect_call_format if key == "calls" else _detect_text_format
+        message_format = template.cache[key] = detect(tokenizer, template)
+    return message_format
 
 
 def _detect_text_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:
     messages: list[Message] = [{"role": "user", "content": ASSISTANT_PLACEHOLDER}]
-    forms = [MessageFormat(content_as_parts=as_parts) for as_parts in (False, True)]
-    return next(
-        (form for form in forms if ASSISTANT_PLACEHOLDER in _try_render(tokenizer, template, form, messages, {})),
-        forms[0],
-    )
+    candidates = [MessageFormat(content_as_parts=as_parts) for as_parts in (False, True)]
+    for candidate in candidates:
+        if ASSISTANT_PLACEHOLDER in _try_render(tokenizer, template, candidate, messages, {}):
+            return candidate
+    return candidates[0]
 
 
 def _detect_call_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:
@@ -578,19 +695,23 @@ def _detect_call_format(tokenizer: Any, template: MarkingTemplate) -> MessageFor
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "x" * 9, "type": "function", "function": function}]},
     ]
-    forms = [MessageFormat(as_parts, null, as_text) for as_text in (False, True) for null in (False, True)]
-    for form in forms:
-        text = _try_render(tokenizer, template, form, messages, {"tools": [tool]})
+    candidates = [MessageFormat(as_parts, null, as_text) for as_text in (False, True) for null in (False, True)]
+    for candidate in candidates:
+        text = _try_render(tokenizer, template, candidate, messages, {"tools": [tool]})
         if _NAME in text and _ARGUMENT in text and "None" not in text:
-            return form
-    return forms[0]
+            return candidate
+    return candidates[0]
 
 
 def _try_render(
-    tokenizer: Any, template: MarkingTemplate, form: MessageFormat, messages: list[Message], options: dict[str, Any]
+    tokenizer: Any,
+    template: MarkingTemplate,
+    message_format: MessageFormat,
+    messages: list[Message],
+    options: dict[str, Any],
 ) -> str:
-    """Return the rendered text; nothing if the template rejects the form."""
+    """Return the rendered text, or "" if the template rejects the format."""
     try:
-        return template.render(tokenizer, form.apply(messages), False, options)
+        return template.render(tokenizer, message_format.apply(messages), False, options)
     except DataError:
         return ""

@@ -1,6 +1,7 @@
-"""Chat templates by name, for `generator.chat_template.name_or_path`: plain conversations, no tools.
+"""The built-in chat templates of `generator.chat_template.name_or_path`, for conversations without tools.
 
-All but the last only append to earlier output. A tokenizer must have the control tokens of its template.
+All templates except QWEN3_WITHOUT_THINKING only append to the rendered text of earlier turns. The tokenizer must have
+the control tokens of its template.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Qwen2, Qwen3: reasoning stays in the history."""
+"""Template of Qwen2 and Qwen3. Reasoning remains in the history."""
 
 LLAMA3 = (
     "{{ bos_token or '' }}{% for message in messages %}"
@@ -26,7 +27,7 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + (system if loop.first else '') + message['content'] | trim }}"
     "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-"""A system message becomes the start of the first turn."""
+"""Template of Gemma. A system message becomes the beginning of the first turn."""
 
 MISTRAL = (
     "{{ bos_token or '' }}{% if messages[0]['role'] == 'system' %}"
@@ -36,8 +37,8 @@ MISTRAL = (
     "{% else %}{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}{% endif %}"
     "{% endfor %}"
 )
-"""A system message becomes the start of the first turn; the model's own template puts it into the last one, which
-rewrites history."""
+"""Template of Mistral. A system message becomes the beginning of the first turn. The model's own template puts it into
+the last turn, which rewrites the history."""
 
 QWEN3_WITHOUT_THINKING = (
     "{% for message in messages %}{% set content = message['content'] %}"
@@ -46,7 +47,8 @@ QWEN3_WITHOUT_THINKING = (
     "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Drops reasoning from earlier turns, like Qwen3's own template: it requires generator.step_wise_trajectories=true."""
+"""Template of Qwen3 that drops reasoning from earlier turns, like the model's own template. It requires
+generator.step_wise_trajectories=true."""
 
 TEMPLATES = {
     "chatml": CHATML,

@@ -1,9 +1,9 @@
-"""Chat templates that mark the control tokens which they write, so that nothing else becomes one.
+"""Chat templates that mark their control tokens, so that the text of a message cannot become a control token.
 
-Rendered text does not tell what wrote it: a tokenizer finds `<|im_end|>` in a message as in the template. So the
-template writes a mark wherever it would write a control token. Marks alone become control tokens, and what is between
-them is text. Whatever the template does to the texts of messages and options (joins, cuts, changes them) makes no mark,
-as marks contain a number that nobody outside this process knows.
+A tokenizer cannot distinguish `<|im_end|>` in a message from `<|im_end|>` in the template. Therefore the template
+writes a mark in place of each control token. Only marks become control tokens, and everything between them is encoded
+as text. Marks contain a secret random number, so the template cannot produce one from the texts of messages and
+options, whatever it does to them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -38,20 +39,34 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template or `apply_chat_template` raises if it does not take messages or options."""
+"""Errors that a template or `apply_chat_template` raises for messages or options that it does not support."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
-"""Roles of which a template may make control tokens, as in `'<|' + message['role'] + '|>'`."""
+"""Roles from which a template may build control tokens, as in `'<|' + message['role'] + '|>'`."""
 ANSWER_TAG_PATTERN = re.compile(MARKER_PATTERN.pattern + r"|</?(?:answer|tool\w*|function\w*|parameter\w*)>")
-"""What answers contain and histories repeat: not control tokens unless the tokenizer says that they are special."""
+"""Pattern of tags that answers contain and histories repeat. They are control tokens only if the tokenizer defines them
+as special tokens."""
 BRACKETED_PATTERN = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
-"""The shape of a marker; other added tokens are words or white space."""
+"""Pattern of tokens that can be markers. Other added tokens are words or white space."""
 _NONCE = f"{secrets.randbelow(10**20):020}"
 ASSISTANT_PLACEHOLDER = f"{secrets.randbelow(10**20):020}"
-"""Stands for an answer: no message contains it. Digits, as templates do not change them."""
+"""Placeholder of an assistant turn. No message contains it. It consists of digits, which templates do not change."""
 _MARKS, _MARK = re.compile(rf"<\|{_NONCE}:([0-9]+)\|>"), f"<|{_NONCE}:%d|>"
 _ROLES, _ROLE = re.compile(rf"<\|{_NONCE}@([a-z]+)\|>"), f"<|{_NONCE}@%s|>"
 _BREAK = f"<|{_NONCE}|>"
 _MAX_TEMPLATES = 16
+
+
+class MarkingMode(StrEnum):
+    """Way in which a template marks control tokens."""
+
+    LITERALS = "literals"
+    """Control tokens in the template's source are marked."""
+    ROLES = "roles"
+    """Roles are marked, too, for templates that build control tokens from roles."""
+    MESSAGES = "messages"
+    """Control tokens in messages and options are broken up, and all control tokens in the rendered text count. This is
+    for templates that build control tokens in other ways. A token that the template joins from several texts is not
+    detected."""
 
 
 @dataclass(frozen=True)
@@ -59,34 +74,37 @@ class ControlTokens:
     """The control tokens of a tokenizer under one chat template."""
 
     names: Mapping[int, str]
-    """Id -> spelling, the longest first."""
+    """Id -> text of the token, longest first."""
     ids: frozenset[int]
-    """Those that no text may become."""
+    """Ids that the text of a message must not encode to."""
     pattern: re.Pattern[str]
-    """Finds any of them."""
+    """Pattern that matches the text of any control token."""
     lstrip_ids: frozenset[int]
-    """Those that swallow white space before them (`AddedToken.lstrip`)."""
+    """Ids of tokens that remove white space before them (`AddedToken.lstrip`)."""
     rstrip_ids: frozenset[int]
+    """Ids of tokens that remove white space after them (`AddedToken.rstrip`)."""
     space_guards: tuple[str, str]
-    """What texts are encoded after so that no space is added to them: after a control token, within a text."""
+    """Texts that are encoded before another text so that the tokenizer adds no space to it: (for a text after a control
+    token, for a part within a text)."""
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, written: Iterable[int]) -> ControlTokens:
-        """All tokens that the tokenizer calls special, and added ones that mark turns in the template's output.
+    def from_tokenizer(cls, tokenizer: Any, template_ids: Iterable[int]) -> ControlTokens:
+        """Return the tokens that the tokenizer defines as special, and added tokens that mark turns in the template.
 
         Args:
-            written: Ids that the template writes around harmless messages.
+            tokenizer: A Hugging Face tokenizer.
+            template_ids: Token ids of conversations that the template rendered from harmless messages.
         """
         added = tokenizer.added_tokens_decoder
-        found = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        found |= {id: token.content for id, token in added.items() if token.special}
-        markers = {id: added[id].content for id in written if id in added and id not in found}
-        found |= {
+        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        special |= {id: token.content for id, token in added.items() if token.special}
+        markers = {id: added[id].content for id in template_ids if id in added and id not in special}
+        special |= {
             id: name
             for id, name in markers.items()
             if BRACKETED_PATTERN.fullmatch(name) and not ANSWER_TAG_PATTERN.fullmatch(name)
         }
-        names = dict(sorted(found.items(), key=lambda item: len(item[1]), reverse=True))
+        names = dict(sorted(special.items(), key=lambda item: len(item[1]), reverse=True))
         ids = set(names)
         ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id}
         if tokenizer.unk_token_id not in ends:  # ordinary text can encode to it
@@ -101,143 +119,170 @@ class ControlTokens:
         )
 
     def mark(self, text: str) -> str:
-        """`text` with a mark for each control token spelt in it."""
+        """Return a text with a mark in place of each control token."""
         numbers = {name: id for id, name in self.names.items()}
-        return self.pattern.sub(lambda found: _MARK % numbers[found[0]], text)
+        return self.pattern.sub(lambda match: _MARK % numbers[match[0]], text)
 
     def unmark(self, text: str) -> str:
-        return _MARKS.sub(lambda found: self.names[int(found[1])], text)
+        """Return a text with the text of the control token in place of each mark."""
+        return _MARKS.sub(lambda match: self.names[int(match[1])], text)
 
     def find_control_tokens(self, tokens: Tokens) -> NDArray[np.bool_]:
-        """[L] which of these are control tokens."""
-        return self._table.take(tokens, mode="clip")
+        """Return a mask [L] of the control tokens among token ids [L]."""
+        return self._is_control.take(tokens, mode="clip")
 
     @cached_property
     def reasoning(self) -> dict[int, str]:
-        """Id -> spelling of those that separate a model's reasoning from its answer."""
-        found = reasoning_tokens(self.names.values())
-        return {id: name for id, name in self.names.items() if name in found}
+        """Id -> text of the tokens that separate a model's reasoning from its answer."""
+        markers = reasoning_tokens(self.names.values())
+        return {id: name for id, name in self.names.items() if name in markers}
 
     @cached_property
-    def _table(self) -> NDArray[np.bool_]:
-        """By id; the last entry is for all that are larger."""
+    def _is_control(self) -> NDArray[np.bool_]:
+        """True for the ids of control tokens. The last entry stands for all larger ids."""
         table = np.zeros(max(self.ids, default=0) + 2, bool)
         table[list(self.ids)] = True
         return table
 
     @cached_property
     def role_token_marks(self) -> dict[str, str]:
-        """A control token's spelling with a marked role in it -> its mark."""
+        """Text of a control token with a marked role in it -> mark of the token."""
         pairs = ((id, name, role) for id, name in self.names.items() for role in ROLES if role in name)
         return {name.replace(role, _ROLE % role): _MARK % id for id, name, role in pairs}
 
     def encode(self, tokenizer: Any, marked: str) -> list[int]:
-        """Ids [L] of rendered text: its marks are control tokens, nothing else is.
+        """Encode rendered text, in which marks become control tokens and everything else becomes text.
 
-        Raises DataError if it is not Unicode text, or if the tokenizer has only control tokens for a part of it.
+        Args:
+            tokenizer: The tokenizer of these control tokens.
+            marked: Text with marks.
+
+        Returns:
+            Token ids [L].
+
+        Raises:
+            DataError: The text contains half a surrogate pair, or the tokenizer can only encode a part of it as control
+                tokens.
         """
         try:
             marked.encode()  # tokenizers raise TypeError
         except UnicodeEncodeError as error:
-            raise DataError(f"half a surrogate pair at character {error.start} of the messages is no text.") from error
-        texts, wanted = _split_marks(marked)
-        ids = self._encode_rendered(tokenizer, texts, wanted)
-        return self._encode_separately(tokenizer, texts, wanted) if ids is None else ids
+            raise DataError(
+                f"half a surrogate pair at character {error.start} of the messages is not valid text; remove it."
+            ) from error
+        texts, control_ids = _split_marks(marked)
+        ids = self._encode_joined(tokenizer, texts, control_ids)
+        return self._encode_separately(tokenizer, texts, control_ids) if ids is None else ids
 
     def matches(self, tokenizer: Any, marked: str, text: str) -> bool:
-        """Whether marked text is `text`, and its marks are the control tokens that the tokenizer finds in it."""
-        return self.unmark(marked) == text and self._encode_rendered(tokenizer, *_split_marks(marked)) is not None
+        """True if marked text stands for `text`, and its marks are the control tokens that the tokenizer finds in it.
 
-    def _encode_rendered(self, tokenizer: Any, texts: list[str], wanted: list[int]) -> list[int] | None:
-        """Ids of the text as the tokenizer reads it; None if it finds other control tokens in it, or elsewhere.
-
-        Spellings are compared, as ids do not show where they come from, and ids, as normalization makes control tokens
-        of what is spelt differently.
+        Args:
+            tokenizer: The tokenizer of these control tokens.
+            marked: Text with marks.
+            text: Text without marks.
         """
-        pieces, starts, at = [texts[0]], [], len(texts[0])
-        for id, text in zip(wanted, texts[1:], strict=True):
+        return self.unmark(marked) == text and self._encode_joined(tokenizer, *_split_marks(marked)) is not None
+
+    def _encode_joined(self, tokenizer: Any, texts: list[str], control_ids: list[int]) -> list[int] | None:
+        """Return the ids of the complete text, or None if the tokenizer finds other control tokens than `control_ids`.
+
+        Texts of tokens are compared, because ids do not show where they come from. Ids are compared, too, because the
+        tokenizer's normalization can turn other texts into control tokens.
+        """
+        pieces, starts, position = [texts[0]], [], len(texts[0])
+        for id, text in zip(control_ids, texts[1:], strict=True):
             name = self.names[id]
             pieces += [name, text]
-            starts.append(at)
-            at += len(name) + len(text)
+            starts.append(position)
+            position += len(name) + len(text)
         rendered = "".join(pieces)
-        found = (match.start() for match in self.pattern.finditer(rendered))
-        if any(next(found, None) != start for start in [*starts, None]):
+        matches = (match.start() for match in self.pattern.finditer(rendered))
+        if any(next(matches, None) != start for start in [*starts, None]):
             return None
         ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        return ids if [id for id in ids if id in self.ids] == [id for id in wanted if id in self.ids] else None
+        return ids if [id for id in ids if id in self.ids] == [id for id in control_ids if id in self.ids] else None
 
-    def _encode_separately(self, tokenizer: Any, texts: list[str], wanted: list[int]) -> list[int]:
-        """Ids of control tokens and of the texts around them, which are encoded alone."""
-        for place, id in enumerate(wanted):
+    def _encode_separately(self, tokenizer: Any, texts: list[str], control_ids: list[int]) -> list[int]:
+        """Return the ids of control tokens and of the texts around them, each of which is encoded alone."""
+        for index, id in enumerate(control_ids):
             if id in self.lstrip_ids:
-                texts[place] = texts[place].rstrip()
+                texts[index] = texts[index].rstrip()
             if id in self.rstrip_ids:
-                texts[place + 1] = texts[place + 1].lstrip()
+                texts[index + 1] = texts[index + 1].lstrip()
         keys = [("", texts[0]), *((self.space_guards[0], text) for text in texts[1:])]
-        ids_of = self._encode_plain(tokenizer, list(dict.fromkeys(keys)))
-        ids = list(ids_of[keys[0]])
-        for id, key in zip(wanted, keys[1:], strict=True):
-            ids += [id, *ids_of[key]]
+        ids_by_key = self._encode_plain(tokenizer, list(dict.fromkeys(keys)))
+        ids = list(ids_by_key[keys[0]])
+        for id, key in zip(control_ids, keys[1:], strict=True):
+            ids += [id, *ids_by_key[key]]
         return ids
 
-    def _encode_plain(self, tokenizer: Any, left: list[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
-        """(lead, text) -> ids without control tokens, of pieces as long as possible."""
-        found: dict[tuple[str, str], list[int]] = {}
-        inside = self.space_guards[1]
-        for cut in (self._split_at_controls, self._split_controls, list):
-            cuts = {(lead, text): cut(text) or [""] for lead, text in left}
-            heads = [(lead, pieces[0]) for (lead, _), pieces in cuts.items()]
-            tails = {(inside, piece) for pieces in cuts.values() for piece in pieces[1:]}
-            ids_of = _encode_after_leads(tokenizer, [*heads, *tails])
-            for (lead, text), pieces in cuts.items():
-                rest = [id for piece in pieces[1:] for id in ids_of[inside, piece]]
-                found[lead, text] = ids_of[lead, pieces[0]] + rest
-            left = [key for key in left if not self.ids.isdisjoint(found[key])]
-            if not left:
-                return found
-        raise DataError(f"the tokenizer cannot encode {left[0][1][:100]!r} as text; remove it from the messages.")
+    def _encode_plain(self, tokenizer: Any, remaining: list[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
+        """Encode texts without control tokens, in pieces that are as long as possible.
+
+        Args:
+            remaining: (space guard, text) of each text.
+
+        Returns:
+            (space guard, text) -> ids.
+        """
+        encoded: dict[tuple[str, str], list[int]] = {}
+        inner_guard = self.space_guards[1]
+        for split in (self._split_at_controls, self._split_controls, list):
+            pieces_by_key = {(guard, text): split(text) or [""] for guard, text in remaining}
+            heads = [(guard, pieces[0]) for (guard, _), pieces in pieces_by_key.items()]
+            tails = {(inner_guard, piece) for pieces in pieces_by_key.values() for piece in pieces[1:]}
+            ids_by_piece = _encode_after_guards(tokenizer, [*heads, *tails])
+            for (guard, text), pieces in pieces_by_key.items():
+                rest = [id for piece in pieces[1:] for id in ids_by_piece[inner_guard, piece]]
+                encoded[guard, text] = ids_by_piece[guard, pieces[0]] + rest
+            remaining = [key for key in remaining if not self.ids.isdisjoint(encoded[key])]
+            if not remaining:
+                return encoded
+        text = remaining[0][1][:100]
+        raise DataError(f"the tokenizer cannot encode {text!r} as plain text; remove it from the messages.")
 
     def _split_at_controls(self, text: str) -> list[str]:
-        """What is spelt often is then encoded once."""
+        """Split a text before and after control tokens, so that a repeated one is encoded once."""
         return [piece for piece in re.split(f"({self.pattern.pattern})", text) if piece]
 
     def _split_controls(self, text: str) -> list[str]:
-        """Control tokens as characters, for vocabularies that also have them as words."""
+        """Split control tokens into characters, for vocabularies that also contain their texts as words."""
         pieces = self._split_at_controls(text)
         return [part for piece in pieces for part in (piece if self.pattern.fullmatch(piece) else [piece])]
 
 
 def _split_marks(marked: str) -> tuple[list[str], list[int]]:
-    """The texts around marks, one more than these, and the control tokens that they stand for."""
+    """Return the texts around marks, and the ids of the marks. There is one text more than marks."""
     parts = _MARKS.split(marked)
     return parts[::2], [int(id) for id in parts[1::2]]
 
 
-def _encode_after_leads(tokenizer: Any, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
-    """(lead, text) -> ids of the text as they are after the lead, special tokens spelt out.
+def _encode_after_guards(tokenizer: Any, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
+    """Return (space guard, text) -> ids of the text after the guard, with special tokens encoded as text.
 
-    All in one call, which costs as much as encoding a hundred characters.
+    All texts are encoded in one call, since a call costs as much as encoding a hundred characters.
     """
     keys = list(dict.fromkeys(keys))
-    leads = list(dict.fromkeys(lead for lead, _ in keys if lead))
-    texts = [*leads, *(lead + text for lead, text in keys)]
+    guards = list(dict.fromkeys(guard for guard, _ in keys if guard))
+    texts = [*guards, *(guard + text for guard, text in keys)]
     encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    before = {"": [], **dict(zip(leads, encoded, strict=False))}
-    found = {}
-    for (lead, text), ids in zip(keys, encoded[len(leads) :], strict=True):
-        size = len(before[lead])
-        if ids[:size] == before[lead]:
-            found[lead, text] = ids[size:]
-        else:  # the two have merged
-            found[lead, text] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return found
+    guard_ids = {"": [], **dict(zip(guards, encoded, strict=False))}
+    result = {}
+    for (guard, text), ids in zip(keys, encoded[len(guards) :], strict=True):
+        size = len(guard_ids[guard])
+        if ids[:size] == guard_ids[guard]:
+            result[guard, text] = ids[size:]
+        else:  # a token spans the guard and the text
+            result[guard, text] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return result
 
 
 def _find_space_guards(tokenizer: Any, names: Mapping[int, str]) -> tuple[str, str]:
-    """What keeps a tokenizer from adding a space to text that follows a control token, and to text inside another.
+    """Return the texts that keep a tokenizer from adding a space, see `ControlTokens.space_guards`.
 
-    Sentencepiece's add one to the beginning of whatever is encoded, or only to the beginning of the whole.
+    Sentencepiece tokenizers add a space to the beginning of every encoded text, or only to the beginning of the
+    complete text.
     """
 
     def ids(text: str) -> list[int]:
@@ -251,7 +296,7 @@ def _find_space_guards(tokenizer: Any, names: Mapping[int, str]) -> tuple[str, s
 
 
 class _Role(str):
-    """A role that is equal to what it was, and is written with a mark."""
+    """A role that compares like its text and is rendered with a mark."""
 
     def __str__(self) -> str:
         return _ROLE % str.__str__(self)
@@ -265,43 +310,46 @@ class _Role(str):
 
 @dataclass(frozen=True)
 class MarkingTemplate:
-    """A chat template of a tokenizer, as it renders marks in the place of its control tokens."""
+    """A chat template of a tokenizer that renders marks in place of its control tokens."""
 
     controls: ControlTokens
     source: str | None
-    """None if the tokenizer has no template."""
+    """The template's source with marks; None if the tokenizer has no template."""
     variables: Mapping[str, str]
-    """bos_token, eos_token... with marks."""
-    mode: str = "literals"
-    """What is marked.
-
-    "literals": the control tokens in the template's source.
-    "roles": also roles, for templates that make control tokens of them.
-    "messages": those spelt in messages and options are broken, and all that are rendered count; for templates that make
-    control tokens in other ways. These do not notice one that they join from several texts.
-    """
+    """Variables such as bos_token and eos_token, with marks."""
+    mode: MarkingMode = MarkingMode.LITERALS
     cache: dict[str, Any] = field(default_factory=dict, compare=False)
-    """Results of the modules that examine this template, kept for as long as it is."""
+    """Cached results of the modules that examine this template."""
 
     def render(
         self, tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
     ) -> str:
-        """`messages` as text with marks. Raises DataError if the template does not take them."""
+        """Render messages as text with marks.
+
+        Args:
+            tokenizer: The tokenizer of the template.
+            messages: Messages in the format that the template expects.
+            add_generation_prompt: End with the header of an assistant turn.
+            options: Variables of the template.
+
+        Raises:
+            DataError: The template rejects the messages.
+        """
         try:
             return self._render_marked(tokenizer, messages, add_generation_prompt, options)
         except TEMPLATE_ERRORS as error:
             reason = _ROLES.sub(r"\1", self.controls.unmark(str(error))).replace(_NONCE, "")
-            raise DataError(f"the chat template does not take these messages: {reason}") from error
+            raise DataError(f"the chat template rejects these messages: {reason}") from error
 
     def _render_marked(
         self, tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
     ) -> str:
-        if self.mode == "roles":
+        if self.mode is MarkingMode.ROLES:
             messages = [
                 {**message, "role": _Role(message["role"])} if message.get("role") in ROLES else message
                 for message in messages
             ]
-        if self.mode == "messages":
+        if self.mode is MarkingMode.MESSAGES:
             messages, options = self._break_tokens(list(messages)), self._break_tokens(dict(options))
         text: str = tokenizer.apply_chat_template(
             list(messages),
@@ -309,15 +357,15 @@ class MarkingTemplate:
             add_generation_prompt=add_generation_prompt,
             **{**self.variables, **options, "chat_template": self.source},
         )
-        if self.mode == "roles":
+        if self.mode is MarkingMode.ROLES:
             for name, mark in self.controls.role_token_marks.items():
                 text = text.replace(name, mark)
             text = _ROLES.sub(r"\1", text)
-        return self.controls.mark(text).replace(_BREAK, "") if self.mode == "messages" else text
+        return self.controls.mark(text).replace(_BREAK, "") if self.mode is MarkingMode.MESSAGES else text
 
     def _break_tokens(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self.controls.pattern.sub(lambda found: found[0][:1] + _BREAK + found[0][1:], value)
+            return self.controls.pattern.sub(lambda match: match[0][:1] + _BREAK + match[0][1:], value)
         if isinstance(value, Mapping):
             return {self._break_tokens(key): self._break_tokens(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -329,57 +377,64 @@ _TEMPLATES: WeakKeyDictionary[Any, dict[Any, MarkingTemplate]] = WeakKeyDictiona
 
 
 def get_marking_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> MarkingTemplate:
-    """The template of a tokenizer, or the one that `options["chat_template"]` gives or names.
+    """Return the marking template of a tokenizer. It is cached for each state of the tokenizer.
 
-    Made once for each state of the tokenizer.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        options: Variables of the template. `chat_template` is the source or the name of another template, and `tools`
+            can select one of several templates of the tokenizer.
     """
     options = options or {}
     try:
         source = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     except ValueError:
         source = None
-    named = tokenizer.special_tokens_map
-    key = source, len(tokenizer), len(tokenizer.extra_special_tokens), *named.items()
-    kept = _TEMPLATES.setdefault(tokenizer, {})
-    template = kept.get(key)
+    special_tokens = tokenizer.special_tokens_map
+    key = source, len(tokenizer), len(tokenizer.extra_special_tokens), *special_tokens.items()
+    cached = _TEMPLATES.setdefault(tokenizer, {})
+    template = cached.get(key)
     if template is None:
-        if len(kept) >= _MAX_TEMPLATES:
-            kept.clear()
-        template = kept[key] = _make_template(tokenizer, source, named)
+        if len(cached) >= _MAX_TEMPLATES:
+            cached.clear()
+        template = cached[key] = _make_template(tokenizer, source, special_tokens)
     return template
 
 
-def _make_template(tokenizer: Any, source: str | None, named: Mapping[str, str]) -> MarkingTemplate:
-    """The first way of marking under which harmless conversations are rendered as without marks."""
+def _make_template(tokenizer: Any, source: str | None, special_tokens: Mapping[str, str]) -> MarkingTemplate:
+    """Return the template in the first marking mode in which harmless conversations render as without marks."""
     if source is None:
         return MarkingTemplate(ControlTokens.from_tokenizer(tokenizer, ()), None, {})
     rendered = list(_render_harmless(tokenizer, source))
-    texts = [text for _, open_answer, text in rendered if not open_answer]
+    texts = [text for _, add_generation_prompt, text in rendered if not add_generation_prompt]
     encoded = tokenizer(texts or [source], add_special_tokens=False)["input_ids"]
     controls = ControlTokens.from_tokenizer(tokenizer, set().union(*encoded))
-    marked = controls.mark(source), {name: controls.mark(token) for name, token in named.items()}
-    for way in ("literals", "roles"):
-        template = MarkingTemplate(controls, *marked, way)
+    marked = controls.mark(source), {name: controls.mark(token) for name, token in special_tokens.items()}
+    for mode in (MarkingMode.LITERALS, MarkingMode.ROLES):
+        template = MarkingTemplate(controls, *marked, mode)
         try:
             if all(
-                controls.matches(tokenizer, template.render(tokenizer, messages, open_answer, {}), text)
-                for messages, open_answer, text in rendered
+                controls.matches(tokenizer, template.render(tokenizer, messages, add_generation_prompt, {}), text)
+                for messages, add_generation_prompt, text in rendered
             ):
                 return template
         except DataError:
             continue
-    log.warning("The chat template makes control tokens in a way of its own: texts that it joins are not watched.")
-    return MarkingTemplate(controls, source, {}, "messages")
+    log.warning(
+        "The chat template builds control tokens in an unknown way. A control token that it joins from several texts "
+        "of messages is not detected."
+    )
+    return MarkingTemplate(controls, source, {}, MarkingMode.MESSAGES)
 
 
 def _render_harmless(tokenizer: Any, source: str) -> Iterator[tuple[list[Message], bool, str]]:
-    """(messages, whether an answer is opened, text) of conversations that the template takes, out of every role."""
-    talk = [("user", "x"), ("assistant", "y"), ("user", "z")]
-    tool = [*talk[:2], ("tool", "w"), ("assistant", "y")]
-    for turns in (talk[:1], talk, [("system", "v"), *talk], tool):
-        for parts in (False, True):
+    """Yield (messages, add_generation_prompt, text) of conversations of all roles that the template supports."""
+    chat = [("user", "x"), ("assistant", "y"), ("user", "z")]
+    tool_use = [*chat[:2], ("tool", "w"), ("assistant", "y")]
+    for turns in (chat[:1], chat, [("system", "v"), *chat], tool_use):
+        for as_parts in (False, True):
             messages: list[Message] = [
-                {"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in turns
+                {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
+                for role, text in turns
             ]
             for add_generation_prompt in (False, True):
                 try:
@@ -391,22 +446,26 @@ def _render_harmless(tokenizer: Any, source: str) -> Iterator[tuple[list[Message
                 yield messages, add_generation_prompt, text
 
 
-# -- the token that ends an answer -------------------------------------------------------------------------------------
+# -- The end-of-turn token ---------------------------------------------------------------------------------------------
 
 
 def find_end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> int | None:
-    """Return the id of the control token with which the chat template closes an answer.
+    """Return the id of the control token that ends an assistant turn.
 
-    The token must follow the answer's text directly, or after white space. Of several in a row, those that the template
-    writes both after the last answer and after an earlier one close the turn, and the last of them counts. If the two
-    have none in common, the last answer's token counts: gpt-oss closes an answer with `<|return|>`, which it rewrites
-    to `<|end|>` in the history. There `<|end|>` also closes the analysis that precedes an answer, so it is no end of a
-    turn. If the template writes nothing after the last answer, the token with which the next message begins counts
-    (`<|user|>` in GLM).
+    The token must follow the text of the answer directly or after white space. If several tokens follow, those that the
+    template writes after the last answer as well as after an earlier one end the turn, and the last of them is
+    returned. If the two positions have no token in common, the last token after the last answer is returned: gpt-oss
+    ends an answer with `<|return|>`, which it rewrites to `<|end|>` in the history, where `<|end|>` also ends the
+    analysis before an answer. If the template writes nothing after the last answer, the first token of the next message
+    is returned (`<|user|>` in GLM).
+
+    Args:
+        tokenizer: A Hugging Face tokenizer, or None.
+        chat_template_kwargs: Variables of the template; see `get_marking_template`.
 
     Returns:
-        None without a tokenizer or template, if the template rejects a conversation of user and assistant, and if it
-        closes answers with text or not at all.
+        The id, or None if there is no tokenizer or template, if the template rejects a conversation of user and
+        assistant, or if answers do not end with a control token.
     """
     options = dict(chat_template_kwargs or {})
     if tokenizer is None or not (options.get("chat_template") or getattr(tokenizer, "chat_template", None)):
@@ -420,7 +479,12 @@ def find_end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, An
 
 
 def find_end_of_turn_name(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
-    """Return the spelling of the end-of-turn token, or else of the end of sequence; empty if there is neither."""
+    """Return the text of the end-of-turn token, or else of the end-of-sequence token; "" if there is neither.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer, or None.
+        chat_template_kwargs: Variables of the template; see `get_marking_template`.
+    """
     end = find_end_of_turn_token(tokenizer, chat_template_kwargs)
     end = getattr(tokenizer, "eos_token_id", None) if end is None else end
     return "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
@@ -429,7 +493,7 @@ def find_end_of_turn_name(tokenizer: Any, chat_template_kwargs: Mapping[str, Any
 def _closing_tokens(
     tokenizer: Any, template: MarkingTemplate, options: Mapping[str, Any], *, followed: bool
 ) -> list[int]:
-    """Return the control tokens right after an answer, which is `followed` by another message or the last one."""
+    """Return the ids of the control tokens directly after an answer, which another message follows or not."""
     turns = [("user", "?"), ("assistant", ASSISTANT_PLACEHOLDER), ("user", "?")][: 3 if followed else 2]
     messages = [{"role": role, "content": content} for role, content in turns]
     try:

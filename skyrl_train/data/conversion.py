@@ -1,9 +1,10 @@
-"""Dataset scripts: convert another dataset to train.parquet and validation.parquet in SkyRL's row format.
+"""Building blocks of dataset scripts, which convert another dataset to parquet files in SkyRL's row format.
 
-    def convert(where, row, split, index): ...      # one of SkyRL's rows, or None to leave it out; DataError names it
+    def convert(where, row, split, index): ...      # return a row in SkyRL's format, or None to leave the row out
     conversion_main(convert, doc=__doc__, hub="openai/gsm8k", hub_config="main")
 
-gives a script its --input FOLDER|HUB, --output FOLDER and --limit N.
+The script then has the flags --input FOLDER|HUB, --output FOLDER and --limit N, and writes train.parquet and
+validation.parquet. `convert` raises DataError for a row that it cannot convert.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from skyrl_train.errors import DataError
 from skyrl_train.terminal import print_stdout
 
 Convert = Callable[[str, DatasetRow, str, int], DatasetRow | None]
-"""(where, row, split of the source, its index there from 0) -> a row in SkyRL's format, or None to leave it out."""
+"""Function (where, row, split of the source, index of the row in it from 0) -> a row in SkyRL's format, or None to
+leave the row out. `where` names the file and the row in error messages."""
 PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeEncodeError, OverflowError)
-"""What parquet does not hold, as pyarrow says it: half a surrogate pair, numbers of more than 64 bits, mixed types."""
+"""Errors that pyarrow raises for values that parquet cannot store: half a surrogate pair, numbers of more than 64 bits,
+columns of mixed types."""
 SPLITS = {"train": "train", "test": "validation"}
 
 
@@ -36,61 +39,85 @@ def conversion_main(
     hub_config: str | Mapping[str, str] | None = None,
     splits: Mapping[str, str] = SPLITS,
 ) -> None:
-    """The `main` of a dataset script. An error in the data ends it with one line that names file and row.
+    """Run a dataset script: parse `sys.argv`, convert all splits and write their parquet files.
 
     Args:
+        convert: Function that converts one row.
         doc: The script's docstring, for --help.
         hub: Dataset on the hub, or a mapping from split to dataset if the splits are in several datasets.
         hub_config: The dataset's configuration, if it has several, or a mapping from split to configuration.
         splits: Split of the source -> name of the parquet file. A folder of local files has <split>.jsonl, .json or
             .parquet for each split.
+
+    Raises:
+        SystemExit: The data or the arguments are invalid. The message for data is one line that names file and row.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     local = ", ".join(f"{split}.jsonl" for split in splits)
-    parser.add_argument("--input", help=f"folder with {local} (or .json, .parquet), or a hub name; default: {hub}")
+    parser.add_argument(
+        "--input", help=f"folder with {local} (or .json, .parquet), or name of a dataset on the hub; default: {hub}"
+    )
     parser.add_argument("--output", required=True, type=Path, help="folder for the parquet files")
-    parser.add_argument("--limit", type=int, help="rows of each split at most")
+    parser.add_argument("--limit", type=int, help="maximum number of rows per split")
     arguments = parser.parse_args()
     try:
         for split, name in splits.items():
             config = hub_config.get(split) if isinstance(hub_config, Mapping) else hub_config
             source = source_rows(arguments.input or (hub if isinstance(hub, str) else hub[split]), split, config)
-            kept, left_out = convert_rows(convert, source, split, arguments.limit)
-            write_split(arguments.output, name, kept, left_out)
+            rows, left_out = convert_rows(convert, source, split, arguments.limit)
+            write_split(arguments.output, name, rows, left_out)
     except DataError as error:
         sys.exit(str(error))
 
 
 def source_rows(source: str, split: str, hub_config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
-    """(where, row) for every row of one split. `source` is a folder of local files, or a hub dataset as name[:split].
+    """Return an iterator over (where, row) of one split of a source, as in `dataset.read_rows`.
 
-    On the hub, the split may be a part of one: owner/name:train[:1000].
+    Args:
+        source: Folder of local files, or a dataset on the hub as name[:split]. The split of a name may be a part of a
+            split, owner/name:train[:1000], and replaces the argument `split`.
+        split: Name of the split; in a folder, of the file <split>.jsonl, .json or .parquet.
+        hub_config: Configuration of a dataset on the hub.
+
+    Raises:
+        DataError: The folder does not contain exactly one file of the split, or the name is not valid. The iterator
+            raises DataError for rows that cannot be read.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        name, _, named = source.partition(":")
-        return read_hub_dataset(name, named or split, hub_config)
-    files = [folder / f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet")]
-    found = [file for file in files if file.is_file()]
-    if len(found) != 1:
+        name, _, source_split = source.partition(":")
+        return read_hub_dataset(name, source_split or split, hub_config)
+    candidates = [folder / f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet")]
+    files = [file for file in candidates if file.is_file()]
+    if len(files) != 1:
         raise DataError(
             f"{folder}: needs exactly one of {', '.join(f'{split}{suffix}' for suffix in DATASET_SUFFIXES)}, "
-            f"has {', '.join(file.name for file in found) or 'none'}."
+            f"has {', '.join(file.name for file in files) or 'none'}."
         )
-    return read_rows(str(found[0]))
+    return read_rows(str(files[0]))
 
 
 def convert_rows(
     convert: Convert, source: Iterable[tuple[str, DatasetRow]], split: str, limit: int | None = None
 ) -> tuple[list[DatasetRow], int]:
-    """Return the rows that were kept, at most `limit`, and how many were left out among those that were read.
+    """Convert the rows of a split.
 
-    Raises DataError naming a row that parquet cannot hold.
+    Args:
+        convert: Function that converts one row.
+        source: (where, row) of each row.
+        split: Name of the split, for `convert`.
+        limit: Maximum number of converted rows; None converts all.
+
+    Returns:
+        The converted rows, and the number of rows that were read and left out.
+
+    Raises:
+        DataError: `convert` raised it, or parquet cannot store a converted row.
     """
-    kept: list[DatasetRow] = []
+    converted: list[DatasetRow] = []
     left_out = 0
     for index, (where, row) in enumerate(source):
-        if limit is not None and len(kept) >= limit:
+        if limit is not None and len(converted) >= limit:
             break
         new = convert(where, row, split, index)
         if new is None:
@@ -99,13 +126,26 @@ def convert_rows(
         try:
             pa.array([new])
         except PARQUET_ERRORS as error:
-            raise DataError(f"{where}: parquet cannot hold what it becomes ({error}); mend or remove it.") from error
-        kept.append(new)
-    return kept, left_out
+            raise DataError(f"{where}: parquet cannot store the converted row ({error}); fix or remove it.") from error
+        converted.append(new)
+    return converted, left_out
 
 
 def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int = 0) -> Path:
-    """Write `rows` as <folder>/<name>.parquet and print the result. Raises DataError if a column mixes types."""
+    """Write rows as <folder>/<name>.parquet, and print the path and the number of rows.
+
+    Args:
+        folder: The folder, which is created if it does not exist.
+        name: Name of the file without its ending.
+        rows: The rows. Their columns are united.
+        left_out: Number of rows that were left out, for the printed line.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        DataError: A column has values of different types, or the file cannot be written.
+    """
     path = folder.expanduser() / f"{name}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -120,7 +160,7 @@ def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int =
 
 
 def text_column(where: str, row: DatasetRow, column: str) -> str:
-    """The value of a column that must be non-empty text. Raises DataError otherwise."""
+    """Return the value of a column. Raises DataError, which names `where`, unless it is a non-empty text."""
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: needs text in the column {column!r}, got {value!r:.120}; columns: {sorted(row)}.")

@@ -1,10 +1,10 @@
-"""Prompts to train and evaluate on, in SkyRL's row format: files of rows, their prompts, and the order of a run.
+"""Datasets of prompts in SkyRL's row format: reading files, building prompts, and the order of prompts in a run.
 
     {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k", "data_source": "openai/gsm8k",
      "reward_spec": {"method": "rule", "ground_truth": "72"}, ...}
 
-Policy: a prompt of more than `max_prompt_length` tokens is left out and counted; any other unusable row stops the run
-with an error that names file and row.
+A prompt of more than `max_prompt_length` tokens is left out and counted. Any other invalid row stops the run with an
+error that names the file and the row.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from skyrl_train.errors import DataError
 from skyrl_train.storage.download_cache import local_copy
 
 MAX_CHARACTERS_PER_TOKEN = 256
-"""No tokenizer has longer tokens, so a prompt with more characters than this allows is too long without encoding it."""
+"""Upper bound of the length of a token. A prompt with more characters per allowed token is too long and is not
+encoded."""
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """The prompts that were kept, in file order."""
+    """The prompts of a dataset that are short enough, in file order."""
 
     prompts: tuple[Prompt, ...]
     too_long: int
-    """Number of rows left out because their prompt has too many tokens."""
+    """Number of rows that were left out because their prompts have too many tokens."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -48,7 +49,7 @@ class PromptDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the prompts that were kept, their extras and their order."""
+        """Hash of the prompts, their extras and their order, as 32 hexadecimal digits."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             row = [prompt.uid, prompt.messages, prompt.env_class, prompt.env_extras, prompt.data_source]
@@ -64,46 +65,49 @@ def load_prompts(
     *,
     first_prompt_timeout_s: float | None = None,
 ) -> PromptDataset:
-    """Read `sources` (see `read_rows`) one after the other.
+    """Read the prompts of sources (see `read_rows`), in order.
+
+    The uid of a prompt is its row number over all sources, from 0, including rows that are left out.
 
     Args:
-        length: Number of tokens of a prompt for the model; see `experiment.data.build_prompts`.
-        max_prompt_length: In tokens; longer prompts are left out.
+        sources: Files, folders or names on the hub.
+        count_tokens: Function that returns the number of tokens of a prompt; see `experiment.data.build_prompts`.
+        max_prompt_length: Maximum number of tokens; longer prompts are left out.
         default_env_class: The env_class of rows that have none.
-        sample_s: Read only as far as the first prompt that is kept, for at most so many seconds: then the dataset may
-            be empty. None reads everything.
+        first_prompt_timeout_s: Stop after the first prompt that is short enough, or after this number of seconds. The
+            dataset may then be empty. None reads all sources.
 
-    A prompt's uid is its row number over all sources, from 0, counting rows that are left out. Raises DataError for an
-    unusable row, a source without rows, or if no prompt is short enough.
+    Raises:
+        DataError: A row is invalid, a source has no rows, or no prompt is short enough.
     """
-    kept: list[Prompt] = []
+    prompts: list[Prompt] = []
     number, shortest = 0, None
     begun = time.monotonic()
     for source in sources:
         before = number
         for where, row in read_rows(source):
-            prompt = _prompt(where, str(number), row, default_env_class)
+            prompt = _parse_prompt(where, str(number), row, default_env_class)
             number += 1
-            tokens = _length(where, prompt, count_tokens, max_prompt_length)
+            tokens = _count_prompt_tokens(where, prompt, count_tokens, max_prompt_length)
             shortest = tokens if shortest is None else min(shortest, tokens)
             if tokens <= max_prompt_length:
-                kept.append(prompt)
-            if first_prompt_timeout_s is not None and (kept or time.monotonic() - begun > first_prompt_timeout_s):
-                return PromptDataset(tuple(kept), number - len(kept))
+                prompts.append(prompt)
+            if first_prompt_timeout_s is not None and (prompts or time.monotonic() - begun > first_prompt_timeout_s):
+                return PromptDataset(tuple(prompts), number - len(prompts))
         if number == before:
             raise DataError(f"{source}: has no rows.")
-    if not kept:
+    if not prompts:
         raise DataError(
             f"{', '.join(sources) or 'no data files'}: none of {number} prompts has at most {max_prompt_length} tokens"
             f"{f' (the shortest has about {shortest})' if shortest else ''}; raise trainer.max_prompt_length."
         )
-    return PromptDataset(tuple(kept), number - len(kept))
+    return PromptDataset(tuple(prompts), number - len(prompts))
 
 
-def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Prompt:
+def _parse_prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Prompt:
     if row.get("prompt") is None:
         raise DataError(
-            f"{where}: no 'prompt' among its columns {sorted(row)}; it must be a list of messages, "
+            f"{where}: has no column 'prompt', only {sorted(row)}. It must be a list of messages, "
             '[{"role": "user", "content": "..."}].'
         )
     messages = parse_messages(where, "prompt", row["prompt"])
@@ -114,32 +118,43 @@ def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Pr
     parse_max_turns(where, extras)
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str):
-        raise DataError(f"{where}: env_class is {env_class!r:.80}, not a name.")
+        raise DataError(f"{where}: env_class is {env_class!r:.80}; it must be the name of an environment.")
     return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"), where)
 
 
 def _check_answer(where: str, extras: dict[str, Any]) -> None:
-    """A rule needs an answer to compare with: with null, all rewards would be 0."""
+    """Raise DataError if a rule has no answer to compare with, since all rewards would be 0."""
     if "reward_spec" not in extras:
         return
     spec = extras["reward_spec"]
-    by_rule = isinstance(spec, dict) and spec.get("method", "rule") == "rule"
-    if spec is None or (by_rule and spec.get("ground_truth") is None):
-        raise DataError(f"{where}: reward_spec has no ground_truth; give every row an answer or remove the row.")
+    is_rule = isinstance(spec, dict) and spec.get("method", "rule") == "rule"
+    if spec is None or (is_rule and spec.get("ground_truth") is None):
+        raise DataError(f"{where}: reward_spec has no ground_truth. Add the answer, or remove the row.")
 
 
 def parse_max_turns(where: str, extras: Mapping[str, Any]) -> int | None:
-    """A row's own bound on turns; None if it has none. Raises DataError if it is not a whole number of at least 1."""
-    own = extras.get("max_turns")
-    if own is None or (isinstance(own, float) and math.isnan(own)):  # how tables say that a row has none
+    """Return a row's own maximum number of turns, or None if the row has none.
+
+    Args:
+        where: File and row, for errors.
+        extras: The row's columns.
+
+    Raises:
+        DataError: The column `max_turns` is not an integer of at least 1.
+    """
+    value = extras.get("max_turns")
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # NaN is a missing value of a table
         return None
-    whole = (isinstance(own, int) and not isinstance(own, bool)) or (isinstance(own, float) and own.is_integer())
-    if not whole or own < 1:
-        raise DataError(f"{where}: max_turns={own!r:.80} must be a whole number of at least 1, or null.")
-    return int(own)
+    is_integer = (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and value.is_integer()
+    )
+    if not is_integer or value < 1:
+        raise DataError(f"{where}: max_turns={value!r:.80} must be an integer of at least 1, or null.")
+    return int(value)
 
 
-def _length(where: str, prompt: Prompt, count_tokens: Callable[[Prompt], int], limit: int) -> int:
+def _count_prompt_tokens(where: str, prompt: Prompt, count_tokens: Callable[[Prompt], int], limit: int) -> int:
+    """Return the number of tokens of a prompt, or a lower bound above `limit` if the prompt is much too long."""
     characters = sum(len(message["content"]) for message in prompt.messages)
     if characters > limit * MAX_CHARACTERS_PER_TOKEN:
         return characters // MAX_CHARACTERS_PER_TOKEN
@@ -149,23 +164,28 @@ def _length(where: str, prompt: Prompt, count_tokens: Callable[[Prompt], int], l
         raise DataError(f"{where}: column 'prompt': {error}") from error
 
 
-# -- rows of files -----------------------------------------------------------------------------------------------------
+# -- Reading rows ------------------------------------------------------------------------------------------------------
 
 DatasetRow = dict[str, Any]
 WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 """White space, including the byte order mark."""
 _BATCH_ROWS = 4096
-"""Rows of a parquet file that become Python values at once: those who want the first need not wait for many."""
+"""Number of rows of a parquet file that are converted to Python values at once. It bounds the wait for the first."""
 _CONVERSION_ERRORS = (ValueError, OverflowError, LookupError)
-"""What text that is not UTF-8, a date beyond Python's and an unknown time zone raise."""
+"""Errors raised by text that is not UTF-8, a date beyond Python's range, and an unknown time zone."""
 
 
 def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
-    """(where, row) for every row of `source`; `where` names the file and the line or row, from 1, for error messages.
+    """Return an iterator over (where, row) of a source. `where` names the file and the row or line, from 1, for errors.
 
-    A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; the latter
-    two may end in ":split" ("train" otherwise). Files and folders may be at an address, see `storage.copies`. Raises
-    DataError if it is missing or cannot be read, StorageError if the address cannot be.
+    Args:
+        source: A .parquet, .json or .jsonl file, a folder that `datasets` can load, or the name of a dataset on the
+            hub. A folder or name may end in ":split"; the default is "train". Files and folders may be URIs, which are
+            downloaded first (see `storage.download_cache`).
+
+    Raises:
+        DataError: The source does not exist. The iterator raises it for a row that cannot be read.
+        StorageError: The URI cannot be downloaded.
     """
     if is_uri(source):
         name, split = parse_split(source)
@@ -174,7 +194,7 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
         path = Path(source).expanduser()
         if not path.is_file():
             raise DataError(f"{source}: no such file.")
-        read = {".parquet": _parquet, ".json": _json, ".jsonl": _json_lines}[path.suffix.lower()]
+        read = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": _read_json_lines}[path.suffix.lower()]
         return read(path)
     name, split = parse_split(source)
     folder = Path(name).expanduser()
@@ -184,7 +204,17 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
 
 
 def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
-    """(where, row) for every row of a split, or a part of one, of a dataset on the hub."""
+    """Return an iterator over (where, row) of a dataset on the hub, as in `read_rows`.
+
+    Args:
+        name: Name of the dataset.
+        split: Name of a split, or a part of one such as train[:1000].
+        config: Configuration of the dataset, if it has several.
+
+    Raises:
+        DataError: The name does not have the form of a name on the hub. The iterator raises it if the dataset cannot be
+            loaded or a row cannot be read.
+    """
     if not may_be_hub_name(name):
         raise DataError(
             f"{name}: not a {', '.join(DATASET_SUFFIXES)} file, not a folder, not a dataset's name on the hub."
@@ -192,13 +222,13 @@ def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterat
     return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
-    """Read with pyarrow: `datasets` does too, but copies the file into the user's cache and imports torch."""
+def _read_parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+    """Read a parquet file with pyarrow. `datasets` would copy it to the user's cache and import torch."""
     number = 0
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH_ROWS):
-                for row in _python_rows(batch, path, number):
+                for row in _to_python_rows(batch, path, number):
                     number += 1
                     yield f"{path}, row {number}", _drop_null_keys(row)
     except DataError:
@@ -207,8 +237,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
         raise DataError(f"{path}, after row {number}: {error}") from error
 
 
-def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[DatasetRow]:
-    """The rows of a batch that `before` others precede. Raises DataError naming a value that Python does not have."""
+def _to_python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[DatasetRow]:
+    """Convert the rows of a batch, which `before` rows precede. Raises DataError that names a value without a type."""
     try:
         return batch.to_pylist()
     except _CONVERSION_ERRORS:
@@ -218,14 +248,14 @@ def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[Dataset
                     value.as_py()
                 except _CONVERSION_ERRORS as error:
                     raise DataError(
-                        f"{path}, row {number}: column {column!r} holds a value of type {value.type} that Python does "
-                        f"not have ({error}); store it as text."
+                        f"{path}, row {number}: column {column!r} has a value of type {value.type} that cannot be "
+                        f"converted to a Python value ({error}). Store it as text."
                     ) from error
         raise
 
 
 def _drop_null_keys(row: DatasetRow) -> DatasetRow:
-    """Remove keys that are null from conversations and tools: a table's mappings have the union of all rows' keys."""
+    """Remove null keys from conversations and tools, since a mapping of a table has the keys of all rows."""
     changed = {column: _drop_nulls(row[column]) for column in ("prompt", "messages", "tools") if row.get(column)}
     return {**row, **changed} if changed else row
 
@@ -239,7 +269,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def to_hf_dataset(table: pa.Table) -> Any:
-    """Return a table as a `datasets.Dataset`. No other module imports `datasets`."""
+    """Return a table as a `datasets.Dataset`. This imports `datasets`, which only this module does."""
     from datasets import Dataset
 
     return Dataset(table)
@@ -260,7 +290,7 @@ def _load_dataset(source: str, name: str, split: str, config: str | None) -> Ite
         raise DataError(f"{source}, after row {number}: {type(error).__name__}: {error}") from error
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+def _read_json_lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
@@ -268,12 +298,12 @@ def _json_lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
                 yield where, _check_row(where, _parse_json(where, line))
 
 
-def _json(path: Path) -> Iterator[tuple[str, DatasetRow]]:
-    """A list of rows, or JSON lines, which `datasets` also accepts in a file with this suffix."""
+def _read_json(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+    """Read a .json file: a list of rows, or JSON lines, which `datasets` also accepts."""
     with path.open("rb") as file:
-        listed = file.read(4096).lstrip(WHITESPACE).startswith(b"[")
-    if not listed:
-        yield from _json_lines(path)
+        is_list = file.read(4096).lstrip(WHITESPACE).startswith(b"[")
+    if not is_list:
+        yield from _read_json_lines(path)
         return
     for number, row in enumerate(_parse_json(str(path), path.read_bytes()), 1):
         where = f"{path}, row {number}"
@@ -291,17 +321,24 @@ def _parse_json(where: str, data: bytes) -> Any:
 
 def _check_row(where: str, row: Any) -> DatasetRow:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row is an object of columns, got {type(row).__name__}.")
+        raise DataError(f"{where}: a row must be an object of columns, got {type(row).__name__}.")
     return row
 
 
-# -- the order of a run ------------------------------------------------------------------------------------------------
+# -- The order of prompts ----------------------------------------------------------------------------------------------
 
 
 class PromptOrder:
-    """The order in which a run goes through the rows of its dataset: every epoch is another permutation of them.
+    """The order of a dataset's rows in a run: every epoch is a different permutation of the rows.
 
-    Only the seed and the position in the run determine the row, so a resumed run needs no state of the order.
+    The row at a position depends on the seed and the position alone, so a resumed run needs no saved state.
+
+    Args:
+        size: Number of rows.
+        seed: Seed of the permutations.
+
+    Raises:
+        DataError: There are no rows.
 
     Example:
         order = PromptOrder(size=100, seed=0)
@@ -310,13 +347,13 @@ class PromptOrder:
 
     def __init__(self, size: int, seed: int):
         if size < 1:
-            raise DataError("an order needs at least one row, got none.")
+            raise DataError(f"The order of prompts needs at least one row, got {size}.")
         self.size = size
         self.seed = seed
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def row(self, index: int) -> int:
-        """Return the row at `index`, which counts from the start of the run over all epochs."""
+        """Return the index of the row at a position, which counts from the start of the run over all epochs."""
         epoch, position = divmod(index, self.size)
         return int(self._permutation(epoch)[position])
 

@@ -1,4 +1,4 @@
-"""Values that JSON carries: rows reach an environment's process as JSON, and its answers come back so."""
+"""Checks and conversion of values that are sent as JSON, such as rows and responses of environment processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 from uuid import UUID
 
 MAX_DEPTH = 100
-"""Lists and mappings inside each other. Python's JSON and templates recurse, up to about 1,000 calls in all."""
+"""Maximum nesting of lists and mappings. Python's JSON module and templates recurse, up to about 1,000 calls."""
 ALLOWED_TYPES_TEXT = "text, numbers, booleans, null, dates, and lists and mappings of these"
 _SCALARS = (str, int, float, type(None))
-"""Also what JSON writes as a mapping's key."""
+"""Types that JSON represents directly. They are also the types of keys of mappings."""
 
 
 def json_default(value: Any) -> Any:
-    """Convert mappings to dicts, numpy and torch values to numbers and lists, and dates, decimals and paths to text.
+    """Convert a value that JSON does not support, as the argument `default` of `json.dumps`.
 
-    The `default` of `json.dumps`. Raises TypeError for anything else.
+    Mappings become dicts, numpy and torch values numbers and lists, and dates, decimals, paths and UUIDs text.
+
+    Raises:
+        TypeError: The value has another type.
     """
     if isinstance(value, Mapping):
         return dict(value)
@@ -27,13 +30,20 @@ def json_default(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, date | time | timedelta | Decimal | PurePath | UUID):
         return str(value)
-    raise TypeError(f"a value of type {type(value).__name__}, which JSON cannot carry")
+    raise TypeError(f"a value of type {type(value).__name__}, which JSON cannot represent")
 
 
 def find_non_json_value(value: Any, default: Callable[[Any], Any] = json_default, depth: int = 0) -> str | None:
-    """What in `value` JSON cannot carry, to follow "it holds"; None if it can.
+    """Return a description of the first part of a value that JSON cannot represent.
 
-    `default` converts what JSON does not know, as in `json.dumps`. Texts are not read, so large ones cost nothing.
+    Args:
+        value: The value.
+        default: Function that converts values of other types, as in `json.dumps`. It raises TypeError with a
+            description.
+        depth: Number of lists and mappings around the value. More than MAX_DEPTH are not allowed.
+
+    Returns:
+        A noun phrase that follows "holds" in a message, or None if JSON can represent the value.
     """
     if isinstance(value, _SCALARS):
         return None
@@ -52,6 +62,6 @@ def find_non_json_value(value: Any, default: Callable[[Any], Any] = json_default
         except TypeError as error:
             return str(error)
     for item in inner:
-        if not isinstance(item, _SCALARS) and (why := find_non_json_value(item, default, depth + 1)):
-            return why
+        if not isinstance(item, _SCALARS) and (description := find_non_json_value(item, default, depth + 1)):
+            return description
     return None

@@ -1,8 +1,8 @@
-"""Chat messages, tool definitions and prompts of rows, in the one form that the rest of the package reads.
+"""Chat messages, tool definitions and prompts, in the normal form that the rest of the package reads.
 
-Content is text: lists of text parts are joined, and other parts (images, audio) are refused. Arguments of tool calls
-are mappings. `data.chat.MessageForm` converts messages for templates that expect another form. Processes of
-environments read this, and need neither torch nor numpy for it.
+Content is text: lists of text parts are joined, and other parts (images, audio) are errors. Arguments of tool calls are
+mappings. `data.chat.MessageFormat` converts messages for templates that expect another form. Environment processes
+import this module, so it needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from skyrl_train.data.json_values import ALLOWED_TYPES_TEXT, find_non_json_value
 from skyrl_train.errors import DataError
 
 Message = dict[str, Any]
-"""A chat message: {"role": "user", "content": "..."}, and any other keys that the chat template reads."""
+"""A chat message, {"role": "user", "content": "..."}, with any other keys that the chat template reads."""
 
 ToolCallRecord = dict[str, str]
-"""A call that an environment read from an answer: {"name", "arguments"}, the latter as text, JSON where it is not one
-text; "error", the kind, if it failed. One that cannot be read has the name ""."""
+"""A tool call that an environment parsed from an answer: {"name", "arguments", "error"}. Arguments are text: JSON,
+unless they are a single text. "error" is the kind of failure of a failed call. A call that cannot be parsed has the
+name ""."""
 
 TEXT_PART = '{"type": "text", "text": "..."}'
 
@@ -35,55 +36,74 @@ class Prompt:
     """
 
     uid: str
-    """The row number: unique in the dataset and stable over runs, so that seeds and resume do not depend on timing."""
+    """Row number. It is unique in the dataset and stable over runs, so seeds and resuming do not depend on timing."""
     messages: list[Message]
+    """Initial messages, in normal form."""
     env_class: str
+    """Registered name of the environment."""
     env_extras: dict[str, Any] = field(default_factory=dict)
-    """All other columns of the row; environments get them as `extras`."""
+    """All other columns of the row. Environments read them as `extras`."""
     data_source: str = "unknown"
+    """Name of the dataset that the row is from. Evaluations report results for each."""
     where: str = field(default="", compare=False)
-    """The file and row that it was read from, for error messages."""
+    """File and row that the prompt was read from, for error messages."""
 
 
 def parse_messages(where: str, column: str, value: Any) -> list[Message]:
-    """Return a row's conversation in normal form, without keys that are null.
+    """Return the conversation of a row in normal form, without null keys.
 
     Args:
         where: File and row, for errors.
-        column: Name of the field that holds `value`.
+        column: Name of the column that holds `value`.
+        value: The conversation.
 
     Raises:
-        DataError: `value` is not a conversation of texts; names row and field.
+        DataError: The value is not a list of messages with text. The message names the row and the field.
     """
     check_json(where, column, value)
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {column} is {value!r:.80}, not a list of messages with role and content.")
-    return [_message(where, f"{column}[{index}]", message) for index, message in enumerate(value)]
+    return [_parse_message(where, f"{column}[{index}]", message) for index, message in enumerate(value)]
 
 
 def check_json(where: str, column: str, value: Any) -> None:
-    """Raise DataError if JSON cannot carry `value`: rows reach environments as JSON."""
-    if why := find_non_json_value(value):
+    """Raise DataError if JSON cannot represent the value of a column, because rows are sent to environments as JSON.
+
+    Args:
+        where: File and row, for errors.
+        column: Name of the column.
+        value: The value.
+    """
+    if description := find_non_json_value(value):
         raise DataError(
-            f"{where}: column {column!r} holds {why}; rows hold {ALLOWED_TYPES_TEXT}. Remove it, or store it as text."
+            f"{where}: column {column!r} holds {description}; rows hold {ALLOWED_TYPES_TEXT}. Remove it, or store it "
+            "as text."
         )
 
 
-def _message(where: str, field: str, message: Any) -> Message:
-    # The type of a table's column has the union of its messages' keys, and missing ones are read as None.
-    known = {key: item for key, item in message.items() if item is not None} if isinstance(message, dict) else {}
-    if not isinstance(known.get("role"), str) or not isinstance(known.get("content", ""), str | list):
+def _parse_message(where: str, field: str, message: Any) -> Message:
+    # In a table each message has the keys of all messages, and missing values are None.
+    present = {key: item for key, item in message.items() if item is not None} if isinstance(message, dict) else {}
+    if not isinstance(present.get("role"), str) or not isinstance(present.get("content", ""), str | list):
         raise DataError(f'{where}: {message!r:.80} is not a message {{"role": "user", "content": "..."}}.')
-    if "content" not in known and not known.get("tool_calls"):
-        raise DataError(f"{where}: {field}: the content of a {known['role']} message is null.")
+    if "content" not in present and not present.get("tool_calls"):
+        raise DataError(f"{where}: {field}: the content of a {present['role']} message is null.")
     try:
-        return _normalize(known)
+        return _normalize(present)
     except ValueError as error:
         raise DataError(f"{where}: {field}.{error}") from error
 
 
 def normalize_message(message: Message, index: int) -> Message:
-    """Return a message from anywhere in normal form. Raises DataError that names it by its index."""
+    """Return a message in normal form: its content as text, and the arguments of its tool calls as mappings.
+
+    Args:
+        message: The message. It is not changed.
+        index: Its index in the conversation, for errors.
+
+    Raises:
+        DataError: The content has a part that is not text, or the tool calls are malformed.
+    """
     try:
         return _normalize(message)
     except ValueError as error:
@@ -96,17 +116,17 @@ def _normalize(message: Message) -> Message:
         return message
     normal = {**message, "content": text_content(content)}
     if calls:
-        normal["tool_calls"] = _tool_calls(calls)
-    else:  # templates take an empty list for calls
+        normal["tool_calls"] = _normalize_tool_calls(calls)
+    else:  # some templates treat an empty list as a list of calls
         normal.pop("tool_calls", None)
     return normal
 
 
 def text_content(content: Any) -> str:
-    """Return a message's content as text: parts are joined, and null is the empty text.
+    """Return the content of a message as text: text parts are joined, and null is the empty text.
 
     Raises:
-        ValueError: A part is not text; the message begins with the part's name.
+        ValueError: A part is not text. The message begins with the name of the part, such as "content[0]".
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -115,28 +135,28 @@ def text_content(content: Any) -> str:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            found = f"a part of type {kind!r}" if kind else f"a value of type {type(part).__name__}"
+            description = f"a part of type {kind!r}" if kind else f"a value of type {type(part).__name__}"
             raise ValueError(
-                f"content[{index}] is {found}; only text parts {TEXT_PART} are supported. Remove the row, or describe "
-                "the part in words."
+                f"content[{index}] is {description}; only text parts {TEXT_PART} are supported. Remove the row, or "
+                "describe the part in words."
             )
         texts.append(text)
     return "".join(texts)
 
 
 def join_text_parts(content: Any) -> Any:
-    """Return content as text if it is null or a list of text parts; other content is returned unchanged."""
+    """Return content as text if it is null or a list of text parts. Return any other content unchanged."""
     try:
         return text_content(content) if content is None or isinstance(content, list) else content
     except ValueError:
         return content
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as mappings where they are JSON text. Raises ValueError."""
+def _normalize_tool_calls(calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls with arguments as mappings. Raises ValueError if a call is malformed."""
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls is {calls!r:.80}, not a list.")
-    found = []
+    normal = []
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -144,28 +164,33 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
                 f"tool_calls[{index}] is {call!r:.80}, not "
                 '{"type": "function", "function": {"name": "...", "arguments": {...}}}.'
             )
-        function = {**function, "arguments": _arguments(function.get("arguments"))}
-        found.append({**call, "function": function} if "function" in call else function)
-    return found
+        function = {**function, "arguments": _parse_arguments(function.get("arguments"))}
+        normal.append({**call, "function": function} if "function" in call else function)
+    return normal
 
 
-def _arguments(arguments: Any) -> Any:
-    """Return arguments as a mapping where they are the JSON text of one, as OpenAI's API writes them."""
+def _parse_arguments(arguments: Any) -> Any:
+    """Return arguments as a mapping if they are null or the JSON text of a mapping, as in OpenAI's API."""
     if arguments is None:
         return {}
     if isinstance(arguments, str):
         try:
-            read = json.loads(arguments)
+            parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             return arguments
-        return read if isinstance(read, dict) else arguments
+        return parsed if isinstance(parsed, dict) else arguments
     return arguments
 
 
 def parse_tools(where: str, value: Any) -> list[dict[str, Any]] | None:
-    """Return a row's tool definitions for `apply_chat_template(tools=...)`; None if the row has none.
+    """Return the tool definitions of a row for `apply_chat_template(tools=...)`, or None if the row has none.
 
-    `value` is a list of mappings or, as many data sets store it, the JSON text of one. Raises DataError otherwise.
+    Args:
+        where: File and row, for errors.
+        value: A list of definitions, the JSON text of such a list, or null.
+
+    Raises:
+        DataError: The value is something else.
     """
     check_json(where, "tools", value)
     tools = _read_tools(value)
@@ -178,16 +203,19 @@ def parse_tools(where: str, value: Any) -> list[dict[str, Any]] | None:
 
 
 def get_chat_template_kwargs(extras: Mapping[str, Any], chat_template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template's variables for a prompt: the run's, and the row's `tools` if these are definitions.
+    """Return the variables of the chat template for a prompt.
 
-    An environment may use a column `tools` for something else, such as a list of names: templates do not get that.
+    Args:
+        extras: The row's columns. `tools` is added to the variables if it is a list of tool definitions. Environments
+            may use this column for something else, such as names, which templates do not receive.
+        chat_template_kwargs: The run's variables. They are not changed.
     """
     tools = _read_tools(extras.get("tools"))
     return {**chat_template_kwargs, "tools": tools} if tools else dict(chat_template_kwargs)
 
 
 def _read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return definitions; an empty list if `value` is null or empty, None if it is something else."""
+    """Return tool definitions, an empty list if the value is null or empty, or None if it is something else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -207,12 +235,23 @@ def _tool_name(tool: Mapping[str, Any]) -> str | None:
 
 
 def continues_last_message(messages: Sequence[Message], role: str = "assistant") -> bool:
-    """True if the model's next text continues the last message: it is the model's own, and calls no tools."""
+    """True if the model's next text continues the last message: the model wrote it, and it calls no tools.
+
+    Args:
+        messages: The conversation.
+        role: A role whose messages the model writes, in addition to "assistant".
+    """
     return bool(messages) and messages[-1].get("role") in (role, "assistant") and not messages[-1].get("tool_calls")
 
 
 def append_assistant_text(messages: Sequence[Message], text: str, role: str = "assistant") -> list[Message]:
-    """Return `messages` with the model's text: as the rest of a last message of its own, else as a new message."""
+    """Return a conversation with the model's text added.
+
+    Args:
+        messages: The conversation. It is not changed.
+        text: The model's text. It continues the last message if `continues_last_message`, else it is a new message.
+        role: Role of a new message.
+    """
     if continues_last_message(messages, role):
         last = messages[-1]
         return [*messages[:-1], {**last, "content": text_content(last["content"]) + text}]

@@ -1,10 +1,10 @@
-"""Separates a model's reasoning from its answer: the one definition of what is graded.
+"""Separation of a model's reasoning from its answer.
 
     final_answer("<think>41? No.</think>\n\n#### 42")     "#### 42"
     final_answer("<think>41? No, it is")                  "", because the reasoning never ends
 
-Every built-in environment, tool parser and tensordict grader reads an answer through `final_answer`, so that reasoning
-neither spoils a right answer nor earns a reward itself. The module needs no tokenizer and no torch.
+Every built-in environment, tool parser and tensordict grader reads an answer through `final_answer`. Reasoning
+therefore neither invalidates a correct answer nor earns a reward. The module needs neither a tokenizer nor torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers between which a family of models reasons."""
+    """The pair of markers around the reasoning of a family of models."""
 
     open_marker: str
     close_marker: str
     models: str
-    """Models that write these markers."""
+    """Models that write these markers, for the documentation."""
 
 
 REASONING_FORMATS = (
@@ -35,31 +35,31 @@ REASONING_FORMATS = (
     ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", "Apertus; special tokens"),
     ReasoningFormat("<|channel>thought", "<channel|>", "Gemma 4; <|channel> and <channel|> are special tokens"),
     ReasoningFormat("<|begin_of_thought|>", "<|end_of_thought|>", "Sky-T1, OpenThinker"),
-    ReasoningFormat("<thinking>", "</thinking>", "models that a prompt asks for these tags"),
-    ReasoningFormat("<reasoning>", "</reasoning>", "models that a prompt asks for these tags"),
+    ReasoningFormat("<thinking>", "</thinking>", "models whose prompt asks for these tags"),
+    ReasoningFormat("<reasoning>", "</reasoning>", "models whose prompt asks for these tags"),
 )
 ANSWER_WRAPPERS = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|begin_of_solution|>", "<|end_of_solution|>"),
     ("<response>", "</response>"),
 )
-"""Markers that some models put around the answer after their reasoning: Command A Reasoning; Sky-T1; Granite 3.3.
-Hunyuan's <answer> is not one of them, because environments ask for this tag themselves."""
+"""Markers that some models put around the answer after their reasoning: Command A Reasoning, Sky-T1, Granite 3.3.
+Hunyuan's <answer> is left out, because environments ask for this tag themselves."""
 HARMONY_CHANNEL, HARMONY_MESSAGE, HARMONY_START, HARMONY_END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
-"""gpt-oss (the harmony format) writes its reasoning and its answer as messages in channels: `<|channel|>analysis
-<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`, all of them special tokens."""
+"""Special tokens of gpt-oss (the harmony format), which writes reasoning and answer as messages in channels:
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`."""
 HARMONY_FINAL_CHANNEL = "final"
 
 CLOSE_MARKERS = {entry.open_marker: entry.close_marker for entry in REASONING_FORMATS}
 """Opening marker -> closing marker."""
 CLOSE_MARKER_PATTERN = re.compile("|".join(re.escape(entry.close_marker) for entry in REASONING_FORMATS))
-"""Finds the end of a block of reasoning."""
+"""Pattern of the closing markers."""
 _OPENING = "|".join(re.escape(entry.open_marker) for entry in REASONING_FORMATS)
 MARKER_PATTERN = re.compile(
     "|".join(re.escape(marker) for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker))
 )
 _HARMONY = re.compile(r"\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=\S+?\s*+)?<\|channel\|>")
-"""The beginning of an answer of gpt-oss; "<|channel|>" in the middle of another model's answer means nothing."""
+"""Beginning of a turn of gpt-oss. "<|channel|>" elsewhere in a text has no meaning."""
 _CHANNEL_NAME = re.compile(r"\s*\w+")
 _ENDS_MESSAGE = re.compile(r"<\|(?:end|return|call|start)\|>")
 _OPENS_AT_END = re.compile(rf"(?:{_OPENING}|<\|channel\|>\w+<\|message\|>)\s*\Z")
@@ -72,78 +72,82 @@ def final_answer(text: str) -> str:
     """Return the answer in a model's turn: the text after its reasoning.
 
     That is the text after the last closed block of reasoning, or the message in gpt-oss's final channel. A closing
-    marker without an opening one ends a block that the prompt opened. Text without any reasoning is all answer and is
-    returned as it is.
+    marker without an opening marker ends a block that the prompt opened. Text without reasoning is returned unchanged.
 
     Returns:
-        The answer, or "" if the last block of reasoning is never closed or if there is no final channel.
+        The answer, or "" if the last block of reasoning is not closed or if there is no final channel.
 
     Example:
         final_answer("<think>41? No.</think>\\n\\n#### 42")      # "#### 42"
     """
     if _HARMONY.match(text):
         return _final_message(text)
-    markers = list(_markers(text))
+    markers = list(_iter_markers(text))
     if not markers:
         return text
-    _, begin, opened = markers[-1]
-    return _unwrap_answer(text[begin:].lstrip()) if opened is None else ""
+    _, begin, open_marker = markers[-1]
+    return _unwrap_answer(text[begin:].lstrip()) if open_marker is None else ""
 
 
 def reasoning_blocks(text: str) -> list[str]:
     """Return the contents of the closed blocks of reasoning in a model's turn, in order."""
     if _HARMONY.match(text):
-        return [content for channel, content in _messages(text) if channel not in (None, HARMONY_FINAL_CHANNEL)]
-    found, begin = [], 0
-    for start, end, opened in _markers(text):
-        if opened is None:
-            found.append(text[begin:start].strip())
+        messages = _iter_harmony_messages(text)
+        return [content for channel, content in messages if channel not in (None, HARMONY_FINAL_CHANNEL)]
+    blocks, begin = [], 0
+    for start, end, open_marker in _iter_markers(text):
+        if open_marker is None:
+            blocks.append(text[begin:start].strip())
         begin = end
-    return found
+    return blocks
 
 
 def find_unclosed_marker(text: str) -> str:
-    """Return the marker of the block of reasoning or of gpt-oss's message that `text` leaves open; "" if none is."""
+    """Return the marker of the block of reasoning, or of the message of gpt-oss, that a text leaves open; else ""."""
     if _HARMONY.match(text):
-        header, complete, content = text.rpartition(HARMONY_CHANNEL)[2].partition(HARMONY_MESSAGE)
-        return HARMONY_CHANNEL + header + HARMONY_MESSAGE if complete and not _ENDS_MESSAGE.search(content) else ""
-    markers = list(_markers(text))
+        header, separator, content = text.rpartition(HARMONY_CHANNEL)[2].partition(HARMONY_MESSAGE)
+        is_open = separator and not _ENDS_MESSAGE.search(content)
+        return HARMONY_CHANNEL + header + HARMONY_MESSAGE if is_open else ""
+    markers = list(_iter_markers(text))
     return (markers[-1][2] or "") if markers else ""
 
 
 def find_trailing_opening(prompt: str) -> str:
-    """Return the end of `prompt` that opens reasoning for the model, white space included; "" if it opens none."""
-    found = _OPENS_AT_END.search(prompt)
-    return found[0] if found else ""
+    """Return the end of a prompt that opens reasoning for the model, including white space; "" if it opens none."""
+    match = _OPENS_AT_END.search(prompt)
+    return match[0] if match else ""
 
 
 def reasoning_tokens(special: Iterable[str]) -> set[str]:
-    """Return those of a tokenizer's special tokens that separate reasoning from answers.
+    """Return the special tokens that separate reasoning from answers, which decoding must keep.
 
-    Decoding must keep these. "<|start|>" and "<|end|>" count only together with gpt-oss's channels: other models have
-    tokens of these names that mark turns.
+    "<|start|>" and "<|end|>" are only included together with gpt-oss's channels, because other models mark turns with
+    tokens of these names.
+
+    Args:
+        special: Texts of a tokenizer's special tokens.
     """
     names = set(special)
     return names & (_TOKENS | _HARMONY_TOKENS if {HARMONY_CHANNEL, HARMONY_MESSAGE} <= names else _TOKENS)
 
 
-def _markers(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """Yield (start, end, opening marker of the block that is open after it or None) for every marker that counts.
+def _iter_markers(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Yield (start, end, opening marker of the block that is open afterwards, or None) for each effective marker.
 
-    Within a block, only its own closing marker counts. Outside of one, a marker between two backticks or quotation
-    marks is part of the answer: "`<think>` opens reasoning".
+    Within a block, only its own closing marker is effective. Outside of a block, a marker between two backticks or
+    quotation marks is part of the answer: "`<think>` opens reasoning".
     """
-    opened: str | None = None
-    for found in MARKER_PATTERN.finditer(text):
-        if opened is None and _is_quoted(text, *found.span()):
+    open_marker: str | None = None
+    for match in MARKER_PATTERN.finditer(text):
+        if open_marker is None and _is_quoted(text, *match.span()):
             continue
-        if opened is None:
-            opened = found[0] if found[0] in CLOSE_MARKERS else None
-        elif found[0] == CLOSE_MARKERS[opened]:
-            opened = None
+        if open_marker is None:
+            open_marker = match[0] if match[0] in CLOSE_MARKERS else None
+        elif match[0] == CLOSE_MARKERS[open_marker]:
+            open_marker = None
         else:
             continue
-        yield found.start(), found.end(), opened
+        yield match.start(), match.end(), open_marker
 
 
 def _is_quoted(text: str, start: int, end: int) -> bool:
@@ -151,20 +155,20 @@ def _is_quoted(text: str, start: int, end: int) -> bool:
 
 
 def _unwrap_answer(answer: str) -> str:
-    for opens, closes in ANSWER_WRAPPERS:
-        if answer.startswith(opens):
-            return answer.removeprefix(opens).rstrip().removesuffix(closes).strip()
+    for open_marker, close_marker in ANSWER_WRAPPERS:
+        if answer.startswith(open_marker):
+            return answer.removeprefix(open_marker).rstrip().removesuffix(close_marker).strip()
     return answer
 
 
-def _messages(text: str) -> Iterator[tuple[str | None, str]]:
-    """Yield (channel, content) of gpt-oss's messages; the channel is None if the message has no content yet."""
+def _iter_harmony_messages(text: str) -> Iterator[tuple[str | None, str]]:
+    """Yield (channel, content) of each message of gpt-oss. The channel is None if the message has no content yet."""
     for message in text.split(HARMONY_CHANNEL)[1:]:
-        header, complete, content = message.partition(HARMONY_MESSAGE)
+        header, separator, content = message.partition(HARMONY_MESSAGE)
         name = _CHANNEL_NAME.match(header)
-        yield (name[0].strip() if complete and name else None), _ENDS_MESSAGE.split(content, maxsplit=1)[0]
+        yield (name[0].strip() if separator and name else None), _ENDS_MESSAGE.split(content, maxsplit=1)[0]
 
 
 def _final_message(text: str) -> str:
-    *_, (channel, content) = _messages(text)
+    *_, (channel, content) = _iter_harmony_messages(text)
     return content if channel == HARMONY_FINAL_CHANNEL else ""

@@ -1,9 +1,10 @@
-"""The parts of an episode: its turns, its tokens, and the group of a prompt's samples."""
+"""Episodes as tokens: turns, trajectories, and the group of a prompt's samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,23 @@ from skyrl_train.data.token_arrays import (
     to_token_array,
 )
 
-OK = "ok"
-FAILED = "failed"
-"""The episode raised, hung or was lost: it is masked and counted under `error`, never scored 0."""
+
+class TrajectoryStatus(StrEnum):
+    """State of an episode."""
+
+    OK = "ok"
+    FAILED = "failed"
+    """The episode raised, hung or was lost. It is masked and counted under `error`, and never gets a reward of 0."""
+
+
+OK, FAILED = TrajectoryStatus.OK, TrajectoryStatus.FAILED
 MIN_PASS_REWARD = 1.0
-"""The least outcome that counts as a pass."""
+"""Minimum outcome that counts as a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation in an episode: response tokens [start, stop) were sampled, then the environment answered.
+    """One generation of an episode: response tokens [start, stop) were sampled, then the environment responded.
 
     Generators of SkyRL's interface return an episode of several generations as one turn.
     """
@@ -38,19 +46,21 @@ class Turn:
     stop: int
     reward: float
     stop_reason: str
-    """The engine's stop | length | abort."""
+    """The engine's reason: stop, length or abort."""
     min_version: int
+    """Oldest weight version that sampled a token of the turn."""
     max_version: int
+    """Newest weight version that sampled a token of the turn."""
     mean_version: float = 0.0
-    """Over its tokens."""
+    """Mean weight version of the turn's tokens."""
     running_s: float = field(default=0.0, compare=False)
     """Seconds in the engine's batch."""
     environment_s: float | None = field(default=None, compare=False)
-    """Seconds until the environment had answered, its tools' calls and waiting for its process included."""
+    """Seconds until the environment had responded, including its tool calls and the wait for its process."""
     tool_calls: tuple[ToolCallRecord, ...] = ()
-    """The calls that the environment read from its text. They are for people: the model never sees them."""
+    """Tool calls that the environment parsed from the turn's text, for reports. The model does not read them."""
     observation_tokens: int = 0
-    """Tokens in [start, stop) that were not sampled. Only turns of SkyRL's generators have any."""
+    """Number of tokens in [start, stop) that were not sampled. Only turns of SkyRL's generators have any."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -60,9 +70,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """From response token `start` on, the model saw `prompt_ids` instead of the tokens before it.
+    """The beginning of a further sequence of an episode, after a chat template had rewritten the history.
 
-    A chat template had rewritten the history, so the rest of the episode is a separate sequence.
+    For response tokens from index `start` on, the model read `prompt_ids` instead of the tokens before them.
     """
 
     start: int
@@ -74,47 +84,52 @@ class Restart:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode as tokens. L is the number of response tokens, including environment turns.
+    """One episode as tokens. L is the number of response tokens, including those of the environment's messages.
 
-    Example, one turn: prompt_ids=[5, 6], response_ids=[7, 2], loss_spans=[(0, 2)], logprobs=[-0.1, -0.3],
-    turns=[Turn(0, 2, reward=1.0, stop_reason="stop", min_version=3, max_version=3)], reward=1.0
+    Example:
+        An episode of one turn: prompt_ids=[5, 6], response_ids=[7, 2], loss_spans=[(0, 2)], logprobs=[-0.1, -0.3],
+        turns=[Turn(0, 2, reward=1.0, stop_reason="stop", min_version=3, max_version=3)], reward=1.0
     """
 
     prompt: Prompt
     sample: int
-    """Index among the group's n samples."""
+    """Index of the trajectory in its group."""
     prompt_ids: Tokens
+    """Token ids of the prompt of the first sequence."""
     response_ids: Tokens
-    """[L], the sampled tokens and those rendered between turns, verbatim; never re-tokenised."""
+    """Token ids [L]: sampled tokens, and tokens rendered between turns. They are never decoded and encoded again."""
     loss_spans: list[Span]
-    """The stretches of sampled tokens, in order; none if a sampler keeps the response out of the loss."""
+    """Spans of the response tokens that are trained on, in order: the sampled ones. Empty if the response is masked."""
     logprobs: LogProbs
-    """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 on other tokens. Empty if
-    whoever sampled did not tell."""
+    """Log-probs [L] in nats of the sampled tokens, temperature-scaled, before top-p and top-k
+    (`Completion.full_logprobs`); 0.0 on other tokens. Empty if they are not known."""
     turns: list[Turn]
     reward: float
-    """The sum over turns; 0.0 and meaningless unless status is ok."""
+    """Sum of the turns' rewards. It is 0.0 and has no meaning unless the status is ok."""
     stop_reason: str
+    """The engine's reason for the end of the last turn: stop, length or abort."""
     temperature: float
+    """Sampling temperature."""
     env_metrics: dict[str, float] = field(default_factory=dict)
-    status: str = OK
+    """Metrics that the environment reported."""
+    status: TrajectoryStatus = OK
     error: str | None = None
-    """The name under which a failure is counted: the exception's class, "timeout", "bad_reward", "engine"..."""
+    """Name under which a failure is counted: the exception's class, "timeout", "bad_reward", "engine", ..."""
     text: str = ""
-    """The decoded response, for people; it is never parsed."""
+    """Decoded response, for reports. It is never parsed."""
     messages: list[Message] = field(default_factory=list)
-    """The whole conversation: the environment's opening, and every answer with its observations."""
+    """Complete conversation: the initial messages, and every answer with its observations."""
     raw_reward: float | None = None
-    """`reward` before length penalties, if there are any."""
+    """Reward before length penalties; None if there are no penalties."""
     detail: str = ""
-    """What a failure said, with the file and line of whoever raised it."""
+    """Message of a failure, with the file and line where it was raised."""
     restarts: list[Restart] = field(default_factory=list)
-    """Not empty if the episode consists of several sequences; the trajectory is still one sample."""
+    """Beginnings of further sequences. The trajectory is one sample even if it has several sequences."""
     token_rewards: list[float] | None = None
-    """[L], if rewards belong to tokens other than the last ones of turns; it sums to `reward`."""
+    """Rewards of tokens [L], which sum to `reward`. None if each turn's reward belongs to its last token."""
     routing: list[Any] = field(default_factory=list, compare=False)
-    """numpy [tokens, layers, k] of every sequence, from its prompt's first token on: the experts that tokens went to in
-    the engine. It may end before the sequence does; empty if engines do not tell."""
+    """Expert ids of each sequence, numpy [tokens, layers, k], from the first prompt token on, as the engine routed the
+    tokens. An array may end before its sequence. Empty if the engine does not return experts."""
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = to_token_array(self.prompt_ids), to_token_array(self.response_ids)
@@ -125,57 +140,69 @@ class Trajectory:
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> Trajectory:
-        """An episode before its first token."""
-        nothing = to_token_array([])
-        return cls(prompt, sample, nothing, nothing, [], to_logprob_array([]), [], 0.0, "abort", temperature)
+        """Return an episode before its first token.
+
+        Args:
+            prompt: The prompt.
+            sample: Index of the trajectory in its group.
+            temperature: Sampling temperature.
+        """
+        no_tokens = to_token_array([])
+        return cls(prompt, sample, no_tokens, no_tokens, [], to_logprob_array([]), [], 0.0, "abort", temperature)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[L], true on the tokens of `loss_spans`."""
+        """Mask [L] of the response tokens in `loss_spans`."""
         return spans_to_mask(self.loss_spans, len(self.response_ids))
 
     def sequences(self) -> Iterator[tuple[Tokens, int, int]]:
-        """(prompt ids, start, stop) of every sequence: response tokens [start, stop) follow this prompt."""
-        begins = [Restart(0, self.prompt_ids), *self.restarts]
-        for one, after in zip(begins, [*begins[1:], None], strict=True):
-            yield one.prompt_ids, one.start, len(self.response_ids) if after is None else after.start
+        """Yield (prompt ids, start, stop) for each sequence: its response tokens [start, stop) follow its prompt."""
+        starts = [Restart(0, self.prompt_ids), *self.restarts]
+        for current, following in zip(starts, [*starts[1:], None], strict=True):
+            stop = len(self.response_ids) if following is None else following.start
+            yield current.prompt_ids, current.start, stop
 
     def fail(self, kind: str, detail: str) -> None:
-        """Mark the episode as failed with `kind`; its reward so far is discarded."""
+        """Mark the episode as failed, and discard its reward and its environment's metrics.
+
+        Args:
+            kind: Name under which the failure is counted (`error`).
+            detail: Message of the failure. It becomes `text` if there is no text yet.
+        """
         self.status, self.error, self.reward = FAILED, kind, 0.0
         self.env_metrics, self.detail = {}, detail
         self.text = self.text or detail
 
     @property
     def outcome(self) -> float:
-        """The reward without length penalties; it decides which samples pass and which groups are useful."""
+        """Reward without length penalties. It decides which samples pass and which groups are useful."""
         return self.reward if self.raw_reward is None else self.raw_reward
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the model sampled; the rest of `response_ids` was rendered between turns."""
+        """Number of tokens that the model sampled. The other response tokens were rendered between turns."""
         return sum(turn.sampled_tokens for turn in self.turns)
 
     @property
     def sampled_turns(self) -> list[Turn]:
-        """Those with tokens: an engine does not say which weights a turn without any is from."""
+        """Turns with at least one token. Engines report no weight version for empty turns."""
         return [turn for turn in self.turns if turn.start < turn.stop]
 
     @property
     def min_version(self) -> int:
-        """Of its tokens; of none 0."""
+        """Oldest weight version that sampled a token; 0 if no token was sampled."""
         return min((turn.min_version for turn in self.sampled_turns), default=0)
 
     @property
     def max_version(self) -> int:
-        """Of its tokens; of none 0."""
+        """Newest weight version that sampled a token; 0 if no token was sampled."""
         return max((turn.max_version for turn in self.sampled_turns), default=0)
 
 
 @dataclass(slots=True)
 class TrajectoryGroup:
-    """The n trajectories of one prompt: what an advantage compares."""
+    """All trajectories of one prompt, whose rewards an advantage estimator compares."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
-    status: str = OK
+    status: TrajectoryStatus = OK

@@ -1,9 +1,10 @@
-"""The protocol of all inference engines: token ids in, token ids out."""
+"""The protocol that every inference engine implements: token ids in, token ids out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +17,10 @@ from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample, normalised so that it means the same for every engine (see engines/sampling_params.py).
+    """Normalized sampling parameters, which mean the same for every engine (see engines/sampling_params.py).
 
-    temperature 0 is greedy. top_p 1, top_k 0, min_p 0 and repetition_penalty 1 are off.
+    Temperature 0 is greedy decoding. The values top_p=1, top_k=0, min_p=0 and repetition_penalty=1 turn a parameter
+    off.
     """
 
     max_tokens: int
@@ -29,43 +31,73 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
-    """Strings that end a response; the tokens that complete one stay in token_ids."""
+    """Strings that end a response. The tokens that complete a stop string stay in token_ids."""
     stop_token_ids: tuple[int, ...] = ()
-    """In addition to the model's own end-of-sequence tokens."""
+    """Tokens that end a response, in addition to the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
 
 
 SAMPLING_PARAM_NAMES = frozenset(field.name for field in fields(SamplingParams))
 """Names of all sampling parameters that an engine may support."""
-PAUSE_MODES = frozenset({"keep", "abort", "wait", "retract"})
-"""See InferenceEngine.pause."""
+
+
+class PauseMode(StrEnum):
+    """The ways in which `InferenceEngine.pause` treats running requests."""
+
+    KEEP = "keep"
+    """Running requests keep their state and continue after `resume`."""
+    ABORT = "abort"
+    """Running requests end and return the tokens sampled so far."""
+    WAIT = "wait"
+    """Running requests finish before the pause begins."""
+    RETRACT = "retract"
+    """Running requests return to the queue. After `resume` the engine prefills their tokens again."""
+
+
+PAUSE_MODES = frozenset(mode.value for mode in PauseMode)
+"""All modes of `InferenceEngine.pause`."""
+
+
+class StopReason(StrEnum):
+    """The reasons for which a completion ends."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """The completion reached max_tokens or the model's context length."""
+    ABORT = "abort"
+    """The caller, the request's deadline or a pause ended the request early."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One continuation to sample.
+    """A request to sample one continuation of a prompt.
 
-    `token_ids` is [L]. Whatever numpy makes an array of may be given for it; an array of int32 is not copied: do not
-    write into it while the request is under way.
+    `token_ids` is [L] and accepts everything that numpy converts to an array. An int32 array is not copied, so do not
+    write into it while the request is running.
 
-    The result depends only on token_ids, sampling and seed: not on the order of requests, nor (up to the rounding of
-    differently shaped matrix products) on the rest of the batch.
+    The result depends only on `token_ids`, `sampling` and `seed`. It does not depend on the order of requests, nor on
+    the rest of the batch, except for the rounding of matrix products with different shapes.
+
+    Raises:
+        UnsupportedParameter: `token_ids` is not a flat list of integers of 32 bits.
     """
 
     request_id: str
     token_ids: Tokens
     sampling: SamplingParams
     seed: int
-    """64 bits; see `engines.sampling.request_seed`."""
+    """64-bit seed; see `engines.sampling_params.request_seed`."""
     session: str = ""
-    """Requests of one session go to one engine (its prefix cache holds their history)."""
+    """Requests of the same session go to the same engine, whose prefix cache holds their history."""
     group: str = ""
-    """Requests of one group share a prompt and go to one engine, which prefills it once."""
+    """Requests of the same group share a prompt and go to the same engine, which prefills the prompt once."""
     deadline_s: float | None = None
-    """Seconds of running after which the engine aborts the request; None for no deadline. Waiting until the engine has
-    room for it does not count (see lifecycle.RunClock), unless a server of another project does not tell."""
+    """Seconds of running after which the engine aborts the request; None for no deadline. Time in the engine's queue
+    does not count (see lifecycle.RequestDeadlines), except inside a native server that does not report its queue."""
     adapter: str | None = None
-    """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
+    """Name of an adapter loaded with `load_adapter`. None selects the synced weights and the adapter synced with
+    them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", parse_token_ids(f"request {self.request_id!r}", self.token_ids))
@@ -73,21 +105,29 @@ class SampleRequest:
     __eq__ = fields_equal
 
 
-def parse_token_ids(what: str, given: ArrayLike) -> Tokens:
-    """[L] the `token_ids` of a request. Raises UnsupportedParameter for what is no token id of any model."""
+def parse_token_ids(label: str, token_ids: ArrayLike) -> Tokens:
+    """Return `token_ids` as an int32 array [L]; an int32 array is not copied.
+
+    Args:
+        label: Text that names the request in the error message.
+        token_ids: A flat list or array of integers. Their upper bound is checked against 32 bits, not a vocabulary.
+
+    Raises:
+        UnsupportedParameter: `token_ids` is not one-dimensional, or holds values that are not 32-bit integers.
+    """
     try:
-        ids = np.asarray(given)
+        ids = np.asarray(token_ids)
     except (TypeError, ValueError):
         ids = np.asarray(None)
-    fits = ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu")
-    if not fits or (len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31)):
-        raise UnsupportedParameter(f"{what}: token_ids must be one list of whole numbers from 0, below 2^31.")
+    is_flat_and_integer = ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu")
+    if not is_flat_and_integer or (len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31)):
+        raise UnsupportedParameter(f"{label}: token_ids must be one flat list of integers from 0 to 2^31 - 1.")
     return to_token_array(ids)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, stop) of a completion were sampled with weights of this version."""
+    """A range of a completion's tokens, [start, stop), that were sampled with weights of one version."""
 
     start: int
     stop: int
@@ -96,27 +136,29 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A sampled continuation. Arrays are [L] for L sampled tokens, a final end-of-sequence token included.
+    """A sampled continuation. Arrays are [L] for L sampled tokens, including a final end-of-sequence token.
 
-    Whatever numpy makes arrays of may be given for them.
+    The array fields accept everything that numpy converts to an array.
     """
 
     request_id: str
     token_ids: Tokens
     logprobs: LogProbs
-    """nats, of the distribution sampled from: after temperature, top-p, top-k, min-p (0.0 if greedy)."""
+    """Log-probs in nats under the distribution sampled from: after temperature, top-p, top-k and min-p (0.0 if
+    greedy)."""
     full_logprobs: LogProbs
-    """nats, temperature-scaled but before truncation (at temperature 1 if greedy); for importance ratios."""
+    """Log-probs in nats after temperature and before truncation (at temperature 1 if greedy), for importance ratios."""
     stop_reason: str
-    """stop (end of sequence, stop token or string) | length | abort"""
+    """A value of StopReason."""
     versions: list[VersionSpan]
     stop_text: str | None = None
-    """The text of the stop string or token that ended it, if one did."""
+    """The text of the stop string or token that ended the completion, or None."""
     running_s: float = field(default=0.0, compare=False)
-    """Seconds that it ran, of those that its deadline allows."""
+    """Seconds that count toward the request's deadline."""
     routing: Any = field(default=None, compare=False)
-    """numpy [tokens, layers, k]: the experts that prompt and sampled tokens went to; not the last token, which has not
-    been read. Layers are those with experts, or all. None from engines that do not keep it, and over HTTP."""
+    """numpy array or None: the experts that the prompt's and the sampled tokens were routed to, [tokens, layers, k].
+    The last token is missing, because the model has not read it. The layers are all layers, or only those with experts.
+    None from engines that do not keep the routing, and over HTTP."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", to_token_array(self.token_ids))
@@ -128,39 +170,42 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine supports; checked before use, so that a refusal can name engine and feature."""
+    """The features that an engine supports. Callers check them first, so that errors name the engine and the
+    feature."""
 
     name: str
     sampling: frozenset[str] = frozenset()
-    """Names of the SamplingParams fields that it supports with values other than off."""
+    """Names of the SamplingParams fields that the engine supports with values other than off."""
     weight_routes: frozenset[str] = frozenset()
-    """Names of the weight-sync routes that it supports."""
+    """Names of the supported weight sync routes."""
     weight_ranks: int = 1
-    """How many ranks of the `broadcast` group it occupies."""
+    """Number of ranks that the engine occupies in the group of the `broadcast` route."""
     max_model_len: int = 0
-    """The most tokens of a prompt and its completion together; 0: not known."""
+    """Maximum number of tokens of a prompt plus its completion; 0 if unknown."""
     other_machine: bool = False
-    """Whether it may run on another machine than the trainer's ranks, to which loopback does not lead."""
+    """True if the engine may run on another node than the trainer's ranks, where loopback addresses do not work."""
     lora: bool = False
-    """Whether it supports `load_adapter`."""
+    """True if the engine supports `load_adapter`."""
     synced_adapter_rank: int = 0
-    """Largest rank of an adapter that a weight sync may send separately from the model; 0: adapters must be merged."""
+    """Largest rank of an adapter that a weight sync may send separately from the model; 0 if adapters must be
+    merged."""
     pause_modes: frozenset[str] = frozenset()
+    """The supported modes of `pause`, a subset of PAUSE_MODES."""
     partial_weights: bool = True
-    """Whether a sync may leave out unchanged tensors."""
+    """True if a weight sync may leave out tensors that did not change."""
     keeps_fingerprints: bool = False
-    """Whether fingerprints of its tensors can be computed after loading (not if they are fused or repacked)."""
+    """True if the engine can compute fingerprints of loaded tensors, which fused or repacked tensors do not allow."""
     seeds: bool = True
-    """Whether a request's seed determines its tokens."""
+    """True if a request's seed determines its tokens."""
     score_temperature: bool = True
-    """Whether `score` supports temperatures other than 1."""
+    """True if `score` supports temperatures other than 1."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Name of an unsupported parameter or feature -> why: engine, version, reason."""
+    """Reason why a parameter or feature is not supported, by its name: engine, version and cause."""
 
 
 @dataclass(slots=True)
 class EngineHealth:
-    """A snapshot for routing and metrics."""
+    """A snapshot of an engine's state and counters, for routing and metrics."""
 
     name: str
     version: int
@@ -169,93 +214,150 @@ class EngineHealth:
     paused: bool = False
     asleep: bool = False
     torn: bool = False
-    """A weight transfer began but was not committed: it serves no requests until a complete sync."""
+    """True if the model is only partially loaded or was discarded. The engine rejects requests until a full sync."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that needed no prefill, as an earlier request of the group or session had them prefilled."""
+    """Prompt tokens found in the prefix cache, so that they needed no prefill."""
     extra: dict[str, float] = field(default_factory=dict)
 
 
 class InferenceEngine(Protocol):
-    """An engine. Every method is asynchronous and may be called while other calls are running."""
+    """An inference engine. Every method is asynchronous and may be called while other calls are running."""
 
     capabilities: Capabilities
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Completions in request order; an aborted request returns its tokens so far, with stop_reason "abort".
+        """Sample a completion for each request and return them in request order.
 
-        Raises UnsupportedParameter for requests that the engine does not support, EngineError if it is torn, asleep or
-        closed, and for requests whose logits were not finite.
+        An aborted request returns the tokens sampled so far with stop_reason "abort".
+
+        Raises:
+            UnsupportedParameter: The engine does not support a parameter of a request.
+            EngineError: The engine is partially loaded, asleep, broken or closed, or the logits of a request were not
+                finite.
         """
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probs (nats) of all tokens but the first of each sequence, at `temperature`, before truncation.
+        """Return the log-probs (nats, before truncation) of all tokens but the first of each sequence.
 
-        If the model's logits are not finite, these are not either; a server that cannot return such numbers raises
-        EngineError. Either way a weight probe finds the weights broken.
+        An engine that sleeps without its cache may allocate the cache for this call and free it again.
 
-        An engine that sleeps without its cache may wake it for that, and frees it again.
+        Args:
+            token_ids: The sequences to score.
+            temperature: Temperature by which the logits are divided.
+
+        Returns:
+            One list [L - 1] for each sequence [L]. Log-probs are not finite where the model's logits are not finite;
+            a weight probe detects broken weights by that.
+
+        Raises:
+            UnsupportedParameter: The engine does not support this temperature, or a sequence is too long or holds
+                invalid ids.
+            EngineError: The engine cannot score now, or it is behind a server that cannot return log-probs that are
+                not finite.
         """
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests: their `generate` returns the tokens so far. Unknown ids are ignored."""
+        """End these requests, whose `generate` call returns the tokens sampled so far. Ignore unknown ids."""
 
     async def pause(self, mode: str = "keep") -> None:
-        """Stop sampling until `resume`; the mode decides what happens to running requests.
+        """Stop sampling until `resume`. `mode` is a PauseMode and decides what happens to running requests.
 
-        keep: they stay where they are. abort: they return their tokens so far. wait: they finish first. retract: they
-        go back to the queue, and their tokens so far are prefilled again after `resume`. Raises UnsupportedParameter
-        for a mode that is not in capabilities.pause_modes.
+        Raises:
+            UnsupportedParameter: `mode` is not in capabilities.pause_modes.
         """
 
     async def resume(self) -> None:
-        """Continue after `pause`."""
+        """Continue sampling after `pause`."""
 
     async def sleep(self, level: int = 1) -> int:
-        """Pause and free memory (level 1: the cache; 2: the weights too); returns the bytes freed, 0 on CPU."""
+        """Stop sampling and free memory.
+
+        Args:
+            level: 1 frees the KV cache; 2 also frees the weights.
+
+        Returns:
+            Number of bytes freed on the device; 0 on a CPU.
+        """
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate what `sleep` freed: tags "weights" and "kv_cache", None for both.
+        """Allocate the memory that `sleep` freed.
 
-        The engine is awake once it has all, and then paused if `pause` was called without a later `resume`.
+        The engine is awake once it has all of its memory again. It is then paused if `pause` was called without a later
+        `resume`.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both.
         """
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the trainer's transfer group of the `broadcast` route; a no-op for routes without one."""
+        """Join the trainer's transfer group of the `broadcast` route. Do nothing for routes without a group.
+
+        Args:
+            route: Name of the weight sync route.
+            address: host:port of the group's root.
+            rank: First rank of this engine in the group.
+            world_size: Number of ranks in the group.
+            timeout_s: Seconds to wait for the other ranks.
+
+        Raises:
+            WeightSyncError: The engine does not support the route, or the group did not form in time.
+        """
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """Check names, shapes, dtypes, finiteness and that the version is newer, before anything is loaded.
+        """Start a weight sync and check its manifest before anything is loaded.
 
-        Raises WeightSyncError naming the tensor. Whether or not it raises, the old weights are still served.
+        The checks cover names, shapes, dtypes, finite values and that the version is newer. Whether or not they pass,
+        the engine continues to serve the old weights.
+
+        Raises:
+            WeightSyncError: The manifest does not fit the model; the message names the tensor.
         """
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        """Take one bucket from the route, verify each tensor's fingerprint, load it. Raises WeightSyncError.
+        """Receive one bucket from the route, verify the fingerprint of each tensor and load the tensors.
 
-        The engine is torn from the first tensor loaded until `commit_weights`. Implementations must do blocking work in
-        a thread: on the `broadcast` route the trainer sends while this call waits.
+        The engine is partially loaded from the first loaded tensor until `commit_weights`. Implementations must run
+        blocking work in a thread: on the `broadcast` route the trainer sends while this call waits.
+
+        Raises:
+            WeightSyncError: The transfer failed or a tensor's fingerprint is wrong.
         """
 
     async def commit_weights(self, version: int) -> None:
-        """Once everything in the manifest has arrived: verify the loaded tensors, drop caches, serve `version`."""
+        """Finish a weight sync: verify the loaded tensors, drop caches and serve `version`.
+
+        Raises:
+            WeightSyncError: A tensor of the manifest has not arrived, or verification failed.
+        """
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prompts."""
+        """Drop the prefix cache."""
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serve requests with `adapter=name` through the LoRA adapter in a peft folder; replaces an earlier `name`.
+        """Load a LoRA adapter, replacing an adapter of the same name. Requests select it with `adapter=name`.
 
-        It is applied to the base model: an adapter from weight syncs is not applied to these requests.
+        The engine applies the adapter to the base model, without an adapter that came with a weight sync.
 
-        Raises UnsupportedParameter if capabilities.lora is False, EngineError for a folder that does not fit.
+        Args:
+            name: Name of the adapter.
+            path: Folder written by peft's `save_pretrained`.
+
+        Raises:
+            UnsupportedParameter: capabilities.lora is False.
+            EngineError: The adapter does not fit the model, or its options are not supported.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget the adapter of `load_adapter`."""
+        """Remove an adapter that was loaded with `load_adapter`."""
 
     async def health(self) -> EngineHealth:
-        """The engine's current state and counters."""
+        """Return the engine's current state and counters.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
 
     async def close(self) -> None:
-        """End the engine and free everything."""
+        """Shut down the engine and free its resources."""

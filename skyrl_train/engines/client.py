@@ -1,7 +1,8 @@
-"""One interface to many engines: routing, limits, re-dispatch when an engine dies, calls to all with deadlines.
+"""A client of many engines: routing, concurrency limits, retries when an engine dies, and calls to all engines.
 
-The path of a request: `EngineClient.generate` waits in `_admit`, `_attempt` sends it through `_dispatch` to the engine
-that `_route` chooses, and `Progress` watches the call. `Lockstep` puts the requests of all episodes into one call.
+The path of a request: `EngineClient.generate` waits in `_admit`, and `_attempt` sends the request through `_dispatch`
+to the engine that `_route` chooses. `ProgressWatchdog` watches the call. `BatchedEngineClient` combines the requests of
+all episodes into one call.
 """
 
 from __future__ import annotations
@@ -22,19 +23,28 @@ from skyrl_train import trace
 from skyrl_train.aio import mark_exception_retrieved, with_timeout
 from skyrl_train.clock import now
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
-from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.base import (
+    Completion,
+    EngineHealth,
+    InferenceEngine,
+    PauseMode,
+    SampleRequest,
+    StopReason,
+)
+from skyrl_train.engines.lifecycle import MemoryTag
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 
 HEALTH_TIMEOUT_S = 30.0
-"""Seconds that an engine may take to answer a health check."""
+"""Seconds that an engine may take to respond to a health check, an abort or a background close."""
 HEALTH_CHECK_INTERVAL_S = 5.0
 """Seconds between two health checks of an engine with requests."""
 PROGRESS_COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens", "running")
-"""The counters that move while an engine works."""
+"""Fields of EngineHealth that change while an engine makes progress."""
 MAX_STICKY = 1 << 16
-"""Sessions and groups in the routing table; or four times the largest number that was open at once if that is more."""
+"""Minimum capacity of the routing table, in sessions and groups. The capacity grows to four times the largest number of
+requests and episodes that were open at the same time."""
 MAX_STEP_S = 300.0
-"""The longest step of an engine: it may prefill all that it runs, and a kernel's first use compiles it."""
+"""Longest step of an engine, in seconds. A step may prefill all running requests and compile kernels on first use."""
 _FATAL_ERRORS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
 _TOKEN_COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens")
 _tickets = count()
@@ -42,26 +52,30 @@ T = TypeVar("T")
 
 
 def engine_name(index: int) -> str:
-    """The name of a run's engine of this index."""
+    """Return the name of the run's engine with this index, such as "engine 0"."""
     return f"engine {index}"
 
 
 def engine_index(name: str) -> int:
-    """The index of the engine with this `engine_name`."""
+    """Return the index of the engine with this name; the inverse of `engine_name`.
+
+    Raises:
+        ValueError: `name` was not made by `engine_name`.
+    """
     return int(name.removeprefix("engine "))
 
 
 class EngineClient:
-    """Routes requests to InferenceEngines, in this process or remote, which are identified by their `name`.
+    """A client that routes requests to InferenceEngines, in this process or remote, and identifies each by its name.
 
-    A session stays on the engine that has its history, and a group on the engine that has its prompt; other requests go
-    to the engine with the least load. Routing depends only on the order of calls, not on time. An engine that dies gets
-    no more requests until `replace`.
+    A session stays on the engine that has its history, and a group on the engine that has its prompt. Other requests go
+    to the engine with the least load. Routing depends on the order of calls and not on time. An engine that dies gets
+    no more requests until `replace`. The client is not thread-safe.
     """
 
     def __init__(
         self,
-        engines: Sequence[Any],
+        engines: Sequence[InferenceEngine],
         *,
         deadline_s: float,
         health_check_interval_s: float = HEALTH_CHECK_INTERVAL_S,
@@ -70,101 +84,116 @@ class EngineClient:
         """Create the client of these engines.
 
         Args:
-            engines: The engines, all alive.
-            deadline_s: The deadline of requests that have none of their own, and of all other calls.
-            looks_every_s: Seconds between two health checks of an engine with requests.
-            max_calls: The largest number of calls of `generate` that an engine has at a time; None for no limit.
+            engines: Live engines. An engine without an attribute `name` is called "engine <index>".
+            deadline_s: Seconds that a request without its own deadline, and every other call, may take.
+            health_check_interval_s: Seconds between two health checks of an engine with requests.
+            max_calls: Maximum number of concurrent `generate` calls to one engine; None for no limit.
         """
         self._health_check_interval_s = health_check_interval_s
         self._all = [
-            self._new_record(one, getattr(one, "name", engine_name(index))) for index, one in enumerate(engines)
+            self._new_record(engine, getattr(engine, "name", engine_name(index)))
+            for index, engine in enumerate(engines)
         ]
         self._deadline_s = deadline_s
         self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
-        """The routing table: ("session" or "group", its name) -> its engine."""
+        """Routing table: ("session" or "group", name) -> engine."""
         self._max_routing_entries = MAX_STICKY
         self._limiter = _ConcurrencyLimiter(max_calls)
         self._background: set[asyncio.Task[Any]] = set()
         self._restart_task: asyncio.Task[None] | None = None
         self._engine_available = asyncio.Event()
-        """Set when an engine takes requests again."""
+        """Set when an engine accepts requests again."""
         self._busy = BusyClock()
         """Clock that runs while at least one engine is busy."""
         self._removed_busy_s = self._removed_alive_s = 0.0
         """Seconds busy and seconds alive, summed over engines that have been removed."""
-        self._measured: dict[str, float] = defaultdict(float)
+        self._last_counters: dict[str, float] = defaultdict(float)
         """The counters at the last call of `metrics`."""
         self._asleep = False
         self._num_holds = self._num_open = self._interruptions = self._aborts = 0
         self._wasted_tokens = 0
-        """Tokens of requests that a pause ended and that were sampled again."""
+        """Tokens that were discarded and sampled again because a pause ended their requests."""
         self._serving = asyncio.Event()
-        """Cleared while the engines sleep or take weights; requests then wait."""
+        """Cleared while the engines sleep or load weights; requests then wait."""
         self._serving.set()
         self.restart_dead_engines: Callable[[], Awaitable[None]] | None = None
-        """Restarts dead engines; called if no engine is alive when a request comes."""
+        """Callback that restarts dead engines. The client calls it if a request arrives and no engine is alive."""
         self.restarts_immediately = False
-        """True if `revive` is called as soon as an engine dies, while the others go on."""
+        """True if the client calls `restart_dead_engines` as soon as an engine dies, while the others continue."""
 
     @property
-    def engines(self) -> list[Any]:
-        """The living engines, in order. All of them must get weights, also retired ones that still have requests."""
+    def engines(self) -> list[InferenceEngine]:
+        """The live engines, in order. Retired engines with requests are included and must receive weights, too."""
         return [record.engine for record in self._all if record.death_cause is None]
 
     @property
     def engine_names(self) -> list[str]:
-        """The names of all engines, dead and retired ones included."""
+        """The names of all engines, including dead and retired ones."""
         return [record.name for record in self._all]
 
     @property
     def retired_names(self) -> list[str]:
-        """The names of retired engines, which get no more requests."""
+        """The names of retired engines, which get no new requests."""
         return [record.name for record in self._all if record.drained is not None]
 
     @property
     def has_live_engine(self) -> bool:
-        """True if some engine takes requests."""
+        """True if some engine accepts requests: it is alive and not retired."""
         return any(record.accepts_requests for record in self._all)
 
     @property
     def dead_engines(self) -> dict[str, str]:
-        """Name -> cause of death of the engines to restart: dead ones that were not retired."""
-        return {one.name: one.death_cause for one in self._all if one.death_cause is not None and one.drained is None}
+        """The causes of death of the engines to restart, by name. Retired engines are not restarted."""
+        return {
+            record.name: record.death_cause
+            for record in self._all
+            if record.death_cause is not None and record.drained is None
+        }
 
     @property
     def busy_s(self) -> float:
-        """Seconds with requests, summed over engines, removed ones included."""
+        """Seconds in which engines had requests, summed over all engines, including removed ones."""
         return self._removed_busy_s + sum(record.busy_clock.seconds for record in self._all)
 
-    # -- joining and leaving -----------------------------------------------------------------------------------------
+    # -- adding and removing engines ---------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """End the dead engine called `name`: one that hangs still occupies its GPUs, or its connections."""
+        """Kill the processes of the dead engine `name`, or close the engine in the background if it has no `kill`.
+
+        A dead engine that hangs still occupies its GPUs or connections. Does not block.
+        """
         engine = self._find_record(name).engine
         if hasattr(engine, "kill"):
             engine.kill()
         else:
             self._in_background(with_timeout(HEALTH_TIMEOUT_S, engine.close()))
 
-    def replace(self, name: str, engine: Any) -> None:
-        """Replace the dead engine called `name` by a new one, which must already have the current weights."""
+    def replace(self, name: str, engine: InferenceEngine) -> None:
+        """Replace the dead engine `name` by a new engine, which must already have the current weights.
+
+        The new engine keeps the sessions and groups of the old one and gets requests from now on.
+        """
         old = self._find_record(name)
         self._count_removed(old)
         new = self._all[self._all.index(old)] = self._new_record(engine, name)
         new.drained = old.drained
-        self._sticky = OrderedDict((key, new if one is old else one) for key, one in self._sticky.items())
+        self._sticky = OrderedDict((key, new if record is old else record) for key, record in self._sticky.items())
         self._start_serving(new)
 
-    def add(self, name: str, engine: Any) -> None:
-        """Add an engine, which must already have the current weights; it gets requests from now on."""
-        assert name not in self.engine_names, f"there is an engine called {name} already"
+    def add(self, name: str, engine: InferenceEngine) -> None:
+        """Add an engine under a new name. It must already have the current weights and gets requests from now on."""
+        assert name not in self.engine_names, f"an engine named {name} already exists"
         self._all.append(self._new_record(engine, name))
         self._start_serving(self._all[-1])
 
     def retire(self, name: str) -> asyncio.Event:
-        """Send the engine called `name` no more requests; returns an event that is set once it has none left.
+        """Stop sending requests to the engine `name`.
 
-        Until `remove` it takes part in pauses and syncs: what it still samples is of the newest weights, too.
+        Until `remove` the engine takes part in pauses and weight syncs, so that its remaining requests use the newest
+        weights, too.
+
+        Returns:
+            An event that is set once the engine has no requests left, or immediately if it is dead.
         """
         record = self._find_record(name)
         record.drained = asyncio.Event()
@@ -174,17 +203,20 @@ class EngineClient:
         return record.drained
 
     def unretire(self, name: str) -> None:
-        """Send requests to a retired engine again."""
+        """Send requests to the retired engine `name` again."""
         record = self._find_record(name)
         record.drained = None
         self._start_serving(record)
 
-    def remove(self, name: str) -> Any:
-        """Forget a retired engine, and return it. Its requests go to the other engines as soon as its calls fail."""
+    def remove(self, name: str) -> InferenceEngine:
+        """Remove the retired engine `name` from the client and return it without closing it.
+
+        Requests that it still has are sent to other engines as soon as its calls fail.
+        """
         record = self._find_record(name)
         self._count_removed(record)
         self._all.remove(record)
-        self._sticky = OrderedDict((key, one) for key, one in self._sticky.items() if one is not record)
+        self._sticky = OrderedDict((key, other) for key, other in self._sticky.items() if other is not record)
         return record.engine
 
     def _start_serving(self, record: EngineRecord) -> None:
@@ -204,7 +236,7 @@ class EngineClient:
         self._removed_busy_s += record.busy_clock.seconds
         self._removed_alive_s += now() - record.created_at
 
-    def _new_record(self, engine: Any, name: str) -> EngineRecord:
+    def _new_record(self, engine: InferenceEngine, name: str) -> EngineRecord:
         return EngineRecord(
             engine, name, ProgressWatchdog(name, lambda: engine.health(), self._health_check_interval_s), BusyClock()
         )
@@ -215,36 +247,45 @@ class EngineClient:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest], *, skip_limit: bool = False) -> list[Completion]:
-        """Completions in request order; every engine gets its share of the requests in one call.
+        """Sample a completion for each request. Every engine gets its share of the requests in one call.
 
-        The requests of one session, or of one group, wait until an engine has room for them unless they are to be sent
-        `at_once`; those of several are always sent at once.
+        Requests wait while the engines sleep or load weights. If an engine dies, its requests are sent once more, to
+        the other engines or to engines that `restart_dead_engines` starts. The death of a retired engine does not count
+        as this retry.
 
-        If an engine dies, its requests are sent once more: to the others or, if none is left, to those that `revive`
-        restarts; if it was to leave, that does not count. Requests wait while engines sleep or take weights; so do
-        requests that an engine refused because they arrived just as that began. Raises EngineError naming the engines
-        if none is left, and the engine's own UnsupportedParameter.
+        Args:
+            requests: The requests. If all belong to the same session or group, they wait until an engine has fewer than
+                `max_calls` calls; otherwise they never wait for that limit.
+            skip_limit: True to send the requests without waiting for the concurrency limit.
+
+        Returns:
+            Completions in request order.
+
+        Raises:
+            EngineError: No engine is left, requests were lost twice, or the logits of a request were not finite.
+            UnsupportedParameter: An engine does not support a parameter of a request.
+            DeadlineExceeded: The engines slept or loaded weights for longer than the client's deadline.
         """
         call = _GenerateCall(dict(enumerate(requests)))
-        lost_at: set[EngineRecord] = set()
+        failed_engines: set[EngineRecord] = set()
         self._change_open(len(requests))
         try:
             while call.missing:
-                await self._admit(call, lost_at, bounded=not skip_limit)
+                await self._admit(call, failed_engines, bounded=not skip_limit)
                 if call.missing and (
                     self.has_live_engine or self.restart_dead_engines is None or not self.dead_engines
                 ):
-                    await self._attempt(call, lost_at)
+                    await self._attempt(call, failed_engines)
         finally:
             self._change_open(-len(requests))
             self._limiter.release(call)
         return [call.completions[number] for number in range(len(requests))]
 
     async def _admit(self, call: _GenerateCall, failed_engines: set[EngineRecord], *, bounded: bool) -> None:
-        """Wait until engines serve and, if `bounded`, until one has room: the only place where a request waits here.
+        """Wait until the engines serve requests and, if `bounded`, until an engine has capacity for the call.
 
-        A call that a pause ended keeps its place, or it would queue behind newer ones. A call that an engine lost has
-        waited already, and needs none.
+        No other method makes a request wait before it is sent. A call that a pause ended keeps its reservation, or it
+        would queue behind newer calls. A call that lost its engine has waited already and needs no reservation.
         """
         await self._wait_until_serving()
         if not self.has_live_engine and self.restart_dead_engines is not None:
@@ -258,15 +299,17 @@ class EngineClient:
         await self._wait_until_serving()
 
     async def _attempt(self, call: _GenerateCall, failed_engines: set[EngineRecord]) -> None:
-        """Send what is missing of a call; adds engines that died with requests of it to `lost_at`."""
-        before, aborts = self._interruptions, self._aborts
+        """Send the unfinished requests of a call, and add engines that died with requests of it to `failed_engines`."""
+        interruptions, aborts = self._interruptions, self._aborts
         failed = await self._dispatch(call, failed_engines)
         if aborts != self._aborts:
             self._drop_aborted(call)
         call.update()
-        # Engines that began to sleep or to take weights refuse requests, and live.
-        interrupted = self._interruptions != before
-        died = {one: error for one, error in failed.items() if not (interrupted and isinstance(error, EngineError))}
+        # An engine that has just begun to sleep or to load weights rejects requests but is alive.
+        interrupted = self._interruptions != interruptions
+        died = {
+            record: error for record, error in failed.items() if not (interrupted and isinstance(error, EngineError))
+        }
         for record, error in died.items():
             if not (isinstance(error, EngineError) and await self._is_healthy(record)):
                 self._mark_dead(record, error)
@@ -275,22 +318,22 @@ class EngineClient:
         died = {record: error for record, error in died.items() if record.drained is None}
         if died and (failed_engines or not (self.has_live_engine or self.restart_dead_engines)):
             record, error = next(iter(died.items()))
-            last = "" if record.death_cause else f" {record.name}: {type(error).__name__}: {error}"
-            lost = f"Requests were lost and could not be sent to another engine ({len(self.engines)} left)."
-            raise EngineError(f"{lost}{last} {self._describe_deaths()}".rstrip()) from error
+            cause = "" if record.death_cause else f" {record.name}: {type(error).__name__}: {error}"
+            problem = f"Requests were lost and could not be sent to another engine ({len(self.engines)} left)."
+            raise EngineError(f"{problem}{cause} {self._describe_deaths()}".rstrip()) from error
         failed_engines.update(died)
 
     async def _dispatch(
         self, call: _GenerateCall, avoid: Collection[EngineRecord]
     ) -> dict[EngineRecord, BaseException]:
-        """Send the missing requests and fill in their completions; returns the engines that failed, with errors."""
+        """Send the unfinished requests, store their completions, and return the errors of the engines that failed."""
         parts: dict[EngineRecord, dict[int, SampleRequest]] = defaultdict(dict)
         for number, request in call.missing.items():
             record = self._route(request, avoid, call.reserved_engine)
             parts[record][number] = request
             record.load += _token_load(request)
         results: list[list[Completion] | BaseException]
-        if len(parts) == 1:  # as for most conversations: no task is needed
+        if len(parts) == 1:  # as for most conversations; no task is needed
             ((record, part),) = parts.items()
             try:
                 results = [await self._generate(record, list(part.values()))]
@@ -301,8 +344,10 @@ class EngineClient:
             finally:
                 record.remove_load(sum(map(_token_load, part.values())))
         else:
-            tasks = [asyncio.ensure_future(self._generate(one, list(part.values()))) for one, part in parts.items()]
-            for task, (record, part) in zip(tasks, parts.items(), strict=True):  # also if a task never begins
+            tasks = [
+                asyncio.ensure_future(self._generate(record, list(part.values()))) for record, part in parts.items()
+            ]
+            for task, (record, part) in zip(tasks, parts.items(), strict=True):  # called even if a task never starts
                 task.add_done_callback(partial(record.remove_load, sum(map(_token_load, part.values()))))
             results = await asyncio.gather(*tasks, return_exceptions=True)
         failed: dict[EngineRecord, BaseException] = {}
@@ -316,24 +361,24 @@ class EngineClient:
         return failed
 
     def _drop_aborted(self, call: _GenerateCall) -> None:
-        """Forget the completions of requests that a pause ended, unless their own deadline did."""
+        """Discard the completions of requests that a pause aborted, but keep those whose own deadline passed."""
         for number, request in call.missing.items():
-            found = call.completions.get(number)
-            if found is None or found.stop_reason != "abort":
+            completion = call.completions.get(number)
+            if completion is None or completion.stop_reason != StopReason.ABORT:
                 continue
-            if request.deadline_s is None or found.running_s < request.deadline_s:
-                self._wasted_tokens += len(found.token_ids)
+            if request.deadline_s is None or completion.running_s < request.deadline_s:
+                self._wasted_tokens += len(completion.token_ids)
                 del call.completions[number]
 
     async def _generate(self, record: EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
-        # Not less because these requests have little time left: the engine may be busy with the long ones of others.
+        # Short deadlines of these requests do not lower the limit: the engine may be busy with long requests of others.
         limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)]) + HEALTH_TIMEOUT_S
         self._busy.change(1)
         record.busy_clock.change(1)
         try:
             return await record.watchdog.watch(record.engine.generate(requests), limit)
         except (asyncio.CancelledError, DeadlineExceeded):
-            # A remote engine does not notice that its caller has gone.
+            # A remote engine does not notice that its caller no longer waits.
             self._in_background(self._abort_quietly(record, [request.request_id for request in requests]))
             raise
         finally:
@@ -341,17 +386,24 @@ class EngineClient:
             record.busy_clock.change(-1)
 
     def _sticky_engine(self, keys: Sequence[tuple[str, str]], avoid: Collection[EngineRecord]) -> EngineRecord | None:
-        """The engine that has the history of a request's session, or else the prompt of its group."""
-        homes = [self._sticky[key] for key in keys if key in self._sticky]
-        return next((home for home in homes if home.accepts_requests and home not in avoid), None)
+        """Return the engine that has the history of a request's session, or else the prompt of its group, or None."""
+        records = [self._sticky[key] for key in keys if key in self._sticky]
+        return next((record for record in records if record.accepts_requests and record not in avoid), None)
 
     def _route(
         self, request: SampleRequest, avoid: Collection[EngineRecord], reserved_engine: EngineRecord | None
     ) -> EngineRecord:
-        """Return the engine for a request, and remember it. `place`: the engine with a place for its call."""
+        """Choose the engine for a request and store it in the routing table.
+
+        Args:
+            request: The request.
+            avoid: Engines that lost requests of this call.
+            reserved_engine: The engine that has capacity for the request's call, if the call waited for one.
+        """
         keys = _routing_keys(request)
         if reserved_engine is not None and reserved_engine.accepts_requests:
-            # Others of its group may have gone elsewhere while it waited for its place; its own session has not.
+            # While the call waited, other requests of its group may have been routed to another engine. Its own
+            # session has not.
             record = self._sticky_engine([key for key in keys if key[0] == "session"], avoid) or reserved_engine
         else:
             record = self._sticky_engine(keys, avoid) or self._least_loaded(keys, avoid)
@@ -363,20 +415,22 @@ class EngineClient:
         return record
 
     def _least_loaded(self, keys: Sequence[tuple[str, str]], avoid: Collection[EngineRecord]) -> EngineRecord:
-        """The engine with the least load that is not to be avoided; if all are, one that has served `keys` first."""
+        """Return the engine with the least load outside of `avoid`, or among all live engines if all are in `avoid`.
+
+        An engine that has served `keys` takes precedence.
+        """
         alive = [record for record in self._all if record.accepts_requests]
         if not alive:
             raise EngineError(f"There is no inference engine left. {self._describe_deaths()}")
-        welcome = [record for record in alive if record not in avoid] or alive
-        homes = [self._sticky[key] for key in keys if key in self._sticky]
-        home = next((home for home in homes if home in welcome), None)
-        return min(welcome, key=lambda one: one.load) if home is None else home
+        candidates = [record for record in alive if record not in avoid] or alive
+        sticky = next((self._sticky[key] for key in keys if self._sticky.get(key) in candidates), None)
+        return min(candidates, key=lambda record: record.load) if sticky is None else sticky
 
     def _describe_deaths(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.dead_engines.items())
 
     async def _is_healthy(self, record: EngineRecord) -> bool:
-        """True if an engine that failed a call is healthy: then only these requests are lost, not the engine."""
+        """True if an engine that failed a call is healthy, so that only the requests of that call are lost."""
         try:
             health = await with_timeout(HEALTH_TIMEOUT_S, record.engine.health())
         except (*_FATAL_ERRORS, TimeoutError):
@@ -385,7 +439,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """A context for an episode: between its turns, too, its session and group stay in the routing table."""
+        """Keep room in the routing table for an episode, so that its session and group stay there between its turns."""
         self._change_open(1)
         try:
             yield
@@ -403,36 +457,46 @@ class EngineClient:
             self._mark_dead(record, error)
 
     async def wait_for_restart(self) -> None:
-        """Wait for one restart of what is dead that all share; it continues even if they are cancelled.
+        """Restart dead engines and wait until an engine accepts requests.
 
-        Where others go on while an engine is restarted, the first one that is back is enough.
+        All callers share one restart, which continues if a caller is cancelled. If `restarts_immediately`, the first
+        engine that is available ends the wait; otherwise the whole restart does. Requires `restart_dead_engines`.
+
+        Raises:
+            Exception: The error with which the restart failed.
         """
-        reviving = self._ensure_restart()
+        restart = self._ensure_restart()
         if self.restarts_immediately:
             self._engine_available.clear()
-            back = asyncio.ensure_future(self._engine_available.wait())
+            available = asyncio.ensure_future(self._engine_available.wait())
             try:
-                await asyncio.wait({reviving, back}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({restart, available}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                back.cancel()
+                available.cancel()
             if self.has_live_engine:
                 return
-        await asyncio.shield(reviving)
+        await asyncio.shield(restart)
 
     def _ensure_restart(self) -> asyncio.Task[None]:
-        """The restart that is under way, or a new one."""
+        """Return the running restart, or start one."""
         assert self.restart_dead_engines is not None
         if self._restart_task is None or self._restart_task.done():
             self._restart_task = self._in_background(self.restart_dead_engines())
         return self._restart_task
 
     def start_restart(self) -> None:
-        """Begin to restart dead engines while the others go on. Raises what the last attempt has ended with."""
+        """Start restarting dead engines in the background while the others continue. Do nothing if none is dead.
+
+        Raises:
+            Exception: The error with which the previous restart failed.
+        """
         if not self.dead_engines or self.restart_dead_engines is None:
             return
-        last = self._restart_task
-        if last is not None and last.done() and not last.cancelled() and (error := last.exception()) is not None:
-            raise error
+        previous = self._restart_task
+        if previous is not None and previous.done() and not previous.cancelled():
+            error = previous.exception()
+            if error is not None:
+                raise error
         self._ensure_restart()
 
     def _in_background(self, work: Awaitable[None]) -> asyncio.Task[None]:
@@ -444,26 +508,32 @@ class EngineClient:
     # -- all engines -------------------------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine; on all living engines, as are the following methods. What waits for room ends here."""
+        """Abort these requests on all live engines, and complete those that wait for capacity without any token."""
         for call in self._limiter.waiting:
             call.abort(request_ids)
         await self._call_all("abort", request_ids)
 
     async def pause(self, mode: str = "keep") -> None:
-        """An engine that does not answer, or does not get to the end of its step, hangs, and is dead."""
-        await self._call_all("pause", mode, waits_for_step=mode != "wait")
+        """Pause all live engines; see `InferenceEngine.pause`.
+
+        An engine that does not respond or does not finish its current step in time is marked dead.
+        """
+        await self._call_all("pause", mode, waits_for_step=mode != PauseMode.WAIT)
 
     async def resume(self) -> None:
+        """Resume all live engines; see `InferenceEngine.resume`."""
         await self._call_all("resume", waits_for_step=True)
 
     @asynccontextmanager
     async def pause_requests(self, mode: str) -> AsyncIterator[None]:
-        """Requests under way stop between two tokens, and go on afterwards; new ones wait. `mode`: as of `pause`.
+        """Pause all engines inside the context and hold back new requests; resume the engines on exit.
 
-        What "abort" ends is sent again with the same seed, as if it had just come.
+        Args:
+            mode: A PauseMode. With "abort", running requests are sampled again from the start with the same seed after
+                the context, and their callers notice nothing.
         """
         async with self.hold_requests():
-            if mode == "abort":
+            if mode == PauseMode.ABORT:
                 self._aborts += 1
             with trace.span(f"paused: {mode}", track="engines", overlaps=True):
                 await self.pause(mode)
@@ -473,19 +543,27 @@ class EngineClient:
                     await self.resume()
 
     async def sleep(self, level: int = 1) -> int:
-        """Let all engines sleep; returns the bytes freed by all. Requests wait until `wake_up`."""
+        """Put all live engines to sleep and hold back requests until `wake_up`; see `InferenceEngine.sleep`.
+
+        Returns:
+            Bytes freed by all engines together.
+        """
         self._asleep = True
         self._update_serving()
         return sum(await self._call_all("sleep", level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Wake up all live engines; see `InferenceEngine.wake_up`. Requests continue once "kv_cache" is allocated."""
         await self._call_all("wake_up", tags)
-        self._asleep = self._asleep and tags is not None and "kv_cache" not in tags
+        self._asleep = self._asleep and tags is not None and MemoryTag.KV_CACHE not in tags
         self._update_serving()
 
     @asynccontextmanager
     async def hold_requests(self) -> AsyncIterator[None]:
-        """Requests that come meanwhile wait: engines that take weights refuse requests, and would count as dead."""
+        """Hold back new requests inside the context, while running requests continue.
+
+        Engines that load weights reject requests, and would be marked dead for that.
+        """
         self._num_holds += 1
         self._update_serving()
         try:
@@ -509,77 +587,91 @@ class EngineClient:
             async with asyncio.timeout(self._deadline_s):
                 await self._serving.wait()
         except TimeoutError as error:
-            raise DeadlineExceeded("engines that sleep or take weights", self._deadline_s) from error
+            raise DeadlineExceeded("engines that sleep or load weights", self._deadline_s) from error
 
     async def reset_prefix_cache(self) -> None:
+        """Drop the prefix caches of all live engines."""
         await self._call_all("reset_prefix_cache")
 
     async def health(self) -> list[EngineHealth]:
+        """Return the health of all live engines, in order. Engines that do not respond in time are marked dead."""
         return await self._call_all("health", deadline_s=HEALTH_TIMEOUT_S)
 
     async def cancel_restart(self) -> None:
-        """Give up a restart that is under way, which the ranks of the trainer may be taking part in, and begin none."""
+        """Cancel a running restart, in which the trainer's ranks may take part, and never start another one.
+
+        Clears `restart_dead_engines`, and waits until the restart has ended.
+        """
         self.restart_dead_engines = None
         if self._restart_task is not None:
             await self._cancel([self._restart_task])
 
     async def close(self) -> None:
-        """Close every living engine; raises the first error after it has tried all."""
+        """Cancel background work and close every live engine.
+
+        Raises:
+            Exception: The first error of an engine, after all engines were tried.
+        """
         await self._cancel(self._background)
         await self._call_all("close")
 
     async def _cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
-        """Cancel tasks and wait for their end: they let go of what they hold."""
+        """Cancel tasks and wait until they have ended and released their resources."""
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(list(tasks), timeout=HEALTH_TIMEOUT_S)
 
     async def metrics(self) -> dict[str, float]:
-        """engines/* and memory/engine_*.
+        """Return the metrics engines/* and memory/engine_*, and start a new measuring interval.
 
-        Since the last call: generated tokens per second in which requests were running, the share of time in which an
-        engine had none, the share of prompt tokens that needed no prefill, and the tokens that were sampled for
-        nothing, as a pause ended their requests. Current values: running and queued requests, the numbers of engines
-        that take requests and of dead ones, and the memory of the engine that needed most.
+        Since the last call: generated tokens per second during which requests were running, the fraction of time in
+        which an engine had no requests, the fraction of prompt tokens that needed no prefill, and the tokens that were
+        discarded because a pause ended their requests. At the moment: running and queued requests, the number of
+        engines that accept requests, the number of dead engines, and the memory of the engine that needs most.
         """
-        every = await self.health()
-        counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in _TOKEN_COUNTERS}
-        counted |= {"busy_s": self._busy.seconds, "each_s": self.busy_s}
-        counted["there_s"] = self._removed_alive_s + sum(now() - record.created_at for record in self._all)
-        counted["wasted"] = float(self._wasted_tokens)
+        healths = await self.health()
+        counters = {name: float(sum(getattr(health, name) for health in healths)) for name in _TOKEN_COUNTERS}
+        counters |= {"any_busy_s": self._busy.seconds, "busy_s": self.busy_s}
+        counters["alive_s"] = self._removed_alive_s + sum(now() - record.created_at for record in self._all)
+        counters["wasted"] = float(self._wasted_tokens)
         # A restarted engine counts from 0 again.
-        since = {kind: max(0.0, count - self._measured[kind]) for kind, count in counted.items()}
-        self._measured = defaultdict(float, counted)
-        prompts = since["prefilled_tokens"] + since["cached_tokens"]
+        deltas = {name: max(0.0, count - self._last_counters[name]) for name, count in counters.items()}
+        self._last_counters = defaultdict(float, counters)
+        prompt_tokens = deltas["prefilled_tokens"] + deltas["cached_tokens"]
         return {
-            "engines/tokens_per_s": since["generated_tokens"] / max(since["busy_s"], 1e-9),
-            "engines/idle": 1.0 - min(1.0, since["each_s"] / max(since["there_s"], 1e-9)),
-            "engines/wasted_tokens": since["wasted"],
-            "engines/prefix_cache_hit_rate": since["cached_tokens"] / max(prompts, 1.0),
-            "engines/running": float(sum(one.running for one in every)),
+            "engines/tokens_per_s": deltas["generated_tokens"] / max(deltas["any_busy_s"], 1e-9),
+            "engines/idle": 1.0 - min(1.0, deltas["busy_s"] / max(deltas["alive_s"], 1e-9)),
+            "engines/wasted_tokens": deltas["wasted"],
+            "engines/prefix_cache_hit_rate": deltas["cached_tokens"] / max(prompt_tokens, 1.0),
+            "engines/running": float(sum(health.running for health in healths)),
             "engines/queued": float(
-                sum(one.queued for one in every) + sum(len(call.missing) for call in self._limiter.waiting)
+                sum(health.queued for health in healths) + sum(len(call.missing) for call in self._limiter.waiting)
             ),
             "engines/count": float(sum(record.accepts_requests for record in self._all)),
             "engines/dead": float(len(self.dead_engines)),
-            **_memory_peaks(every),
+            **_memory_peaks(healths),
         }
 
     async def reset_statistics(self) -> None:
-        """Forget cached prompts and what `metrics` has counted: what ran until now does not show in what follows."""
+        """Drop the prefix caches and reset the counters of `metrics`, for example before the first training step."""
         await self.reset_prefix_cache()
         await self.metrics()
 
     async def _call_all(
         self, method: str, *args: Any, deadline_s: float | None = None, waits_for_step: bool = False
     ) -> list[Any]:
-        """Make the same call on every living engine concurrently; returns the results of those that do not die in it.
+        """Call a method on every live engine concurrently and return the results of those that do not die in the call.
 
-        `between_steps`: it waits for the step under way, in which an engine still answers health checks.
+        All calls finish before the first error is raised. The death of an engine is not an error while another engine
+        is alive or dead engines can be restarted.
 
-        Waits for all before it raises the first error. The death of an engine is no error as long as others live or
-        dead engines are restarted.
+        Args:
+            method: Name of the method.
+            *args: Its arguments.
+            deadline_s: Limit of the call in seconds, if it is less than the client's deadline.
+            waits_for_step: True if the call waits for the engine's current step, during which the engine still responds
+                to health checks.
         """
         records = [record for record in self._all if record.death_cause is None]
         limit = self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s)
@@ -604,53 +696,57 @@ class EngineClient:
 
 @dataclass(eq=False, slots=True)
 class EngineRecord:
-    """An engine and its state as the client knows it; a replacement under the same name gets a new record."""
+    """An engine and its state in the client. A replacement under the same name gets a new record."""
 
-    engine: Any
+    engine: InferenceEngine
     name: str
     watchdog: ProgressWatchdog
     busy_clock: BusyClock
     load: int = 0
-    """Tokens of running requests: their prompts and max_tokens."""
+    """Sum of prompt length and max_tokens over the running requests, in tokens."""
     calls: int = 0
-    """Calls that have a place on this engine: see _ConcurrencyLimiter."""
+    """Number of calls that have reserved this engine; see _ConcurrencyLimiter."""
     death_cause: str | None = None
     """The first error, after which the engine gets no more requests; None while it is alive."""
     created_at: float = field(default_factory=now)
     drained: asyncio.Event | None = None
-    """Set when a retired engine has no requests left; None for an engine that is not to leave."""
+    """Event of a retired engine, set when it has no requests left; None for an engine that is not retired."""
 
     @property
     def accepts_requests(self) -> bool:
+        """True if the engine is alive and not retired."""
         return self.death_cause is None and self.drained is None
 
     def remove_load(self, tokens: int, _: object = None) -> None:
+        """Subtract the tokens of finished requests from the load, and set `drained` when no load is left."""
         self.load -= tokens
         if self.drained is not None and not self.load:
             self.drained.set()
 
 
 class BusyClock:
-    """Counts the seconds in which calls were running."""
+    """A clock that runs while at least one call is running."""
 
     def __init__(self) -> None:
         self._running = 0
-        self._seconds = self._until = 0.0
+        self._seconds = self._changed_at = 0.0
 
     def change(self, calls: int) -> None:
-        self._seconds, self._until = self.seconds, now()
+        """Add `calls` to the number of running calls; a negative number removes calls."""
+        self._seconds, self._changed_at = self.seconds, now()
         self._running += calls
 
     @property
     def seconds(self) -> float:
-        return self._seconds + (now() - self._until if self._running else 0.0)
+        """Seconds in which at least one call was running."""
+        return self._seconds + (now() - self._changed_at if self._running else 0.0)
 
 
 class ProgressWatchdog:
-    """Watches one engine, for all calls that wait for it.
+    """A watchdog that detects an engine without progress, for all calls that wait for the engine.
 
-    A call of generate() takes as long as the requests before it: no deadline fits it. But an engine that lives answers
-    health checks, and one that works counts tokens.
+    A `generate` call may wait for the requests before it, so no fixed deadline fits it. But a live engine responds to
+    health checks, and the token counters of a working engine change.
     """
 
     def __init__(
@@ -664,19 +760,28 @@ class ProgressWatchdog:
         self._health = health
         self._counters: tuple[int, ...] = ()
         self._moved_at = self._checked_at = -math.inf
-        """The time at which a counter was last seen to have moved, and of the last health check."""
+        """The times of the last observed change of a counter, and of the last health check."""
 
     async def watch(self, call: Awaitable[T], stall_timeout_s: float, method: str = "generate") -> T:
-        """The result of a call. Raises DeadlineExceeded if the engine does nothing for `stalls_s`, or does not answer.
+        """Await a call to the engine, check the engine's health meanwhile, and return the call's result.
 
-        The call is then cancelled, as it is if this is cancelled.
+        The call is cancelled if the engine stalls, and if the caller is cancelled.
+
+        Args:
+            call: The call.
+            stall_timeout_s: Seconds without a change of the engine's counters after which the engine has stalled.
+            method: Name of the call, for the error message.
+
+        Raises:
+            DeadlineExceeded: The engine stalled or did not respond to a health check.
+            Exception: The error of the call, or of a health check.
         """
-        task, begun = asyncio.ensure_future(call), now()
-        look_s = min(self._health_check_interval_s, stall_timeout_s)
+        task, started_at = asyncio.ensure_future(call), now()
+        interval_s = min(self._health_check_interval_s, stall_timeout_s)
         try:
-            while not (await asyncio.wait([task], timeout=look_s))[0]:
-                await self._check_health(look_s)
-                stalled = now() - max(begun, self._moved_at) > stall_timeout_s
+            while not (await asyncio.wait([task], timeout=interval_s))[0]:
+                await self._check_health(interval_s)
+                stalled = now() - max(started_at, self._moved_at) > stall_timeout_s
                 if stalled and not task.done():
                     raise DeadlineExceeded(f"{self._name}.{method}", stall_timeout_s)
             return task.result()
@@ -685,70 +790,71 @@ class ProgressWatchdog:
             mark_exception_retrieved(task)
 
     async def _check_health(self, interval_s: float) -> None:
-        """Ask for the counters, unless another call just has."""
-        moment = now()
-        if moment - self._checked_at < interval_s / 2:
+        """Read the engine's counters, unless another call has just done so."""
+        checked_at = now()
+        if checked_at - self._checked_at < interval_s / 2:
             return
-        self._checked_at = moment
+        self._checked_at = checked_at
         health = await _with_deadline(HEALTH_TIMEOUT_S, f"{self._name}.health", self._health())
-        counters = tuple(getattr(health, one) for one in PROGRESS_COUNTERS)
+        counters = tuple(getattr(health, name) for name in PROGRESS_COUNTERS)
         if counters != self._counters:
             self._counters, self._moved_at = counters, now()
 
 
 @dataclass(eq=False)
 class _GenerateCall:
-    """The requests of one generate() that have no completion yet, and its place on an engine or in a queue."""
+    """The state of one `generate` call: unfinished requests, completions, and its reservation or place in a queue."""
 
     missing: dict[int, SampleRequest]
+    """Requests without a completion, by their index in the call."""
     completions: dict[int, Completion] = field(default_factory=dict)
     reserved_engine: EngineRecord | None = None
-    """The engine that has a place for this call: see _ConcurrencyLimiter."""
+    """The engine that counts this call toward its limit; see _ConcurrencyLimiter."""
     ticket: int = field(default_factory=lambda: next(_tickets))
     wakeup: asyncio.Future[None] | None = None
     """Set while the call waits in a queue."""
 
     @property
     def shares_engine(self) -> bool:
-        """True if its requests are of one group, or one session."""
-        return len({one.group or one.session or one.request_id for one in self.missing.values()}) == 1
+        """True if all requests belong to the same group or session, or if there is only one request."""
+        return len({request.group or request.session or request.request_id for request in self.missing.values()}) == 1
 
     @property
     def is_waiting(self) -> bool:
         return self.wakeup is not None and not self.wakeup.done()
 
     def wake(self) -> None:
-        """End the waiting: the call has a place, or has to look for an engine again."""
+        """End the call's wait: it has a reservation, or must choose an engine again."""
         if self.is_waiting:
             self.wakeup.set_result(None)  # type: ignore[union-attr]
 
     def update(self) -> None:
         """Remove the requests that have a completion from `missing`."""
-        self.missing = {number: one for number, one in self.missing.items() if number not in self.completions}
+        self.missing = {number: request for number, request in self.missing.items() if number not in self.completions}
 
     def abort(self, request_ids: Collection[str]) -> None:
-        """Complete these requests without a token; to be called while no engine has them."""
-        for number, one in self.missing.items():
-            if one.request_id in request_ids:
-                nothing = to_token_array(()), to_logprob_array(()), to_logprob_array(())
-                self.completions[number] = Completion(one.request_id, *nothing, "abort", [])
+        """Complete these requests without a token. Call it only while no engine has them."""
+        for number, request in self.missing.items():
+            if request.request_id in request_ids:
+                no_tokens = to_token_array(()), to_logprob_array(()), to_logprob_array(())
+                self.completions[number] = Completion(request.request_id, *no_tokens, StopReason.ABORT.value, [])
         self.update()
         if not self.missing:
             self.wake()
 
 
 class _ConcurrencyLimiter:
-    """Limits each engine to `max_calls` calls at a time; other calls wait here and go in order of arrival.
+    """A limit of `max_calls` concurrent calls for each engine. Other calls wait here and continue in order of arrival.
 
-    A call that belongs to an engine, which has the history of its session or the prompt of its group, waits for that
-    engine; all others go to the engine that first has room. At least one request of a call is unfinished, so an engine
-    without room has at least `max_calls` requests.
+    A call whose session or group has a sticky engine waits for that engine. All other calls go to the first engine with
+    capacity. At least one request of a call is unfinished, so an engine without capacity has at least `max_calls`
+    requests.
     """
 
     def __init__(self, max_calls: int | None):
         self.max_calls = max_calls
         self._queues: dict[EngineRecord | None, list[tuple[int, _GenerateCall]]] = {}
-        """Heaps of tickets and calls: those that wait for one engine, and under None those that take any."""
+        """Heaps of tickets and calls, by the engine that they wait for; under None those that wait for any engine."""
 
     @property
     def waiting(self) -> list[_GenerateCall]:
@@ -758,12 +864,12 @@ class _ConcurrencyLimiter:
     async def acquire(
         self, call: _GenerateCall, sticky_engine: EngineRecord | None, engines: Sequence[EngineRecord]
     ) -> None:
-        """Give the call a place on `home`, or if that is None on any engine; waits until there is one.
+        """Reserve `sticky_engine` for the call, or any engine if that is None, and wait until one has capacity.
 
-        The call has no place on return if it has to look for an engine again.
+        On return the call has no reservation if it must choose an engine again.
         """
         candidates = engines if sticky_engine is None else [sticky_engine]
-        free = min(filter(self._has_capacity, candidates), key=lambda one: one.load, default=None)
+        free = min(filter(self._has_capacity, candidates), key=lambda record: record.load, default=None)
         if free is not None:
             self._reserve(free, call)
             return
@@ -772,14 +878,14 @@ class _ConcurrencyLimiter:
         await call.wakeup
 
     def release(self, call: _GenerateCall) -> None:
-        """Take back the place of a call that has ended or goes to another engine, if it has one."""
+        """Release the reservation of a call that has ended or moves to another engine, if it has one."""
         if call.reserved_engine is not None:
             engine, call.reserved_engine = call.reserved_engine, None
             engine.calls -= 1
             self.grant_free_calls(engine)
 
     def grant_free_calls(self, engine: EngineRecord) -> None:
-        """Give the free places of an engine to the calls that have waited longest, if it takes requests."""
+        """Reserve the engine's free capacity for the calls that have waited longest, if it accepts requests."""
         while self._has_capacity(engine):
             queues = [queue for queue in map(self._queues.get, (engine, None)) if queue]
             if not queues:
@@ -790,7 +896,7 @@ class _ConcurrencyLimiter:
                 call.wake()
 
     def wake_waiters(self, engine: EngineRecord | None) -> None:
-        """Let the calls that wait for this engine, or (None) for any, look for one again."""
+        """Wake the calls that wait for this engine, or for any engine if None, so that they choose an engine again."""
         for _, call in self._queues.pop(engine, ()):
             call.wake()
 
@@ -808,7 +914,7 @@ def _is_death(result: Any) -> TypeGuard[BaseException]:
 
 
 async def _with_deadline(seconds: float, what: str, call: Awaitable[T]) -> T:
-    """Return the result of `call`. Raises DeadlineExceeded naming `what` if it takes longer than `seconds`."""
+    """Return the result of `call`. Raise DeadlineExceeded, which names `what`, after `seconds`."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await call
@@ -819,53 +925,55 @@ async def _with_deadline(seconds: float, what: str, call: Awaitable[T]) -> T:
 
 
 def _routing_keys(request: SampleRequest) -> list[tuple[str, str]]:
-    """What a request belongs to, that which has most of its tokens first."""
+    """Return the routing keys of a request: its session first, then its group."""
     return [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
 
 
 def _token_load(request: SampleRequest) -> int:
-    """What an engine may have to hold of it."""
+    """Return the maximum number of tokens that the request adds to an engine's cache."""
     return len(request.token_ids) + request.sampling.max_tokens
 
 
-def _memory_peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
-    """The memory of the engine that needed most, if engines report it (see report/profiling.py)."""
-    found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
-    return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}
+def _memory_peaks(healths: Sequence[EngineHealth]) -> dict[str, float]:
+    """Return the memory of the engine that needs most, for engines that report it (see report/profiling.py)."""
+    values = [(name, gib) for health in healths for name, gib in health.extra.items() if name.endswith("_gib")]
+    return {f"memory/engine_{name}": max(gib for n, gib in values if n == name) for name, _ in values}
 
 
 @dataclass(eq=False, slots=True)
 class _PendingCall:
-    """One generate() that waits for those of the other episodes."""
+    """A `generate` call that waits for the calls of the other episodes."""
 
     episode: int
     requests: Sequence[SampleRequest]
-    answer: asyncio.Future[list[Completion]]
+    completions: asyncio.Future[list[Completion]]
 
 
 class BatchedEngineClient:
-    """An EngineClient whose generate() waits until every live episode is in one, and then sends all as one call.
+    """A client whose `generate` waits until every live episode has called it, and then sends all requests as one call.
 
-    The call is ordered by the registration of episodes. So it is the same in every run in which the same episodes
-    register in the same order, however long their environments take. The price: each turn waits for the slowest one.
+    The requests are ordered by the registration of episodes. So the call is the same in every run in which the same
+    episodes register in the same order, however long their environments take. In exchange, each turn waits for the
+    slowest episode.
 
-    An episode is live while it computes or waits for its environment, and the others wait for it; one that has ended
-    (even by an exception) is not. generate() outside of any episode is sent with the next call.
+    An episode is live from its registration to its end, also while it waits for its environment. A call outside of any
+    episode is sent together with the next call.
     """
 
     def __init__(self, client: EngineClient):
+        """Create a batched view of `client`."""
         self._client = client
         self._numbers = count()
         self._live: set[int] = set()
         self._waiting: dict[int, list[_PendingCall]] = {}
-        """By episode, each one's in the order in which they came."""
+        """Waiting calls by episode, in order of arrival."""
         self._sends: set[asyncio.Task[None]] = set()
         self._check_scheduled = False
         self._current_episode: ContextVar[int | None] = ContextVar("episode", default=None)
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """An episode is live inside this block. Tasks started inside belong to it."""
+        """Register an episode, which is live inside the context. Tasks started inside belong to it."""
         number = next(self._numbers)
         self._live.add(number)
         token = self._current_episode.set(number)
@@ -877,56 +985,60 @@ class BatchedEngineClient:
             self._check_soon()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See EngineClient.generate. An error of the shared call is raised to all callers in it."""
+        """Wait for all live episodes, sample completions, and return those of `requests` in order.
+
+        The shared call ignores the concurrency limit. Its error is raised to all callers in it; see
+        `EngineClient.generate`.
+        """
         number = self._current_episode.get()
-        one = _PendingCall(
+        call = _PendingCall(
             next(self._numbers) if number is None else number,
             requests,
             asyncio.get_running_loop().create_future(),
         )
-        self._waiting.setdefault(one.episode, []).append(one)
+        self._waiting.setdefault(call.episode, []).append(call)
         self._check_soon()
         try:
-            return await one.answer
+            return await call.completions
         finally:
-            mine = self._waiting.get(one.episode, [])
-            if one in mine:  # cancelled before its call went out
-                mine.remove(one)
-                if not mine:
-                    del self._waiting[one.episode]
+            calls = self._waiting.get(call.episode, [])
+            if call in calls:  # cancelled before the shared call was sent
+                calls.remove(call)
+                if not calls:
+                    del self._waiting[call.episode]
                 self._check_soon()
 
     def _check_soon(self) -> None:
-        """Check once everything that can run now has run: an episode about to register must not miss the call."""
+        """Schedule the check after all callbacks that are ready now, so that no episode about to register is missed."""
         if not self._check_scheduled:
             self._check_scheduled = True
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
         self._check_scheduled = False
-        # While fewer wait than live, which is nearly always, nobody is looked up: only the numbers are compared.
+        # If fewer episodes wait than are live, which is the usual case, this only compares two sizes.
         if not self._waiting or not self._waiting.keys() >= self._live:
             return
-        batch = [one for episode in sorted(self._waiting) for one in self._waiting[episode]]
+        batch = [call for episode in sorted(self._waiting) for call in self._waiting[episode]]
         self._waiting = {}
         task = asyncio.get_running_loop().create_task(self._send(batch))
         self._sends.add(task)
         task.add_done_callback(self._sends.discard)
 
     async def _send(self, batch: Sequence[_PendingCall]) -> None:
-        requests = [request for one in batch for request in one.requests]
+        requests = [request for call in batch for request in call.requests]
         try:
-            answers = iter(await self._client.generate(requests, skip_limit=True))
+            completions = iter(await self._client.generate(requests, skip_limit=True))
         except Exception as error:
-            for one in batch:
-                if not one.answer.done():
-                    one.answer.set_exception(error)
+            for call in batch:
+                if not call.completions.done():
+                    call.completions.set_exception(error)
             return
         except asyncio.CancelledError:
-            for one in batch:
-                one.answer.cancel()
+            for call in batch:
+                call.completions.cancel()
             raise
-        for one in batch:
-            mine = [next(answers) for _ in one.requests]
-            if not one.answer.done():
-                one.answer.set_result(mine)
+        for call in batch:
+            own_completions = [next(completions) for _ in call.requests]
+            if not call.completions.done():
+                call.completions.set_result(own_completions)

@@ -1,4 +1,4 @@
-"""A LoRA adapter as peft writes it: a folder with adapter_config.json and adapter_model.safetensors."""
+"""Reading of LoRA adapters that peft wrote: a folder with adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -28,75 +28,94 @@ _IGNORED_OPTIONS = frozenset(
         *("lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size"),
     }
 )
-"""Options about training or the adapter's origin. Any other option that is set would change the result."""
+"""Options about training or the adapter's origin. Every other option that is set would change the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTensors:
-    """W x becomes W x + scaling · B (A x)."""
+    """The tensors of a LoRA adapter. They change W x to W x + scaling * B (A x)."""
 
     scaling: float
     layers: Mapping[str, tuple[Tensor, Tensor]]
-    """Name of a layer in the base model -> its A [r, in] and B [out, r]."""
+    """The matrices A [r, in] and B [out, r] by the name of the layer in the base model."""
 
 
 def read_adapter(path: str, linears: Mapping[str, nn.Linear], *, adapter: str, engine: str) -> AdapterTensors:
-    """Read an adapter for a model with these linear layers, which may be on the meta device.
+    """Read an adapter from a folder and check that it fits the model.
 
-    Raises EngineError naming engine, adapter, and the option or tensor that does not fit.
+    Args:
+        path: Folder with adapter_config.json and adapter_model.safetensors.
+        linears: The model's linear layers by name, without head and embedding. They may be on the meta device.
+        adapter: Name of the adapter, for error messages.
+        engine: Name of the engine, for error messages.
+
+    Raises:
+        EngineError: A file cannot be read, an option is not supported, or a tensor does not fit. The message names the
+            engine, the adapter, and the option or tensor.
     """
     try:
         return _read(Path(path), linears)
     except (ValueError, TypeError, OSError, SafetensorError) as error:
         raise EngineError(
             f"Engine {engine!r} cannot serve adapter {adapter!r} from {path}: {error} "
-            "It serves LoRA on linear layers, as peft's save_pretrained writes it."
+            "It supports LoRA adapters on linear layers, written by peft's save_pretrained."
         ) from error
 
 
 def _read(folder: Path, linears: Mapping[str, nn.Linear]) -> AdapterTensors:
     raw = json.loads((folder / "adapter_config.json").read_text())
-    kind = raw.get("peft_type") if isinstance(raw, dict) else None
-    if kind != "LORA":
-        raise ValueError(f"its peft_type is {kind!r} instead of 'LORA'.")
+    peft_type = raw.get("peft_type") if isinstance(raw, dict) else None
+    if peft_type != "LORA":
+        raise ValueError(f"its peft_type is {peft_type!r} instead of 'LORA'.")
     known = get_peft_defaults()
     _check_options(raw, known)
     config = build_peft_config(**{option: value for option, value in raw.items() if option in known})
     if config.r < 1:
         raise ValueError(f"its rank is r={config.r}; it must be at least 1.")
     tensors = load_file(folder / "adapter_model.safetensors")
-    found = _by_layer(tensors, linears)
-    asked = set(filter_targeted(config, linears))
-    if absent := sorted(asked - found.keys()):
-        raise ValueError(f"target_modules asks for {absent[0]}, for which it has no tensors.")
+    layers = _pairs_by_layer(tensors, linears)
+    targeted = set(filter_targeted(config, linears))
+    if missing := sorted(targeted - layers.keys()):
+        raise ValueError(f"its target_modules includes the layer {missing[0]}, but it has no tensors for that layer.")
     if isinstance(config.target_modules, set):
         for target in sorted(config.target_modules):
-            if not any(layer == target or layer.endswith(f".{target}") for layer in found):
-                raise ValueError(f"target_modules names {target!r}, which no linear layer of the model is called.")
-    for layer, pair in found.items():
+            if not any(layer == target or layer.endswith(f".{target}") for layer in layers):
+                raise ValueError(
+                    f"its target_modules names {target!r}, but no linear layer of the model has that name."
+                )
+    for layer, pair in layers.items():
         _check_matrices(layer, pair, linears[layer], config.r)
-    return AdapterTensors(config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r), found)
+    return AdapterTensors(config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r), layers)
 
 
 def _check_options(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raises ValueError for the first option that would change the result and is not implemented."""
+    """Raise ValueError for the first option that would change the outputs and is not supported."""
     for option, value in raw.items():
         # None, False, 0, [] and {} all mean that an option is off.
         if value and option not in _SUPPORTED_OPTIONS | _IGNORED_OPTIONS and value != defaults.get(option):
             raise ValueError(f"its option {option}={value!r} is not supported.")
 
 
-def _by_layer(tensors: Mapping[str, Tensor], linears: Mapping[str, nn.Linear]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of every layer. Raises ValueError naming a tensor without a linear layer, or without its counterpart."""
-    found: dict[str, list[Tensor | None]] = {}
+def _pairs_by_layer(
+    tensors: Mapping[str, Tensor], linears: Mapping[str, nn.Linear]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of every layer.
+
+    Raises:
+        ValueError: A tensor belongs to no linear layer, or its counterpart is missing.
+    """
+    tensors_by_layer: dict[str, list[Tensor | None]] = {}
     for key, tensor in tensors.items():
         end = next((index for index, text in enumerate(_SUFFIXES) if key.endswith(text)), None)
         layer = "" if end is None else key.removeprefix(_PREFIX).removesuffix(_SUFFIXES[end])
         if end is None or layer not in linears:
-            raise ValueError(f"its tensor {key} belongs to no linear layer of the model (head and embedding apart).")
-        found.setdefault(layer, [None, None])[end] = tensor
+            raise ValueError(
+                f"its tensor {key} belongs to no linear layer of the model; adapters on head and embedding are not "
+                "supported."
+            )
+        tensors_by_layer.setdefault(layer, [None, None])[end] = tensor
     pairs = {}
-    for layer, (down, up) in found.items():
+    for layer, (down, up) in tensors_by_layer.items():
         if down is None or up is None:
             raise ValueError(f"it lacks the tensor {_PREFIX}{layer}{_SUFFIXES[0] if down is None else _SUFFIXES[1]}.")
         pairs[layer] = (down, up)

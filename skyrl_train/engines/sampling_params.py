@@ -1,4 +1,4 @@
-"""What engines may be asked: sampling parameters that mean the same for every engine, seeds, and checks of requests."""
+"""Sampling parameters that mean the same for every engine, seeds of requests, and checks of requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter
 
 _MAX_TOKENS_ALIASES = ("max_tokens", "max_generate_length", "max_new_tokens")
 _IGNORED = {"logprobs"}
-"""Log-probs of the sampled tokens are always returned."""
-_OFF = {
+"""Accepted without effect: engines always return the log-probs of sampled tokens."""
+_OFF_VALUES = {
     field.name: field.default
     for field in fields(SamplingParams)
     if field.name not in ("max_tokens", "temperature", "ignore_eos")
@@ -28,21 +28,28 @@ _OFF = {
 
 
 def parse_sampling_params(config: Any, key: str = "sampling_params") -> SamplingParams:
-    """Convert a sampling section (dataclass or mapping, with SkyRL's or vLLM's names) to SamplingParams.
+    """Convert a sampling section with SkyRL's or vLLM's names to SamplingParams.
 
-    top_k -1 and 0 are both off, stop may be a string or a list, None means the default. `key` is the prefix of names in
-    messages. Raises ConfigError listing every wrong value: key, value, what is allowed.
+    top_k -1 and 0 both turn top-k off, `stop` may be a string or a list, and None stands for the default.
+
+    Args:
+        config: A dataclass or a mapping.
+        key: Prefix of the parameter names in error messages, such as "generator.sampling_params".
+
+    Raises:
+        ConfigError: A parameter is unknown or its value is not allowed. The message lists every problem with key, value
+            and what is allowed.
     """
-    given = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
+    settings = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
     values: dict[str, Any] = {}
-    lengths = {name: given.pop(name) for name in _MAX_TOKENS_ALIASES if given.get(name) is not None}
+    lengths = {name: settings.pop(name) for name in _MAX_TOKENS_ALIASES if settings.get(name) is not None}
     problems: list[str] = []
     if len(set(lengths.values())) != 1:
         problems.append(f"{key}: give exactly one of {', '.join(_MAX_TOKENS_ALIASES)}, got {lengths or 'none'}.")
     else:
         values["max_tokens"] = next(iter(lengths.values()))
     known = {field.name for field in fields(SamplingParams)}
-    for name, value in given.items():
+    for name, value in settings.items():
         if name in _IGNORED or value is None:
             continue
         if name not in known:
@@ -50,29 +57,42 @@ def parse_sampling_params(config: Any, key: str = "sampling_params") -> Sampling
             hint = f" Did you mean {close[0]!r}?" if close else ""
             problems.append(f"{key}.{name} is not a sampling parameter.{hint}")
         else:
-            values[name] = _plain(name, value)
+            values[name] = _normalize(name, value)
     for name, value in values.items():
-        allowed, holds = SAMPLING_RULES[name]
-        if not holds(value):
+        allowed, is_allowed = SAMPLING_RULES[name]
+        if not is_allowed(value):
             problems.append(f"{key}.{name}={value!r} is not allowed: {allowed}.")
     if not problems and values.get("min_tokens", 0) > values["max_tokens"]:
-        problems.append(f"{key}.min_tokens={values['min_tokens']} is more than max_tokens={values['max_tokens']}.")
+        problems.append(
+            f"{key}.min_tokens={values['min_tokens']} is more than max_tokens={values['max_tokens']}. "
+            "Lower min_tokens or raise max_tokens."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return SamplingParams(**values)
 
 
 def request_seed(run_seed: int, uid: str, sample: int, turn: int, step: int) -> int:
-    """A 64-bit seed that depends on all arguments and on nothing else: the same in every process, on every machine."""
+    """Return a 64-bit seed for one request: a hash of the arguments that is the same in every process and on every
+    node.
+
+    Args:
+        run_seed: The seed of the run.
+        uid: Id of the prompt.
+        sample: Index of the sample among those of the prompt.
+        turn: Index of the turn in the episode.
+        step: Training step, or another number that distinguishes requests for the same prompt.
+    """
     text = "\0".join((str(run_seed), str(uid), str(sample), str(turn), str(step)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def with_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
-    """Return `params` whose responses also end at `token`, unless they ignore ends of sequence.
+    """Return `params` with `token` as an additional stop token.
 
-    Callers that render prompts with a template of their own add its end-of-turn token in this way: an engine only knows
-    that of its model's template.
+    Callers that render prompts with their own chat template add its end-of-turn token this way, because an engine only
+    knows the end-of-turn token of its model's template. `params` is returned unchanged if `token` is None or present
+    already, or if `params` ignores end-of-sequence tokens.
     """
     if token is None or params.ignore_eos or token in params.stop_token_ids:
         return params
@@ -80,22 +100,32 @@ def with_stop_token(params: SamplingParams, token: int | None) -> SamplingParams
 
 
 def check_supported(params: SamplingParams, capabilities: Capabilities) -> None:
-    """Raises UnsupportedParameter naming engine and parameter, for one it would ignore or a value out of range."""
-    for name, (allowed, holds) in SAMPLING_RULES.items():
-        if not holds(value := getattr(params, name)):
-            raise UnsupportedParameter(f"Engine {capabilities.name!r} cannot honour {name}={value!r}; give {allowed}.")
-    for name, on in active_params(params).items():
-        if name not in capabilities.sampling:
-            honoured = ", ".join(sorted(capabilities.sampling)) or "nothing beyond max_tokens"
+    """Check that an engine supports these sampling parameters.
+
+    Raises:
+        UnsupportedParameter: A value is out of range, or a parameter is on that the engine does not support. The
+            message names the engine, the parameter and what is allowed.
+    """
+    for name, (allowed, is_allowed) in SAMPLING_RULES.items():
+        if not is_allowed(value := getattr(params, name)):
             raise UnsupportedParameter(
-                f"Engine {capabilities.name!r} cannot honour {name}={on!r}. It honours: {honoured}. "
+                f"Engine {capabilities.name!r} does not support {name}={value!r}; allowed: {allowed}."
+            )
+    for name, value in active_params(params).items():
+        if name not in capabilities.sampling:
+            supported = ", ".join(sorted(capabilities.sampling)) or "nothing beyond max_tokens"
+            raise UnsupportedParameter(
+                f"Engine {capabilities.name!r} does not support {name}={value!r}. It supports: {supported}. "
                 f"Turn {name} off or choose another engine."
             )
 
 
 def active_params(params: SamplingParams) -> dict[str, Any]:
-    """Name -> value of the parameters that are on: those that an engine must support."""
-    values = {name: getattr(params, name) for name, off in _OFF.items() if getattr(params, name) != off}
+    """Return the parameters that are on, by name: those that an engine must support.
+
+    max_tokens is never among them, and temperatures 0 and 1 are not either, because every engine supports them.
+    """
+    values = {name: getattr(params, name) for name, off in _OFF_VALUES.items() if getattr(params, name) != off}
     if params.temperature not in (0.0, 1.0):  # every engine can be greedy
         values["temperature"] = params.temperature
     if params.ignore_eos:
@@ -103,7 +133,7 @@ def active_params(params: SamplingParams) -> dict[str, Any]:
     return values
 
 
-def _plain(name: str, value: Any) -> Any:
+def _normalize(name: str, value: Any) -> Any:
     if name == "top_k":
         return 0 if value == -1 else value
     if name == "stop":
@@ -123,52 +153,77 @@ def _integer(low: int) -> Callable[[Any], bool]:
 
 _FLOATS = {"temperature", "top_p", "min_p", "repetition_penalty"}
 SAMPLING_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    # Allowed values, in words and as a predicate.
-    "max_tokens": ("a whole number of at least 1", _integer(1)),
+    "max_tokens": ("an integer of at least 1", _integer(1)),
     "temperature": (
-        f"0, which is greedy, or a finite number of at least {TEMPERATURE_RANGE.low}",
+        f"0 (greedy) or a finite number of at least {TEMPERATURE_RANGE.low}",
         _number(TEMPERATURE_RANGE),
     ),
     "top_p": ("more than 0 and at most 1; 1 is off", _number(POSITIVE_FRACTION)),
-    "top_k": ("a whole number of at least 1; -1 or 0 is off", _integer(0)),
+    "top_k": ("an integer of at least 1; -1 or 0 is off", _integer(0)),
     "min_p": ("from 0 to 1; 0 is off", _number(FRACTION)),
     "repetition_penalty": ("from 0.01 to 100; 1 is off", _number(REPETITION_PENALTY_RANGE)),
-    "min_tokens": ("a whole number of at least 0", _integer(0)),
-    "stop": ("strings that are not empty", lambda value: all(isinstance(text, str) and text for text in value)),
-    "stop_token_ids": ("whole numbers of at least 0", lambda value: all(type(i) is int and i >= 0 for i in value)),
+    "min_tokens": ("an integer of at least 0", _integer(0)),
+    "stop": ("non-empty strings", lambda value: all(isinstance(text, str) and text for text in value)),
+    "stop_token_ids": ("integers of at least 0", lambda value: all(type(i) is int and i >= 0 for i in value)),
     "ignore_eos": ("true or false", lambda value: isinstance(value, bool)),
 }
+"""Allowed values of each sampling parameter: a description and a predicate on the normalized value."""
 
 
 def check_unique_request_ids(engine: str, requests: Iterable[SampleRequest], active_ids: Iterable[str]) -> None:
-    """Raises UnsupportedParameter for a request whose id is `under_way` already, or is that of another request."""
-    taken = set(active_ids)
+    """Check that no two requests of an engine have the same id.
+
+    Args:
+        engine: Name of the engine, for the error message.
+        requests: The new requests.
+        active_ids: Ids of the requests that are queued or running.
+
+    Raises:
+        UnsupportedParameter: An id is in `active_ids` or occurs twice in `requests`.
+    """
+    used_ids = set(active_ids)
     for request in requests:
-        if request.request_id in taken:
-            used = request.request_id
-            raise UnsupportedParameter(f"Engine {engine!r}: request id {used!r} is in use; give each its own.")
-        taken.add(request.request_id)
+        if request.request_id in used_ids:
+            raise UnsupportedParameter(
+                f"Engine {engine!r}: request id {request.request_id!r} is in use. Give each request its own id."
+            )
+        used_ids.add(request.request_id)
 
 
 def check_logprobs(engine: str, *logprobs: Iterable[float]) -> None:
-    """Raises EngineError if a log-prob is not finite: no parameter of a request can cause that, only broken weights."""
-    if not all(math.isfinite(one) for each in logprobs for one in each):
+    """Check that all log-probs are finite. Only broken weights cause other values, never a request's parameters.
+
+    Raises:
+        EngineError: A log-prob is not finite; the message names `engine`.
+    """
+    if not all(math.isfinite(logprob) for values in logprobs for logprob in values):
         raise EngineError(f"Engine {engine!r}: the model's logits are not finite; its weights are broken.")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """The checks of one engine. Each method raises UnsupportedParameter naming engine, value, and what is allowed."""
+    """The checks of arguments for one engine.
+
+    Each method raises UnsupportedParameter; the message names the engine, the value, and what is allowed.
+    """
 
     capabilities: Capabilities
     vocab_size: int
     max_model_len: int
-    """The most tokens of prompt plus response."""
+    """Maximum number of tokens of a prompt plus its response."""
     max_score_len: int
-    """The most tokens of a sequence to score."""
+    """Maximum number of tokens of a sequence to score."""
 
     def check_request(self, request: SampleRequest, adapters: Collection[str]) -> None:
-        """Check a request to sample; `adapters`: the names of those loaded."""
+        """Check a request to sample: sampling parameters, stop tokens, adapter, token ids and prompt length.
+
+        Args:
+            request: The request.
+            adapters: Names of the loaded adapters.
+
+        Raises:
+            UnsupportedParameter: The engine cannot run the request.
+        """
         check_supported(request.sampling, self.capabilities)
         self._check_stop_token_ids(request.sampling)
         if request.adapter is not None and request.adapter not in adapters:
@@ -184,54 +239,80 @@ class RequestValidator:
             )
 
     def check_score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[tuple[int, ...]]:
-        """Check the arguments of `score`; returns the ids as Python's integers."""
+        """Check the arguments of `InferenceEngine.score`.
+
+        Returns:
+            `token_ids` as tuples of Python integers.
+
+        Raises:
+            UnsupportedParameter: The temperature is not supported, or a sequence is empty, too long, or holds ids that
+                are not in the vocabulary.
+        """
         if temperature != 1.0 and not self.capabilities.score_temperature:
             raise self._unsupported(
                 f"score(temperature={temperature})", self.capabilities.refusals["score.temperature"]
             )
-        plain = [to_int_tuple(ids) for ids in token_ids]
-        for ids in plain:
+        sequences = [to_int_tuple(ids) for ids in token_ids]
+        for ids in sequences:
             self._check_token_ids("score", ids)
             if len(ids) > self.max_score_len:
-                allowed = f"at most {self.max_score_len} tokens, got {len(ids)}. Shorten it or raise max_model_len"
-                raise self._unsupported("score", allowed)
-        return plain
+                raise self._unsupported(
+                    "score",
+                    f"a sequence has at most {self.max_score_len} tokens, got {len(ids)}. "
+                    "Shorten it or raise max_model_len",
+                )
+        return sequences
 
     def check_pause(self, mode: str) -> None:
-        """Check the mode of `pause`."""
+        """Check the mode of `pause`.
+
+        Raises:
+            UnsupportedParameter: The engine does not support the mode.
+        """
         if mode not in self.capabilities.pause_modes:
-            why = self.capabilities.refusals.get(f"pause.{mode}", "")
-            allowed = f"it knows {', '.join(sorted(self.capabilities.pause_modes))}"
-            raise self._unsupported(f"pause(mode={mode!r})", f"{why} {allowed}".strip())
+            reason = self.capabilities.refusals.get(f"pause.{mode}", "")
+            allowed = f"Its pause modes are {', '.join(sorted(self.capabilities.pause_modes))}"
+            raise self._unsupported(f"pause(mode={mode!r})", f"{reason} {allowed}".strip())
 
     def check_wake_up(self, tags: Sequence[str] | None) -> None:
-        """Check the tags of `wake_up`."""
+        """Check the tags of `wake_up`.
+
+        Raises:
+            UnsupportedParameter: A tag is not in MEMORY_TAGS.
+        """
         if unknown := set(tags or ()) - MEMORY_TAGS:
-            raise self._unsupported(f"wake_up({sorted(unknown)})", f"it knows {', '.join(sorted(MEMORY_TAGS))}")
+            raise self._unsupported(f"wake_up({sorted(unknown)})", f"its tags are {', '.join(sorted(MEMORY_TAGS))}")
 
     def check_adapter(self, name: str) -> None:
-        """Check that an adapter can be loaded."""
+        """Check that the engine can load adapters; `name` is the adapter's, for the message.
+
+        Raises:
+            UnsupportedParameter: The engine does not support adapters.
+        """
         if not self.capabilities.lora:
             raise self._unsupported(f"adapter={name!r}", self.capabilities.refusals["adapter"])
 
     def _check_stop_token_ids(self, sampling: SamplingParams) -> None:
         ids = sampling.stop_token_ids
-        if beyond := [one for one in ids if not 0 <= one < self.vocab_size]:
+        if invalid := [token for token in ids if not 0 <= token < self.vocab_size]:
             raise self._unsupported(
-                f"stop_token_ids with {beyond[0]}", f"token ids must be in 0..{self.vocab_size - 1}"
+                f"stop_token_ids with {invalid[0]}", f"token ids must be in 0..{self.vocab_size - 1}"
             )
         if sampling.min_tokens and 2 * len(set(ids)) > self.vocab_size:
-            allowed = f"they forbid at most half of the {self.vocab_size} tokens, or there may be none to sample"
-            raise self._unsupported(f"{len(set(ids))} stop_token_ids with min_tokens={sampling.min_tokens}", allowed)
+            raise self._unsupported(
+                f"{len(set(ids))} stop_token_ids with min_tokens={sampling.min_tokens}",
+                f"stop tokens are forbidden before min_tokens and may be at most half of the {self.vocab_size} tokens, "
+                "so that tokens to sample remain",
+            )
 
     def _check_token_ids(self, what: str, ids: Sequence[int] | Tokens) -> None:
         if not len(ids):
             raise self._unsupported(what, "it has no tokens")
         array = np.asarray(ids)
-        least, most = int(array.min()), int(array.max())
-        if least < 0 or most >= self.vocab_size:
-            allowed = f"token ids must be in 0..{self.vocab_size - 1}, got {least}..{most}"
+        lowest, highest = int(array.min()), int(array.max())
+        if lowest < 0 or highest >= self.vocab_size:
+            allowed = f"token ids must be in 0..{self.vocab_size - 1}, got {lowest}..{highest}"
             raise self._unsupported(what, allowed)
 
-    def _unsupported(self, what: str, why: str) -> UnsupportedParameter:
-        return UnsupportedParameter(f"Engine {self.capabilities.name!r} cannot honour {what}: {why.rstrip('.')}.")
+    def _unsupported(self, what: str, reason: str) -> UnsupportedParameter:
+        return UnsupportedParameter(f"Engine {self.capabilities.name!r} rejects {what}: {reason.rstrip('.')}.")

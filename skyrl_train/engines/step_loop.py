@@ -1,4 +1,5 @@
-"""What engines that compute in this process share: a thread that takes steps, the protocol around it, device checks."""
+"""The base class of engines with a step loop in this process: the loop's thread, the protocol around it, device
+checks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_train.engines.base import Capabilities
+from skyrl_train.engines.base import Capabilities, PauseMode
 from skyrl_train.engines.lifecycle import EngineState, Lifecycle, RequestDeadlines, await_thread_future
 from skyrl_train.engines.sampling_params import RequestValidator
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
@@ -26,10 +27,10 @@ T = TypeVar("T")
 
 
 class StepLoopEngine(ABC):
-    """An engine with a thread that takes its steps and, between two steps, runs the commands of callers.
+    """An engine whose thread runs the engine's steps and, between two steps, the commands of callers.
 
     Commands run one at a time in order of arrival, so the data of steps and commands needs no lock. A subclass
-    implements what is its own, in methods that run on the thread, and starts the thread when it is ready for it.
+    implements the abstract methods, which run on the thread, and starts the thread when it is ready.
     """
 
     capabilities: Capabilities
@@ -37,7 +38,7 @@ class StepLoopEngine(ABC):
     _checks: RequestValidator
 
     def __init__(self, name: str, max_num_seqs: int):
-        """`slots`: how many requests the engine runs at a time."""
+        """Create the engine without starting its thread; it runs at most `max_num_seqs` requests at a time."""
         self.name = name
         self.lifecycle = Lifecycle(name)
         self._deadlines = RequestDeadlines(max_num_seqs)
@@ -49,7 +50,10 @@ class StepLoopEngine(ABC):
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _enqueue_command(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` on the thread; the future gets its result or exception. Once closed, it is cancelled."""
+        """Run `command` on the thread and return a future with its result or exception.
+
+        The future is cancelled if the engine is closed.
+        """
         future: Future[T] = Future()
         with self._wake:
             if self._closing:
@@ -60,7 +64,15 @@ class StepLoopEngine(ABC):
         return future
 
     async def _run(self, command: Callable[[], T], *, during_steps: bool = False) -> T:
-        """Run `command` on the thread, by default after the steps under way. Raises EngineError once closed."""
+        """Run `command` on the thread and return its result.
+
+        Args:
+            command: Function to run.
+            during_steps: True to run the command without waiting for steps that were started and are not finished.
+
+        Raises:
+            EngineError: The engine is closed or broken.
+        """
 
         def run() -> T:
             if not during_steps:
@@ -92,8 +104,8 @@ class StepLoopEngine(ABC):
         return not self.lifecycle.is_halted and self._has_work()
 
     def _run_iteration(self) -> None:
-        if late := self._deadlines.expired():
-            self._run_guarded(lambda: self._abort(late))
+        if expired_ids := self._deadlines.expired():
+            self._run_guarded(lambda: self._abort(expired_ids))
         if self._can_step():
             self._run_guarded(self._step)
         if self.lifecycle.state is EngineState.BROKEN:
@@ -102,7 +114,7 @@ class StepLoopEngine(ABC):
             self.lifecycle.finish_draining()
 
     def _run_guarded(self, work: Callable[[], None]) -> None:
-        """Do some work. A failure ends all requests, and the engine if its device is lost."""
+        """Run `work`. A failure ends all requests with an error, and the engine if its device is lost."""
         try:
             work()
         except Exception as error:
@@ -113,12 +125,12 @@ class StepLoopEngine(ABC):
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
-        plain = self._checks.check_score(token_ids, temperature)
+        """See InferenceEngine. Running requests make no progress during the call."""
+        sequences = self._checks.check_score(token_ids, temperature)
 
         def score() -> list[list[float]]:
             self.lifecycle.check_serving(allow_freed_cache=True)
-            return self._score(plain, temperature)
+            return self._score(sequences, temperature)
 
         return await self._run(score)
 
@@ -127,19 +139,21 @@ class StepLoopEngine(ABC):
         await self._run(lambda: self._abort(request_ids), during_steps=True)
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do queued ones."""
+        """See InferenceEngine. New requests wait for `resume`; with mode "wait" queued requests wait, too."""
         self._checks.check_pause(mode)
 
         def pause() -> Future[None]:
-            if mode == "abort":
+            if mode == PauseMode.ABORT:
                 self._abort(None)
-            if mode == "retract":
+            if mode == PauseMode.RETRACT:
                 self._retract()
-            return self.lifecycle.pause(busy=mode == "wait" and self._is_busy())
+            return self.lifecycle.pause(busy=mode == PauseMode.WAIT and self._is_busy())
 
         await await_thread_future(await self._run(pause))
 
     async def resume(self) -> None:
+        """See InferenceEngine."""
+
         def resume() -> None:
             self.lifecycle.resume()
             self._admit_waiting()
@@ -147,7 +161,7 @@ class StepLoopEngine(ABC):
         await self._run(resume)
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
+        """See InferenceEngine. All requests are aborted, because their cache is freed."""
 
         def sleep() -> int:
             self._abort(None)
@@ -160,20 +174,23 @@ class StepLoopEngine(ABC):
         self._checks.check_wake_up(tags)
 
         def wake_up() -> None:
-            woken = self.lifecycle.freed_among(tags)
-            self._restore_memory(woken)
-            self.lifecycle.wake_up(woken)
+            freed_tags = self.lifecycle.freed_among(tags)
+            self._restore_memory(freed_tags)
+            self.lifecycle.wake_up(freed_tags)
             self._admit_waiting()
 
         await self._run(wake_up)
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """See InferenceEngine."""
         step = partial(
             WeightReceiver.connect, route=route, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s
         )
         await self._run(lambda: self._call_receiver(step))
 
     async def begin_weights(self, manifest: Manifest) -> None:
+        """See InferenceEngine."""
+
         def begin() -> None:
             self.lifecycle.check_can_load(manifest)
             self._call_receiver(partial(WeightReceiver.begin, manifest=manifest))
@@ -181,9 +198,12 @@ class StepLoopEngine(ABC):
         await self._run(begin)
 
     async def receive_weights(self, bucket: Bucket) -> None:
+        """See InferenceEngine."""
         await self._run(lambda: self._call_receiver(partial(WeightReceiver.receive, bucket=bucket)))
 
     async def commit_weights(self, version: int) -> None:
+        """See InferenceEngine."""
+
         def commit() -> None:
             self._call_receiver(partial(WeightReceiver.commit, version=version))
             self._activate_weights(version)
@@ -193,10 +213,14 @@ class StepLoopEngine(ABC):
         await self._run(commit)
 
     async def reset_prefix_cache(self) -> None:
+        """See InferenceEngine."""
         await self._run(self._reset_prefix_cache)
 
     async def close(self) -> None:
-        """End the thread, then the engine. Closing twice is harmless."""
+        """Stop the thread, then shut down the engine. A second call does nothing.
+
+        Commands that have not started are cancelled, and their callers get EngineError.
+        """
         if not self.lifecycle.close():
             return
         with self._wake:
@@ -210,25 +234,25 @@ class StepLoopEngine(ABC):
         finally:
             self.lifecycle.finish_draining()
 
-    # -- what engines implement --------------------------------------------------------------------------------------
+    # -- methods of subclasses ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def _is_busy(self) -> bool:
-        """True if a request has begun and not ended."""
+        """True if a request has started and not finished."""
 
     @abstractmethod
     def _has_work(self) -> bool:
-        """True if `_step` has something to do; asked only when the engine is not halted."""
+        """True if `_step` has work to do; called only while the engine is not halted."""
 
     @abstractmethod
     def _step(self) -> None:
-        """Take one step, in which waiting requests begin if `lifecycle.admits`."""
+        """Run one step and start waiting requests in it if `lifecycle.can_admit`."""
 
-    def _finish_pending_steps(self) -> None:  # noqa: B027 - few engines begin a step before the end of another
-        """Wait for steps that were begun and not finished."""
+    def _finish_pending_steps(self) -> None:  # noqa: B027 - few engines start a step before the previous one ends
+        """Wait for steps that were started and have not finished."""
 
-    def _admit_waiting(self) -> None:  # noqa: B027 - most do it in `_step`
-        """Let requests begin that wait outside of steps, if `lifecycle.admits`."""
+    def _admit_waiting(self) -> None:  # noqa: B027 - most engines admit requests in `_step`
+        """Start requests that wait outside of steps, if `lifecycle.can_admit`."""
 
     @abstractmethod
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
@@ -236,94 +260,118 @@ class StepLoopEngine(ABC):
 
     @abstractmethod
     def _abort(self, request_ids: Sequence[str] | None) -> None:
-        """End these requests (None: all) with their tokens so far; unknown ids are ignored."""
+        """End these requests, or all if None, with the tokens sampled so far. Ignore unknown ids."""
 
     @abstractmethod
     def _retract(self) -> None:
-        """Put running requests back into the queue, with their tokens so far."""
+        """Return running requests to the queue, with the tokens sampled so far."""
 
     @abstractmethod
     def _fail(self, error: EngineError) -> None:
-        """Drop all requests: their callers get `error`."""
+        """Drop all requests and raise `error` to their callers."""
 
     @abstractmethod
     def _free_memory(self, level: int) -> int:
-        """Free the memory of a sleep, and note it in the life cycle; returns the bytes freed."""
+        """Free the memory of a sleep level, record it in the life cycle, and return the bytes freed."""
 
     @abstractmethod
     def _restore_memory(self, tags: frozenset[str]) -> object:
-        """Allocate the memory that is freed under these tags."""
+        """Allocate the freed memory of these tags."""
 
     @abstractmethod
     def _call_receiver(self, step: partial[None]) -> None:
-        """Call `step`, a method of WeightReceiver, with that of every rank; tell the life cycle if one is torn."""
+        """Call `step`, a method of WeightReceiver, with the receiver of every rank.
+
+        Report to the life cycle if a rank is partially loaded afterwards.
+        """
 
     @abstractmethod
     def _activate_weights(self, version: int) -> None:
-        """Use the loaded weights."""
+        """Use the loaded weights of this version."""
 
     @abstractmethod
     def _reset_prefix_cache(self) -> None:
-        """Forget cached prompts."""
+        """Drop the prefix cache."""
 
     @abstractmethod
     def _shutdown(self) -> None:
-        """End everything but the thread, which has ended, and all requests."""
+        """End all requests and free all resources. The thread has already ended."""
 
 
 def check_device(device: torch.device) -> None:
-    """Wait for the device, then let it compute a number. Raises its error if it cannot; does nothing on a CPU."""
+    """Synchronize with the device and run a tiny kernel on it. Do nothing on a CPU.
+
+    Raises:
+        RuntimeError: The device reports an error. Running out of memory is not an error here.
+    """
     if device.type == "cpu":
         return
     torch.cuda.synchronize(device)
-    with suppress(torch.OutOfMemoryError):  # a full memory is no broken device
+    with suppress(torch.OutOfMemoryError):  # a device whose memory is full still works
         torch.ones((), device=device).item()
 
 
 def poll_device_error(device: torch.device) -> None:
-    """Raises the device's error if it is known by now; waits for nothing that the device still has to do."""
+    """Raise the device's error if it is already known. Do not wait for pending work, and do nothing on a CPU.
+
+    Raises:
+        RuntimeError: The device has reported an error.
+    """
     if device.type != "cpu":
         torch.cuda.current_stream(device).query()
 
 
 class DeviceMonitor:
-    """The accelerator of one engine, which is broken for good once its accelerator does not compute any more.
+    """A monitor that marks an engine as broken once its accelerator no longer works in this process.
 
-    After some errors (an illegal access, an assertion in a kernel) every later call of the process fails, and only a
-    new process helps. But such an engine still answers questions about its queue: so its device is asked.
+    After some errors (an illegal memory access, an assertion in a kernel) every later call to the device fails, and
+    only a new process helps. The engine's queue still answers health checks then, so the device itself must be checked.
     """
 
     def __init__(
         self, lifecycle: Lifecycle, check_device: Callable[[], Any], poll_device_error: Callable[[], Any] = lambda: None
     ):
-        """`compute` and `query` raise if the device of any of the engine's ranks does not compute, as the functions."""
+        """Create the monitor of one engine.
+
+        Args:
+            lifecycle: The engine's state, which the monitor changes to broken.
+            check_device: Function that raises if the device of any rank of the engine does not work.
+            poll_device_error: Function that raises such an error if it is already known, without waiting for the
+                device.
+        """
         self._lifecycle = lifecycle
         self.check_device = check_device
         self._poll_device_error = poll_device_error
         self._lost = False
 
     def check(self) -> None:
-        """Ask the device; to be called after an exception whose cause it may be, where the engine computes."""
+        """Check the device and mark the engine as broken if the device does not work. Raises nothing.
+
+        Call it on the engine's thread after an exception that the device may have caused. It waits for the device.
+        """
         self._run_check(self.check_device)
 
-    def _run_check(self, question: Callable[[], Any]) -> None:
+    def _run_check(self, raise_if_broken: Callable[[], Any]) -> None:
         if self._lost:
             return
         try:
-            question()
+            raise_if_broken()
         except Exception as error:
             self._lost = True
             self._lifecycle.fail(
-                f"its accelerator does not compute any more in this process ({type(error).__name__}: {error}); "
-                "it must be started again"
+                f"its accelerator no longer works in this process ({type(error).__name__}: {error}); restart the engine"
             )
 
     def run(self, command: Callable[[], T]) -> T:
-        """Run a command; after an exception that is not one of ours the device is asked.
+        """Run a command, return its result, and check the device if the command raises.
 
-        So it is after a failed weight transfer, which tells of what went wrong before it, too; but then nobody waits:
-        a transfer that another rank gave up may still be on the device. Raises EngineError instead of that exception if
-        the accelerator is lost.
+        Errors of this package do not trigger the check, except a WeightSyncError, which may be a consequence of an
+        earlier device error. The check after a WeightSyncError does not wait for the device, because a transfer that
+        another rank aborted may still occupy it.
+
+        Raises:
+            EngineError: The command failed and the device does not work.
+            Exception: The command's own error otherwise.
         """
         try:
             return command()

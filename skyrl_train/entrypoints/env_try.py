@@ -1,12 +1,12 @@
-"""skyrl-train env try ENV --data FILE: what an environment shows a model and what it gives for answers, without one.
+"""skyrl-train env try ENV --data FILE: show an environment's prompt and score completions without a model.
 
     skyrl-train env try gsm8k --data train.parquet --row 3 --completion "#### 18"
     skyrl-train env try my_env --data rows.jsonl --completions answers.jsonl trainer.plugins=[my_envs]
 
 Registry, processes, deadlines and settings are those of a run with the same keys. A line of the completions file is an
-episode: a text, a list of texts (its turns), or an object with these as `completion` and perhaps `row`.
+episode: a text, a list of texts (its turns), or an object with these as `completion` and optionally `row`.
 
-Exit code 0, 1 when an episode failed, 2 for a mistake in configuration, data or completions.
+Exit code 0, 1 if an episode failed, 2 for a mistake in configuration, data or completions.
 """
 
 from __future__ import annotations
@@ -33,18 +33,23 @@ from skyrl_train.registry import import_plugins
 from skyrl_train.terminal import escape_control_chars, print_stderr, print_stdout
 
 NO_LIMIT = 2**40
-"""Tokens; a prompt too long for training can still be looked at."""
+"""Maximum prompt length in tokens: prompts that are too long for training can still be tried."""
 
 
 @dataclass(frozen=True)
 class EpisodeInput:
-    """An episode to be: which row, and the model's texts turn by turn."""
+    """The input of an episode: its row, and the model's text of each turn."""
 
     row: int
     texts: list[str]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command with these arguments, by default those of the process.
+
+    Raises:
+        SystemExit: With 0, with 1 if an episode failed, with 2 for a mistake in configuration, data or completions.
+    """
     arguments = _parser().parse_intermixed_args(argv)
     try:
         code = _try(arguments)
@@ -58,14 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="skyrl-train env try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("env", metavar="ENV", help="name of the environment, whatever the rows say")
+    parser.add_argument("env", metavar="ENV", help="name of the environment; the rows' env_class is ignored")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as for a run")
     parser.add_argument("--data", required=True, help=".parquet, .json or .jsonl file, folder, or name on the hub")
     parser.add_argument("--row", type=int, default=0, help="row of the data, from 0")
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument("--completion", action="append", help="the model's text; once for every turn")
-    given.add_argument("--completions", type=Path, metavar="FILE.jsonl", help="many episodes, a line each")
-    parser.add_argument("--model", help="folder or hub name of a tokenizer: also show the prompt as it renders it")
+    completions = parser.add_mutually_exclusive_group()
+    completions.add_argument("--completion", action="append", help="the model's text; once for every turn")
+    completions.add_argument("--completions", type=Path, metavar="FILE.jsonl", help="many episodes, one per line")
+    parser.add_argument("--model", help="folder or hub name of a tokenizer: also show the rendered prompt")
     for name in ("--config-name", "--config-dir"):
         parser.add_argument(name, help="a preset, as for a run")
     return parser
@@ -79,14 +84,16 @@ def _try(arguments: argparse.Namespace) -> int:
     prompts = load_prompts([arguments.data], lambda prompt: 0, NO_LIMIT, arguments.env).prompts
     for attempt in attempts:
         if not 0 <= attempt.row < len(prompts):
-            raise DataError(f"{arguments.data}: row {attempt.row} is not one of its rows, 0 to {len(prompts) - 1}.")
+            raise DataError(
+                f"{arguments.data}: row {attempt.row} does not exist. Choose one from 0 to {len(prompts) - 1}."
+            )
     return asyncio.run(_play_all(cfg, prompts, attempts, arguments.env, arguments.model))
 
 
 def _configuration(arguments: argparse.Namespace) -> Config:
-    wrong = [text for text in arguments.overrides if "=" not in text]
-    if wrong:
-        raise ConfigError(f"{wrong[0]!r} is not key=value; completions are given with --completion or --completions.")
+    invalid = [text for text in arguments.overrides if "=" not in text]
+    if invalid:
+        raise ConfigError(f"{invalid[0]!r} is not key=value. Give completions with --completion or --completions.")
     flags = [
         part
         for flag in ("config_name", "config_dir")
@@ -94,16 +101,16 @@ def _configuration(arguments: argparse.Namespace) -> Config:
         for part in (f"--{flag.replace('_', '-')}", getattr(arguments, flag))
     ]
     model = [f"trainer.policy.model.path={arguments.model}"] if arguments.model is not None else []
-    own = [*model, f"environment.env_class={arguments.env}"]
-    # Nothing of it is for a device, so that a preset for accelerators can be tried on a laptop.
-    prepared = prepare_config([*flags, *arguments.overrides, *own], has_accelerator=True, trust_run_folder=False)
+    required = [*model, f"environment.env_class={arguments.env}"]
+    # Environments use no accelerator, so a preset for accelerators can be tried on a laptop.
+    prepared = prepare_config([*flags, *arguments.overrides, *required], has_accelerator=True, trust_run_folder=False)
     for warning in prepared.warnings:
         print_stderr(f"warning: {redact(warning)}")
     return prepared.config
 
 
 def _episode_inputs(arguments: argparse.Namespace) -> list[EpisodeInput]:
-    """What to play; without completions one episode that is only opened."""
+    """Return the episodes to play; without completions a single one that only shows its prompt."""
     if arguments.completions is None:
         return [EpisodeInput(arguments.row, arguments.completion or [])]
     try:
@@ -116,18 +123,18 @@ def _episode_inputs(arguments: argparse.Namespace) -> list[EpisodeInput]:
         if line.strip()
     ]
     if not found:
-        raise DataError(f"--completions {arguments.completions}: has no lines.")
+        raise DataError(f"--completions {arguments.completions}: the file has no lines. Write one episode per line.")
     return found
 
 
 def _episode_input(where: str, line: bytes, row: int) -> EpisodeInput:
     try:
-        given: Any = json.loads(line)
+        value: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}.") from error
-    if isinstance(given, dict):
-        given, row = given.get("completion"), given.get("row", row)
-    texts = [given] if isinstance(given, str) else given
+        raise DataError(f"{where} is not JSON: {error}.") from error
+    if isinstance(value, dict):
+        value, row = value.get("completion"), value.get("row", row)
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts) or not isinstance(row, int):
         raise DataError(
             f'{where}: {line[:80]!r} is not "text", ["text of turn 1", ...] or {{"completion": either, "row": number}}.'
@@ -146,7 +153,7 @@ async def _play_all(
     failed = 0
     async with WorkerPool(**pool_settings(cfg)) as pool:
         for number, attempt in enumerate(attempts, 1):
-            _say(f"episode {number} of {len(attempts)}: {env}, row {attempt.row}")
+            _print(f"episode {number} of {len(attempts)}: {env}, row {attempt.row}")
             prompt = prompts[attempt.row]
             turns = _turns(prompt, cfg.generator.max_turns)
             row = replace(prompt, env_class=env, env_extras={**prompt.env_extras, "max_turns": turns})
@@ -154,7 +161,7 @@ async def _play_all(
                 await _play(pool, row, attempt.texts, turns, tokenizer, dict(cfg.generator.chat_template_kwargs))
             except EnvironmentFailure as failure:
                 failed += 1
-                _say(f"  FAILED: {failure} (in training the episode is masked and counted under that kind)")
+                _print(f"  FAILED: {failure} (in training the episode would be masked and counted under that kind)")
     return 1 if failed else 0
 
 
@@ -169,45 +176,45 @@ async def _play(
             _show_rendered(tokenizer, episode.messages, get_chat_template_kwargs(row.env_extras, options))
         total, done, played = 0.0, False, 0
         for turn, text in enumerate(texts[:turns], 1):
-            if turn == 1:  # an opening that ends with a message of the assistant is continued, as in training
+            if turn == 1:  # as in training, the answer continues a message of the assistant that ends the prompt
                 text = str(append_assistant_text(episode.messages, text)[-1]["content"])
             _show_messages([{"role": "assistant", "content": text}])
             output = await episode.step(text)
             total, done, played = total + output.reward, output.done, turn
-            _say(f"  turn {turn}: reward {output.reward:g}{', done' if done else ''}")
+            _print(f"  turn {turn}: reward {output.reward:g}{', done' if done else ''}")
             _show_metadata(output.metadata)
             _show_messages(output.observations)
             if done:
                 break
         if texts:
             for line in _outcome(total, done, played, len(texts), turns):
-                _say(f"  {line}")
+                _print(f"  {line}")
     finally:
         await episode.close()
 
 
-def _outcome(total: float, done: bool, played: int, given: int, turns: int) -> Iterator[str]:
+def _outcome(total: float, done: bool, played: int, num_completions: int, turns: int) -> Iterator[str]:
     end = "done" if done else f"ended by generator.max_turns={turns}" if played == turns else "not done yet"
     yield f"reward of the episode: {total:g} in {played} turn{'' if played == 1 else 's'}, {end}"
-    if played < given:
-        yield f"{given - played} more completions were not played"
+    if played < num_completions:
+        yield f"{num_completions - played} more completions were not played"
 
 
-def _turns(prompt: Prompt, most: int) -> int:
-    """The run's bound, or the row's own where that is lower, as in training."""
+def _turns(prompt: Prompt, max_turns: int) -> int:
+    """Return the run's maximum number of turns, or the row's own if it is lower, as in training."""
     own = prompt.env_extras.get("max_turns")
     if own is None or own != own:
-        return most
+        return max_turns
     if isinstance(own, bool) or not isinstance(own, int | float) or own < 1 or own != int(own):
-        raise DataError(f"row {prompt.uid}: max_turns={own!r} must be a whole number of at least 1, or null.")
-    return min(int(own), most)
+        raise DataError(f"row {prompt.uid}: max_turns={own!r} must be an integer of at least 1, or null.")
+    return min(int(own), max_turns)
 
 
 def _show_rendered(tokenizer: Any, messages: Sequence[Message], options: dict[str, Any]) -> None:
     from skyrl_train.data.chat import render_prompt
 
     ids = render_prompt(tokenizer, messages, options)
-    _say(f"  as the model reads it, {len(ids)} tokens:")
+    _print(f"  as the model reads it, {len(ids)} tokens:")
     _lines("", tokenizer.decode(ids))
 
 
@@ -226,13 +233,13 @@ def _show_metadata(metadata: dict[str, Any]) -> None:
 
 def _lines(head: str, text: str) -> None:
     for number, line in enumerate(text.split("\n")):
-        _say(f"    {head if number == 0 else '':>9} | {line}")
+        _print(f"    {head if number == 0 else '':>9} | {line}")
 
 
-def _say(line: str) -> None:
-    """What models, rows and environments wrote is shown, never obeyed: control characters are spelled out.
+def _print(line: str) -> None:
+    """Print a line with escaped control characters and without the contents of credential variables.
 
-    Without the contents of credential variables, which an environment may have shown.
+    Models, rows and environments wrote the text, so the terminal must not interpret it.
     """
     print_stdout(escape_control_chars(redact(line)))
 

@@ -1,8 +1,8 @@
-"""python -m skyrl_train.entrypoints.from_skyrl RECIPE.sh: the command line for this package of a recipe of SkyRL's.
+"""python -m skyrl_train.entrypoints.from_skyrl RECIPE.sh: convert a SkyRL recipe to a command line for this package.
 
 Reads a shell script without running it and prints the command that starts SkyRL, 0.3's (skyrl_train) or today's
-(skyrl.train), with the modules and keys of this package. What differs is explained on standard error; exit code 2 if
-something cannot be honoured. Variables that the script lets its caller set are taken from the environment.
+(skyrl.train), with the modules and keys of this package. Differences are explained on standard error. The exit code is
+2 if a setting has no equivalent. Variables that the script lets its caller set are taken from the environment.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ MODULE_PREFIXES = {
     "examples.train.algorithms.dapo.main_dapo_fully_async": "examples.fully_async.main_fully_async",
     "examples.train.": "examples.",
 }
-"""How the names of today's modules begin -> how those of the modules here do."""
+"""Prefixes of module names in today's SkyRL -> the prefixes here."""
 SKYRL_MODULE_PREFIXES = ("skyrl_train.", "examples.", "integrations.", "scripts.")
-"""How the names of modules begin that SkyRL has; any other is a program of the user's own."""
+"""Prefixes of SkyRL's module names here. Any other module is a program of the user."""
 CURRENT_SKYRL_KEY = re.compile(r"generator\.inference_engine\.")
-"""How keys begin that 0.3 does not have."""
+"""Matches keys that only today's SkyRL has, not 0.3."""
 SAMPLING = "generator.eval_sampling_params."
 CURRENT_SKYRL_DEFAULTS = {
     f"{SAMPLING}temperature": "1.0",
@@ -57,7 +57,7 @@ CURRENT_SKYRL_DEFAULTS = {
     "trainer.algorithm.cispo.cispo_eps_clip_low": "1.0",
     "trainer.algorithm.cispo.cispo_eps_clip_high": "4.0",
 }
-"""Defaults of today's SkyRL that differ from 0.3's, which are the ones here, and change results."""
+"""Defaults of today's SkyRL that change results and differ from those of 0.3 and this package."""
 
 
 @dataclass
@@ -66,12 +66,12 @@ class Translation:
 
     module: str
     overrides: list[str] = field(default_factory=list)
-    """As words of a shell: with `shell.MARKS` around what is left to it."""
+    """Overrides as shell words. Parts that only a shell can expand are between UNEXPANDED_MARKERS."""
     extras: list[str] = field(default_factory=list)
-    """Extras of this package that the run needs."""
+    """Optional dependencies of this package that the run needs."""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What cannot be honoured, and why."""
+    """Settings that have no equivalent, and why."""
 
     def __str__(self) -> str:
         extras = "".join(f" --extra {name}" for name in self.extras)
@@ -85,49 +85,52 @@ def translate(
 
     Args:
         text: The script.
-        path: Its name, for messages and for what it says of its own folder.
-        arguments: What the script is called with, its `$@`.
-        environment: Variables that its caller sets.
+        path: The script's path, for messages and for expressions that refer to its own folder.
+        arguments: The arguments that the script is called with, its `$@`.
+        environment: Variables that the script's caller sets.
 
-    Raises ConfigError for a script that cannot be read, or that starts nothing of SkyRL's with `key=value` arguments.
+    Raises:
+        ConfigError: The script cannot be parsed, or starts no program of SkyRL with `key=value` arguments.
     """
     return _translate(text, ShellScript(path, arguments=list(arguments), environment=environment or {}))
 
 
 def _translate(text: str, script: ShellScript) -> Translation:
     path, arguments = script.path, list(script.arguments)
-    every = list(parse_commands(text, script))
-    started = [(*found, command.environment) for command in every if (found := _started(command.words))]
+    commands = list(parse_commands(text, script))
+    started = [(*start, command.environment) for command in commands if (start := _started(command.words))]
     if not started:
-        return _translate_called_script(every, script)
-    theirs, words, own_environment = started[-1]
-    if theirs == "skyrl.train.main_sft" or (theirs.startswith("examples.train.") and "main_sft" in theirs):
+        return _translate_called_script(commands, script)
+    module, words, own_environment = started[-1]
+    if module == "skyrl.train.main_sft" or (module.startswith("examples.train.") and "main_sft" in module):
         raise ConfigError(
-            f"{path}: {theirs} has keys of its own, such as train_datasets and batch_size, which are not converted. "
-            "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md#fine-tuning has the key here for each."
+            f"{path}: {module} has keys of its own, such as train_datasets and batch_size, which are not converted. "
+            "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md#fine-tuning has the equivalent of each key."
         )
-    done = Translation(_module_here(theirs), notes=[f"not followed: {line}" for line in script.unresolved])
+    translation = Translation(_module_here(module), notes=[f"not followed: {line}" for line in script.unresolved])
     if ignored := [word for word in arguments if word not in words]:
-        done.notes.append(f"the recipe does not pass on its arguments: {' '.join(ignored)} is left out.")
+        translation.notes.append(f"the recipe does not pass on its arguments, so {' '.join(ignored)} is left out.")
     if len(started) > 1:
-        done.notes.append(f"{path} starts {len(started)} runs; this is the last one.")
+        translation.notes.append(f"{path} starts {len(started)} runs; only the last one is converted.")
     if exported := dict.fromkeys([*script.exported, *own_environment]):
-        done.notes.append(f"the recipe exports {', '.join(exported)}; if the run needs them, export them, too.")
-    if theirs != done.module:
-        done.notes.append(f"{theirs} -> {done.module}")
-    if not (REPOSITORY / f"{done.module.replace('.', '/')}.py").is_file() and done.module.startswith(
+        translation.notes.append(f"the recipe exports {', '.join(exported)}; export them, too, if the run needs them.")
+    if module != translation.module:
+        translation.notes.append(f"{module} -> {translation.module}")
+    if not (REPOSITORY / f"{translation.module.replace('.', '/')}.py").is_file() and translation.module.startswith(
         SKYRL_MODULE_PREFIXES
     ):
-        done.problems.append(f"{theirs} has no counterpart here: docs/from_skyrl.md says how its programs run.")
-    is_todays = theirs.startswith(("skyrl.", "examples.train")) or any(map(CURRENT_SKYRL_KEY.match, words))
-    _add_overrides(done, words, is_todays)
-    _check(done, script.environment)
-    return done
+        translation.problems.append(
+            f"{module} has no equivalent here. docs/from_skyrl.md says how to run SkyRL's programs."
+        )
+    is_todays = module.startswith(("skyrl.", "examples.train")) or any(map(CURRENT_SKYRL_KEY.match, words))
+    _add_overrides(translation, words, is_todays)
+    _check(translation, script.environment)
+    return translation
 
 
-def _translate_called_script(every: Sequence[ShellCommand], script: ShellScript) -> Translation:
-    """Translate the last script that a script calls, with the arguments and the variables that it gives it."""
-    for command in reversed(every):
+def _translate_called_script(commands: Sequence[ShellCommand], script: ShellScript) -> Translation:
+    """Translate the last script that a script calls, with the arguments and variables that it passes on."""
+    for command in reversed(commands):
         program, *rest = dropwhile(lambda word: word in ("exec", "bash", "sh", "-x", "-e", "-ex"), command.words) or [
             ""
         ]
@@ -135,22 +138,24 @@ def _translate_called_script(every: Sequence[ShellCommand], script: ShellScript)
             continue
         roots = (Path(), *Path(script.path).resolve().parents)
         paths = (root / program for root in roots if (root / program).is_file())
-        for found in (path for path in paths if path.resolve() != Path(script.path).resolve()):
+        for script_path in (path for path in paths if path.resolve() != Path(script.path).resolve()):
             variables = {name: script.variables[name] for name in script.exported if name in script.variables}
             variables |= {name: [value] for name, value in command.environment.items()}
-            called = ShellScript(str(found), variables, rest, script.environment)
-            done = _translate(found.read_text(encoding="utf-8"), called)
-            done.notes.insert(0, f"{script.path} calls {program}.")
-            return done
-        raise ConfigError(f"{script.path} calls {program}, which was not found: name that script, and its arguments.")
+            called = ShellScript(str(script_path), variables, rest, script.environment)
+            translation = _translate(script_path.read_text(encoding="utf-8"), called)
+            translation.notes.insert(0, f"{script.path} calls {program}.")
+            return translation
+        raise ConfigError(
+            f"{script.path} calls {program}, which was not found. Give that script and its arguments instead."
+        )
     raise ConfigError(
         f"{script.path}: no command `... -m MODULE key=value ...` was found; loops and functions are not followed. "
-        "Name a script that starts SkyRL."
+        "Give a script that starts SkyRL."
     )
 
 
 def _started(words: list[str]) -> tuple[str, list[str]] | None:
-    """(module, arguments) of a command that starts a Python program with at least one `key=value`."""
+    """Return (module, arguments) of a command that starts a Python program with at least one `key=value`; else None."""
     for at, word in enumerate(words):
         if word == "-m" and at + 1 < len(words):
             module, rest = words[at + 1], words[at + 2 :]
@@ -169,81 +174,83 @@ def _module_here(module: str) -> str:
     return module
 
 
-def _add_overrides(done: Translation, arguments: Sequence[str], is_current_skyrl: bool) -> None:
-    """Add the arguments with this package's names of keys, without those that have no effect."""
-    given: dict[str, str] = {}
+def _add_overrides(translation: Translation, arguments: Sequence[str], is_current_skyrl: bool) -> None:
+    """Add the arguments under this package's key names. Keys without effect are left out by `_check`."""
+    overrides: dict[str, str] = {}
     for word in arguments:
         key, equals, value = word.partition("=")
         key, plus = key.lstrip("+"), key[: len(key) - len(key.lstrip("+"))]
         if not equals or not re.fullmatch(r"~?\w[\w.@/]*", key):
-            done.problems.append(f"{display_word(word)}: not key=value.")
+            translation.problems.append(f"{display_word(word)} is not key=value.")
             continue
         if parse_override(display_word(word)).error and not unexpanded_parts(word):
             try:
                 value = to_override_literal(yaml.safe_load(value))
             except yaml.YAMLError:
-                done.problems.append(f"{word}: its value is not valid YAML.")
+                translation.problems.append(f"{word}: its value is not valid YAML.")
                 continue
         if find_skyrl_key(key) is not None:
-            given[key] = value
+            overrides[key] = value
             continue
-        mine = Override(f"+{key}={value}", key, value)
-        if not plus and custom_key_path(mine) and not done.module.startswith("skyrl_train."):
-            plus = "+"  # a key of the program's own
+        override = Override(f"+{key}={value}", key, value)
+        if not plus and custom_key_path(override) and not translation.module.startswith("skyrl_train."):
+            plus = "+"  # the program defines this key
         if (
             not unexpanded_parts(value)
             and canonical_value(canonical_key(key), read := parse_override(f"{key}={value}").value) != read
         ):
             value = format_value(canonical_value(canonical_key(key), read))
-        given[f"{plus}{canonical_key(key)}"] = value
+        overrides[f"{plus}{canonical_key(key)}"] = value
     if is_current_skyrl:
-        for key, value in _current_skyrl_defaults(given):
-            given[key] = value
-            done.notes.append(f"{key}={value} is added: today's SkyRL has this default, 0.3 and this package another.")
-        done.notes += _current_skyrl_differences(given)
-    done.overrides += [f"{key}={value}" for key, value in given.items()]
+        for key, value in _current_skyrl_defaults(overrides):
+            overrides[key] = value
+            translation.notes.append(
+                f"{key}={value} is added: it is the default of today's SkyRL; 0.3 and this package have another one."
+            )
+        translation.notes += _current_skyrl_differences(overrides)
+    translation.overrides += [f"{key}={value}" for key, value in overrides.items()]
 
 
-def _current_skyrl_defaults(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    evaluates = any(key.startswith(SAMPLING) for key in given)
-    clips = given.get("trainer.algorithm.policy_loss_type", "").strip("'\"") == "cispo"
+def _current_skyrl_defaults(overrides: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    evaluates = any(key.startswith(SAMPLING) for key in overrides)
+    clips = overrides.get("trainer.algorithm.policy_loss_type", "").strip("'\"") == "cispo"
     for key, value in CURRENT_SKYRL_DEFAULTS.items():
-        if key not in given and (evaluates if key.startswith(SAMPLING) else clips):
+        if key not in overrides and (evaluates if key.startswith(SAMPLING) else clips):
             yield key, value
 
 
-def _check(done: Translation, environment: Mapping[str, str]) -> None:
-    """Add what the checks say, and leave out keys without effect."""
-    for text in dict.fromkeys(text for word in done.overrides for text in unexpanded_parts(word)):
+def _check(translation: Translation, environment: Mapping[str, str]) -> None:
+    """Add the results of the configuration checks, and remove keys without effect."""
+    for text in dict.fromkeys(text for word in translation.overrides for text in unexpanded_parts(word)):
         if text != "$HOME" and text.removeprefix("$") not in environment:
-            done.notes.append(f"{text} is left to your shell.")
-    checked = [known for word in done.overrides if (known := _checkable(word, environment))]
+            translation.notes.append(f"{text} is left to your shell.")
+    checked = [checkable for word in translation.overrides if (checkable := _checkable(word, environment))]
     try:
-        has_user_code = not done.module.startswith("skyrl_train.")
+        has_user_code = not translation.module.startswith("skyrl_train.")
         prepared = prepare_config([*checked, "device=cuda"], has_accelerator=True, has_user_code=has_user_code)
     except ConfigError as error:
-        done.problems += [line.strip() for line in str(error).splitlines()[1:]]
+        translation.problems += [line.strip() for line in str(error).splitlines()[1:]]
         return
-    done.notes += [*prepared.notes, *prepared.warnings]
-    done.overrides = [word for word in done.overrides if find_skyrl_key(word.partition("=")[0]) is None]
-    done.extras = list(_extras(prepared.config))
+    translation.notes += [*prepared.notes, *prepared.warnings]
+    translation.overrides = [word for word in translation.overrides if find_skyrl_key(word.partition("=")[0]) is None]
+    translation.extras = list(_extras(prepared.config))
 
 
-def _current_skyrl_differences(given: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each key that has another meaning in today's SkyRL and is accepted."""
-    for key, value in given.items():
+def _current_skyrl_differences(overrides: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each accepted key whose meaning differs in today's SkyRL."""
+    for key, value in overrides.items():
         if key.endswith("sampling_params.repetition_penalty") and value not in ("1", "1.0"):
-            yield f"{key}={display_word(value)}: today's SkyRL does not pass it to the engine; here it has its effect."
-    step_wise = given.get("generator.step_wise_trajectories", "").lower() == "true"
-    if step_wise and given.get("generator.merge_stepwise_output", "").lower() != "true":
+            yield f"{key}={display_word(value)}: today's SkyRL does not pass it to the engine; here it takes effect."
+    step_wise = overrides.get("generator.step_wise_trajectories", "").lower() == "true"
+    if step_wise and overrides.get("generator.merge_stepwise_output", "").lower() != "true":
         yield (
-            "generator.step_wise_trajectories=true: turns that continue a sequence are one sequence, as with "
+            "generator.step_wise_trajectories=true: turns that continue a sequence become one sequence, as with "
             "merge_stepwise_output=true. A mean over sequences (loss_reduction=sequence_mean) counts it once."
         )
 
 
 def _checkable(word: str, environment: Mapping[str, str]) -> str | None:
-    """Return an override with a stand-in for what only a shell knows; None if that is its whole value."""
+    """Return an override with placeholders for parts that only a shell can expand; None if its value is such a part."""
     text = display_word(word, environment)
     for left in unexpanded_parts(word):
         if text.endswith(f"={left}"):
@@ -261,21 +268,27 @@ def _extras(config: Config) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="from_skyrl", description="The command line for this package of a recipe.")
+    """Run the command with these arguments, by default those of the process.
+
+    Raises:
+        SystemExit: With 2 if the script cannot be converted or a setting has no equivalent.
+    """
+    parser = argparse.ArgumentParser(prog="from_skyrl", description="Convert a SkyRL recipe for this package.")
     parser.add_argument("recipe", help="a shell script that starts SkyRL; it is read, not run")
-    parser.add_argument("arguments", nargs="*", help="what the script is called with: key=value")
-    given = parser.parse_args(arguments)
+    parser.add_argument("arguments", nargs="*", help="the arguments of the script: key=value")
+    options = parser.parse_args(arguments)
     try:
-        done = translate(Path(given.recipe).read_text(encoding="utf-8"), given.recipe, given.arguments, os.environ)
+        text = Path(options.recipe).read_text(encoding="utf-8")
+        translation = translate(text, options.recipe, options.arguments, os.environ)
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         print_stderr(f"{error}")
         sys.exit(2)
-    print(done)
-    for text in done.notes:
-        print_stderr(f"note: {text}")
-    for text in done.problems:
-        print_stderr(f"refused: {text}")
-    if done.problems:
+    print(translation)
+    for note in translation.notes:
+        print_stderr(f"note: {note}")
+    for problem in translation.problems:
+        print_stderr(f"refused: {problem}")
+    if translation.problems:
         sys.exit(2)
 
 

@@ -1,6 +1,6 @@
-"""Training: `python -m skyrl_train.entrypoints.main_base key=value ...`
+"""Training with rewards: `python -m skyrl_train.entrypoints.main_base key=value ...`
 
-Scripts written for SkyRL find its names here: BasePPOExp, config_dir, validate_cfg. Programs written for this package
+Scripts written for SkyRL import BasePPOExp, config_dir and validate_cfg from here. Programs written for this package
 subclass `skyrl_train.Experiment` instead.
 """
 
@@ -20,6 +20,7 @@ config_dir = str(presets_folder())
 
 @exit_with_signal_status()
 def main() -> None:
+    """Train with the arguments of the process. Exits as `launch_experiment` does."""
     launch_experiment(Experiment)
 
 

@@ -1,6 +1,7 @@
 """Evaluation only: `python -m skyrl_train.entrypoints.main_generate key=value ...`
 
-The engines load trainer.policy.model.path and answer data.val_data; scores are logged and printed. No trainer starts.
+The engines load trainer.policy.model.path and answer the prompts of data.val_data. The scores are logged and printed.
+No trainer is started.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from skyrl_train.experiment.driver import exit_with_signal_status
 
 
 class EvaluationExp(Experiment):
-    """Everything of an experiment but training."""
+    """An experiment that evaluates without training."""
 
     components = RunComponents(train_data=False, learner=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
-        """There is nothing to train on."""
+        """Return None: an evaluation has no training data."""
 
     async def _run(self) -> None:
         from skyrl_train.experiment.run_resources import start_rollout_resources
@@ -27,8 +28,8 @@ class EvaluationExp(Experiment):
 
         if self.eval_dataset is None:
             raise ConfigError(
-                f"data.val_data={list(self.config.data.val_data)!r}: an evaluation needs data; name a file or dataset, "
-                "and leave trainer.eval_before_train or trainer.eval_interval on."
+                f"data.val_data={list(self.config.data.val_data)!r}: an evaluation needs data. Name a file or data "
+                "set, and leave trainer.eval_before_train or trainer.eval_interval on."
             )
         async with start_rollout_resources(
             self.config,
@@ -47,6 +48,7 @@ class EvaluationExp(Experiment):
 
 @exit_with_signal_status()
 def main() -> None:
+    """Evaluate with the arguments of the process. Exits as `launch_experiment` does."""
     launch_experiment(EvaluationExp)
 
 

@@ -1,7 +1,8 @@
 """Supervised fine-tuning: `python -m skyrl_train.entrypoints.main_sft key=value ...`
 
-The same learner, optimizer keys and folders as training with rewards. Rows of data.train_data have a `messages` column;
-what the assistant says in it is learnt. trainer.train_batch_size counts rows; the model is exported when the run ends.
+Learner, optimizer keys and folders are those of training with rewards. Rows of data.train_data have a `messages`
+column; the model is trained on the assistant's messages in it. trainer.train_batch_size counts rows. The model is
+exported when the run ends.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ class SFTExp(Experiment):
     components = RunComponents(val_data=False, engines=False, rewards=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
-        """Demonstrations are read when the run starts."""
+        """Return None: demonstrations are read when the run starts."""
 
     get_eval_dataset = get_train_dataset  # type: ignore[assignment]
 
     def run(self) -> None:
         folder = self._run_until_signaled(self._with_restarts(self._train))
         export_path = self.config.trainer.export_path
-        inside = folder.relative_to(resolve_local_folder(export_path))
-        print(f"exported to {export_path.rstrip('/')}/{inside}" if is_uri(export_path) else f"exported to {folder}")
+        relative_path = folder.relative_to(resolve_local_folder(export_path))
+        print(
+            f"exported to {export_path.rstrip('/')}/{relative_path}" if is_uri(export_path) else f"exported to {folder}"
+        )
 
     async def _train(self) -> Path:
         from skyrl_train.experiment.algorithm import build_sft_objective_spec
@@ -52,7 +55,7 @@ class SFTExp(Experiment):
             build_tracker=self.build_tracker,
         ) as base:
             assert base.learner is not None
-            with startup_phase("models", "processes of the trainer that load them"):
+            with startup_phase("models", "the trainer loads its models"):
                 await start_learner(base.learner, trainer)
             sft = build_sft_trainer(base, tokenizer=self.tokenizer, sft_examples=sft_examples)
             sft.restarts = self.restarts
@@ -62,6 +65,7 @@ class SFTExp(Experiment):
 
 @exit_with_signal_status()
 def main() -> None:
+    """Fine-tune with the arguments of the process. Exits as `launch_experiment` does."""
     launch_experiment(SFTExp)
 
 

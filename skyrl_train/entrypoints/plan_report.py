@@ -1,4 +1,4 @@
-"""The run that a configuration describes, as a table: slots, tokens, steps, and the seconds of those once measured."""
+"""The run that a configuration describes as a table: slots, tokens, steps, and where measured seconds are printed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from skyrl_train.experiment.memory_plan import SlotMemoryPlan
 
 MEASURED = "measured by --probe"
-_LOOKED_AT = 1000
-"""Prompts whose mean length is taken for that of all."""
+_MAX_SAMPLED_PROMPTS = 1000
+"""Number of prompts whose mean length stands for all of them."""
 
 
 @dataclass(frozen=True)
 class DataStats:
-    """What is known of data.train_data."""
+    """Statistics of data.train_data."""
 
     prompts: int
     prompt_tokens: float
@@ -28,18 +28,23 @@ class DataStats:
 
 
 def compute_data_stats(cfg: Config) -> DataStats:
-    """Read the training data as a run does. Raises what that raises."""
+    """Read the training data as a run does, and return its statistics.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded.
+        DataError: A row cannot be used, or no prompt is short enough.
+    """
     from skyrl_train.data.chat import render_prompt
     from skyrl_train.data.messages import get_chat_template_kwargs
     from skyrl_train.experiment.data import build_prompts, build_tokenizer
 
     tokenizer = build_tokenizer(cfg)
     dataset = build_prompts(cfg, tokenizer, cfg.data.train_data, "data.train_data")
-    looked_at = dataset.prompts[:_LOOKED_AT]
+    sample = dataset.prompts[:_MAX_SAMPLED_PROMPTS]
     options = cfg.generator.chat_template_kwargs
     lengths = [
         len(render_prompt(tokenizer, prompt.messages, get_chat_template_kwargs(prompt.env_extras, options)))
-        for prompt in looked_at
+        for prompt in sample
     ]
     return DataStats(len(dataset), sum(lengths) / len(lengths))
 
@@ -47,13 +52,20 @@ def compute_data_stats(cfg: Config) -> DataStats:
 def run_lines(
     cfg: Config, plans: Sequence[SlotMemoryPlan], data: DataStats | str, seconds: str = MEASURED
 ) -> Iterator[str]:
-    """The table; `data` is a reason where the training data are not known. `seconds`: where those of a step stand."""
+    """Yield the lines of the table.
+
+    Args:
+        cfg: The configuration.
+        plans: The memory plan of each kind of slot.
+        data: Statistics of the training data, or why they are unknown.
+        seconds: Where the seconds of a step can be found.
+    """
     counts = count_run_slots(cfg, RunComponents())
     yield ""
     yield "the run"
     table = [["slots", f"{counts.total:,}", _roles(cfg, plans, counts)]]
     table += _tokens(cfg, data)
-    table += [["seconds a step", "?", seconds], ["hours", "?", seconds]]
+    table += [["seconds per step", "?", seconds], ["hours", "?", seconds]]
     yield from align_columns(table, 1)
 
 
@@ -62,15 +74,17 @@ def _roles(cfg: Config, plans: Sequence[SlotMemoryPlan], counts: SlotCounts) -> 
         "an accelerator" if cfg.device == "cuda" else f"{_share(cfg, counts.total)} of the {os.cpu_count()} CPUs here"
     )
     roles = ", ".join(f"{plan.count} x {plan.name}" for plan in plans)
-    stride = gpus_per_engine(cfg.generator)
+    slots_per_engine = gpus_per_engine(cfg.generator)
     nodes = cfg.trainer.placement.nodes_per_engine
-    wide = f"; an engine has {stride}" + f" on {nodes} nodes" * (nodes > 1) if stride > 1 else ""
-    hosts = cfg.environment.hosts
-    beside = f"; beside them {hosts} environment hosts of {cfg.environment.host_cpus:g} CPUs" if hosts else ""
+    engine_size = (
+        f"; an engine has {slots_per_engine}" + f" on {nodes} nodes" * (nodes > 1) if slots_per_engine > 1 else ""
+    )
+    num_hosts = cfg.environment.hosts
+    hosts = f"; plus {num_hosts} environment hosts of {cfg.environment.host_cpus:g} CPUs" if num_hosts else ""
     return (
-        f"{roles}; each {each}{wide}"
+        f"{roles}; each {each}{engine_size}"
         + ("; engines and trainer take turns" if counts.engines_colocated else "")
-        + beside
+        + hosts
     )
 
 
@@ -86,22 +100,24 @@ def _tokens(cfg: Config, data: DataStats | str) -> Iterator[list[str]]:
     known = isinstance(data, DataStats)
     schedule = build_schedule(trainer, data.prompts if isinstance(data, DataStats) else trainer.train_batch_size)
     prompts, samples = schedule.num_prompts_in_step(0), generator.n_samples_per_prompt
-    asked = data.prompt_tokens if isinstance(data, DataStats) else generator.max_input_length
-    answer, turns = generator.sampling_params.max_generate_length, generator.max_turns
-    asks = f"{asked:,.0f} of a prompt, {'in the mean' if known else f'the most, as the data are not known: {data}'}"
-    answers = f"{answer:,} of an answer, the most" + (f", in each of {turns} turns" if turns > 1 else "")
-    tokens = f"{prompts * samples * (asked + answer * turns):,.0f}"
-    yield ["tokens a step", tokens, f"{prompts:,} prompts x {samples:,} samples x ({asks} + {answers})"]
+    prompt_tokens = data.prompt_tokens if isinstance(data, DataStats) else generator.max_input_length
+    answer_tokens, turns = generator.sampling_params.max_generate_length, generator.max_turns
+    prompt = (
+        f"{prompt_tokens:,.0f} per prompt, {'on average' if known else f'the maximum, as the data are unknown: {data}'}"
+    )
+    answer = f"up to {answer_tokens:,} per answer" + (f" in each of {turns} turns" if turns > 1 else "")
+    tokens = f"{prompts * samples * (prompt_tokens + answer_tokens * turns):,.0f}"
+    yield ["tokens per step", tokens, f"{prompts:,} prompts x {samples:,} samples x ({prompt} + {answer})"]
     limit = "" if trainer.max_steps is None else f", trainer.max_steps={trainer.max_steps:,}"
     if isinstance(data, DataStats):
-        what = f"{data.prompts:,} prompts, {prompts:,} a step, trainer.epochs={trainer.epochs:,}{limit}"
-        yield ["steps", f"{schedule.total_steps:,}", what]
+        note = f"{data.prompts:,} prompts, {prompts:,} per step, trainer.epochs={trainer.epochs:,}{limit}"
+        yield ["steps", f"{schedule.total_steps:,}", note]
     else:
         yield ["steps", "?", f"of {trainer.train_batch_size:,} prompts, trainer.epochs={trainer.epochs:,}{limit}"]
 
 
 def align_columns(table: Sequence[Sequence[str]], words: int) -> Iterator[str]:
-    """Lines of a table: the first `words` columns begin, the others but the last end below each other."""
+    """Yield the lines of a table. The first `words` columns are aligned left, the others except the last one right."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         texts, numbers = row[:words], row[words:-1]

@@ -1,7 +1,7 @@
-"""Takes a few steps of a run with everything real, and leaves nothing: `check_config --plan --probe`.
+"""Measures a few steps of a real run without leaving files behind: `check_config --plan --probe`.
 
-The steps are those of the run's own Trainer over its own engines, learner, environments and data, so what their clocks
-say is what the run's will. Then the batch of the last one is scored and learnt again with other sizes of micro-batches.
+The run's own Trainer takes the steps with its engines, learner, environments and data, so its clocks measure what the
+run's will. Then the batch of the last step is scored and trained on again with other micro-batch sizes.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
 STEPS_S, TIMINGS_S = 12.0, 8.0
-"""Seconds to measure steps for, and the sizes of micro-batches. Of slow models the least is taken, however long."""
+"""Seconds for measuring steps and for timing micro-batch sizes. The minimum of steps is taken however long it takes."""
 MIN_STEPS, MAX_STEPS = 3, 30
-"""Whole steps that are measured."""
+"""Numbers of complete steps that are measured."""
 _FIRST_STEP_DIVISOR = 8
-"""The first step has so small a part of the prompts: it is slow for reasons of its own, and shows what a step takes."""
+"""The first step has this fraction of the prompts. It is slow for reasons of its own and shows the order of a step's
+time."""
 MAX_SIZES = 5
 _ROUNDS = 3
 LIMIT = "trainer.max_tokens_per_microbatch"
 _PEAKS = ("memory/learner_peak_gib", "memory/learner_peak_rss_gib")
-"""Of the accelerator, else of the host."""
+"""Metrics of the peak memory of the accelerator, else of the host."""
 _DISABLED_KEYS: Mapping[str, Any] = {
     "trainer.resume_mode": "none",
     "trainer.resume_path": None,
@@ -66,28 +67,30 @@ _DISABLED_KEYS: Mapping[str, Any] = {
     "trainer.guards.max_cut_fraction": None,
     "trainer.guards.stop": [],
 }
-"""What a probe does without: files, and judgements of what is learnt. The endpoint stays: environments may call it."""
+"""Settings that a probe overrides, for files and for guards about training progress. The HTTP endpoint stays on because
+environments may call it."""
 
 
 @dataclass(frozen=True)
 class ProbeSchedule(StepSchedule):
-    """The prompts of each step as the clock allows: first a part, then all of them; or more of them each time.
+    """A schedule that chooses the number of prompts of each step from the measured time.
 
-    A step's size is settled when it is first asked for, which is when the step before it has published its weights;
-    nothing is left to be measured where it is 0.
+    The first step has a part of the prompts. Then follow complete steps if they fit the time, else steps of growing
+    size. The size of a step is fixed when it is first requested, which is when the step before it has published its
+    weights. A size of 0 means that the probe has ended.
     """
 
     max_staleness_steps: int = 0
-    """How far rollouts run ahead."""
+    """Number of steps by which rollouts run ahead."""
     full_steps_only: bool = False
-    """Whether all steps have all prompts, as they do where rollouts run ahead."""
+    """True if every step has all prompts, as steps do where rollouts run ahead."""
     clock: Callable[[], float] = time.monotonic
     requested_sizes: list[tuple[float, int]] = field(default_factory=list)
-    """When each step's size was asked for, and what it is; 0 after the last one."""
+    """For each step the time when its size was requested, and the size; 0 after the last step."""
 
     @property
     def prompts(self) -> int:
-        """Those of a whole step."""
+        """Number of prompts of a complete step."""
         return min(self.train_batch_size, self.num_prompts)
 
     @property
@@ -97,7 +100,10 @@ class ProbeSchedule(StepSchedule):
 
     @property
     def _finished(self) -> int:
-        """Steps, when the last size was asked for: for step s, when step s - 1 - max_staleness_steps has ended."""
+        """Number of finished steps when the last size was requested.
+
+        The size of step s is requested when step s - 1 - max_staleness_steps has ended.
+        """
         return max(0, len(self.requested_sizes) - 1 - self.max_staleness_steps)
 
     def num_prompts_in_step(self, step: int) -> int:
@@ -108,18 +114,21 @@ class ProbeSchedule(StepSchedule):
         return self.requested_sizes[step][1]
 
     def measured(self) -> list[int]:
-        """The steps that count, from 0: whole ones but for the first, and those in which rollouts get ahead; if there
-        is none, all but the first."""
-        whole = [step for step in range(self._finished) if self.requested_sizes[step][1] == self.prompts][
+        """Return the indices of the steps that count, from 0.
+
+        These are the complete steps without the first one and without those in which rollouts get ahead. If there is
+        none, all steps except the first; if there is only one step, that one.
+        """
+        complete = [step for step in range(self._finished) if self.requested_sizes[step][1] == self.prompts][
             1 + self.max_staleness_steps :
         ]
-        # Rollouts that run ahead come in bursts: a slow step, then as many fast ones as they run ahead.
+        # Rollouts that run ahead come in bursts: a slow step, then as many fast ones as they are ahead.
         burst = 1 + self.max_staleness_steps
-        spare = len(whole) % burst if len(whole) > burst else 0
-        return whole[spare:] or [*range(1, self._finished)] or [*range(self._finished)]
+        incomplete_burst = len(complete) % burst if len(complete) > burst else 0
+        return complete[incomplete_burst:] or [*range(1, self._finished)] or [*range(self._finished)]
 
     def _next(self) -> int:
-        """The prompts of the step that is being asked for."""
+        """Return the number of prompts of the step that is being requested; 0 to end the probe."""
         finished, (now, _) = self._finished, self.requested_sizes[-1]
         if finished == 0:
             return (
@@ -129,58 +138,58 @@ class ProbeSchedule(StepSchedule):
             )
         elapsed = now - self.requested_sizes[0][0]
         sizes = [size for _, size in self.requested_sizes[:finished]]
-        whole = sizes.count(self.prompts)
-        if whole:
-            counted = whole - 1 - self.max_staleness_steps
-            enough = counted >= max(MIN_STEPS, 1 + self.max_staleness_steps) and elapsed >= STEPS_S
-            late = counted >= 1 and elapsed >= 3 * STEPS_S
-            return 0 if enough or late or counted >= MAX_STEPS else self.prompts
-        took, last = now - self.requested_sizes[-2][0], sizes[-1]
-        together = STEPS_S + TIMINGS_S
-        if took * self.prompts / last * (MIN_STEPS + 1) <= together:
+        num_complete = sizes.count(self.prompts)
+        if num_complete:
+            num_counted = num_complete - 1 - self.max_staleness_steps
+            has_enough = num_counted >= max(MIN_STEPS, 1 + self.max_staleness_steps) and elapsed >= STEPS_S
+            is_late = num_counted >= 1 and elapsed >= 3 * STEPS_S
+            return 0 if has_enough or is_late or num_counted >= MAX_STEPS else self.prompts
+        took_s, last = now - self.requested_sizes[-2][0], sizes[-1]
+        total_s = STEPS_S + TIMINGS_S
+        if took_s * self.prompts / last * (MIN_STEPS + 1) <= total_s:
             return self.prompts
-        if finished == 1:  # that was slow for reasons of its own
+        if finished == 1:  # the first step was slow for reasons of its own
             return last
-        # Two sizes at least, however long: one says what a step takes, not how that grows.
-        return min(self.prompts, 2 * last) if finished == 2 or elapsed + 2 * took <= together else 0
+        # At least two sizes, however long they take: a single one does not show how the time of a step grows.
+        return min(self.prompts, 2 * last) if finished == 2 or elapsed + 2 * took_s <= total_s else 0
 
 
 @dataclass(frozen=True)
 class MicroBatchTiming:
-    """Scoring and updating with one size of micro-batches."""
+    """The time of scoring and updating with one micro-batch size."""
 
     limit: int | None
-    """Tokens of a micro-batch; None is what is configured."""
+    """Tokens of a micro-batch; None for the configured size."""
     seconds: float
-    """Of scoring and updating the batch, the fastest of some times."""
+    """Shortest time of scoring and updating the batch, in seconds; infinite if memory ran out."""
     peak_gib: float | None
-    """memory/learner_peak_*: of the rank that needed most until then. None if it ran out of memory."""
+    """Peak memory until then of the rank that needed the most (memory/learner_peak_*); None if memory ran out."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe found."""
+    """The measurements of a probe."""
 
     steps: list[MeasuredStep]
-    """Those that count."""
+    """The steps that count."""
     num_steps: int
-    """How many steps there were."""
+    """Number of all steps."""
     steps_took_s: float
     start_s: float
-    """Until the first step could begin."""
+    """Seconds until the first step could begin."""
     prompts: int
-    """Of a whole step."""
+    """Number of prompts of a complete step."""
     dataset: PromptDataset
     eval_prompts: int
     responses: list[int]
-    """Tokens of every response of the last step."""
+    """Number of tokens of every response of the last step."""
     timed_tokens: int
-    """Of the batch that was passed with every size."""
+    """Number of tokens of the batch that was timed with every size."""
     timings: list[MicroBatchTiming] = field(default_factory=list)
 
 
 class ProbeExp(Experiment):
-    """An experiment that is measured and leaves nothing; `folder` is for what a run writes."""
+    """An experiment that takes a few measured steps. The run's files go to `folder`."""
 
     def __init__(self, cfg: Config, folder: Path):
         self.original_config, self._begun, self._start_s = cfg, time.monotonic(), 0.0
@@ -191,13 +200,13 @@ class ProbeExp(Experiment):
         super().__init__(as_temporary_run(cfg, folder))
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        mine, self.config = self.config, self.original_config
+        probe_config, self.config = self.config, self.original_config
         try:
             return super().get_eval_dataset()
         finally:
-            self.config = mine
+            self.config = probe_config
 
-    def build_tracker(self, directory: Any) -> Any:
+    def build_tracker(self, directory: Path) -> Trackers:
         return Trackers({"probe": _Rows(self)})
 
     def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
@@ -207,60 +216,60 @@ class ProbeExp(Experiment):
             trainer.train_batch_size,
             epochs=1,
             max_staleness_steps=max_staleness_steps(trainer),
-            # What these draw for a step depends on its size.
+            # Dynamic sampling draws a number of groups that depends on the step's size.
             full_steps_only=trainer.algorithm.dynamic_sampling.type is not None,
         )
         built = super().build_trainer(running, self._schedule)
-        built.batch_transforms = [*built.batch_transforms, self._keep]
-        built.checkpoint_manager.save = _save_nothing  # type: ignore[method-assign]  # as a run that ends early would
+        built.batch_transforms = [*built.batch_transforms, self._record_batch]
+        built.checkpoint_manager.save = _save_nothing  # type: ignore[method-assign]  # a run that ends early would save
         learner, steps = built.learner, trainer.update_epochs_per_batch
         if (
             learner.needs_old_logprobs is None
             and -(-self._schedule.prompts // trainer.policy_mini_batch_size) * steps > 1
         ):
-            learner.needs_old_logprobs = True  # as for whole steps; a part may be a single mini-batch
+            learner.needs_old_logprobs = True  # as in complete steps, although a part may be a single mini-batch
         return built
 
     def begins(self) -> None:
-        """Everything has started."""
+        """Record that everything has started, and print that steps follow."""
         self._start_s = time.monotonic() - self._begun
         print_status("probe", f"steps, for about {STEPS_S:g} s")
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Take in the metrics of a step."""
+        """Record the metrics of a step."""
         self._rows.append(row)
 
-    def _keep(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
+    def _record_batch(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
         self._batch = batch
         return batch
 
     async def _run(self) -> None:
         async with self.session() as session:
             await session.trainer.fit()
-            await session.trainer.collector.close()  # no rollout of a later step runs beside what follows
-            batch, pace = self._batch, self._schedule
-            assert batch is not None and pace is not None and self._rows
-            print_status("probe", f"micro-batches, for about {TIMINGS_S:g} s")
+            await session.trainer.collector.close()  # no rollout of a later step may disturb the timings
+            batch, schedule = self._batch, self._schedule
+            assert batch is not None and schedule is not None and self._rows
+            print_status("probe", f"micro-batch sizes, for about {TIMINGS_S:g} s")
             row = self._rows[-1]
-            part, passes = await _time_micro_batches(
+            part, timings = await _time_micro_batches(
                 self.config, session, batch, row.get("timing/score_s", 0.0) + row["timing/update_s"]
             )
         self.result = ProbeResult(
-            steps=[MeasuredStep(pace.num_prompts_in_step(step), self._rows[step]) for step in pace.measured()],
+            steps=[MeasuredStep(schedule.num_prompts_in_step(step), self._rows[step]) for step in schedule.measured()],
             num_steps=len(self._rows),
             steps_took_s=sum(row["timing/step_s"] for row in self._rows),
             start_s=self._start_s,
-            prompts=pace.prompts,
+            prompts=schedule.prompts,
             dataset=self.train_dataset,
             eval_prompts=len(self.eval_dataset or ()),
             responses=response_lengths(batch),
             timed_tokens=len(part.input_ids),
-            timings=passes,
+            timings=timings,
         )
 
 
 class _Rows:
-    """A tracker for a probe."""
+    """A tracker that passes the metrics of steps to a probe."""
 
     def __init__(self, experiment: ProbeExp):
         self._experiment = experiment
@@ -273,17 +282,17 @@ class _Rows:
             self._experiment.add(metrics)
 
     def samples(self, rows: Sequence[Any], step: int) -> None:
-        """Nobody reads them."""
+        """Ignore samples."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def as_temporary_run(cfg: Config, folder: Path) -> Config:
-    """The configuration with `folder` for all that a run writes, and without what it would keep."""
+    """Return the configuration with all files in `folder`, and without checkpoints, exports and evaluations."""
     changes = dict(_DISABLED_KEYS)
     changes |= {"trainer.ckpt_path": str(folder / "run"), "trainer.export_path": str(folder / "exports")}
-    if cfg.generator.weight_sync_folder:  # engines on other machines may reach no other one
+    if cfg.generator.weight_sync_folder:  # engines on other machines may only reach this folder
         changes["generator.weight_sync_folder"] = os.path.join(cfg.generator.weight_sync_folder, folder.name)
     for key, value in changes.items():
         cfg = replace_value(cfg, key, value)
@@ -291,14 +300,19 @@ def as_temporary_run(cfg: Config, folder: Path) -> Config:
 
 
 def probe(cfg: Config) -> ProbeResult:
-    """Start the configuration's run in a temporary folder, measure it, stop it.
+    """Run the configuration in a temporary folder for a few steps, measure it and stop it.
 
-    Raises ConfigError for engines that are not the run's own, and what a run raises.
+    Blocks for the start of the run and about 20 s. The folder is deleted, unless the probe failed and its logs may say
+    why.
+
+    Raises:
+        ConfigError: The engines are not the run's own (generator.run_engines_locally=false), or as a run raises it.
+        SkyRLError: As a run raises it.
     """
     if not cfg.generator.run_engines_locally:
         raise ConfigError(
-            "generator.run_engines_locally=false: a probe trains a few steps, and would leave their weights in servers "
-            "that others may use; probe with engines of its own (true), or without --probe."
+            "generator.run_engines_locally=false: a probe trains a few steps and would leave their weights in servers "
+            "that others may use. Set it to true for the probe, or leave --probe out."
         )
     with ExitStack() as stack:
         experiment = ProbeExp(cfg, stack.enter_context(temporary_folder()))
@@ -312,24 +326,24 @@ def probe(cfg: Config) -> ProbeResult:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that goes, unless what failed may be explained by the logs of a run in it, which errors name."""
-    folder, kept = Path(tempfile.mkdtemp(prefix="skyrl-probe-")), False
+    """Yield a folder that is deleted on exit, unless the body failed and left a run's logs, which errors name."""
+    folder, keeps_folder = Path(tempfile.mkdtemp(prefix="skyrl-probe-")), False
     try:
         yield folder
     except Exception as error:
-        kept = not isinstance(error, RunInterrupted) and (folder / "run" / "logs").exists()
+        keeps_folder = not isinstance(error, RunInterrupted) and (folder / "run" / "logs").exists()
         raise
     finally:
-        if not kept:
+        if not keeps_folder:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _save_nothing(step: int, unfinished: Any = None) -> None:
-    """In place of a checkpoint."""
+    """Replace the saving of checkpoints."""
 
 
 def response_lengths(batch: TrainBatch) -> list[int]:
-    """The tokens of each answer that count; of one that is masked, all after the prompt."""
+    """Return the number of tokens of each response that the loss counts; of a masked response, all after the prompt."""
     counted = batch.num_loss_tokens
     return torch.where(counted > 0, counted, batch.lengths - batch.prompt_lengths).tolist()
 
@@ -337,70 +351,84 @@ def response_lengths(batch: TrainBatch) -> list[int]:
 async def _time_micro_batches(
     cfg: Config, session: Session, batch: TrainBatch, took_s: float
 ) -> tuple[TrainBatch, list[MicroBatchTiming]]:
-    """Score and update (a part of) the batch with several sizes of micro-batches, if they do not change what is learnt.
+    """Time several micro-batch sizes on the batch, or a part of it that fits the time.
 
-    `took_s`: what that took in the step. Returns the part, and the configured size first.
+    Only the configured size is timed if the update depends on the size.
+
+    Args:
+        cfg: The configuration.
+        session: The started run.
+        batch: The batch of the last step.
+        took_s: Seconds that scoring and updating took in that step.
+
+    Returns:
+        The timed part of the batch, and the timings with the configured size first.
     """
     trainer, learner = session.trainer, session.learner
-    groups, asked = batch.group_ids.unique_consecutive(), learner.sizes
-    fits = int(len(groups) * TIMINGS_S / max(1e-6, took_s * (MAX_SIZES + 1)))
-    part = _first_groups(batch, min(len(groups), max(1, fits)))
-    mini = _first_groups(part, asked.policy_mini_batch_size)
-    most = len(mini.input_ids) / learner.policy.data_parallel_size
+    groups, configured = batch.group_ids.unique_consecutive(), learner.sizes
+    num_groups = int(len(groups) * TIMINGS_S / max(1e-6, took_s * (MAX_SIZES + 1)))
+    part = _first_groups(batch, min(len(groups), max(1, num_groups)))
+    mini = _first_groups(part, configured.policy_mini_batch_size)
+    max_tokens = len(mini.input_ids) / learner.policy.data_parallel_size
     limits = []
     if not _depends_on_sizes(cfg) and bool(part.loss_mask.any()):
-        limits = sizes_that_fit(cfg, sizes_between(int(batch.lengths.max()), most))
-    others = (limit for limit in limits if limit != asked.max_tokens_per_microbatch)
-    tried = {None: asked} | {limit: replace(asked, max_tokens_per_microbatch=limit) for limit in others}
+        limits = sizes_that_fit(cfg, sizes_between(int(batch.lengths.max()), max_tokens))
+    other_limits = (limit for limit in limits if limit != configured.max_tokens_per_microbatch)
+    sizes = {None: configured} | {limit: replace(configured, max_tokens_per_microbatch=limit) for limit in other_limits}
     async with trainer.offload_manager.generating(before_sync=True):
-        pass  # the engines leave, as they do before a step's update
+        pass  # offloads the engines on exit, as before a step's update
     async with trainer.offload_manager.training():
-        return part, await _rounds(cfg, session, part, tried)
+        return part, await _rounds(cfg, session, part, sizes)
 
 
 async def _rounds(
-    cfg: Config, session: Session, batch: TrainBatch, tried: Mapping[int | None, BatchSizes]
+    cfg: Config, session: Session, batch: TrainBatch, sizes: Mapping[int | None, BatchSizes]
 ) -> list[MicroBatchTiming]:
     learner = session.learner
-    found: dict[int | None, MicroBatchTiming] = {}
+    timings: dict[int | None, MicroBatchTiming] = {}
     begun, rounds = time.monotonic(), 0
     while not rounds or (rounds < _ROUNDS and (time.monotonic() - begun) * (rounds + 1) / rounds <= TIMINGS_S):
-        for limit, sizes in tried.items():
-            learner.sizes, at = sizes, time.monotonic()
+        for limit, batch_sizes in sizes.items():
+            learner.sizes, at = batch_sizes, time.monotonic()
             try:
                 values = await learner.update(await learner.add_logprobs_and_values(batch))
             except Exception as error:
                 if as_out_of_memory(error, cfg) is None or limit is None:
                     raise
-                found[limit] = MicroBatchTiming(limit, float("inf"), None)
-                return [*found.values()]
+                timings[limit] = MicroBatchTiming(limit, float("inf"), None)
+                return [*timings.values()]
             seconds = time.monotonic() - at
             peak = next((values[name] for name in _PEAKS if name in values), 0.0)
-            first = found.setdefault(limit, MicroBatchTiming(limit, seconds, peak))
-            found[limit] = replace(first, seconds=min(seconds, first.seconds))
+            first = timings.setdefault(limit, MicroBatchTiming(limit, seconds, peak))
+            timings[limit] = replace(first, seconds=min(seconds, first.seconds))
         rounds += 1
-    return [*found.values()]
+    return [*timings.values()]
 
 
 def _first_groups(batch: TrainBatch, count: int) -> TrainBatch:
-    chosen = batch.group_ids.unique_consecutive()[:count]
-    return batch.select(torch.isin(batch.group_ids, chosen).nonzero().flatten())
+    ids = batch.group_ids.unique_consecutive()[:count]
+    return batch.select(torch.isin(batch.group_ids, ids).nonzero().flatten())
 
 
 def _depends_on_sizes(cfg: Config) -> bool:
-    """Whether the loss is one with SkyRL's signature, whose mean is over a micro-batch."""
+    """True if the loss has SkyRL's signature, whose mean is over a micro-batch."""
     return has_skyrl_signature(policy_losses.get(cfg.trainer.algorithm.policy_loss_type))
 
 
-def sizes_between(longest: int, most: float) -> list[int]:
-    """At most MOST_SIZES powers of two, from the longest sequence to `most` tokens, with which there is one pass."""
+def sizes_between(longest: int, max_tokens: float) -> list[int]:
+    """Return at most MAX_SIZES powers of two for the tokens of a micro-batch.
+
+    Args:
+        longest: Tokens of the longest sequence, which the smallest size holds.
+        max_tokens: Tokens of a mini-batch on one rank, which the largest size holds.
+    """
     sizes = [1 << (longest - 1).bit_length()]
-    while sizes[-1] < most:
+    while sizes[-1] < max_tokens:
         sizes.append(2 * sizes[-1])
-    every = -(-len(sizes) // MAX_SIZES)
-    return sizes[::-1][::every][::-1]
+    stride = -(-len(sizes) // MAX_SIZES)
+    return sizes[::-1][::stride][::-1]
 
 
 def sizes_that_fit(cfg: Config, sizes: Sequence[int]) -> list[int]:
-    """Those with which the memory plan leaves room; all if there is no plan."""
+    """Return the sizes that fit memory by the memory plan; all of them if there is no plan."""
     return [limit for limit in sizes if fits_in_memory(replace_value(cfg, LIMIT, limit))]

@@ -12,51 +12,57 @@ from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.trainer.trainer import StepSchedule
 
 PHASES = ("generate", "score", "update", "publish")
-"""The parts of a step that have a clock of their own: timing/{phase}_s."""
+"""The phases of a step that have a clock of their own: timing/{phase}_s."""
 REST = "rest"
 _FIXED = "publish"
-"""The phase that takes as long for any number of prompts."""
+"""The phase whose time does not depend on the number of prompts."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step that was taken."""
+    """The measurements of one step."""
 
     prompts: int
     row: Mapping[str, float]
-    """Its metrics."""
+    """The step's metrics."""
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """A step of `prompts` prompts."""
+    """Estimated times of a step with `prompts` prompts."""
 
     prompts: int
     seconds: Mapping[str, float]
-    """By phase; REST is what is in none of them."""
+    """Seconds by phase. REST is the time outside of all phases."""
     step_s: float
     scaled: bool
-    """True if the measured steps had fewer prompts."""
+    """True if the estimate is extrapolated from steps with other numbers of prompts."""
 
 
 def estimate_step(
     steps: Sequence[MeasuredStep], prompts: int, optimizer_steps: int, *, ahead: bool = False
 ) -> StepEstimate:
-    """The step of `prompts` prompts, with so many optimizer steps.
+    """Estimate the times of a step.
 
-    Steps of that size are taken as they are: the median of each clock, or the mean where rollouts run ahead, as steps
-    are slow and fast in turn there. Without one, each phase is `a * n + b * tokens`
-    with what fits the steps best, a and b not below 0: n is the number of optimizer steps for updates, 1 for the
-    others; a weight sync takes as long for any number.
+    If steps of that size were measured, each phase is their median, or their mean where rollouts run ahead, because
+    slow and fast steps alternate there. Otherwise each phase is `a * n + b * tokens`, fitted to all steps with a, b >=
+    0, where n is the number of optimizer steps for updates and 1 for other phases. A weight sync takes the same time
+    for any size.
+
+    Args:
+        steps: The measured steps; at least one.
+        prompts: Number of prompts of the step.
+        optimizer_steps: Number of optimizer steps of the step.
+        ahead: True if rollouts run ahead of training.
     """
-    alike = [one.row for one in steps if one.prompts == prompts]
-    if alike:
-        usual = fmean if ahead else median
-        seconds = {phase: usual([_seconds(row, phase) for row in alike]) for phase in PHASES}
-        step_s = usual([_seconds(row, "step") for row in alike])
+    same_size = [step.row for step in steps if step.prompts == prompts]
+    if same_size:
+        average = fmean if ahead else median
+        seconds = {phase: average([_seconds(row, phase) for row in same_size]) for phase in PHASES}
+        step_s = average([_seconds(row, "step") for row in same_size])
         return StepEstimate(prompts, seconds | {REST: max(0.0, step_s - sum(seconds.values()))}, step_s, False)
-    rows = [one.row for one in steps]
-    tokens = fmean(one.row["rollouts/tokens"] / one.prompts for one in steps) * prompts
+    rows = [step.row for step in steps]
+    tokens = fmean(step.row["rollouts/tokens"] / step.prompts for step in steps) * prompts
     scaled = {}
     for phase in (*PHASES, REST):
         values = [_seconds(row, phase) for row in rows]
@@ -76,7 +82,7 @@ def _seconds(row: Mapping[str, float], phase: str) -> float:
 
 
 def _line(counts: Sequence[float], tokens: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """Seconds for each of the counts, and for each token; steps of about one size show those for tokens alone."""
+    """Fit the seconds per count and per token. Steps of about one size only show the seconds per token."""
     if max(tokens) < 1.5 * min(tokens):
         return 0.0, sum(values) / sum(tokens)
     return fit_non_negative(list(zip(counts, tokens, strict=True)), values)
@@ -84,7 +90,7 @@ def _line(counts: Sequence[float], tokens: Sequence[float], values: Sequence[flo
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """A whole run, without its checkpoints and exports."""
+    """Estimated times of a complete run without its checkpoints and exports."""
 
     steps: int
     step_s: float
@@ -92,17 +98,26 @@ class RunEstimate:
     evaluation_s: float
     start_s: float
     full_steps: float
-    """Steps, a shorter one at the end of an epoch counted as the part that it is."""
+    """Number of steps, where a shorter one at the end of an epoch counts as the fraction that it is."""
 
     @property
     def seconds(self) -> float:
+        """Seconds of the complete run."""
         return self.start_s + self.full_steps * self.step_s + self.evaluations * self.evaluation_s
 
 
 def estimate_run(
     schedule: StepSchedule, trainer: TrainerConfig, step_s: float, evaluation_s: float, start_s: float
 ) -> RunEstimate:
-    """`evaluation_s`: of one evaluation; `start_s`: before the first step."""
+    """Estimate the times of a complete run.
+
+    Args:
+        schedule: The run's schedule.
+        trainer: The settings of training, for the number of evaluations.
+        step_s: Seconds of a complete step.
+        evaluation_s: Seconds of one evaluation; 0 if there is none.
+        start_s: Seconds before the first step.
+    """
     steps = schedule.total_steps
     prompts = sum(map(schedule.num_prompts_in_step, range(steps)))
     evaluations = sum(schedule.is_due(trainer.eval_interval, step) for step in range(1, steps + 1))
@@ -112,13 +127,21 @@ def estimate_run(
 
 
 def fit_non_negative(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
-    """Return the two coefficients, neither below 0, that fit the values best as a sum of the two columns."""
+    """Fit values as a non-negative combination of two columns by least squares.
+
+    Args:
+        columns: The two values of each row.
+        values: The value to fit for each row.
+
+    Returns:
+        The two coefficients.
+    """
     table, target = np.asarray(columns, dtype=float), np.asarray(values, dtype=float)
-    found = np.linalg.lstsq(table, target, rcond=None)[0]
+    coefficients = np.linalg.lstsq(table, target, rcond=None)[0]
     for negative in range(2):
-        if found[negative] < 0:
-            kept = 1 - negative
-            found[negative] = 0.0
-            found[kept] = max(0.0, (table[:, kept] @ target) / (table[:, kept] @ table[:, kept]))
+        if coefficients[negative] < 0:
+            other = 1 - negative
+            coefficients[negative] = 0.0
+            coefficients[other] = max(0.0, (table[:, other] @ target) / (table[:, other] @ table[:, other]))
             break
-    return float(found[0]), float(found[1])
+    return float(coefficients[0]), float(coefficients[1])

@@ -1,4 +1,4 @@
-"""Compares divisions of a run's slots between engines and trainers, from the steps that a probe measured."""
+"""Compares splits of a run's slots between engines and trainers, from the steps that a probe measured."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from skyrl_train.entrypoints.probe_estimate import PHASES, MeasuredStep, fit_non
 from skyrl_train.experiment.memory_tuning import fits_in_memory
 
 _MIN_ROWS = 3
-"""With fewer steps, the time of a decode step is not fitted."""
+"""Minimum number of steps for fitting the time of a decode step."""
 _MIN_SPREAD = 0.005
-"""Relative spread below which several steps say no more than one of them."""
+"""Relative spread below which several steps give no more information than one."""
 _PARTS = 4
 """Engines get a quarter, a half and three quarters of the slots."""
 Keys = list[tuple[str, Any]]
@@ -33,12 +33,12 @@ Keys = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Split:
-    """A division of slots between engines and trainers."""
+    """A split of slots between engines and trainers."""
 
     engines: int
     trainers: int
     max_staleness_steps: int = 0
-    """Steps by which rollouts run ahead; 0 is synchronous."""
+    """Number of steps by which rollouts run ahead; 0 is synchronous."""
     colocate_all: bool = False
     """True if engines and trainers take turns on the same slots."""
 
@@ -103,13 +103,15 @@ def compare_splits(cfg: Config, steps: Sequence[MeasuredStep], response_lengths:
 
 
 def table(comparison: Comparison) -> Iterator[str]:
-    """Yield the lines of a table of the estimates. A mark stands after the fastest one."""
+    """Yield the lines of a table of the estimates. A "<" marks the fastest one."""
     fastest = min(comparison.estimates, key=lambda estimate: estimate.step_s)
-    lines = [["", "staleness", "generate, s", "train, s", "a step, s", ""]]
-    for one in comparison.estimates:
-        seconds = [f"{value:.3g}" for value in (one.generate_s, one.train_s, one.step_s)]
-        lines.append([str(one.split), str(one.split.max_staleness_steps), *seconds, "<" if one is fastest else ""])
-    return align_columns(lines, 1)
+    rows = [["", "staleness", "generate, s", "train, s", "step, s", ""]]
+    for estimate in comparison.estimates:
+        seconds = [f"{value:.3g}" for value in (estimate.generate_s, estimate.train_s, estimate.step_s)]
+        rows.append(
+            [str(estimate.split), str(estimate.split.max_staleness_steps), *seconds, "<" if estimate is fastest else ""]
+        )
+    return align_columns(rows, 1)
 
 
 def _estimate(
@@ -117,9 +119,9 @@ def _estimate(
 ) -> SplitEstimate:
     """Estimate a step: the phases add up, except that generation overlaps with training where rollouts run ahead.
 
-    The longest response then has `max_staleness_steps + 1` steps of time. Scoring and updating scale with the number of
-    trainers. What a colocated step spends outside of its phases is taken to be spent on swapping models, which a
-    split without colocation does not do.
+    The longest response then has the time of `max_staleness_steps + 1` steps. Scoring and updating scale with the
+    number of trainers. A colocated step is assumed to spend the time outside of its phases on offloading models, which
+    a split without colocation does not do.
     """
     configured = configured_split(cfg)
     step_s, per_sequence_s = decode
@@ -140,10 +142,10 @@ def _decode_step(
     """Fit the seconds of a decode step, and those that each sequence of the batch adds to it.
 
     All sequences of a synchronous step begin at once. So generation has as many decode steps as the longest response
-    has tokens, and the batches of an engine add up to its tokens: `generate_s = a * longest + b * tokens / engines`.
-    A response of n tokens takes n decode steps, whose batches add up to the sum of min(length, n) over the m responses
-    of its engine: in the mean `response_s = a * mean + b * (mean + (m - 1) * shorter)`, where `shorter` is the mean of
-    the shorter one of two responses.
+    has tokens, and the batches of an engine add up to its tokens: `generate_s = a * longest + b * tokens / engines`. A
+    response of n tokens takes n decode steps, whose batches add up to the sum of min(length, n) over the m responses of
+    its engine: on average `response_s = a * mean + b * (mean + (m - 1) * shorter)`, where `shorter` is the mean of the
+    shorter one of two responses.
     """
     engines = cfg.generator.num_inference_engines
     ratio = _mean_of_shorter(response_lengths) / fmean(response_lengths)
@@ -163,7 +165,7 @@ def _mean_of_shorter(lengths: Sequence[int]) -> float:
 
 
 def _proportional(cfg: Config, rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return the coefficients of `_decode_step` with which engines bring tokens in proportion to their number."""
+    """Return the coefficients of `_decode_step` for generation that scales with the number of engines."""
     busy_s = _mean(rows, "timing/generate_s")
     if cfg.trainer.fully_async.enabled:
         busy_s = fmean(row["timing/step_s"] * (1 - row.get("async/engines_idle", 0.0)) for row in rows)
@@ -171,21 +173,23 @@ def _proportional(cfg: Config, rows: Sequence[Mapping[str, float]]) -> tuple[flo
 
 
 def _why_not_fitted(cfg: Config, rows: Sequence[Mapping[str, float]]) -> str | None:
-    """Return why these steps do not tell what a decode step takes; None if they do."""
+    """Return why these steps do not show how long a decode step takes; None if they do."""
     generator = cfg.generator
-    several = gpus_per_engine(generator) * generator.inference_engine_data_parallel_size > 1
-    each = max(row["rollouts/trajectories"] for row in rows) / generator.num_inference_engines
+    has_wide_engines = gpus_per_engine(generator) * generator.inference_engine_data_parallel_size > 1
+    per_engine = max(row["rollouts/trajectories"] for row in rows) / generator.num_inference_engines
+    is_queued = per_engine > generator.max_num_seqs
     per_longest = [row["rollouts/tokens"] / max(1.0, row["response/max_tokens"]) for row in rows]
+    is_uniform = pstdev(per_longest) <= _MIN_SPREAD * fmean(per_longest)
     reasons = {
         "there were too few steps of one size": len(rows) < _MIN_ROWS,
         "the run is asynchronous": cfg.trainer.fully_async.enabled,
-        "its engines have several accelerators each": several,
+        "its engines have several accelerators each": has_wide_engines,
         "its episodes have several turns": any(row.get("episode/max_turns", 1) > 1 for row in rows),
         "it sampled groups that no step trained on": any(
-            row.get("sampling/dropped") or row.get("sampling/cut") for row in rows
+            row.get("sampling/dropped") or row.get("sampling/cancelled") for row in rows
         ),
-        "its engines had more sequences than run at a time (generator.max_num_seqs)": each > generator.max_num_seqs,
-        "its responses are all as long, or in each step alike": pstdev(per_longest) <= _MIN_SPREAD * fmean(per_longest),
+        "its engines had more sequences than run at a time (generator.max_num_seqs)": is_queued,
+        "its responses are equally long, or equally distributed in each step": is_uniform,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -198,17 +202,21 @@ def configured_split(cfg: Config) -> Split:
 
 
 def _splits(cfg: Config) -> Iterator[Split]:
-    configured, stride = configured_split(cfg), gpus_per_engine(cfg.generator)
-    slots = max(configured.engines * stride, configured.trainers)
+    configured, slots_per_engine = configured_split(cfg), gpus_per_engine(cfg.generator)
+    slots = max(configured.engines * slots_per_engine, configured.trainers)
     if not configured.colocate_all:
-        slots = configured.engines * stride + configured.trainers
-    yield Split(max(1, slots // stride), slots, colocate_all=True)
-    most = (slots - 1) // stride
-    wanted = {max(1, round(slots * part / _PARTS / stride)) for part in range(1, _PARTS)} if most else set()
-    for engines in sorted({min(number, most) for number in wanted}):
-        apart = Split(engines, slots - engines * stride)
-        yield apart
-        yield replace(apart, max_staleness_steps=configured.max_staleness_steps or 1)
+        slots = configured.engines * slots_per_engine + configured.trainers
+    yield Split(max(1, slots // slots_per_engine), slots, colocate_all=True)
+    max_engines = (slots - 1) // slots_per_engine
+    engine_counts = (
+        {max(1, round(slots * quarter / _PARTS / slots_per_engine)) for quarter in range(1, _PARTS)}
+        if max_engines
+        else set()
+    )
+    for engines in sorted({min(count, max_engines) for count in engine_counts}):
+        split = Split(engines, slots - engines * slots_per_engine)
+        yield split
+        yield replace(split, max_staleness_steps=configured.max_staleness_steps or 1)
 
 
 def keys_of(cfg: Config, split: Split) -> Keys:

@@ -1,8 +1,8 @@
 """Engines over HTTP: `python -m skyrl_train.entrypoints.serve key=value ...`
 
 The engines load trainer.policy.model.path and serve it at generator.http_endpoint_host and http_endpoint_port until the
-process is interrupted, or until no engine is alive: then it exits with status 1. The token is the environment's
-SKYRL_API_KEY; without one, a file is named that holds it.
+process is interrupted, or until no engine is alive: then it exits with status 1. The token is the environment variable
+SKYRL_API_KEY; without one, the command prints the name of a file that holds a token.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from skyrl_train.experiment.base import Experiment, launch_experiment
 from skyrl_train.experiment.driver import exit_with_signal_status
 
 ENDPOINT = "generator.enable_http_endpoint=true"
-"""Values that serving sets by itself, so that the keys of the endpoint have an effect."""
+"""The override that serving always sets, so that the keys of the endpoint take effect."""
 
 
 class ServingExp(Experiment):
-    """Tokenizer, engines and their client; no data, no trainer."""
+    """An experiment with a tokenizer, engines and their client, without data and trainer."""
 
     components = RunComponents(train_data=False, val_data=False, learner=False, rewards=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
-        """There is nothing to train on."""
+        """Return None: serving has no training data."""
 
     def get_eval_dataset(self) -> None:
-        """There is nothing to evaluate on."""
+        """Return None: serving has no evaluation data."""
 
     def run(self) -> None:
-        with suppress(RunInterrupted):  # there is no other way to end it
+        with suppress(RunInterrupted):  # a signal is the normal way to end it
             super().run()
 
     async def _run(self) -> None:
@@ -43,6 +43,7 @@ class ServingExp(Experiment):
 
 @exit_with_signal_status()
 def main() -> None:
+    """Serve engines with the arguments of the process. Exits as `launch_experiment` does, with 0 after a signal."""
     launch_experiment(ServingExp, [ENDPOINT, *sys.argv[1:]])
 
 

@@ -6,10 +6,10 @@ The modules, in the order in which a run uses them:
 - `driver`: the driver process: signals, garbage collection, and the report of a failure
 - `plugins`, `preflight`: checks before anything is started
 - `data`, `environments`, `algorithm`: tokenizer and prompts, environment settings, losses and advantages
-- `memory_plan`, `memory_fit`: the predicted memory of every slot, and the sizes that are chosen to fit it
-- `services`: everything that a run starts, in order; each kind of process is built by `layout` (its slots), `learner`
-  and `engines`
-- `trainer`: the training loop over what has been started; `publisher`: its weight syncs
-- `restarts`: another attempt on the nodes that are left after a rank was lost
-- `export`: a model from a checkpoint
+- `memory_plan`, `memory_tuning`: the predicted memory of every slot, and the sizes that are chosen to fit it
+- `run_resources`: everything that a run starts, in order; `placement` reserves the slots, `learner` and `engines`
+  start the processes on them
+- `trainer`: the training loop over the started resources; `publisher`: its weight syncs
+- `restarts`: another attempt on the remaining nodes after a rank was lost
+- `export`: writes a checkpoint's policy as a model
 """

@@ -1,4 +1,6 @@
-"""Loss, advantages and corrections, from configuration: every function gets the arguments that it names."""
+"""Loss, advantages and corrections from the configuration. Each function receives the settings that its parameters
+name.
+"""
 
 from __future__ import annotations
 
@@ -60,24 +62,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """What a learner trains with: its loss, and everything that the loss needs."""
+    """The loss that a learner trains with, and everything that the loss needs."""
 
     objective: Objective
     reduction: Callable[..., Tensor]
-    """Gives the tokens of a mini-batch their weights."""
+    """Computes the loss weights of a mini-batch's tokens."""
     token_selector: TokenSelector | None = None
     """Selects the tokens that the loss treats specially."""
     needs_reference: bool = False
     needs_old_logprobs: bool | None = None
-    """See Learner: None if only the loss reads them."""
+    """True or False if it is known whether a step needs old log-probs; None if only the loss reads them. See Learner.
+    """
     critic_objective: Objective | None = None
-    """The critic's loss, if the advantages need values."""
+    """The critic's loss; None if the advantages need no values."""
 
 
 def build_policy_objective_spec(cfg: Config) -> ObjectiveSpec:
-    """The settings for training with rewards.
+    """Return the objective for training with rewards.
 
-    Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
+    Logs a warning if samples may be stale and nothing corrects for that.
+
+    Raises:
+        ConfigError: A name is not registered, a function has a parameter that does not exist, or a required critic is
+            not configured.
     """
     algorithm = cfg.trainer.algorithm
     _warn_if_uncorrected(cfg)
@@ -98,36 +105,43 @@ def build_policy_objective_spec(cfg: Config) -> ObjectiveSpec:
 
 
 def _warn_if_uncorrected(cfg: Config) -> None:
-    """Old samples need a correction: the engine's policy is then not the one that a loss takes its ratio against."""
+    """Warn about stale samples without a correction.
+
+    The policy that sampled them is then not the policy against which the loss computes its ratio.
+    """
     algorithm, staleness = cfg.trainer.algorithm, max_staleness_steps(cfg.trainer)
-    weighs = get_off_policy_correction(algorithm).tis_ratio_type is not None  # masks alone leave old tokens as they are
-    corrected = weighs or _reads_rollout_logprobs(_policy_loss_of(algorithm))
-    if staleness and not corrected:
+    has_importance_weights = (
+        get_off_policy_correction(algorithm).tis_ratio_type is not None
+    )  # masks alone leave old tokens as they are
+    is_corrected = has_importance_weights or _reads_rollout_logprobs(_policy_loss_of(algorithm))
+    if staleness and not is_corrected:
         _log.warning(
-            f"trainer.fully_async.max_staleness_steps={staleness} without a correction: tokens that "
-            "older weights sampled count as if the newest had. Set "
+            f"trainer.fully_async.max_staleness_steps={staleness} is set without an off-policy correction. Tokens that "
+            "older weights sampled are treated as if the current weights had sampled them. Set "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token."
         )
 
 
 def build_sft_objective_spec(cfg: Config) -> ObjectiveSpec:
-    """The settings for supervised fine-tuning."""
+    """Return the objective for supervised fine-tuning. Raises ConfigError as `build_sft_objective` does."""
     objective = build_sft_objective(cfg.trainer.algorithm)
     return ObjectiveSpec(objective, build_reduction(cfg), needs_reference=sft_needs_reference(cfg.trainer.algorithm))
 
 
 def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
-    """The policy loss with its KL and entropy terms.
+    """Return the policy loss with its KL and entropy terms.
 
-    Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
+    Raises:
+        ConfigError: A name is not registered, a function has a parameter that does not exist, or both the loss and
+            tis_ratio_type would correct for the engine's log-probs.
     """
     loss = _policy_loss_of(algorithm)
     _check_single_correction(loss, algorithm)
     if has_skyrl_signature(loss):
         _log.warning(
-            f"policy_loss_type={algorithm.policy_loss_type} has SkyRL's signature: its own mean over a micro-batch is "
-            "weighted by the micro-batch's share. Unless it is the mean that loss_reduction names, the update depends "
-            "on micro_train_batch_size_per_gpu."
+            f"policy_loss_type={algorithm.policy_loss_type} has SkyRL's signature. Its mean over a micro-batch is "
+            "weighted by the micro-batch's share of the mini-batch. Unless that mean is the one that loss_reduction "
+            "names, the update depends on micro_train_batch_size_per_gpu."
         )
         loss = SkyRLPolicyLoss(loss, algorithm)
     return PolicyObjective(
@@ -145,10 +159,13 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
 
 
 def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
-    """The critic's loss; None if the advantage estimator has no argument `values`.
+    """Return the critic's loss; None if the run trains no critic.
 
-    Also None if that argument is optional and no critic model is configured. Raises ConfigError if it is required and
-    no critic model is configured.
+    A run trains a critic if its advantage estimator requires the argument `values`, or if the argument is optional and
+    a critic model is configured.
+
+    Raises:
+        ConfigError: The advantage estimator requires values and no critic model is configured.
     """
     if lacks_critic(trainer):
         raise ConfigError(str(missing_critic_problem(trainer)))
@@ -164,7 +181,7 @@ def _policy_loss_of(algorithm: AlgorithmConfig) -> Callable[..., Any]:
 
 
 def _reads_rollout_logprobs(loss: Callable[..., Any]) -> bool:
-    """Whether it gets the engine's log-probs."""
+    """True if the loss receives the engine's log-probs."""
     return has_skyrl_signature(loss) or "rollout_logprobs" in get_keyword_parameters(loss)
 
 
@@ -172,13 +189,17 @@ def _check_single_correction(loss: Callable[..., Any], algorithm: AlgorithmConfi
     kind = get_off_policy_correction(algorithm).tis_ratio_type
     if kind is not None and _reads_rollout_logprobs(loss):
         raise ConfigError(
-            f"trainer.algorithm.off_policy_correction.tis_ratio_type={kind}: must be null with policy_loss_type="
-            f"{algorithm.policy_loss_type}, which gets the engine's log-probs and corrects for them itself."
+            f"trainer.algorithm.off_policy_correction.tis_ratio_type={kind} must be null with policy_loss_type="
+            f"{algorithm.policy_loss_type}: this loss receives the engine's log-probs and corrects for them itself."
         )
 
 
 def build_sft_objective(algorithm: AlgorithmConfig) -> SFTObjective:
-    """The loss of supervised fine-tuning."""
+    """Return the loss of supervised fine-tuning.
+
+    Raises:
+        ConfigError: sft.loss_type is not registered, or its function has a parameter that does not exist.
+    """
     name = algorithm.sft.loss_type
     return SFTObjective(
         bind_settings(
@@ -188,24 +209,34 @@ def build_sft_objective(algorithm: AlgorithmConfig) -> SFTObjective:
 
 
 def build_reduction(cfg: Config) -> Callable[..., Tensor]:
-    """The function that gives the tokens of a mini-batch their weights."""
+    """Return the function that computes the loss weights of a mini-batch's tokens.
+
+    Raises:
+        ConfigError: loss_reduction is not registered, or its function has a parameter that does not exist.
+    """
     algorithm = cfg.trainer.algorithm
-    longest = algorithm.max_seq_len or max_sequence_length(cfg.generator)
-    what = f"loss_reduction={algorithm.loss_reduction}"
+    max_seq_len = algorithm.max_seq_len or max_sequence_length(cfg.generator)
+    description = f"loss_reduction={algorithm.loss_reduction}"
     micro_batch = cfg.trainer.micro_train_batch_size_per_gpu or 1
-    known = {"max_seq_len": longest, "micro_train_batch_size_per_gpu": micro_batch}
-    return bind_settings(reductions.get(algorithm.loss_reduction), what, known, frozenset())
+    settings = {"max_seq_len": max_seq_len, "micro_train_batch_size_per_gpu": micro_batch}
+    return bind_settings(reductions.get(algorithm.loss_reduction), description, settings, frozenset())
 
 
 def build_token_selector(algorithm: AlgorithmConfig) -> TokenSelector | None:
-    """The function that selects tokens for the policy loss; None if the loss declares none."""
-    choose = get_token_selector(policy_losses.get(algorithm.policy_loss_type))
-    what = f"the selection of policy_loss_type={algorithm.policy_loss_type}"
-    return None if choose is None else bind_settings(choose, what, algorithm_keywords(algorithm), frozenset())
+    """Return the function that selects tokens for the policy loss; None if the loss declares none."""
+    selector = get_token_selector(policy_losses.get(algorithm.policy_loss_type))
+    description = f"the selection of policy_loss_type={algorithm.policy_loss_type}"
+    return (
+        None if selector is None else bind_settings(selector, description, algorithm_keywords(algorithm), frozenset())
+    )
 
 
 def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageCalculator:
-    """The advantage estimator, with the KL penalty on rewards if it is on."""
+    """Return the advantage estimator, with the KL penalty on rewards if it is configured.
+
+    Raises:
+        ConfigError: A name is not registered, or a function has a parameter that does not exist.
+    """
     kl = None
     if kl_in_reward(algorithm):
         control = algorithm.kl_ctrl
@@ -218,23 +249,24 @@ def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageCalculator:
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
     if has_skyrl_signature(estimator):
         estimator = SkyRLAdvantageEstimator(estimator, algorithm)
-    what = f"advantage_estimator={algorithm.advantage_estimator}"
+    description = f"advantage_estimator={algorithm.advantage_estimator}"
     return AdvantageCalculator(
-        estimator=bind_settings(estimator, what, algorithm_keywords(algorithm), ADVANTAGE_TENSORS),
+        estimator=bind_settings(estimator, description, algorithm_keywords(algorithm), ADVANTAGE_TENSORS),
         advantage_batch_normalize=algorithm.advantage_batch_normalize,
         kl=kl,
     )
 
 
 def build_correction_steps(algorithm: AlgorithmConfig) -> list[OffPolicyCorrection]:
-    """The steps after the advantages: the off-policy correction, if one is on."""
+    """Return the batch transforms that follow the advantages: the off-policy correction, if it is configured."""
     return [OffPolicyCorrection(get_off_policy_correction(algorithm))] if has_off_policy_correction(algorithm) else []
 
 
 def algorithm_keywords(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What functions of `algorithms/` may ask for by name: the keys of trainer.algorithm and of its losses' sections.
+    """Return the settings that functions of `algorithms/` may request by parameter name.
 
-    All of it together is `config`.
+    These are the keys of trainer.algorithm and of its losses' sections. `config` is the whole section
+    trainer.algorithm.
     """
     losses = (algorithm.sapo, algorithm.clip_cov, algorithm.kl_cov, algorithm.cispo, algorithm.dppo, algorithm.sft)
     keys = {key.name: getattr(section, key.name) for section in (algorithm, *losses) for key in fields(section)}
@@ -242,7 +274,7 @@ def algorithm_keywords(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def reads_old_logprobs_before_loss(algorithm: AlgorithmConfig) -> bool:
-    """Whether anything other than the loss reads the trainer's log-probs from before the update."""
+    """True if anything other than the loss reads the trainer's log-probs from before the update."""
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
     return (
         kl_in_reward(algorithm)
@@ -252,14 +284,17 @@ def reads_old_logprobs_before_loss(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_rollout_logprobs(algorithm: AlgorithmConfig) -> bool:
-    """Whether a correction or the loss cannot do without the engine's log-probs."""
+    """True if a correction or the loss requires the engine's log-probs."""
     return has_off_policy_correction(algorithm) or get_keyword_parameters(_policy_loss_of(algorithm)).get(
         "rollout_logprobs", False
     )
 
 
 def comparison_scope(algorithm: AlgorithmConfig) -> ComparisonScope | None:
-    """Among which samples an update compares rewards; None if it learns the same whatever they are."""
+    """Return the set of samples among which an update compares rewards.
+
+    None if the update does not depend on rewards.
+    """
     if policy_losses.get(algorithm.policy_loss_type) is cross_entropy:
         return None
     return get_comparison_scope(advantage_estimators.get(algorithm.advantage_estimator))

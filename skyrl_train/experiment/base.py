@@ -1,6 +1,7 @@
-"""One experiment: every part of a run from a method that a subclass can override, and how it is started and ended.
+"""The `Experiment` class, which builds, starts and ends a run, and `run_experiment`.
 
-Recipes that need a part of their own subclass Experiment and pass the class to `run_experiment`.
+A recipe that needs another version of one part subclasses `Experiment`, overrides the method that builds the part, and
+passes the class to `run_experiment`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from skyrl_train.environments.pool import EnvironmentPool
     from skyrl_train.experiment.run_resources import RolloutResources
     from skyrl_train.learner.learner import Learner
+    from skyrl_train.report.trackers import Trackers
     from skyrl_train.rollouts.conversation import ConversationGenerator
     from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
@@ -40,68 +42,71 @@ T = TypeVar("T")
 
 
 class Experiment:
-    """One experiment: every part of a run comes from a method that a subclass can override.
+    """A run whose parts come from methods that a subclass can override.
 
-    What can be had before anything is started comes from `get_*`, the parts of what is running from `build_*`.
-    The functions behind them are in the other modules of this package: `services` starts what a run needs, `trainer`
-    makes the loop over it. torch and Ray are imported once the configuration is known good.
+    `get_*` methods return what can be loaded before anything is started. `build_*` methods build the parts of a running
+    experiment. Their default implementations are in the other modules of this package: `run_resources` starts what a
+    run needs, `trainer` builds the loop over it. torch and Ray are imported only after the configuration has passed its
+    checks.
     """
 
     components: ClassVar[RunComponents] = RunComponents()
-    """What of a configuration it uses."""
+    """The parts of a configuration that this experiment uses."""
 
     def __init__(self, config: Config):
         check_plugins(config)
         trainer = config.trainer
         if self.components.learner:
-            if (short := short_job_grace_warning()) is not None:
-                print_stderr(f"warning: {short}")
+            if (warning := short_job_grace_warning()) is not None:
+                print_stderr(f"warning: {warning}")
             folder = resolve_local_folder(trainer.ckpt_path)
             uploaded = f", uploaded to {trainer.ckpt_path}" if is_uri(trainer.ckpt_path) else ""
             print_status("run", f"{trainer.run_name}, in {folder.absolute()}{uploaded}")
             check_same_run(folder, run_identity(config))
-        with startup_phase("checks", "models, tokenizer, a sample of the data, addresses"):
+        with startup_phase("checks", "checking models, tokenizer, a sample of the data, storage and ports"):
             from skyrl_train.experiment.preflight import check_run
 
             check_run(config, required_components(type(self)))
         from skyrl_train.cluster.ray_cluster import Cluster, import_in_background  # takes a second
 
         self.restarts = 0
-        """How often the ranks were started again (trainer.restarts)."""
+        """Number of times that the ranks have been started again (trainer.restarts)."""
         self.adopt(config)
         processes = count_run_slots(config, self.components).processes
         self.cluster = Cluster(trainer.plugins, num_actors=processes, preload=worker_imports(config, self.components))
         with ExitStack() as stack:
             with (
-                startup_phase("Ray", "its processes, and imports meanwhile"),
+                startup_phase("Ray", "starting Ray and importing modules"),
                 import_in_background("skyrl_train.experiment.trainer"),
             ):
                 stack.enter_context(self.cluster)
-            with startup_phase("data", "tokenizer, rows of data, environments"):
+            with startup_phase("data", "loading the tokenizer and the data, checking environments"):
                 self.tokenizer = self.get_tokenizer()
                 self.train_dataset = self.as_prompts(self.get_train_dataset())
                 self.eval_dataset = self.as_prompts(self.get_eval_dataset())
                 self.check_environments()
-            stack.pop_all()  # connected until `session` or the run ends
+            stack.pop_all()  # the cluster stays connected until `session` or the run ends
 
     def adopt(self, config: Config) -> None:
-        """From now on, this is the configuration: after a restart that of what is left of the cluster."""
+        """Use this configuration from now on. After a restart it is the configuration scaled down to the remaining
+        nodes.
+        """
         self.config = config
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of prompts and completions."""
+        """Return the tokenizer of prompts and completions."""
         from skyrl_train.experiment.data import build_tokenizer
 
         return build_tokenizer(self.config)
 
     def get_train_dataset(self) -> PromptDataset:
-        """The prompts to train on."""
+        """Return the prompts to train on."""
         from skyrl_train.experiment.data import build_prompts
 
         return build_prompts(self.config, self.tokenizer, self.config.data.train_data, "data.train_data")
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        """The prompts to evaluate on; None without data.val_data or when nothing asks for an evaluation."""
+        """Return the prompts to evaluate on; None without data.val_data or if no evaluation is configured."""
         from skyrl_train.experiment.data import build_prompts
 
         if not self.config.data.val_data or not has_evaluation(self.config.trainer):
@@ -109,37 +114,57 @@ class Experiment:
         return build_prompts(self.config, self.tokenizer, self.config.data.val_data, "data.val_data")
 
     def as_prompts(self, dataset: Any) -> Any:
-        """What `get_train_dataset` or `get_eval_dataset` returned, as a PromptDataset or None."""
+        """Convert the result of `get_train_dataset` or `get_eval_dataset` to a PromptDataset or None."""
         return dataset
 
     def check_environments(self) -> None:
-        """Refuse, before anything is started, environments that cannot do their work here."""
+        """Check, before anything is started, that the environments of all rows can run and accept their rows.
+
+        Raises:
+            ConfigError: An environment cannot run on this machine.
+            DataError: An environment cannot use a row.
+        """
         from skyrl_train.experiment.environments import check_environments
 
         check_environments(self.config, self.train_dataset, self.eval_dataset)
 
-    def build_tracker(self, directory: Any) -> Any:
-        """Where numbers and completions go, besides the JSONL files in `directory`."""
+    def build_tracker(self, directory: Path) -> Trackers:
+        """Return the trackers of metrics and samples, including the JSONL files in `directory`."""
         from skyrl_train.data.control_tokens import find_end_of_turn_name
         from skyrl_train.experiment.run_resources import build_trackers
 
         end_of_turn = find_end_of_turn_name(self.tokenizer, self.config.generator.chat_template_kwargs)
         return build_trackers(self.config, directory, end_of_turn)
 
-    def build_client(self, engines: Sequence[Any]) -> Any:
-        """The client in front of the engines."""
+    def build_client(self, engines: Sequence[Any]) -> EngineClient:
+        """Return the client that routes requests to the engines."""
         from skyrl_train.experiment.engines import build_client
 
         return build_client(engines, self.config.generator, self.config.trainer.timeouts)
 
-    def build_generator(self, client: Any, environments: Any, *, evaluation: bool) -> ConversationGenerator:
-        """What turns a prompt into a group of trajectories: an object with `async rollout(prompt, position)`."""
+    def build_generator(
+        self, client: EngineClient, environments: EnvironmentPool, *, evaluation: bool
+    ) -> ConversationGenerator:
+        """Return the generator that turns a prompt into a group of trajectories.
+
+        The result must have the method `async rollout(prompt, position)`.
+
+        Args:
+            client: The client of the engines.
+            environments: The pool of environment processes.
+            evaluation: True for the rollouts of evaluations, False for those of training.
+        """
         from skyrl_train.experiment.trainer import build_generator
 
         return build_generator(self.config, self.tokenizer, client, environments, evaluation=evaluation)
 
     def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
-        """The loop over everything that is running; `schedule` is the configuration's if there is no other."""
+        """Return the training loop over the started resources.
+
+        Args:
+            running: The started engines, environments and learner.
+            schedule: The schedule of steps; None for the configured one.
+        """
         from skyrl_train.experiment.trainer import build_trainer
 
         return build_trainer(
@@ -154,11 +179,14 @@ class Experiment:
         )
 
     def run(self) -> None:
-        """Start everything, train, stop everything."""
+        """Start the run, train to the last step and stop everything. Blocks until the run has ended.
+
+        A signal or the loss of the cluster cancels the run, closes its parts and raises RunInterrupted or ClusterLost.
+        """
         self._run_until_signaled(self._with_restarts(self._run))
 
     def _with_restarts(self, attempt: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-        """Make an attempt at the run, and another one if a rank was lost, as often as trainer.restarts allows."""
+        """Return a coroutine that runs `attempt`, and runs it again after a lost rank up to trainer.restarts times."""
         from skyrl_train.experiment.restarts import with_restarts
 
         return with_restarts(attempt, self.config, self.cluster, self._prepare_restart)
@@ -167,14 +195,12 @@ class Experiment:
         from skyrl_train.experiment.restarts import shrink_to_cluster
 
         self.restarts += 1
-        print_status(
-            "restart", f"RESTART {self.restarts} of the {configured.trainer.restarts} of trainer.restarts: {cause}"
-        )
+        print_status("restart", f"RESTART {self.restarts} of {configured.trainer.restarts} (trainer.restarts): {cause}")
         self.adopt(await shrink_to_cluster(next_config, configured, self.components, self.cluster))
         return self.config
 
     def _run_until_signaled(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of this experiment. A signal or the death of the cluster ends it in good order."""
+        """Run a coroutine of this experiment. A signal or the loss of the cluster cancels it and closes its parts."""
         with relaxed_gc():
             return asyncio.run(run_until_signaled(work, self.cluster.wait_until_lost()))
 
@@ -190,7 +216,14 @@ class Experiment:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
-        """Everything started, the trainer included, which has not begun; on exit all of it is stopped."""
+        """Start everything, yield the parts, and stop everything on exit.
+
+        The trainer of the session is built but has not begun to train.
+
+        Raises:
+            ConfigError: The address of the HTTP endpoint cannot be used, or an engine does not support a configured
+                setting.
+        """
         from skyrl_train.experiment.engines import check_endpoint, run_endpoint
         from skyrl_train.experiment.run_resources import start_rollout_resources
 
@@ -223,27 +256,34 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Session:
-    """The parts of a run that has started; they live until the block that made it ends."""
+    """The parts of a started run. They are closed when the `async with` block of `Experiment.session` ends."""
 
     trainer: Trainer
-    """The loop: `await trainer.fit()`; `trainer.step` is the number of finished steps."""
+    """The training loop: `await trainer.fit()` runs it, `trainer.step` is the number of finished steps."""
     learner: Learner
-    """All ranks of the trained model as one: score, update, save, export."""
+    """All ranks of the trained model behind one object: compute log-probs, update, save, export."""
     client: EngineClient
-    """The inference engines as one: generate, score, health. In turn with the learner: see `generating`."""
+    """All inference engines behind one object: generate, score, health. Colocated engines sleep while the learner
+    works; use `generating`."""
     environments: EnvironmentPool
-    """The processes that run environments, beside the driver or on nodes of the cluster."""
+    """The processes that run environments, next to the driver or on nodes of the cluster."""
     tokenizer: Any
     directory: Path
     """The run's folder (trainer.ckpt_path)."""
 
     def generating(self) -> AbstractAsyncContextManager[None]:
-        """While inside, the client answers: engines that are colocated with the learner sleep otherwise."""
+        """Return an async context manager that keeps the engines awake.
+
+        Engines that are colocated with the learner sleep outside of this context.
+        """
         return self.trainer.offload_manager.generating()
 
 
 def worker_imports(cfg: Config, components: RunComponents) -> list[str]:
-    """What ranks and engines import, done before they are made. Packages of engines set up their process first."""
+    """Return the modules that Ray's workers import before ranks and engines are created in them.
+
+    vLLM and SGLang are left out because they must configure their process before they are imported.
+    """
     modules = ["skyrl_train.learner.worker"] if components.learner else []
     if components.engines and cfg.generator.backend == "transformers":
         modules.append("skyrl_train.engines.transformers.engine")
@@ -251,12 +291,18 @@ def worker_imports(cfg: Config, components: RunComponents) -> list[str]:
 
 
 def run_experiment(experiment: type[Experiment], argv: Sequence[str] | None = None) -> None:
-    """Check the command line, then run the experiment, for a program of your own.
+    """Check the command line and run the experiment. This is the entry point of a user's own program.
 
-    What the program registered counts as if `trainer.plugins` had named it, and keys that are added to `generator` and
-    `environment` with a plus are its own.
-    A person's mistake is printed and exits 2, before torch or Ray start; a run that had to stop says why and exits 1:
-    its traceback is in the log of the driver.
+    Names that the program registered count as if `trainer.plugins` had named the program. Keys that the command line
+    adds to `generator` and `environment` with a plus sign are the program's own.
+
+    Args:
+        experiment: The class of the experiment.
+        argv: The arguments, `key=value` and flags; None for those of the process.
+
+    Raises:
+        SystemExit: With 2 for a ConfigError; most are found before torch or Ray start. With 1 if the run failed; the
+            traceback is in the driver's log. With 128 + the signal's number after a signal.
     """
     launch_experiment(experiment, argv, has_user_code=True)
 
@@ -264,12 +310,21 @@ def run_experiment(experiment: type[Experiment], argv: Sequence[str] | None = No
 def launch_experiment(
     experiment: type[Experiment], argv: Sequence[str] | None = None, *, has_user_code: bool = False
 ) -> None:
-    """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
+    """Run an experiment as `run_experiment` does, by default without user code.
+
+    Args:
+        experiment: The class of the experiment.
+        argv: The arguments; None for those of the process.
+        has_user_code: True if the program may have registered names and may read keys of its own.
+
+    Raises:
+        SystemExit: As in `run_experiment`.
+    """
 
     def run(prepared: PreparedConfig) -> None:
-        made = experiment(prepared.config)
-        with raise_root_cause(made):
-            made.run()
+        created = experiment(prepared.config)
+        with raise_root_cause(created):
+            created.run()
 
     with exit_on_failure():
         components = required_components(experiment)
@@ -280,13 +335,17 @@ def launch_experiment(
 
 @contextmanager
 def exit_on_failure() -> Iterator[None]:
-    """Inside, a program starts a run: what ends it is said on stderr, and decides the status to exit with."""
+    """Print the failure of a run to stderr and exit with the matching status.
+
+    Raises:
+        SystemExit: With 128 + the signal's number after a signal, with 1 after any other exception.
+    """
     try:
         with exit_on_signals():
             yield
-    except RunInterrupted as stopped:
-        print_stderr(str(stopped))
-        sys.exit(128 + stopped.signal)
+    except RunInterrupted as interruption:
+        print_stderr(str(interruption))
+        sys.exit(128 + interruption.signal)
     except Exception as error:
         print_stderr(format_failure(error))
         sys.exit(1)
@@ -294,7 +353,12 @@ def exit_on_failure() -> Iterator[None]:
 
 @contextmanager
 def raise_root_cause(experiment: Experiment) -> Iterator[None]:
-    """Inside, an experiment that was made runs; what it raises is what ended it first. On exit it is disconnected."""
+    """Keep the cluster connected while an experiment runs, and raise the failure that caused the others.
+
+    Raises:
+        ClusterLost: Ray's own processes died. Other errors of the run are its cause.
+        OutOfMemory: torch ran out of memory; the message suggests settings.
+    """
     with experiment.cluster:
         try:
             yield
@@ -305,20 +369,28 @@ def raise_root_cause(experiment: Experiment) -> Iterator[None]:
             if isinstance(error, ClusterLost | RunInterrupted):
                 raise
             if (death := experiment.cluster.failure()) is not None:
-                raise death from error  # what else went wrong follows from it
-            learning = build_policy_objective_spec if experiment.components.rewards else build_sft_objective_spec
-            if (full := as_out_of_memory(error, experiment.config, learning)) is not None:
-                raise full from error
+                raise death from error  # every other error follows from the lost cluster
+            build_objective_spec = (
+                build_policy_objective_spec if experiment.components.rewards else build_sft_objective_spec
+            )
+            if (out_of_memory := as_out_of_memory(error, experiment.config, build_objective_spec)) is not None:
+                raise out_of_memory from error
             raise
 
 
 def required_components(experiment: type[Experiment]) -> RunComponents:
-    """What must be there for it: what the class says that names its `uses`, but for files of methods replaced since."""
-    named = next(cls for cls in experiment.__mro__ if issubclass(cls, Experiment) and "components" in vars(cls))
+    """Return the components that an experiment class requires.
+
+    Starts from `components` of the class that defines it. Data and tokenizer are not required if a subclass overrides
+    the method that loads them (`get_train_dataset`, `get_eval_dataset`, `get_tokenizer`).
+    """
+    defining_class = next(
+        cls for cls in experiment.__mro__ if issubclass(cls, Experiment) and "components" in vars(cls)
+    )
     components = experiment.components
     return replace(
         components,
-        train_data=components.train_data and experiment.get_train_dataset is named.get_train_dataset,
-        val_data=components.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
-        tokenizer=components.tokenizer and experiment.get_tokenizer is named.get_tokenizer,
+        train_data=components.train_data and experiment.get_train_dataset is defining_class.get_train_dataset,
+        val_data=components.val_data and experiment.get_eval_dataset is defining_class.get_eval_dataset,
+        tokenizer=components.tokenizer and experiment.get_tokenizer is defining_class.get_tokenizer,
     )

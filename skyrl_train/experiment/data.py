@@ -1,4 +1,4 @@
-"""Tokenizer, prompts and demonstrations, from configuration."""
+"""Tokenizer, prompts and demonstrations from the configuration."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def build_tokenizer(cfg: Config) -> Any:
-    """The policy's tokenizer, with the configured chat template.
+    """Return the policy's tokenizer with the configured chat template.
 
-    Raises ConfigError if conversations of several turns are configured and the template cannot render them.
+    Raises:
+        ConfigError: The chat template cannot be read, or several turns are configured and the template cannot render
+            them append-only.
     """
     tokenizer = load_tokenizer(
         cfg.trainer.policy.model.path,
@@ -37,15 +39,23 @@ def build_tokenizer(cfg: Config) -> Any:
     end = find_end_of_turn_token(tokenizer, cfg.generator.chat_template_kwargs)
     if end is not None and end != tokenizer.eos_token_id:
         name = tokenizer.convert_ids_to_tokens(end)
-        log.info("Answers also end at %r (token %d), with which the chat template closes them.", name, end)
+        log.info("Answers also end at %r (token %d), the token with which the chat template closes them.", name, end)
     return tokenizer
 
 
 def check_same_tokens(policy_path: str, path: str, key: str) -> None:
-    """Raises ConfigError unless the tokenizer of `path` gives the policy's tokens the same ids, except added tokens.
+    """Check that a model's tokenizer assigns the same ids to the policy's tokens.
 
-    Models of one family may differ in control tokens that were added later, and in the padding of their vocabulary. A
-    folder without a tokenizer cannot be checked and is accepted.
+    Added tokens are ignored: models of one family may differ in control tokens that were added later and in the padding
+    of their vocabulary. A folder without a tokenizer cannot be checked and is accepted.
+
+    Args:
+        policy_path: Path or hub name of the policy.
+        path: Path or hub name of the other model.
+        key: The configuration key of `path`, for the message.
+
+    Raises:
+        ConfigError: A token of the policy has another id, or none, in the other tokenizer.
     """
     if path == policy_path or not has_tokenizer(path):
         return
@@ -56,14 +66,18 @@ def check_same_tokens(policy_path: str, path: str, key: str) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
-            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
-            "the policy's tokenizer."
+            f"{key}={path!r}: {len(differing)} tokens of the policy ({policy_path!r}), such as {differing[0]!r}, "
+            "have another id or none in this model's tokenizer, so it would score other text than was sampled. Use a "
+            "model with the policy's tokenizer."
         )
 
 
 def load_chat_template(template: ChatTemplateConfig) -> str | None:
-    """Return the text of the configured chat template; None for the tokenizer's own. Raises ConfigError."""
+    """Return the text of the configured chat template; None for the tokenizer's own.
+
+    Raises:
+        ConfigError: The template's file cannot be read.
+    """
     if template.name_or_path is None:
         return None
     if template.source == "name":
@@ -72,20 +86,23 @@ def load_chat_template(template: ChatTemplateConfig) -> str | None:
         return Path(template.name_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"generator.chat_template.name_or_path={template.name_or_path!r} cannot be read ({error}); with "
-            "source=file it must be the path of a Jinja chat template."
+            f"generator.chat_template.name_or_path={template.name_or_path!r} cannot be read ({error}). With "
+            "generator.chat_template.source=file it must be the path of a Jinja chat template."
         ) from error
 
 
 def chat_template_text(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
-    """Return the text of the template that renders conversations; None if tools decide which of several it is."""
-    chosen = chat_template_kwargs.get("chat_template")
-    template = tokenizer.get_chat_template(chosen) if chosen else getattr(tokenizer, "chat_template", None)
+    """Return the text of the template that renders conversations.
+
+    None if the tokenizer has no template, or has several and chooses one by whether tools are given.
+    """
+    name = chat_template_kwargs.get("chat_template")
+    template = tokenizer.get_chat_template(name) if name else getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else None
 
 
 def _check_history(cfg: Config, tokenizer: Any) -> None:
-    """Raises ConfigError if the template rewrites earlier turns, so that tokens could not be append-only."""
+    """Raise ConfigError if the template rewrites earlier turns, so that token ids would not be append-only."""
     generator = cfg.generator
     if generator.max_turns == 1 or not generator.use_conversation_multi_turn or generator.step_wise_trajectories:
         return
@@ -94,13 +111,13 @@ def _check_history(cfg: Config, tokenizer: Any) -> None:
     except DataError as error:
         raise ConfigError(
             f"generator.max_turns={generator.max_turns}: the tokenizer of {cfg.trainer.policy.model.path!r} cannot "
-            f"write a conversation of several turns ({error}). Name a template in generator.chat_template.name_or_path."
+            f"render a multi-turn conversation ({error}). Name a template in generator.chat_template.name_or_path."
         ) from error
     if rewrites:
         raise ConfigError(
-            f"generator.max_turns={generator.max_turns}: the chat template of {cfg.trainer.policy.model.path!r} writes "
-            "earlier turns differently once others follow (without their reasoning, or without what its header puts "
-            "before an answer), so the tokens of a conversation do not follow each other. Set "
+            f"generator.max_turns={generator.max_turns}: the chat template of {cfg.trainer.policy.model.path!r} "
+            "renders earlier turns differently once others follow (without their reasoning, or without the text that "
+            "its header puts before an answer), so the tokens of a conversation are not append-only. Set "
             "generator.step_wise_trajectories=true, which trains on what the model read at every turn, or name a "
             "template that keeps the history in "
             "generator.chat_template.name_or_path (qwen3_with_thinking for Qwen3)."
@@ -110,12 +127,17 @@ def _check_history(cfg: Config, tokenizer: Any) -> None:
 def build_prompts(
     cfg: Config, tokenizer: Any, sources: Sequence[str], key: str, first_prompt_timeout_s: float | None = None
 ) -> PromptDataset:
-    """The prompts of `sources` that are short enough; logs how many are left out.
+    """Return the prompts of `sources` that are not longer than trainer.max_prompt_length.
+
+    Logs the number of longer prompts, which are left out.
 
     Args:
+        cfg: The configuration.
+        tokenizer: The policy's tokenizer.
+        sources: Files, folders or hub names of the data.
         key: The configuration key of the sources, for the log.
-        sample_s: Read only as far as the first prompt that is short enough, for at most so many seconds: then there may
-            be none. None reads everything.
+        first_prompt_timeout_s: Stop at the first prompt that is short enough, or after this many seconds; the result
+            may then be empty. None reads everything.
 
     Raises:
         DataError: A row cannot be used, or no prompt is short enough.
@@ -142,25 +164,27 @@ def build_prompts(
 def build_sft_examples(
     cfg: Config, tokenizer: Any, first_example_timeout_s: float | None = None
 ) -> tuple[list[SFTExample], str]:
-    """Return the conversations of the `messages` column as tokens, and a fingerprint of all of them.
+    """Return the tokenized conversations of the `messages` column and a fingerprint of all of them.
 
-    A conversation is one demonstration, or one for each answer where the chat template rewrites earlier turns. Those
+    A conversation is one example, or one example per answer where the chat template rewrites earlier turns. Examples
     longer than max_prompt_length + max_generate_length tokens are left out; their number is logged.
 
     Args:
-        sample_s: Read only as far as the first conversation that is kept, for at most so many seconds: then there may
-            be none. None reads everything.
+        cfg: The configuration.
+        tokenizer: The policy's tokenizer.
+        first_example_timeout_s: Stop at the first example that is short enough, or after this many seconds; the result
+            may then be empty. None reads everything.
 
     Raises:
-        DataError: A row is no conversation, has no answer to learn, or the chat template does not write all that it
-            says; names the row. Also if no demonstration is left.
+        DataError: A row is not a conversation, has no answer to train on, or the chat template does not render all of
+            its text; the message names the row. Also if no example is left.
     """
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
     options = dict(cfg.generator.chat_template_kwargs)
-    kept: list[SFTExample] = []
+    examples: list[SFTExample] = []
     digest = hashlib.sha256()
     too_long = 0
-    begun = time.monotonic()
+    start_s = time.monotonic()
     for source in cfg.data.train_data:
         for where, row in read_rows(source):
             for ids, mask in _sequences(where, row, tokenizer, options):
@@ -168,22 +192,30 @@ def build_sft_examples(
                     too_long += 1
                     continue
                 digest.update(repr((ids, mask)).encode())
-                kept.append(SFTExample(ids, mask))
-            if first_example_timeout_s is not None and (kept or time.monotonic() - begun > first_example_timeout_s):
-                return kept, digest.hexdigest()[:32]
-    if not kept:
-        raise DataError(f"data.train_data={list(cfg.data.train_data)!r}: no demonstration of at most {limit} tokens.")
+                examples.append(SFTExample(ids, mask))
+            if first_example_timeout_s is not None and (
+                examples or time.monotonic() - start_s > first_example_timeout_s
+            ):
+                return examples, digest.hexdigest()[:32]
+    if not examples:
+        raise DataError(
+            f"data.train_data={list(cfg.data.train_data)!r}: no demonstration of at most {limit} tokens "
+            "(trainer.max_prompt_length + generator.sampling_params.max_generate_length)."
+        )
     if too_long:
         log.warning("data.train_data: %d demonstrations of more than %d tokens are left out.", too_long, limit)
-    return kept, digest.hexdigest()[:32]
+    return examples, digest.hexdigest()[:32]
 
 
 def _sequences(
     where: str, row: DatasetRow, tokenizer: Any, options: dict[str, Any]
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return the token ids and loss masks of a row. Raises DataError that names it."""
+    """Return the token ids and loss masks of a row. Raises DataError that names the row."""
     if row.get("messages") is None:
-        raise DataError(f"{where}: no 'messages' among its columns {sorted(row)}; it must be a conversation.")
+        raise DataError(
+            f"{where}: no 'messages' among its columns {sorted(row)}; a row of supervised fine-tuning must be a "
+            "conversation."
+        )
     messages = parse_messages(where, "messages", row["messages"])
     if tools := parse_tools(where, row.get("tools")):
         options = {**options, "tools": tools}
@@ -192,5 +224,5 @@ def _sequences(
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not any(any(mask) for _, mask in sequences):
-        raise DataError(f"{where}: its messages hold no answer of the assistant to learn.")
+        raise DataError(f"{where}: its messages hold no answer of the assistant to train on.")
     return sequences

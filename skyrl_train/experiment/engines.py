@@ -1,4 +1,6 @@
-"""The inference engines of a run: how they are started, restarted, added while it trains, and served over HTTP."""
+"""The inference engines of a run: starting, restarting and adding them while the run trains, and serving them over
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +48,17 @@ from skyrl_train.experiment.placement import (
 from skyrl_train.listeners import API_KEY_ENV
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
-"""Backends that have a server of their own."""
+"""Backends with an HTTP server of their own -> the adapter for that server."""
 _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for max_lora_rank."""
 _POLL_INTERVAL_S = 5.0
 """Seconds between health checks of engines that serve without a trainer."""
 _CLOSE_TIMEOUT_S = 10.0
-"""Time for an engine that left to clean up, before it is killed."""
+"""Seconds for a leaving engine to clean up before it is killed."""
 
 
 def require_installed(backend: str) -> None:
-    """Raises ConfigError naming the extra to install, if the backend is not installed here."""
+    """Raise ConfigError with the install command if a backend is not installed in this environment."""
     if backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
         raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL_COMMANDS[backend]}.")
 
@@ -64,7 +66,13 @@ def require_installed(backend: str) -> None:
 async def build_engines(
     cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_placement: RolePlacement, device: str
 ) -> list[ActorProxy]:
-    """Start all engines at once and wait until they have loaded their weights."""
+    """Start all engines in parallel and wait until they have loaded their weights.
+
+    Raises:
+        EngineError: An engine's process died or its start failed.
+        DeadlineExceeded: An engine was not ready within timeouts.engine_start_s.
+        ClusterLost: A node of an engine was lost.
+    """
     starts = (
         build_engine(index, cluster, generator, timeouts, role_placement, device)
         for index in range(role_placement.count)
@@ -82,19 +90,34 @@ async def build_engine(
     *,
     member_index: int | None = None,
 ) -> ActorProxy:
-    """Start engine `index` in its slots and wait until it has loaded its weights.
+    """Start an engine on its slots and wait until it has loaded its weights. Kills its processes if the start fails.
 
-    `place`: which member of `role_slots` it is; None for the `index`-th.
+    Args:
+        index: The engine's number in the run.
+        cluster: The cluster.
+        generator: The settings of the engines.
+        timeouts: The deadlines of calls.
+        role_placement: The slots of the engines.
+        device: "cuda" or "cpu".
+        member_index: The engine's position within `role_placement`; None if it is `index`.
+
+    Returns:
+        A proxy of the engine's actor.
+
+    Raises:
+        EngineError: The engine's process died or its start failed.
+        DeadlineExceeded: The engine was not ready within timeouts.engine_start_s.
+        ClusterLost: A node of the engine was lost.
     """
-    slots, indices = role_placement.pool, _slot_indices(index, role_placement, member_index)
+    pool, indices = role_placement.pool, _slot_indices(index, role_placement, member_index)
     kwargs = engine_kwargs(generator, device, f"{generator.backend} {index}")
     kwargs |= {
         "threads": threads_per_process(cluster, role_placement, device),
         "slot": index * role_placement.slots_per_member,
     }
     if role_placement.nodes_per_member > 1:
-        asked = find_free_address(cluster, slots, indices[0], timeouts.engine_start_s)
-        host, port = await await_unless_node_lost(asked, slots, indices[:1])
+        free_address = find_free_address(cluster, pool, indices[0], timeouts.engine_start_s)
+        host, port = await await_unless_node_lost(free_address, pool, indices[:1])
         kwargs |= {"nnodes": role_placement.nodes_per_member, "master_addr": host, "master_port": port}
     started: list[ActorProxy] = []
     try:
@@ -105,7 +128,7 @@ async def build_engine(
                 cluster,
                 WORKER_NODES[generator.backend] if node else ENGINES[generator.backend],
                 kwargs | ({"node_rank": node} if node else {}),
-                pool=slots,
+                pool=pool,
                 index=share[0],
                 name=f"{engine_name(index)} node {node}" if node else engine_name(index),
                 is_async=True,
@@ -116,7 +139,7 @@ async def build_engine(
             )
             started.append(process)
         ready = gather_all(process.get_attribute("capabilities", timeouts.engine_start_s) for process in started)
-        capabilities, *_ = await await_unless_node_lost(ready, slots, indices)
+        capabilities, *_ = await await_unless_node_lost(ready, pool, indices)
     except BaseException:
         for process in started:
             process.kill()  # an engine that has not started still occupies its slots
@@ -124,7 +147,7 @@ async def build_engine(
     engine, *others = started
     if others:
         engine.link_lifetimes(others, cluster)
-    # A run that began on one node has ranks that meet on loopback, to which an engine of a node that came later cannot.
+    # The ranks of a run that began on one node rendezvous on loopback, which an engine on a later node cannot reach.
     engine.cache_attributes(capabilities=replace(capabilities, other_machine=not cluster.is_single_node))
     return engine
 
@@ -132,34 +155,39 @@ async def build_engine(
 async def _slots_by_node(
     indices: range, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_placement: RolePlacement, device: str
 ) -> list[tuple[range, str | None]]:
-    """The slots of an engine on each of its nodes, and which accelerators these are if Ray does not say it there."""
+    """Return an engine's slots on each of its nodes, with CUDA_VISIBLE_DEVICES where Ray does not set it.
+
+    Ray only sets it for the bundle that an actor runs in, so it is None if that bundle holds all slots of the node.
+    """
     size = role_placement.slots_per_member // role_placement.nodes_per_member
     shares = [indices[begin : begin + size] for begin in range(0, role_placement.slots_per_member, size)]
     if device != "cuda" or size <= role_placement.pool.slots_per_bundle:
         return [(share, None) for share in shares]
     key = f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size}"
-    asked = locate_gpus(role_placement.pool, indices, timeouts.engine_start_s)
-    places = await await_unless_node_lost(asked, role_placement.pool, indices)
-    found = iter(places)
-    return [(share, visible_devices([next(found) for _ in share], key)) for share in shares]
+    gpus = locate_gpus(role_placement.pool, indices, timeouts.engine_start_s)
+    locations = await await_unless_node_lost(gpus, role_placement.pool, indices)
+    next_locations = iter(locations)
+    return [(share, visible_devices([next(next_locations) for _ in share], key)) for share in shares]
 
 
 def _slot_indices(index: int, role_placement: RolePlacement, member_index: int | None) -> range:
-    """The slots of engine `index`: see build_engine."""
+    """Return the slots of an engine: see build_engine."""
     first = (index if member_index is None else member_index) * role_placement.slots_per_member
     return range(first, first + role_placement.slots_per_member)
 
 
 async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
-    """Connect to an engine that runs elsewhere: behind our server, or that of vLLM or SGLang (generator.backend).
+    """Connect to an engine that runs elsewhere, behind skyrl_train.entrypoints.serve or a server of vLLM or SGLang.
 
-    Raises ConfigError without a token or for an unknown kind of server, DeadlineExceeded if there is no answer in time,
-    EngineError for a server that is not what its backend says.
+    Raises:
+        ConfigError: SKYRL_API_KEY is not set, or the server is not of a kind that generator.backend names.
+        DeadlineExceeded: The server did not answer within timeouts.engine_start_s.
+        EngineError: The server does not behave as its backend's servers do.
     """
     token, generator, timeouts = os.environ.get(API_KEY_ENV), cfg.generator, cfg.trainer.timeouts
     if not token:
         raise ConfigError(
-            f"generator.run_engines_locally=false: set {API_KEY_ENV} in the environment: the servers' token."
+            f"generator.run_engines_locally=false: set the environment variable {API_KEY_ENV} to the servers' token."
         )
     deadline_s = timeouts.rollout_s + timeouts.weight_sync_s
     connection = Connection(url, token, name=url)
@@ -167,8 +195,8 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
         return await RemoteEngine(url, token, name=url, deadline_s=deadline_s).connect(timeouts.engine_start_s)
     if generator.backend not in _NATIVE_SERVERS:
         raise ConfigError(
-            f"generator.remote_inference_engine_urls: what answers at {url} is not skyrl_train.entrypoints.serve. For "
-            f"the servers of vLLM and SGLang set generator.backend, which is {generator.backend!r}."
+            f"generator.remote_inference_engine_urls: the server at {url} is not skyrl_train.entrypoints.serve. For "
+            f"servers of vLLM or SGLang set generator.backend to vllm or sglang; it is {generator.backend!r}."
         )
     engine = NativeEngine(
         _NATIVE_SERVERS[generator.backend](connection, deadline_s),
@@ -182,23 +210,33 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
 
 
 def engine_generator_config(cfg: Config) -> GeneratorConfig:
-    """`generator`, extended by what the run's own engines need to take the policy's adapter, and to tell of experts."""
+    """Return the `generator` section, extended for the run's own engines.
+
+    Adds keeps_routing for trainer.moe_routing_replay=rollout and, for vLLM engines that receive the policy's adapter,
+    max_lora_rank. Values in generator.engine_init_kwargs take precedence.
+    """
     generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
     if cfg.trainer.moe_routing_replay == "rollout":
         generator = replace(generator, engine_init_kwargs={"keeps_routing": True} | generator.engine_init_kwargs)
-    room = next((most for most in _VLLM_LORA_RANKS if most >= rank), None)
-    if generator.backend != "vllm" or room is None or not prefers_adapter_sync(cfg):
+    max_lora_rank = next((accepted for accepted in _VLLM_LORA_RANKS if accepted >= rank), None)
+    if generator.backend != "vllm" or max_lora_rank is None or not prefers_adapter_sync(cfg):
         return generator
-    return replace(generator, engine_init_kwargs={"max_lora_rank": room} | generator.engine_init_kwargs)
+    return replace(generator, engine_init_kwargs={"max_lora_rank": max_lora_rank} | generator.engine_init_kwargs)
 
 
 def server_urls(generator: GeneratorConfig) -> list[str]:
-    """The URLs of the engines, for run_engines_locally=false."""
+    """Return the URLs of the engines for generator.run_engines_locally=false."""
     return list(generator.external_server_urls or generator.remote_inference_engine_urls)
 
 
 def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:
-    """The constructor arguments of an engine."""
+    """Return the constructor arguments of an engine.
+
+    Args:
+        generator: The settings of the engines; its engine_init_kwargs take precedence.
+        device: "cuda" or "cpu".
+        name: The engine's name in messages.
+    """
     common = {
         "model": generator.model_name,
         "dtype": generator.model_dtype,
@@ -224,10 +262,13 @@ def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[st
 
 
 def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: TimeoutsConfig) -> EngineClient:
-    """One client for all engines. One of the run's own has at most twice the calls that fill its batch.
+    """Return one client for all engines.
 
-    Raises UnsupportedParameter for configured sampling that an engine does not support, ConfigError for
-    weight_sync_only_changed with an engine that loads whole models only.
+    The client sends each of the run's own engines at most twice as many calls as its batch holds.
+
+    Raises:
+        UnsupportedParameter: An engine does not support a configured sampling parameter.
+        ConfigError: generator.weight_sync_only_changed is set, but an engine can only load complete models.
     """
     for key in ("sampling_params", "eval_sampling_params"):
         sampling = parse_sampling_params(getattr(generator, key), f"generator.{key}")
@@ -237,11 +278,12 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
         for engine in engines:
             if not engine.capabilities.partial_weights:
                 raise ConfigError(
-                    f"generator.weight_sync_only_changed=true: the {generator.backend} engine loads whole models only; "
-                    "leave it false."
+                    f"generator.weight_sync_only_changed=true: the {generator.backend} engine can only load complete "
+                    "models. Leave it false."
                 )
-    batch = generator.engine_init_kwargs.get("max_num_seqs", generator.max_num_seqs)
-    max_calls = 2 * int(batch) if generator.run_engines_locally else None  # others may run with another number
+    max_num_seqs = generator.engine_init_kwargs.get("max_num_seqs", generator.max_num_seqs)
+    # The batch size of servers that run elsewhere is unknown.
+    max_calls = 2 * int(max_num_seqs) if generator.run_engines_locally else None
     return EngineClient(engines, deadline_s=timeouts.rollout_s, max_calls=max_calls)
 
 
@@ -249,9 +291,10 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
 
 
 class EngineLauncher:
-    """The slots of the run's own engines: those of its layout, and groups of their own for engines beyond these.
+    """Starts, restarts and stops the engines of a run.
 
-    Engines that run elsewhere have no slots: to them it connects.
+    The first engines run on slots of the run's placement. Engines that are added later get placement groups of their
+    own. Engines that run elsewhere have no slots; the launcher connects to them.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster, placement: RunPlacement):
@@ -262,37 +305,58 @@ class EngineLauncher:
         self._added: dict[int, RolePlacement] = {}
 
     async def start_all(self) -> Sequence[Any]:
-        """Start the run's own engines in their slots, or connect to those that run elsewhere."""
+        """Start the run's own engines on their slots, or connect to engines that run elsewhere.
+
+        Returns:
+            The engines, ready for requests, in order of their index.
+
+        Raises:
+            ConfigError: An engine cannot be started or connected to as configured.
+            EngineError: The start of an engine failed.
+            DeadlineExceeded: An engine was not ready within timeouts.engine_start_s.
+        """
         cfg, generator = self._cfg, engine_generator_config(self._cfg)
         if self._initial is None:
             return await gather_all(connect_engine(url, cfg) for url in server_urls(generator))
         return await build_engines(self._cluster, generator, cfg.trainer.timeouts, self._initial, cfg.device)
 
     async def restart(self, name: str, wait_for_node: bool) -> Any:
-        """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.
+        """Start a dead engine again on its slots, which Ray moves to another node if theirs was lost.
 
-        Ray may not know yet that the node is lost: then the first start ends when it does.
+        Reconnects if the engine runs elsewhere. Tries twice, because Ray may detect a lost node only during the first
+        start.
+
+        Args:
+            name: The engine's name.
+            wait_for_node: True to wait up to timeouts.placement_s for the slots to be moved; False to fail at once.
+
+        Raises:
+            InsufficientResources: No node has room for the slots.
         """
         if self._initial is None:
             return await connect_engine(name, self._cfg)  # restarting a server is up to its operator
-        role_slots, place = self._placement_of(name)
-        indices = _slot_indices(engine_index(name), role_slots, place)
+        role_placement, member_index = self._placement_of(name)
+        indices = _slot_indices(engine_index(name), role_placement, member_index)
         wait_s = self._cfg.trainer.timeouts.placement_s if wait_for_node else 0.0
         if not self._cluster.is_single_node:
-            await wait_for_rescheduling(role_slots.pool, indices, wait_s)
+            await wait_for_rescheduling(role_placement.pool, indices, wait_s)
         try:
             return await self._build(name)
         except ClusterLost:
-            await wait_for_rescheduling(role_slots.pool, indices, wait_s)
+            await wait_for_rescheduling(role_placement.pool, indices, wait_s)
         return await self._build(name)
 
     async def start(self, name: str) -> ActorProxy:
-        """Find slots for one more engine, and start it there. Raises ConfigError if the cluster has no room."""
+        """Reserve slots for an additional engine if it needs them, and start it. Releases them if the start fails.
+
+        Raises:
+            ConfigError: The cluster has no room.
+        """
         assert self._initial is not None, "engines that run elsewhere are not started"
         index = engine_index(name)
         if index >= self._initial.count:
             trainer = self._cfg.trainer
-            slots = await reserve_additional_pool(
+            pool = await reserve_additional_pool(
                 self._cluster,
                 self._initial.pool,
                 count=self._initial.slots_per_member,
@@ -301,7 +365,7 @@ class EngineLauncher:
                 labels=trainer.placement.engine_node_labels,
                 reserved_cpus=environment_host_cpus(self._cfg, RunComponents()),
             )
-            self._added[index] = replace(self._initial, pool=slots)
+            self._added[index] = replace(self._initial, pool=pool)
         try:
             return await self._build(name)
         except BaseException:
@@ -309,7 +373,10 @@ class EngineLauncher:
             raise
 
     async def stop(self, name: str, engine: ActorProxy) -> None:
-        """End an engine, and give its slots back: to the cluster, or to the run if it began with them."""
+        """Close an engine, kill its process and release the slots that were reserved for it alone.
+
+        Waits at most 10 s for the engine to clean up. Slots with which the run began remain reserved.
+        """
         try:
             with suppress(SkyRLError, ConnectionError):
                 await engine.call_with_deadline(_CLOSE_TIMEOUT_S, "close")
@@ -318,14 +385,20 @@ class EngineLauncher:
             self._release_slots(name)
 
     async def _build(self, name: str) -> ActorProxy:
-        cfg, (role_slots, place) = self._cfg, self._placement_of(name)
+        cfg, (role_placement, member_index) = self._cfg, self._placement_of(name)
         generator, timeouts = engine_generator_config(cfg), cfg.trainer.timeouts
         return await build_engine(
-            engine_index(name), self._cluster, generator, timeouts, role_slots, cfg.device, member_index=place
+            engine_index(name),
+            self._cluster,
+            generator,
+            timeouts,
+            role_placement,
+            cfg.device,
+            member_index=member_index,
         )
 
     def _placement_of(self, name: str) -> tuple[RolePlacement, int | None]:
-        """The slots in which an engine is, and its place among them: see build_engine."""
+        """Return the slots that an engine runs on and its position among them: see build_engine."""
         added = self._added.get(engine_index(name))
         if added is not None:
             return added, 0
@@ -339,7 +412,10 @@ class EngineLauncher:
 
 
 def init_target_file(cfg: Config, folder: Path) -> None:
-    """Say in the run's folder how many engines it has, where that can be changed; what an earlier run wrote is gone."""
+    """Write the number of engines to engines.json in the run's folder, where `skyrl-train engines` can change it.
+
+    Overwrites the number of an earlier run. Deletes the file if the number cannot change.
+    """
     if engine_count_fixed_reason(cfg) is None:
         write_target(folder, cfg.generator.num_inference_engines)
     else:
@@ -347,7 +423,7 @@ def init_target_file(cfg: Config, folder: Path) -> None:
 
 
 def engine_count_fixed_reason(cfg: Config) -> str | None:
-    """Why the run's number of engines cannot change, and what to do; None if it can."""
+    """Return why the number of engines cannot change and what to do about it; None if it can change."""
     return fixed_count_reason(
         colocate_all=cfg.trainer.placement.colocate_all, run_engines_locally=cfg.generator.run_engines_locally
     )
@@ -357,11 +433,19 @@ def engine_count_fixed_reason(cfg: Config) -> str | None:
 
 
 def build_endpoint(cfg: Config, engine: Any, tokenizer: Any, *, control: bool) -> HttpEndpoint:
-    """The endpoint for an engine or a client; enter it on the event loop that they run on.
+    """Return the HTTP endpoint of an engine or a client. Enter it on the event loop that they run on.
 
-    `control`: whether requests with the token may also pause engines and change their weights. The token comes from
-    SKYRL_API_KEY in the environment, never from the configuration, which is saved and printed. Raises ConfigError for a
-    host that other machines can reach without a token.
+    The token comes from the environment variable SKYRL_API_KEY, never from the configuration, which is saved and
+    printed.
+
+    Args:
+        cfg: The configuration; generator.http_endpoint_* name host and port.
+        engine: The engine or client to serve.
+        tokenizer: The policy's tokenizer.
+        control: True if requests with the token may also pause engines and change their weights.
+
+    Raises:
+        ConfigError: Other machines can reach the host, and there is no token.
     """
     generator = cfg.generator
     return HttpEndpoint(
@@ -379,9 +463,10 @@ def build_endpoint(cfg: Config, engine: Any, tokenizer: Any, *, control: bool) -
 
 
 def check_endpoint(cfg: Config) -> None:
-    """Raises ConfigError for an address that needs a token and has none, or that is in use.
+    """Check the address of the HTTP endpoint before the engines start, which takes minutes. Does nothing if it is off.
 
-    To be called before the engines start, which takes minutes.
+    Raises:
+        ConfigError: The address is in use, or other machines can reach it and there is no token.
     """
     generator = cfg.generator
     if generator.enable_http_endpoint:
@@ -390,14 +475,14 @@ def check_endpoint(cfg: Config) -> None:
 
 
 def print_endpoint(endpoint: HttpEndpoint) -> None:
-    """Print one line with the address and the place of the token, never the token itself."""
-    token = f"in {endpoint.token_file}" if endpoint.token_file else f"that of {API_KEY_ENV}"
+    """Print one line with the endpoint's address and where to find the token, never the token itself."""
+    token = f"in {endpoint.token_file}" if endpoint.token_file else f"the value of {API_KEY_ENV}"
     print(f"Serving {endpoint.model_name} at {endpoint.url}/v1; the token is {token}.", flush=True)
 
 
 @asynccontextmanager
 async def run_endpoint(cfg: Config, client: EngineClient, tokenizer: Any) -> AsyncIterator[None]:
-    """Serve the run's engines over HTTP, for sampling only, while inside; does nothing unless it is configured."""
+    """Serve the run's engines over HTTP, for sampling only, while the body runs. Does nothing if that is off."""
     if not cfg.generator.enable_http_endpoint:
         yield
         return
@@ -410,10 +495,19 @@ async def run_endpoint(cfg: Config, client: EngineClient, tokenizer: Any) -> Asy
 async def serve_engines(
     cfg: Config, cluster: Cluster, tokenizer: Any, build_client: Callable[[Sequence[Any]], EngineClient]
 ) -> AsyncIterator[EngineClient]:
-    """Start the cluster, the engines and their endpoint, without a trainer; yields the client of the engines.
+    """Start the cluster, the engines and their endpoint without a trainer; yield the client of the engines.
 
     A single engine is served directly, so that a trainer elsewhere can send it weights. Several engines are served
     through their client, without the routes for a single engine.
+
+    Args:
+        cfg: The configuration.
+        cluster: The cluster, which is connected while the body runs.
+        tokenizer: The policy's tokenizer.
+        build_client: Returns the client of the started engines.
+
+    Raises:
+        ConfigError: The backend is not installed, the address cannot be used, or the cluster has too few resources.
     """
     trainer, generator = cfg.trainer, cfg.generator
     check_endpoint(cfg)
@@ -421,9 +515,9 @@ async def serve_engines(
     with cluster:
         placement, deadline_s = trainer.placement, trainer.timeouts.placement_s
         counts = count_slots(placement, generator, with_policy=False)
-        layout = reserve_slots(cluster, counts, placement, generator, device=cfg.device, deadline_s=deadline_s)
-        assert layout.engines is not None
-        engines = await build_engines(cluster, generator, trainer.timeouts, layout.engines, cfg.device)
+        run_placement = reserve_slots(cluster, counts, placement, generator, device=cfg.device, deadline_s=deadline_s)
+        assert run_placement.engines is not None
+        engines = await build_engines(cluster, generator, trainer.timeouts, run_placement.engines, cfg.device)
         client = build_client(engines)
         served = engines[0] if len(engines) == 1 else client
         async with build_endpoint(cfg, served, tokenizer, control=True) as endpoint:
@@ -435,10 +529,14 @@ async def wait_until_all_dead(client: EngineClient, poll_interval_s: float = _PO
     """Wait until every engine is dead, then raise EnginesLost with the causes.
 
     An engine that hangs counts as dead after rollout_s.
+
+    Args:
+        client: The client of the engines.
+        poll_interval_s: Seconds between health checks.
     """
     while client.engines:
         await asyncio.sleep(poll_interval_s)
         with suppress(SkyRLError):  # the client records which engines died, and why
             await client.health()
     causes = "; ".join(f"{name}: {reason}" for name, reason in client.dead_engines.items())
-    raise EnginesLost(f"No engine is alive, so nothing is served any more. {causes}")
+    raise EnginesLost(f"No engine is alive, so nothing can be served. {causes}")

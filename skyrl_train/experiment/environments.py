@@ -1,4 +1,4 @@
-"""Environments, from configuration: the settings of each, and the processes that they run in. Loads no torch."""
+"""Settings of environments and of their processes, from the configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from skyrl_train.terminal import print_stderr
 
 
 def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
-    """Name -> `env_config` of every environment: its section of environment.skyrl_gym, updated by its section of `own`.
+    """Return the `env_config` of every environment by name.
 
-    Every one contains `sandbox`, for the tools that the environment may use. Raises ConfigError for a section of `own`
-    that is not a mapping.
+    It is the environment's section of environment.skyrl_gym, updated with its section of environment.skyrl_gym.own,
+    plus the section `sandbox` for the tools that the environment may use.
+
+    Raises:
+        ConfigError: A section of environment.skyrl_gym.own is not a mapping.
     """
     gym = to_dict(cfg.environment.skyrl_gym)
     own, sandbox = gym.pop("own"), gym.pop("sandbox")
@@ -28,17 +31,23 @@ def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
     for name, settings in own.items():
         if not isinstance(settings, dict):
             raise ConfigError(
-                f"environment.skyrl_gym.own.{name}={settings!r}: the settings of one environment are a mapping; "
-                f"write environment.skyrl_gym.own.{name}.KEY=VALUE."
+                f"environment.skyrl_gym.own.{name}={settings!r}: the settings of an environment must be a mapping. "
+                f"Write environment.skyrl_gym.own.{name}.KEY=VALUE."
             )
         sections[name] = sections.get(name, {}) | settings
     return {name: {"sandbox": sandbox, **sections.get(name, {})} for name in {*ENVIRONMENTS, *sections}}
 
 
 def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
-    """Check early that the environments of these rows can run here and use the rows: see `TextEnv.check`, `check_rows`.
+    """Check that the environments of these rows can run here and accept the rows.
 
-    The env_class of a row takes precedence over environment.env_class; a note with the number of such rows is printed.
+    Calls `TextEnv.check` and `TextEnv.check_rows`. With environment.hosts, requirements of this machine are not
+    checked: each environment process checks them on its node. Prints a note with the number of rows whose env_class
+    takes precedence over environment.env_class.
+
+    Raises:
+        ConfigError: An environment cannot run here or cannot be sent to its processes.
+        DataError: An environment cannot use a row.
     """
     prompts = [prompt for dataset in datasets if dataset is not None for prompt in dataset.prompts]
     counts = Counter(prompt.env_class for prompt in prompts)
@@ -46,14 +55,16 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     if others:
         named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
         print_stderr(
-            f"note: {sum(others.values())} of {counts.total()} rows name their env_class themselves ({named}), which "
-            f"counts; environment.env_class ({cfg.environment.env_class}) is for rows that name none."
+            f"note: {sum(others.values())} of {counts.total()} rows name their own env_class ({named}), which takes "
+            f"precedence. environment.env_class ({cfg.environment.env_class}) applies to rows that name none."
         )
     check_environments_picklable(cfg, counts)
-    if not cfg.environment.hosts:  # else each of their processes checks: what is missing here may be there
+    if not cfg.environment.hosts:  # on hosts each process checks: they may have what this machine lacks
         registry.check_environments(counts, environment_settings(cfg))
     for name in counts:
-        rows = ((one.where or f"row {one.uid}", one.env_extras) for one in prompts if one.env_class == name)
+        rows = (
+            (prompt.where or f"row {prompt.uid}", prompt.env_extras) for prompt in prompts if prompt.env_class == name
+        )
         try:
             registry.check_rows(name, rows)
         except DataError:
@@ -64,7 +75,12 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
 
 
 def pool_settings(cfg: Config, log: Path | None = None) -> dict[str, Any]:
-    """Return the arguments of a WorkerPool, whose workers print to `log`, or to stderr without one."""
+    """Return the arguments of a WorkerPool.
+
+    Args:
+        cfg: The configuration.
+        log: The file that workers print to; None for stderr.
+    """
     return {
         "env_configs": environment_settings(cfg),
         "max_env_workers": max(cfg.environment.skyrl_gym.max_env_workers, 1),

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that others can use: a folder or a repository, with a card, checked by loading it."""
+"""Exports a checkpoint's policy as a model with a card, to a folder or a hub repository, and verifies the result."""
 
 from __future__ import annotations
 
@@ -75,53 +75,62 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is asked for."""
+    """The arguments of an export."""
 
     checkpoint: str
-    """RUN/global_step_N: a folder or an address."""
+    """RUN/global_step_N: a folder or a URI."""
     to: str
     """A folder, or hub:NAME."""
     adapter: bool = False
     dtype: str = "float32"
     base: str | None = None
-    """Where the model is that the run started from; None for trainer.policy.model.path."""
+    """Path or name of the model that the run started from; None for trainer.policy.model.path."""
     public: bool = False
     overwrite: bool = False
     verify: bool = True
 
 
 def export(request: ExportRequest) -> tuple[str, ExportVerification | None]:
-    """Write a checkpoint's policy to `asked.to`, whole or not at all; returns where it is, and what was compared.
+    """Write a checkpoint's policy as a model. A folder appears at its target only when it is complete.
 
-    Raises ConfigError for what cannot be asked, CheckpointError for a damaged checkpoint and for an export that is not
-    the checkpoint's policy, StorageError.
+    Loads the written model again and compares it with the checkpoint, unless `request.verify` is False.
+
+    Returns:
+        The absolute path or the URL of the model, and the result of the comparison or None.
+
+    Raises:
+        ConfigError: The arguments are invalid, or the target exists and must not be replaced.
+        CheckpointError: The checkpoint is damaged, or the written model differs from it.
+        StorageError: A remote storage or the hub failed.
     """
     _check(request)
     name = request.to.removeprefix(HUB_PREFIX)
-    with open_run_checkpoint(request.checkpoint, (POLICY_ROLE,)) as found:
-        config = load_run_config(found.run)
+    with open_run_checkpoint(request.checkpoint, (POLICY_ROLE,)) as checkpoint:
+        config = load_run_config(checkpoint.run)
         if request.adapter and not config.trainer.policy.model.lora.rank:
-            raise ConfigError("--adapter: the run has trained the whole model, so there is no adapter: leave it out.")
+            raise ConfigError("--adapter: the run trained the full model, so it has no adapter. Leave the flag out.")
         if not request.to.startswith(HUB_PREFIX):
             with atomic_folder(request.to, request.overwrite) as folder:
-                agreement = _write(request, found, config, folder)
-            return str(Path(request.to).absolute()), agreement
+                verification = _write(request, checkpoint, config, folder)
+            return str(Path(request.to).absolute()), verification
         cache_folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="export-") as temporary:
-            agreement = _write(request, found, config, Path(temporary))
-            message = f"Step {found.step}"
+            verification = _write(request, checkpoint, config, Path(temporary))
+            message = f"Step {checkpoint.step}"
             url = upload_model(
                 Path(temporary), name, public=request.public, overwrite=request.overwrite, message=message
             )
-        return url, agreement
+        return url, verification
 
 
 def _check(request: ExportRequest) -> None:
-    """Raises ConfigError for a target that cannot be written, before anything is read."""
+    """Raise ConfigError for arguments that cannot be satisfied, before the checkpoint is read."""
     if request.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.")
+        raise ConfigError(f"--dtype {request.dtype} is not supported. Choose one of: {', '.join(DTYPES)}.")
     if request.adapter and request.dtype != "float32":
-        raise ConfigError(f"--dtype {request.dtype} --adapter: adapters are small, and are written in float32.")
+        raise ConfigError(
+            f"--dtype {request.dtype} --adapter: adapters are always written in float32. Leave --dtype out."
+        )
     if request.to.startswith(HUB_PREFIX):
         name = request.to.removeprefix(HUB_PREFIX)
         if not HUB_NAME.fullmatch(name):
@@ -129,40 +138,45 @@ def _check(request: ExportRequest) -> None:
         check_repo_name_free(name, request.overwrite)
         return
     if request.public:
-        raise ConfigError("--public is for hub:NAME; a folder is as public as you make it.")
+        raise ConfigError(f"--public --to {request.to}: --public only applies to hub:NAME. Leave it out for a folder.")
     if is_uri(request.to):
-        raise ConfigError(f"--to {request.to}: must be a folder of this machine or hub:NAME.")
+        raise ConfigError(f"--to {request.to}: must be a folder on this machine or hub:NAME.")
     _check_folder(request.to, request.overwrite)
 
 
 def _check_folder(to: str, overwrite: bool) -> None:
-    """Raises ConfigError for what must not be replaced: only models are, and only if asked."""
+    """Raise ConfigError for a target that must not be replaced. Only a model is, and only with --overwrite."""
     target = Path(to)
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConfigError(f"--to {to}: is a file; give the name of a folder.")
+        raise ConfigError(f"--to {to} is a file. Give the name of a folder.")
     if not any(target.iterdir()):
         return
     if not overwrite:
-        raise ConfigError(f"--to {to}: is not empty: give another folder, or --overwrite to replace all of it.")
+        raise ConfigError(f"--to {to} is not empty. Give another folder, or --overwrite to replace all of it.")
     if not _is_model(target):
         raise ConfigError(
-            f"--to {to} --overwrite: holds no model, so it is not replaced: give another folder, or empty it."
+            f"--to {to} --overwrite: the folder holds no model, so it is not replaced. Give another folder or empty it."
         )
 
 
 def _is_model(folder: Path) -> bool:
-    """Much else has a config.json, too."""
+    """True if the folder holds weights and a model's configuration. Many other folders hold a config.json."""
     has_weights = any(path.is_file() for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
     return has_weights and any((folder / file).is_file() for file in _MODEL_FILES)
 
 
 @contextmanager
 def atomic_folder(to: str, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `to` that takes its place when all went well, and is deleted otherwise.
+    """Yield a new folder next to `to` that takes its place on success and is deleted on failure.
 
-    Raises ConfigError in the end if what is there then must not be replaced.
+    Args:
+        to: The target folder. Its parents are created.
+        overwrite: True to replace a model at the target.
+
+    Raises:
+        ConfigError: On exit, if the target has content by then that must not be replaced.
     """
     target = Path(to).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +184,7 @@ def atomic_folder(to: str, overwrite: bool) -> Iterator[Path]:
     folder.mkdir()
     try:
         yield folder
-        _check_folder(to, overwrite)  # an export takes minutes
+        _check_folder(to, overwrite)  # again, because an export takes minutes
         if target.exists() and any(target.iterdir()):
             replaced = target.with_name(folder.name.replace(".partial-", ".replaced-"))
             target.rename(replaced)
@@ -187,12 +201,12 @@ def atomic_folder(to: str, overwrite: bool) -> Iterator[Path]:
         raise
 
 
-def _write(request: ExportRequest, found: Checkpoint, config: Config, folder: Path) -> ExportVerification | None:
-    """Fill a folder: weights, tokenizer, card. Returns what was compared, unless that is not wanted."""
+def _write(request: ExportRequest, checkpoint: Checkpoint, config: Config, folder: Path) -> ExportVerification | None:
+    """Write weights, tokenizer and card to a folder. Returns the result of the comparison; None if it is off."""
     trainer = config.trainer
     base = request.base or trainer.policy.model.path
-    saved = SavedState.of(found)
-    with open_policy(found.path, trainer, request.base, saved.base_models.get(POLICY_ROLE)) as policy:
+    saved = SavedState.of(checkpoint)
+    with open_policy(checkpoint.path, trainer, request.base, saved.base_models.get(POLICY_ROLE)) as policy:
         generator, model_config = config.generator, copy.deepcopy(policy.config)
         template = saved.chat_template or load_chat_template(generator.chat_template)
         tokenizer = load_tokenizer(base, chat_template=template)
@@ -207,27 +221,27 @@ def _write(request: ExportRequest, found: Checkpoint, config: Config, folder: Pa
         else:
             set_config_dtype(model_config, DTYPES[request.dtype])
             export_hf(model_config, policy.merged(DTYPES[request.dtype]), tokenizer, folder, base=base)
-        agreement = None
+        verification = None
         if request.verify:
             verify_prompt_ids(tokenizer, folder, generator.chat_template_kwargs)
-            agreement = (
+            verification = (
                 verify_adapter(policy, folder, base)
                 if request.adapter
                 else verify_model(policy, folder, DTYPES[request.dtype])
             )
     rows = [
         {redact(name): value for name, value in row.items() if isinstance(value, (int, float))}
-        for row in read_metrics(found.run / METRICS_FILE)
-        if row["step"] <= found.step
+        for row in read_metrics(checkpoint.run / METRICS_FILE)
+        if row["step"] <= checkpoint.step
     ]
     has_curve = write_learning_curve(rows, folder / CURVE_FILE)
-    card = _card(request, config, get_auto_class(model_config).__name__, found.step, rows, has_curve, agreement)
+    card = _card(request, config, get_auto_class(model_config).__name__, checkpoint.step, rows, has_curve, verification)
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
     mode = (folder / "README.md").stat().st_mode
-    for file in folder.rglob("*"):  # safetensors writes for its owner's eyes only
+    for file in folder.rglob("*"):  # safetensors creates files that only their owner can read
         if file.is_file():
             file.chmod(mode)
-    return agreement
+    return verification
 
 
 def _card(
@@ -237,58 +251,61 @@ def _card(
     step: int,
     rows: list[dict[str, float]],
     has_curve: bool,
-    agreement: ExportVerification | None,
+    verification: ExportVerification | None,
 ) -> Card:
     trainer, lora = config.trainer, config.trainer.policy.model.lora
-    signs = {"reward/mean": "rewards", "sft/loss": "demonstrations"}
-    learnt_from = next((kind for sign, kind in signs.items() if any(sign in row for row in rows)), "")
+    kinds = {"reward/mean": "rewards", "sft/loss": "demonstrations"}
+    trained_on = next((kind for metric, kind in kinds.items() if any(metric in row for row in rows)), "")
     data = {"training": config.data.train_data}
-    if learnt_from == "rewards":
+    if trained_on == "rewards":
         data["evaluation"] = config.data.val_data
     path = trainer.policy.model.path
     return Card(
         run=_public(trainer.run_name),
         base=_public(get_display_name(path)),
-        base_is_on_hub=request.base is None and may_be_hub_name(path),  # from where it has just been loaded
+        base_is_on_hub=request.base is None and may_be_hub_name(path),  # the model has just been loaded from there
         is_adapter=request.adapter,
         model_class=model_class,
         lora=f"rank {lora.rank}, alpha {lora.alpha}" if lora.rank else "",
         dtype=request.dtype,
         step=step,
-        trained_on=learnt_from,
+        trained_on=trained_on,
         environment=_public(config.environment.env_class),
-        data={use: [_public(get_display_name(str(one))) for one in sources] for use, sources in data.items()},
-        keys={name: _public(value) for name, value in _listed_keys(config, learnt_from).items()},
+        data={use: [_public(get_display_name(str(source))) for source in sources] for use, sources in data.items()},
+        keys={name: _public(value) for name, value in _listed_keys(config, trained_on).items()},
         rows=rows,
         has_curve=has_curve,
-        checked="" if agreement is None else describe_verification(agreement),
+        checked="" if verification is None else describe_verification(verification),
         versions={name: importlib.metadata.version(name) for name in _LIBRARIES if request.adapter or name != "peft"},
     )
 
 
 def _listed_keys(config: Config, trained_on: str) -> dict[str, Any]:
-    """The keys of the algorithm, and those that are not as they are by default."""
+    """Return the keys that the card lists: some always, and those of the algorithm that differ from the defaults."""
     changed = {name: value for name, value in training_settings(config).items() if name.startswith(_LISTED_IF_CHANGED)}
-    found = {name: get_value(config, name) for name in _ALWAYS_LISTED} | changed
-    order = {name: place for place, name in enumerate(all_keys())}
-    names = sorted(found, key=lambda name: order.get(name, len(order)))
+    listed = {name: get_value(config, name) for name in _ALWAYS_LISTED} | changed
+    order = {name: position for position, name in enumerate(all_keys())}
+    names = sorted(listed, key=lambda name: order.get(name, len(order)))
     if trained_on == "demonstrations":
         names = [name for name in names if not name.startswith(_REWARDS_ONLY)]
-    return {name: found[name] for name in names}
+    return {name: listed[name] for name in names}
 
 
 def _public(value: Any) -> Any:
-    """A value in words, without secrets of the environment and folders of this machine."""
+    """Return a value as text without secrets of the environment and without folders of this machine."""
     return _FOLDERS.sub("", str(redact(value)))
 
 
-def describe_verification(agreement: ExportVerification) -> str:
-    """What was compared, in a sentence."""
-    whose = "those of the checkpoint"
-    if agreement.base_is_unrecorded:
-        whose += "'s adapters and of the base model it was given (the checkpoint does not record which one it had)"
+def describe_verification(verification: ExportVerification) -> str:
+    """Return a sentence that describes what was compared and how much the log-probs differ."""
+    source = "the checkpoint's"
+    if verification.base_is_unrecorded:
+        source = (
+            "those of the checkpoint's adapters and of the given base model (the checkpoint does not record its base "
+            "model)"
+        )
     return (
-        f"Loaded again, all {agreement.num_tensors} tensors are {whose}, and log-probs of "
-        f"{agreement.num_tokens} tokens differ from its own by {agreement.mean_logprob_diff:.2g} nats in the mean and "
-        f"{agreement.max_logprob_diff:.2g} at most."
+        f"Loaded again, all {verification.num_tensors} tensors are {source}, and the log-probs of "
+        f"{verification.num_tokens} tokens differ from the checkpoint's by {verification.mean_logprob_diff:.2g} nats "
+        f"on average and by at most {verification.max_logprob_diff:.2g} nats."
     )

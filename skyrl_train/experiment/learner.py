@@ -42,7 +42,20 @@ def build_learner(
     generator: GeneratorConfig,
     device: str,
 ) -> Learner:
-    """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
+    """Start the processes of policy, reference and critic. `Learner.setup` loads their models later.
+
+    Args:
+        cluster: The cluster.
+        trainer: The settings of training.
+        placement: The slots of every role.
+        objective_spec: The loss and what it needs.
+        schedule: The schedule of steps, from which the number of optimizer steps follows.
+        generator: The settings of the engines, for weight syncs.
+        device: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: The tokenizer of the reference or the critic assigns other ids to the policy's tokens.
+    """
     assert placement.policy is not None
     spec = LearnerSpec(
         model_path=trainer.policy.model.path,
@@ -77,14 +90,14 @@ def build_learner(
     reference = critic = None
     if placement.reference is not None:
         check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
-        frozen = reference_spec(spec, trainer, threads_per_process(cluster, placement.reference, device))
-        reference = _spawn_workers(cluster, frozen, placement.reference, "reference", trainer.timeouts)
+        frozen_spec = reference_spec(spec, trainer, threads_per_process(cluster, placement.reference, device))
+        reference = _spawn_workers(cluster, frozen_spec, placement.reference, "reference", trainer.timeouts)
     if placement.critic is not None:
         check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
-        valued = critic_spec(
+        value_spec = critic_spec(
             spec, trainer, threads_per_process(cluster, placement.critic, device), objective_spec, schedule
         )
-        critic = _spawn_workers(cluster, valued, placement.critic, "critic", trainer.timeouts)
+        critic = _spawn_workers(cluster, value_spec, placement.critic, "critic", trainer.timeouts)
     return Learner(
         _spawn_workers(cluster, spec, placement.policy, "learner", trainer.timeouts),
         reference,
@@ -99,7 +112,11 @@ def build_learner(
 
 
 async def start_learner(learner: Learner, trainer: TrainerConfig) -> None:
-    """Load the learner's models. Raises DeadlineExceeded if that takes more than timeouts.engine_start_s."""
+    """Load the learner's models.
+
+    Raises:
+        DeadlineExceeded: Loading took more than timeouts.engine_start_s; the error has the stacks of all ranks.
+    """
     try:
         async with asyncio.timeout(trainer.timeouts.engine_start_s) as deadline:
             await learner.setup()
@@ -107,13 +124,19 @@ async def start_learner(learner: Learner, trainer: TrainerConfig) -> None:
         if not deadline.expired():
             await learner.attach_stall_report(error)
             raise
-        late = DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s)
-        await learner.attach_stall_report(late)
-        raise late from error
+        expiry = DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s)
+        await learner.attach_stall_report(expiry)
+        raise expiry from error
 
 
 def reference_spec(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
-    """The settings of the reference: frozen, in the compute dtype."""
+    """Return the spec of the reference's ranks: the policy's, frozen and in the compute dtype.
+
+    Args:
+        policy: The spec of the policy's ranks.
+        trainer: The settings of training.
+        threads: CPU threads of each process; None for torch's default.
+    """
     return replace(
         policy,
         model_path=trainer.ref.model.path,
@@ -131,9 +154,21 @@ def reference_spec(policy: LearnerSpec, trainer: TrainerConfig, threads: int | N
 
 
 def critic_spec(
-    policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: ObjectiveSpec, schedule: StepSchedule
+    policy: LearnerSpec,
+    trainer: TrainerConfig,
+    threads: int | None,
+    objective_spec: ObjectiveSpec,
+    schedule: StepSchedule,
 ) -> LearnerSpec:
-    """The settings of the critic: a body with a value head, and its own optimizer."""
+    """Return the spec of the critic's ranks: a body with a value head and its own optimizer.
+
+    Args:
+        policy: The spec of the policy's ranks.
+        trainer: The settings of training; trainer.critic.model.path must be set.
+        threads: CPU threads of each process; None for torch's default.
+        objective_spec: The loss and what it needs.
+        schedule: The schedule of steps.
+    """
     critic = trainer.critic
     assert critic.model.path is not None
     return replace(
@@ -142,7 +177,7 @@ def critic_spec(
         model_config_key="trainer.critic.model.path",
         optimizer_config=critic.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
-        objective=learning.critic_objective,
+        objective=objective_spec.critic_objective,
         threads=threads,
         value_head_prefix=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
@@ -154,7 +189,7 @@ def critic_spec(
 
 
 def _section_settings(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
-    """Return the keys that policy, reference and critic each have of their own."""
+    """Return the keys that policy, reference and critic each have in their own section."""
     names = (
         "fsdp_config",
         "deepspeed_config",
@@ -171,12 +206,13 @@ def _lora(settings: LoraConfig) -> LoraConfig | None:
 
 
 def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
-    """Number of optimizer steps in a run for a model updated on `mini_batch_size` prompts at a time."""
+    """Return a run's number of optimizer steps, for a model that is updated on `mini_batch_size` prompts at a time."""
     sizes = (schedule.num_prompts_in_step(step) for step in range(schedule.total_steps))
     return sum(-(-size // mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
 
 
 def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
+    """Return the sizes of mini-batches and micro-batches. Micro-batch sizes that are not configured are 1."""
     return BatchSizes(
         policy_mini_batch_size=trainer.policy_mini_batch_size,
         critic_mini_batch_size=trainer.critic_mini_batch_size,
@@ -204,7 +240,7 @@ def _spawn_workers(
                 deadline_s=timeouts.update_s,
                 deadlines=dict.fromkeys(("save", "wait_for_discarded_save", "load", "export"), timeouts.checkpoint_s)
                 | dict.fromkeys(("address", "setup", "reload"), timeouts.engine_start_s)
-                # Asked in the background: it may have to wait for an update.
+                # Called in the background: it may have to wait for an update.
                 | {"poll_save": timeouts.update_s + timeouts.checkpoint_s},
             )
             for rank in range(role_placement.count)
@@ -220,15 +256,19 @@ def _spawn_workers(
 def build_reward_model(
     cluster: Cluster, trainer: TrainerConfig, placement: RunPlacement, *, device: str
 ) -> RewardModel | None:
-    """Spawn a replica in each of its slots; `RewardModel.setup` loads them later. None without trainer.reward.model."""
-    role_slots = placement.reward
-    if role_slots is None:
+    """Start a replica of the reward model on each of its slots. `RewardModel.setup` loads them later.
+
+    Returns:
+        The reward model; None if the run has none (trainer.reward.model.path).
+    """
+    role_placement = placement.reward
+    if role_placement is None:
         return None
     settings = {
         "path": trainer.reward.model.path,
         "dtype": "bfloat16" if trainer.bf16 else "float32",
         "device": device,
-        "threads": threads_per_process(cluster, role_slots, device),
+        "threads": threads_per_process(cluster, role_placement, device),
         "model_config_kwargs": trainer.reward.model_config_kwargs,
     }
     return RewardModel(
@@ -237,12 +277,12 @@ def build_reward_model(
                 cluster,
                 REWARD_WORKER,
                 settings,
-                pool=role_slots.pool,
+                pool=role_placement.pool,
                 index=index,
                 name=f"reward model {index}",
                 is_async=False,
                 deadline_s=trainer.timeouts.rollout_s,
             )
-            for index in range(role_slots.count)
+            for index in range(role_placement.count)
         ]
     )

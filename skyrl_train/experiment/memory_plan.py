@@ -1,7 +1,7 @@
 """Predicts the memory of each slot in each phase of a step, from the configuration and the models' shapes.
 
-Parameters, gradients and optimizer state are exact; the other rows are estimates. No weights are loaded. Not counted:
-libraries and the interpreter (0.3 to 1 GiB of host memory per process), the CUDA context (about 0.5 GiB) and
+Parameters, gradients and optimizer state are exact; the other items are estimates. No weights are loaded. Not counted
+are libraries and the interpreter (0.3 to 1 GiB of host memory per process), the CUDA context (about 0.5 GiB) and
 fragmentation.
 """
 
@@ -12,6 +12,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,8 +51,19 @@ from skyrl_train.weight_sync.sender import MAX_CPU_BUCKET_BYTES
 
 FP32 = 4
 """Bytes of a float32: the dtype of log-softmax, of norms internally, and of everything trained."""
-PHASES = ("generating", "scoring", "updating", "syncing")
-LEARNER_PHASES = PHASES[1:3]
+
+
+class Phase(StrEnum):
+    """A phase of a training step with a memory peak of its own."""
+
+    GENERATING = "generating"
+    SCORING = "scoring"
+    UPDATING = "updating"
+    SYNCING = "syncing"
+
+
+PHASES = tuple(Phase)
+LEARNER_PHASES = (Phase.SCORING, Phase.UPDATING)
 """The phases in which a learner's models compute."""
 CONFIG_SECTIONS = {"policy": "policy", "reference": "ref", "critic": "critic"}
 """Role -> its section of trainer.*"""
@@ -65,13 +77,20 @@ _DEEPSPEED_BUCKET = 500_000_000
 _DEEPSPEED_PREFETCH, _DEEPSPEED_REUSE = 50_000_000, 1_000_000_000
 """Elements: DeepSpeed's defaults for `stage3_prefetch_bucket_size` and `stage3_max_reuse_distance`."""
 _CPU_CACHE_BYTES = 4 << 30
-"""The most that vLLM and SGLang take for keys and values on a CPU: see their arguments.py."""
+"""Maximum size of the KV cache that vLLM and SGLang allocate on a CPU: see their arguments.py."""
 
 
 def memory_capacity(device: str) -> int | None:
-    """Bytes of this machine's smallest accelerator, or for "cpu" of its main memory (of the cgroup's limit if lower).
+    """Return the bytes of this machine's smallest accelerator, or for "cpu" of its main memory.
 
-    None if it cannot be found out. Touches no accelerator: a driver must not allocate memory there.
+    A lower limit of the cgroup takes precedence over the main memory. Allocates no accelerator memory, which a driver
+    must not do.
+
+    Args:
+        device: "cuda" or "cpu".
+
+    Returns:
+        Bytes; None if nvidia-smi reports no accelerator.
     """
     if device == "cuda":
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -91,36 +110,40 @@ def memory_capacity(device: str) -> int | None:
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter; tied parameters are a single Weight."""
+    """The shape of one parameter. Tied parameters are a single ParameterShape."""
 
     shape: tuple[int, ...]
     trained: bool = True
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def shard_numel(self, ranks: int) -> int:
-        """Elements on the fullest of `ranks`: FSDP2 cuts the first dimension into equal pieces, except the last."""
+        """Return the number of elements on the fullest of `ranks`.
+
+        FSDP2 splits the first dimension into equal chunks, except the last one.
+        """
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
 
 
 def numel(weights: Iterable[ParameterShape], ranks: int = 1) -> int:
-    """Elements of all `weights` on the fullest of `ranks`."""
+    """Return the number of elements of all `weights` on the fullest of `ranks`."""
     return sum(weight.shard_numel(ranks) for weight in weights)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model, or with tensor parallelism of one rank's part of it."""
+    """The sizes of a model, or of one rank's part of it with tensor parallelism."""
 
     layers: tuple[tuple[ParameterShape, ...], ...]
-    """The weights of each decoder layer: the units in which a strategy gathers them."""
+    """The parameters of each decoder layer. A strategy gathers them layer by layer."""
     root: tuple[ParameterShape, ...]
-    """All other weights: embeddings, the last norm, the head unless it is tied."""
+    """All other parameters: embeddings, the last norm, and the head unless it is tied."""
     hidden: int
     intermediate: int
-    """The MLP's width; for a mixture of experts the sum over the experts that a token uses."""
+    """The MLP's width; for a mixture of experts the sum over the experts that process a token."""
     heads: int
     key_value_heads: int
     head_dim: int
@@ -129,29 +152,31 @@ class ModelShape:
     tied: bool
     max_positions: int
     normed: int
-    """Numbers per token that one layer's norms read, except those of queries and keys."""
+    """Numbers per token that the norms of one layer read, except those of queries and keys."""
     normed_heads: int
-    """The same for norms of queries and keys; 0 without these."""
+    """Numbers per token that the norms of queries and keys read; 0 without these."""
     experts_per_token: int
     softcapped: bool
-    """Attention scores are materialised: see ragged_attention._softcapped."""
+    """True if attention scores are materialized: see ragged_attention._softcapped."""
 
     @property
     def weights(self) -> tuple[ParameterShape, ...]:
+        """All parameters."""
         return (*self.root, *(weight for layer in self.layers for weight in layer))
 
     @property
     def largest_layer(self) -> int:
-        """Elements of the largest layer."""
+        """Number of elements of the largest layer."""
         return max((numel(layer) for layer in self.layers), default=0)
 
     @property
     def head(self) -> int:
-        """Elements of the LM head."""
+        """Number of elements of the LM head."""
         return self.vocab * self.hidden
 
     @property
     def head_trained(self) -> bool:
+        """True if the LM head is trained."""
         return any(weight.trained for weight in self.root if weight.shape == (self.vocab, self.hidden))
 
 
@@ -169,27 +194,37 @@ def model_shape(
     kind: Literal["policy", "critic", "reward"] = "policy",
     tensor_parallel_size: int = 1,
 ) -> ModelShape:
-    """Return the shapes of the model that a worker builds from the same settings, from its configuration alone.
+    """Return the shapes of the model that a worker builds from the same settings, from the model's configuration alone.
 
     Args:
-        kind: A causal language model, its body with a value head, or a sequence classifier (all in `root`).
-        parts: The ranks that layers are divided over.
+        path: Path or hub name of the model.
+        key: The configuration key of `path`, for messages.
+        overrides: Changes to the model's configuration (model_config_kwargs).
+        rope_scaling: See trainer.rope_scaling.
+        rope_theta: See trainer.rope_theta.
+        lora: Adapters, without which all parameters are trained.
+        kind: "policy" for a causal language model, "critic" for its body with a value head, "reward" for a sequence
+            classifier, whose parameters are all in `root`.
+        tensor_parallel_size: Number of ranks that each layer is divided over.
 
     Raises:
-        ConfigError: There is nothing to load, or the model cannot be trained; names `key`.
+        ConfigError: The model cannot be loaded or trained; the message names `key`.
     """
-    # A plan is made many times, see memory_fit.py, and reading a configuration and building its model take long.
-    same = path, key, repr((overrides, rope_scaling, rope_theta, lora)), kind, tensor_parallel_size
-    if same not in _shapes:
+    # memory_tuning.py makes many plans, and reading a configuration and building its model take long.
+    cache_key = path, key, repr((overrides, rope_scaling, rope_theta, lora)), kind, tensor_parallel_size
+    if cache_key not in _shapes:
         config = load_config(path, key=key, overrides=overrides, rope_scaling=rope_scaling, rope_theta=rope_theta)
-        what = "classifier" if kind == "reward" else "causal language model"
+        description = "classifier" if kind == "reward" else "causal language model"
         try:
-            _shapes[same] = _shape_of(config, key, lora, kind, tensor_parallel_size)
+            _shapes[cache_key] = _shape_of(config, key, lora, kind, tensor_parallel_size)
         except ValueError as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{key}={path!r} is no {what}. ({str(error).splitlines()[0]})") from error
-    return _shapes[same]
+            raise ConfigError(
+                f"{key}={path!r} is not a {description} that transformers can build "
+                f"({str(error).splitlines()[0]}). Choose another model."
+            ) from error
+    return _shapes[cache_key]
 
 
 def _shape_of(
@@ -224,7 +259,7 @@ def _shape_of(
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     key_value_heads = max(get_layer_sizes(text, "num_key_value_heads"), default=heads) // tensor_parallel_size
     head_dim = max(get_layer_sizes(text, "head_dim"), default=hidden // heads)
-    # One-dimensional weights are of norms; those that are not as wide as the stream are of queries and keys.
+    # One-dimensional weights belong to norms. If not as wide as the residual stream, they normalize queries and keys.
     named = layers[0].named_parameters() if layers else ()
     norms = [len(weight) for name, weight in named if weight.ndim == 1 and name.endswith("weight")]
     return ModelShape(
@@ -254,50 +289,58 @@ def _weight(parameter: torch.nn.Parameter) -> ParameterShape:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One item in the memory of one slot."""
+    """One item in the memory of a slot."""
 
     role: str
     name: str
     note: str
     sizes: Mapping[str, int]
-    """Moment of a pass -> bytes; the key "" means all the time."""
-    phases: tuple[str, ...] = PHASES
+    """Stage of a pass -> bytes; the key "" means all the time."""
+    phases: tuple[Phase, ...] = PHASES
     exact: bool = False
     on_host: bool = False
-    """True if it is in the host's memory although the slot is an accelerator."""
+    """True if the item is in host memory although the slot is an accelerator."""
 
     @property
     def size(self) -> int:
+        """Bytes in the stage that needs the most."""
         return max(self.sizes.values())
 
 
 @dataclass(frozen=True)
 class SlotMemoryPlan:
-    """The memory of one kind of slot: that of the fullest slot of this kind."""
+    """The memory of one kind of slot, for its fullest slot."""
 
     name: str
-    """The roles that share it."""
+    """The roles that share the slot, joined with " + "."""
     count: int
     items: tuple[MemoryItem, ...]
 
-    def total(self, phase: str, *, on_host: bool = False, role: str | None = None) -> int:
-        """Bytes at the peak of a phase: everything that is there all the time, plus the moment that needs most."""
-        moments: dict[tuple[str, str], int] = {}
-        for line in self.items:
-            if phase not in line.phases or line.on_host != on_host or role not in (None, line.role):
-                continue
-            for moment, size in line.sizes.items():
-                at = (line.role, moment) if moment else ("", "")
-                moments[at] = moments.get(at, 0) + size
-        return moments.pop(("", ""), 0) + max(moments.values(), default=0)
+    def total(self, phase: Phase, *, on_host: bool = False, role: str | None = None) -> int:
+        """Return the bytes at the peak of a phase: what is held all the time, plus the stage that needs the most.
 
-    def peak(self, *, on_host: bool = False, role: str | None = None) -> tuple[int, str]:
-        """(bytes, phase) of the phase that needs most."""
+        Args:
+            phase: A phase of PHASES.
+            on_host: True for the host memory of an accelerator's slot.
+            role: Count only the items of this role; None for all.
+        """
+        stages: dict[tuple[str, str], int] = {}
+        for item in self.items:
+            if phase not in item.phases or item.on_host != on_host or role not in (None, item.role):
+                continue
+            for stage, size in item.sizes.items():
+                key = (item.role, stage) if stage else ("", "")
+                stages[key] = stages.get(key, 0) + size
+        return stages.pop(("", ""), 0) + max(stages.values(), default=0)
+
+    def peak(self, *, on_host: bool = False, role: str | None = None) -> tuple[int, Phase]:
+        """Return (bytes, phase) of the phase that needs the most. The arguments are those of `total`."""
         return max((self.total(phase, on_host=on_host, role=role), phase) for phase in PHASES)
 
     @property
     def roles(self) -> list[str]:
-        return list(dict.fromkeys(line.role for line in self.items))
+        """The roles of the items, each once."""
+        return list(dict.fromkeys(item.role for item in self.items))
 
 
 @dataclass(frozen=True)
@@ -307,18 +350,29 @@ class _MicroBatch:
     tokens: int
     """Tokens that the rank computes."""
     scored_tokens: int
-    """Those of them that the head scores."""
+    """Number of tokens for which the head computes logits."""
     kv_tokens: int
-    """Tokens whose keys and values attention reads: a prompt that samples share counts once for each of them."""
+    """Number of tokens whose keys and values attention reads. A prompt that samples share counts once for each of them.
+    """
     several: bool
     """True if the rank runs more than one micro-batch."""
 
 
 class ModelRank:
-    """One rank of the policy, the reference model or the critic."""
+    """Plans the memory of one rank of the policy, the reference model or the critic."""
 
     def __init__(self, cfg: Config, role: str, ranks: int, capacity: int | None) -> None:
-        """`capacity`: bytes of an accelerator, on which the head's chunks depend; None if unknown."""
+        """Read the configuration of a role's model.
+
+        Args:
+            cfg: The configuration.
+            role: "policy", "reference" or "critic".
+            ranks: Number of ranks of the role.
+            capacity: Bytes of an accelerator, on which the chunks of logits depend; None if unknown.
+
+        Raises:
+            ConfigError: The model cannot be loaded.
+        """
         trainer = cfg.trainer
         section: PolicyConfig | RefConfig | CriticConfig = getattr(trainer, CONFIG_SECTIONS[role])
         self.cfg, self.role, self.ranks, self.section = cfg, role, ranks, section
@@ -326,10 +380,10 @@ class ModelRank:
         self.fsdp = section.fsdp_config if trainer.strategy in ("fsdp", "fsdp2") else None
         self.deepspeed = section.deepspeed_config if trainer.strategy == "deepspeed" else None
         self.tensor_parallel_size = section.tensor_parallel_size
-        """The ranks that each layer is divided over."""
+        """Number of ranks that each layer is divided over."""
         chosen = self.fsdp.fsdp_size if self.fsdp is not None else -1
         self.num_shards = ranks // self.tensor_parallel_size if chosen == -1 else chosen
-        """The ranks that gradients are sharded over, and parameters too except with ZeRO 2."""
+        """Number of ranks that gradients are sharded over, and parameters too except with ZeRO 2."""
         self.reshards = self.fsdp is not None and self.fsdp.reshard_after_forward is not False
         """True if FSDP2 frees gathered layers after forward."""
         once = self.fsdp.reduce_once if self.fsdp is not None else False
@@ -346,7 +400,7 @@ class ModelRank:
         self.chunk_bytes = chunk_bytes(cfg.device, capacity)
 
     def shape_of(self, tensor_parallel_size: int) -> ModelShape:
-        """The model's shapes if layers are divided over `parts` ranks."""
+        """Return the model's shapes with layers divided over `tensor_parallel_size` ranks. Raises ConfigError."""
         trainer, model = self.cfg.trainer, self.section.model
         return model_shape(
             model.path or "",
@@ -360,6 +414,7 @@ class ModelRank:
         )
 
     def items(self) -> Iterator[MemoryItem]:
+        """Yield the items of the rank: those held all the time, then those of scoring and of updates."""
         trainer = self.cfg.trainer
         yield from self._persistent_items()
         yield from self._scoring_items(
@@ -370,34 +425,40 @@ class ModelRank:
             yield from self._update_items(self._micro_batch(trainer.micro_train_batch_size_per_gpu, prompts))
 
     def _micro_batch(self, sequences: int | None, prompts: int) -> _MicroBatch:
-        """A pass of `sequences`, or of max_tokens_per_microbatch tokens, when the samples of `prompts` are sharded.
+        """Return the largest micro-batch when the samples of `prompts` prompts are sharded over the ranks.
 
-        A parallel group shares every micro-batch: with sequence parallelism each rank runs a part of its tokens, with
-        tensor parallelism all of them with a part of the layers. Either way it scores its share of the tokens.
+        Its size is `sequences`, or max_tokens_per_microbatch tokens if that is configured. A parallel group shares
+        every micro-batch: with sequence parallelism each rank computes a part of its tokens, with tensor parallelism
+        all of them with a part of the layers. Either way it scores its share of the tokens.
         """
-        trainer, generator, longest = self.cfg.trainer, self.cfg.generator, max_sequence_length(self.cfg.generator)
-        over = self.section.sequence_parallel_size
-        group = over * self.tensor_parallel_size
+        trainer, generator, max_length = self.cfg.trainer, self.cfg.generator, max_sequence_length(self.cfg.generator)
+        sequence_parallel_size = self.section.sequence_parallel_size
+        group = sequence_parallel_size * self.tensor_parallel_size
         samples = min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt
-        available = -(-samples * group // self.ranks) * longest
+        available = -(-samples * group // self.ranks) * max_length
         budget = trainer.max_tokens_per_microbatch
-        tokens = min(max(budget, longest) if budget else (sequences or 1) * longest, available)
+        tokens = min(max(budget, max_length) if budget else (sequences or 1) * max_length, available)
         shares = budget and generator.n_samples_per_prompt > 1 and trainer.share_prompt is not False
-        seen = min(MAX_ATTENDED_RATIO * tokens, available) if shares else tokens
-        # Only where sequences are counted, and have one response each, is it known how much of them is response.
-        response = longest if budget or generator.max_turns > 1 else generator.sampling_params.max_generate_length
-        scored = tokens * response // longest
-        return _MicroBatch(-(-tokens // over), -(-scored // group), -(-seen // over), available > tokens)
+        attended = min(MAX_ATTENDED_RATIO * tokens, available) if shares else tokens
+        # The share of response tokens is only known if a micro-batch is counted in sequences with one response each.
+        response = max_length if budget or generator.max_turns > 1 else generator.sampling_params.max_generate_length
+        scored = tokens * response // max_length
+        return _MicroBatch(
+            -(-tokens // sequence_parallel_size),
+            -(-scored // group),
+            -(-attended // sequence_parallel_size),
+            available > tokens,
+        )
 
     def _persistent_items(self) -> Iterator[MemoryItem]:
-        """Memory that is held between passes.
+        """Yield the items that are held between passes.
 
-        DeepSpeed keeps parameters in the compute dtype and, with the optimizer's state, a float32 copy of a shard.
+        DeepSpeed holds parameters in the compute dtype and, with the optimizer's state, a float32 copy of a shard.
         """
         weights, trained, moments = self.shape.weights, self.trained, "AdamW: 2 float32 moments"
         shard = 1 if self.deepspeed is not None and self.deepspeed.zero_stage != 3 else self.num_shards
-        count, learnt = numel(weights), numel(trained)
-        kinds = {"trained": learnt, "frozen": count - learnt}
+        count, num_trained = numel(weights), numel(trained)
+        kinds = {"trained": num_trained, "frozen": count - num_trained}
         note = ", ".join(f"{size / 1e6:,.1f} M {kind}" for kind, size in kinds.items() if size)
         note += f", one of {self.tensor_parallel_size} parts of layers" if self.tensor_parallel_size > 1 else ""
         note += f", over {shard} ranks" if shard > 1 else ""
@@ -406,7 +467,7 @@ class ModelRank:
                 "parameters", self.compute_bytes * -(-count // shard), note, zero.offload_parameters
             )
             if trained:
-                part = FP32 * -(-learnt // self.ranks)
+                part = FP32 * -(-num_trained // self.ranks)
                 yield from self._persistent("master weights", part, "float32", zero.offload_optimizer)
                 yield from self._persistent(_OPTIMIZER, 2 * part, moments, zero.offload_optimizer)
             return
@@ -417,62 +478,66 @@ class ModelRank:
             yield from self._persistent(_OPTIMIZER, 2 * FP32 * held + FP32 * len(trained), moments, offload)
 
     def _persistent(self, name: str, size: int, note: str, offload: bool) -> Iterator[MemoryItem]:
-        """On the device, or in host memory if it is offloaded.
+        """Yield an item on the device, or in host memory while it is offloaded.
 
-        A role that leaves the device while engines generate comes back to learn; the policy's weights also to be sent.
+        A role that is offloaded while engines generate returns to the device to train; the policy's weights also to be
+        sent.
         """
-        zero = self.deepspeed is not None
-        line = MemoryItem(self.role, name, note, {"": size}, exact=not zero)
+        is_deepspeed = self.deepspeed is not None
+        item = MemoryItem(self.role, name, note, {"": size}, exact=not is_deepspeed)
         if offload and self.on_gpu:
-            yield replace(line, on_host=True)
+            yield replace(item, on_host=True)
         elif shares_gpu_memory(self.cfg):
-            phases = (*LEARNER_PHASES, "syncing") if self.role == "policy" and name != _OPTIMIZER else LEARNER_PHASES
-            yield replace(line, phases=phases)
-            away = tuple(phase for phase in PHASES if phase not in phases)
-            yield replace(line, phases=away if zero else PHASES, on_host=True)  # FSDP2's host buffers stay
+            is_sent = self.role == "policy" and name != _OPTIMIZER
+            phases = (*LEARNER_PHASES, Phase.SYNCING) if is_sent else LEARNER_PHASES
+            yield replace(item, phases=phases)
+            other_phases = tuple(phase for phase in PHASES if phase not in phases)
+            # FSDP2's buffers in host memory stay allocated.
+            yield replace(item, phases=other_phases if is_deepspeed else PHASES, on_host=True)
         else:
-            yield line
+            yield item
 
     def _scoring_items(self, work: _MicroBatch) -> Iterator[MemoryItem]:
-        yield from self._gathered("scoring")
+        yield from self._gathered(Phase.SCORING)
         widest = (
             3 * work.tokens * (self.compute_bytes * self.shape.intermediate + self.residual_bytes * self.shape.hidden)
         )
-        yield self._item("scoring", "activations", f"{work.tokens:,} tokens, one layer", {_LAYERS: widest})
-        yield self._head_item("scoring", work)
+        yield self._item(Phase.SCORING, "activations", f"{work.tokens:,} tokens, one layer", {_LAYERS: widest})
+        yield self._head_item(Phase.SCORING, work)
 
     def _update_items(self, work: _MicroBatch) -> Iterator[MemoryItem]:
         shape, fsdp, recomputes = self.shape, self.fsdp, self.cfg.trainer.gradient_checkpointing
-        whole = self.reduces_once and work.several
-        note = "float32" + (", whole until the last micro-batch" if whole and self.num_shards > 1 else "")
-        held = dict.fromkeys(_STAGES, FP32 * numel(self.trained, 1 if whole else self.num_shards))
-        offloads = fsdp is not None and fsdp.cpu_offload and self.on_gpu and not whole
-        line = self._item("updating", "gradients", note, held)
-        yield replace(line, exact=self.deepspeed is None, on_host=offloads)
-        yield self._item("updating", "gradients under way", "before they are added", self._fresh_gradients(whole))
-        yield from self._gathered("updating")
+        unsharded = self.reduces_once and work.several
+        note = "float32" + (", unsharded until the last micro-batch" if unsharded and self.num_shards > 1 else "")
+        held = dict.fromkeys(_STAGES, FP32 * numel(self.trained, 1 if unsharded else self.num_shards))
+        offloads = fsdp is not None and fsdp.cpu_offload and self.on_gpu and not unsharded
+        gradients = self._item(Phase.UPDATING, "gradients", note, held)
+        yield replace(gradients, exact=self.deepspeed is None, on_host=offloads)
+        fresh = self._fresh_gradients(unsharded)
+        yield self._item(Phase.UPDATING, "new gradients", "before accumulation", fresh)
+        yield from self._gathered(Phase.UPDATING)
         layer, inputs = self._layer_bytes(work), work.tokens * self.residual_bytes * shape.hidden
-        saved = len(shape.layers) * (inputs if recomputes else layer) + 3 * inputs  # and those of the last norm
+        saved = len(shape.layers) * (inputs if recomputes else layer) + 3 * inputs  # 3: inputs of the last norm
         note = f"{work.tokens:,} tokens, " + ("layers' inputs" if recomputes else "all layers")
-        yield self._item("updating", "activations", note, {_HEAD: saved, _LAYERS: saved})
+        yield self._item(Phase.UPDATING, "activations", note, {_HEAD: saved, _LAYERS: saved})
         key_value = (
             (work.kv_tokens - work.tokens) * shape.key_value_heads * shape.head_dim * (2 * self.compute_bytes + FP32)
         )
         backward = (
             work.tokens * self.compute_bytes * shape.intermediate + inputs + key_value + (layer if recomputes else 0)
         )
-        note = "a layer, computed again" if recomputes else "a layer's gradients"
-        yield self._item("updating", "backward of a layer", note, {_LAYERS: backward})
-        yield self._head_item("updating", work)
+        note = "a layer, recomputed" if recomputes else "a layer's gradients"
+        yield self._item(Phase.UPDATING, "backward of a layer", note, {_LAYERS: backward})
+        yield self._head_item(Phase.UPDATING, work)
 
-    def _item(self, phase: str, name: str, note: str, sizes: Mapping[str, int]) -> MemoryItem:
+    def _item(self, phase: Phase, name: str, note: str, sizes: Mapping[str, int]) -> MemoryItem:
         return MemoryItem(self.role, name, note, sizes, (phase,))
 
     def _layer_bytes(self, work: _MicroBatch) -> int:
-        """Bytes that one layer saves for backward.
+        """Return the bytes that one layer saves for backward.
 
-        A norm saves its input and the normalised input in float32, and its output; attention saves queries, keys,
-        values and two copies of its result; the MLP saves four tensors of its width, and experts their inputs.
+        A norm saves its input, the normalized input in float32, and its output. Attention saves queries, keys, values
+        and two copies of its result. The MLP saves four tensors of its width, and experts their inputs.
         """
         shape, size = self.shape, self.compute_bytes
         numbers = 3 * shape.heads * shape.head_dim + 4 * shape.intermediate + 2 * shape.hidden * shape.experts_per_token
@@ -481,9 +546,12 @@ class ModelRank:
             each += 2 * FP32 * shape.heads * max_sequence_length(self.cfg.generator)
         return work.tokens * each + work.kv_tokens * 2 * size * shape.key_value_heads * shape.head_dim
 
-    def _head_item(self, phase: str, work: _MicroBatch) -> MemoryItem:
-        """Two copies of a chunk of float32 logits, in an update also those kept for backward; or a critic's values."""
-        shape, device, updates = self.shape, self.cfg.device, phase == "updating"
+    def _head_item(self, phase: Phase, work: _MicroBatch) -> MemoryItem:
+        """Return the item of the head: two copies of a chunk of float32 logits, or a critic's values.
+
+        In updates it includes the chunks that are kept for backward.
+        """
+        shape, device, updates = self.shape, self.cfg.device, phase is Phase.UPDATING
         if not shape.vocab:
             size = 2 * work.scored_tokens * shape.hidden * FP32
             return self._item(phase, "values", "float32 hidden states", {_HEAD: size})
@@ -492,32 +560,32 @@ class ModelRank:
         chunk = min(rows, work.scored_tokens) * shape.vocab
         size = 2 * FP32 * chunk + FP32 * min(kept * rows, work.scored_tokens) * shape.vocab
         size += work.scored_tokens * shape.hidden * self.compute_bytes
-        if updates and shape.softcapped:  # the gradient of the cap needs the logits as they were
+        if updates and shape.softcapped:  # the gradient of the cap needs the original logits
             size += FP32 * chunk
-        if updates and self.compute_bytes < FP32:  # gradients before they are added up in float32
+        if updates and self.compute_bytes < FP32:  # gradients before they are accumulated in float32
             size += self.compute_bytes * (chunk + (shape.head if shape.head_trained else 0))
         note = f"chunks of {min(work.scored_tokens, rows):,} x {shape.vocab:,}" + (f", {kept} kept" if updates else "")
         return self._item(phase, "logits", note, {_HEAD: size})
 
-    def _gathered(self, phase: str) -> Iterator[MemoryItem]:
-        """The weights used in computation, if they are not the parameters themselves.
+    def _gathered(self, phase: Phase) -> Iterator[MemoryItem]:
+        """Yield the weights used in computation, if they are not the parameters themselves.
 
-        With FSDP2: the root all the time, and of the layers the current one, the next one, and the buffer in which that
-        is gathered; all layers if they are not resharded after forward. ZeRO 3 prefetches one bucket, and keeps the
-        last layers, which backward reuses within `stage3_max_reuse_distance` elements of forward and backward.
-        Autocast keeps a copy of all weights.
+        With FSDP2 these are the root all the time and, of the layers, the current one, the next one and the buffer in
+        which that is gathered; all layers if they are not resharded after forward. ZeRO 3 prefetches one bucket, and
+        keeps the last layers, which backward reuses within `stage3_max_reuse_distance` elements of forward and
+        backward. Autocast keeps a copy of all weights.
         """
         count, largest = len(self.shape.layers), self.shape.largest_layer
         if self.deepspeed is not None and self.deepspeed.zero_stage == 3:
             options, layers = self.deepspeed.zero_optimization, sum(numel(layer) for layer in self.shape.layers)
             ahead = int(options.get("stage3_prefetch_bucket_size", _DEEPSPEED_PREFETCH))
             reach = int(options.get("stage3_max_reuse_distance", _DEEPSPEED_REUSE))
-            elements = min(layers, max(reach // 2 if phase == "updating" else 0, largest) + ahead)
+            elements = min(layers, max(reach // 2 if phase is Phase.UPDATING else 0, largest) + ahead)
             note = f"root and {elements / 1e6:,.1f} M of {layers / 1e6:,.1f} M in layers"
         elif self.fsdp is not None:
-            few = 1 if self.num_shards == 1 else min(3, count)
-            some = few if self.reshards else count
-            elements, note = some * largest, f"root and {some} of {count} layers"
+            num_resharded = 1 if self.num_shards == 1 else min(3, count)
+            num_gathered = num_resharded if self.reshards else count
+            elements, note = num_gathered * largest, f"root and {num_gathered} of {count} layers"
         elif self.autocasts and self.trained:
             elements, note = count * largest, "autocast's copy"
         else:
@@ -525,29 +593,38 @@ class ModelRank:
         size = self.compute_bytes * (numel(self.shape.root) + elements)
         yield self._item(phase, "gathered weights", note, dict.fromkeys(_STAGES, size))
 
-    def _fresh_gradients(self, whole: bool) -> dict[str, int]:
-        """Gradients that were just computed and are not added up yet.
+    def _fresh_gradients(self, unsharded: bool) -> dict[str, int]:
+        """Return the bytes per stage of gradients that were just computed and are not accumulated yet.
 
-        If the head is tied, its gradient is kept until that of the embeddings. There are those of a whole layer, which
-        FSDP2 reduces in float32 unless gradients are `whole`; DeepSpeed collects them in buckets of a fixed size.
+        If the head is tied, its gradient is kept until that of the embeddings. Those of a complete layer are held,
+        which FSDP2 reduces in float32 unless gradients are `unsharded`; DeepSpeed collects them in buckets of a fixed
+        size.
         """
-        shape, each = self.shape, self.residual_bytes
+        shape, bytes_per_element = self.shape, self.residual_bytes
         head = FP32 * shape.head if shape.head_trained else 0
-        waiting = head if shape.tied else 0
+        tied_head = head if shape.tied else 0
         if self.deepspeed is not None:
             elements = int(self.deepspeed.zero_optimization.get("reduce_bucket_size", _DEEPSPEED_BUCKET))
-            bucket = each * elements * (2 if self.on_gpu else 1)
-            return {_HEAD: bucket + head, _LAYERS: bucket + waiting, _EMBEDDINGS: bucket + waiting + head}
-        each += FP32 if self.fsdp is not None and not whole else 0
+            bucket = bytes_per_element * elements * (2 if self.on_gpu else 1)
+            return {_HEAD: bucket + head, _LAYERS: bucket + tied_head, _EMBEDDINGS: bucket + tied_head + head}
+        bytes_per_element += FP32 if self.fsdp is not None and not unsharded else 0
         layer = max((numel(weight for weight in layer if weight.trained) for layer in shape.layers), default=0)
         root = numel(weight for weight in shape.root if weight.trained)
-        return {_HEAD: head, _LAYERS: waiting + each * layer, _EMBEDDINGS: waiting + each * root}
+        return {
+            _HEAD: head,
+            _LAYERS: tied_head + bytes_per_element * layer,
+            _EMBEDDINGS: tied_head + bytes_per_element * root,
+        }
 
 
 def print_memory_plan(cfg: Config, objective_spec: ObjectiveSpec) -> None:
-    """Print the plan of a run that begins, one note per role on stderr.
+    """Print the plan of a starting run to stderr, one note per role.
 
-    A plan that cannot be made must not stop a run: engines and strategies understand free-form settings better.
+    A plan that cannot be made does not stop a run, because engines and strategies understand free-form settings better.
+    Then the note says why.
+
+    Raises:
+        ConfigError: A model cannot be loaded.
     """
     try:
         lines = summary(memory_plan(cfg, memory_capacity(cfg.device), objective_spec))
@@ -560,14 +637,14 @@ def print_memory_plan(cfg: Config, objective_spec: ObjectiveSpec) -> None:
 
 
 def summary(plans: Sequence[SlotMemoryPlan]) -> list[str]:
-    """One line per role, to compare with a run's measurements (memory/*)."""
+    """Return one line per role, to compare with a run's measurements (memory/*)."""
     described = []
     for plan in plans:
         for role in plan.roles:
             size, phase = plan.peak(role=role)
-            held = [line for line in plan.items if line.role == role and phase in line.phases and not line.on_host]
-            parts = ", ".join(f"{line.name} {line.size / 2**30:.3f}" for line in held)
-            described.append(f"memory plan: {role}: {size / 2**30:.3f} GiB a slot at most, while {phase} ({parts})")
+            held = [item for item in plan.items if item.role == role and phase in item.phases and not item.on_host]
+            parts = ", ".join(f"{item.name} {item.size / 2**30:.3f}" for item in held)
+            described.append(f"memory plan: {role}: at most {size / 2**30:.3f} GiB per slot, while {phase} ({parts})")
     return list(dict.fromkeys(described))  # a role may have slots of two kinds
 
 
@@ -579,40 +656,43 @@ def memory_plan(
     Reads the models' configurations, if necessary from the hub.
 
     Args:
-        capacity: Bytes of an accelerator, of which vLLM and SGLang take a share, and a chunk of logits another.
+        cfg: The configuration.
+        capacity: Bytes of an accelerator, of which vLLM and SGLang take a share and on which chunks of logits depend;
+            None if unknown.
+        objective_spec: The loss, which decides which models the run has; None for that of training with rewards.
 
     Raises:
-        ConfigError: A model cannot be loaded, or as `policy_learning` does.
+        ConfigError: A model cannot be loaded, or as in `build_policy_objective_spec`.
     """
     models = model_ranks(cfg, capacity, build_policy_objective_spec(cfg) if objective_spec is None else objective_spec)
     placement, generator = cfg.trainer.placement, cfg.generator
     shares = {"policy"} | {role for role in ("reference", "critic") if is_colocated(placement, CONFIG_SECTIONS[role])}
-    home = [line for model in models if model.role in shares for line in model.items()]
-    home += _bucket_items(cfg, models[0].shape_of(tensor_parallel_size=1), "policy")
+    policy_items = [item for model in models if model.role in shares for item in model.items()]
+    policy_items += _bucket_items(cfg, models[0].shape_of(tensor_parallel_size=1), "policy")
     names = [model.role for model in models if model.role in shares]
     reward, reward_shares = tuple(_reward_items(cfg)), is_colocated(placement, "reward")
     if reward and reward_shares:
-        home += reward
+        policy_items += reward
         names.append("reward model")
     engine = tuple(_engine_items(cfg, capacity)) if generator.run_engines_locally else ()
-    slots = generator.num_inference_engines * gpus_per_engine(generator) if engine else 0
-    both = min(models[0].ranks, slots) if has_colocated_engines(cfg) else 0
+    engine_slots = generator.num_inference_engines * gpus_per_engine(generator) if engine else 0
+    num_shared = min(models[0].ranks, engine_slots) if has_colocated_engines(cfg) else 0
     plans = [
-        SlotMemoryPlan(" + ".join([*names, "engine"]), both, (*home, *engine)),
-        SlotMemoryPlan(" + ".join(names), models[0].ranks - both, tuple(home)),
+        SlotMemoryPlan(" + ".join([*names, "engine"]), num_shared, (*policy_items, *engine)),
+        SlotMemoryPlan(" + ".join(names), models[0].ranks - num_shared, tuple(policy_items)),
         *(
             SlotMemoryPlan(model.role, model.ranks, tuple(model.items()))
             for model in models
             if model.role not in shares
         ),
         SlotMemoryPlan("reward model", num_ranks(placement, "reward") if reward and not reward_shares else 0, reward),
-        SlotMemoryPlan("engine", slots - both, engine),
+        SlotMemoryPlan("engine", engine_slots - num_shared, engine),
     ]
     return [plan for plan in plans if plan.count]
 
 
 def model_ranks(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec) -> list[ModelRank]:
-    """Return a rank of each of the learner's models, the policy first."""
+    """Return one rank of each of the learner's models, the policy first. Raises ConfigError for an invalid model."""
     placement = cfg.trainer.placement
     needed = {
         "policy": True,
@@ -628,7 +708,7 @@ def model_ranks(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec
 
 
 def _reward_items(cfg: Config) -> Iterator[MemoryItem]:
-    """One replica, which scores one conversation at a time and is never moved; none without a reward model."""
+    """Yield the items of a reward model's replica, which is never offloaded and scores one conversation at a time."""
     reward, tokens = cfg.trainer.reward, max_sequence_length(cfg.generator)
     if reward.model.path is None:
         return
@@ -636,14 +716,15 @@ def _reward_items(cfg: Config) -> Iterator[MemoryItem]:
     size, weights = 2 if cfg.trainer.bf16 else FP32, numel(shape.weights)
     yield MemoryItem("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
     layer = {_LAYERS: 3 * tokens * size * (shape.intermediate + shape.hidden)}
-    yield MemoryItem("reward model", "activations", f"{tokens:,} tokens, one layer", layer, ("generating",))
+    yield MemoryItem("reward model", "activations", f"{tokens:,} tokens, one layer", layer, (Phase.GENERATING,))
 
 
 def _engine_items(cfg: Config, capacity: int | None) -> Iterator[MemoryItem]:
-    """The most that weights, keys and values may take.
+    """Yield the items of one slot of an engine, at their maximum.
 
-    Awake, vLLM and SGLang hold a share of an accelerator, however much they need. Asleep until a sync that replaces
-    their weights, engines free all of it, and but for `transformers` keep no copy; else only vLLM does, with a copy.
+    Awake, vLLM and SGLang hold a share of an accelerator however much they need. Engines that sleep until a sync
+    replaces all their weights free all of it and, except for transformers, keep no copy. Otherwise only vLLM frees it,
+    and keeps a copy in host memory.
     """
     generator, on_gpu = cfg.generator, cfg.device == "cuda"
     rope = {"rope_scaling": generator.rope_scaling, "rope_theta": generator.rope_theta}
@@ -651,49 +732,51 @@ def _engine_items(cfg: Config, capacity: int | None) -> Iterator[MemoryItem]:
     parts = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
     size = _BYTES[generator.model_dtype]
     weights = -(-numel(shape.weights) * size // parts)
-    moves = shares_gpu_memory(cfg)
+    offloads = shares_gpu_memory(cfg)
     note = f"{generator.model_dtype}" + (f", over {parts} slots" if parts > 1 else "")
-    line = MemoryItem("engine", "weights", note, {"": weights}, exact=parts == 1)
-    replaced = sync_replaces_all_weights(cfg)
-    if moves and (replaced or generator.backend == "vllm"):
-        yield replace(line, phases=("generating", "syncing"))
-        if generator.backend == "transformers" or not replaced:
-            yield replace(line, phases=LEARNER_PHASES, on_host=True)
+    weights_item = MemoryItem("engine", "weights", note, {"": weights}, exact=parts == 1)
+    is_replaced = sync_replaces_all_weights(cfg)
+    if offloads and (is_replaced or generator.backend == "vllm"):
+        yield replace(weights_item, phases=(Phase.GENERATING, Phase.SYNCING))
+        if generator.backend == "transformers" or not is_replaced:
+            yield replace(weights_item, phases=LEARNER_PHASES, on_host=True)
     else:
-        yield line
+        yield weights_item
     note, cache = _cache(cfg, shape, parts, weights, capacity if on_gpu else None)
-    yield MemoryItem("engine", "KV cache", note, {"": cache}, ("generating",) if moves else PHASES)
+    yield MemoryItem("engine", "KV cache", note, {"": cache}, (Phase.GENERATING,) if offloads else PHASES)
     if resolve_weight_sync_route(cfg) == "broadcast":
         yield from _bucket_items(cfg, shape, "engine")
 
 
 def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: int | None) -> tuple[str, int]:
-    """A note on what the keys and values are for, and their bytes in one slot."""
+    """Return a note on what the KV cache is for, and its bytes in one slot."""
     generator = cfg.generator
     size = 4 if generator.backend == "vllm" and cfg.device == "cpu" else _BYTES[generator.model_dtype]
     per_token = max(1, 2 * len(shape.layers) * shape.key_value_heads * shape.head_dim * size // parts)
-    new, old = generator.sampling_params.max_generate_length, generator.max_input_length
+    response_length, input_length = generator.sampling_params.max_generate_length, generator.max_input_length
     samples = generator.n_samples_per_prompt
-    wanted = -(-cfg.trainer.train_batch_size * samples // generator.num_inference_engines)
-    sequences = min(generator.max_num_seqs, wanted)
-    if generator.backend == "transformers":  # a prompt once for all of its samples
+    per_engine = -(-cfg.trainer.train_batch_size * samples // generator.num_inference_engines)
+    sequences = min(generator.max_num_seqs, per_engine)
+    if generator.backend == "transformers":  # samples share their prompt's cache
         note = f"{sequences} sequences, {per_token / 1024:,.1f} KiB a token"
-        return note, per_token * (sequences * new + -(-sequences // samples) * old)
+        return note, per_token * (sequences * response_length + -(-sequences // samples) * input_length)
     if cfg.device == "cpu":
         length = generator.engine_init_kwargs.get("max_model_len") or shape.max_positions
-        most = per_token * generator.max_num_seqs * length
-        return "as many full sequences as max_num_seqs, up to 4 GiB", min(most, _CPU_CACHE_BYTES)
+        size = per_token * generator.max_num_seqs * length
+        return "max_num_seqs sequences of full length, up to 4 GiB", min(size, _CPU_CACHE_BYTES)
     if capacity is None:
-        return f"{sequences} sequences of {old + new}", per_token * sequences * (old + new)
+        return f"{sequences} sequences of {input_length + response_length}", per_token * sequences * (
+            input_length + response_length
+        )
     free = max(0, int(generator.gpu_memory_utilization * capacity) - weights)
-    room = free // (per_token * (old + new))
+    capacity_sequences = free // (per_token * (input_length + response_length))
     share = f"gpu_memory_utilization={generator.gpu_memory_utilization:g}"
-    note = f"{share}: room for {room:,} sequences, {sequences:,} wanted"
+    note = f"{share}: fits {capacity_sequences:,} sequences, {sequences:,} needed"
     return note, free
 
 
 def _bucket_items(cfg: Config, shape: ModelShape, role: str) -> list[MemoryItem]:
-    """Two buckets that are used in turn and stay allocated, and on the trainer the tensor being copied into one."""
+    """Return two buckets that are used in turn and stay allocated; on the trainer also the tensor being copied."""
     generator = cfg.generator
     wire = _BYTES[generator.model_dtype]
     limit = int(generator.weight_transfer_threshold_cuda_ipc_GB * 2**30)
@@ -703,8 +786,9 @@ def _bucket_items(cfg: Config, shape: ModelShape, role: str) -> list[MemoryItem]
     total, largest = numel(shape.weights), max(weight.numel for weight in shape.weights)
     bucket = max(min(limit, wire * total), wire * largest)
     on_host = cfg.device == "cuda" and not on_device
-    lines = [MemoryItem(role, "weight-sync buckets", "2, kept", {"": 2 * bucket}, on_host=on_host)]
+    items = [MemoryItem(role, "weight-sync buckets", "2, kept", {"": 2 * bucket}, on_host=on_host)]
     if role == "policy":
-        whole = {"": (FP32 + wire) * largest}
-        lines.append(MemoryItem(role, "tensor being sent", "the largest, gathered and cast", whole, ("syncing",)))
-    return lines
+        tensor = {"": (FP32 + wire) * largest}
+        note = "the largest, gathered and cast"
+        items.append(MemoryItem(role, "tensor being sent", note, tensor, (Phase.SYNCING,)))
+    return items

@@ -1,6 +1,6 @@
-"""Adapts a run to an accelerator's memory: what the configuration leaves open, and what to change if memory ran out.
+"""Adapts a run to an accelerator's memory: micro-batch sizes and FSDP2 gathers that the configuration leaves open.
 
-Chosen are the size of micro-batches and FSDP2's gathers.
+Also suggests settings to change after a process ran out of memory.
 """
 
 from __future__ import annotations
@@ -27,55 +27,67 @@ from skyrl_train.experiment.memory_plan import (
 from skyrl_train.terminal import print_stderr
 
 MAX_MICRO_BATCH_TOKENS = 1 << 14
-"""Of a micro-batch, where there is room: enough for a GPU's matrix products to be limited by arithmetic."""
+"""Largest micro-batch in tokens that is chosen: enough for arithmetic to limit a GPU's matrix products."""
 MAX_MEMORY_FRACTION = 0.85
-"""The part of an accelerator that a plan may fill; the rest is for the CUDA context, fragmentation, and estimates."""
+"""Fraction of an accelerator that a plan may fill. The rest is for the CUDA context, fragmentation and estimation
+errors."""
 _TOKEN_BUDGET_KEY = "trainer.max_tokens_per_microbatch"
 MAX_SUGGESTIONS = 3
-"""How many settings are named."""
+"""Number of settings that an out-of-memory error suggests."""
 _OOM_MESSAGES = ("can't allocate memory", "CUDA out of memory")
 
 
 def tune_and_report(cfg: Config, objective_spec: ObjectiveSpec) -> Config:
-    """`fit` to this machine's accelerators, with its notes on stderr.
+    """Call `tune_to_memory` for this machine's accelerators and print its notes to stderr.
 
-    A model whose memory cannot be planned keeps its configuration, as its plan is only a forecast.
+    Returns the configuration unchanged if no memory plan can be made, because the plan is only a forecast.
+
+    Raises:
+        ConfigError: A model cannot be loaded.
     """
     try:
         cfg, notes = tune_to_memory(cfg, memory_capacity(cfg.device), objective_spec)
     except ConfigError:
         raise
     except Exception as error:
-        why = f"not chosen, as there is no plan ({type(error).__name__}: {error})"
-        notes = [f"{_TOKEN_BUDGET_KEY}={format_value(cfg.trainer.max_tokens_per_microbatch)}: {why}"]
+        reason = f"not tuned, because there is no memory plan ({type(error).__name__}: {error})"
+        notes = [f"{_TOKEN_BUDGET_KEY}={format_value(cfg.trainer.max_tokens_per_microbatch)}: {reason}"]
     for note in notes:
         print_stderr(f"note: {note}")
     return cfg
 
 
 def tune_to_memory(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec) -> tuple[Config, list[str]]:
-    """The configuration with the fastest way to compute that fits an accelerator, and a note for every change.
+    """Choose the fastest settings, among those left open, that fit an accelerator by the memory plan.
 
-    Speed only: the update stays the same. In this order a way has large micro-batches, keeps gathered layers for
-    backward where one rank has the whole model, and reduces gradients once an update. The first way of which scoring
-    and updating need at most ROOM of `capacity` bytes is taken, else the one that needs least. Only what is left open
-    is chosen, and only on accelerators whose memory is known: `max_tokens_per_microbatch` if no size of micro-batches
-    is given, `reduce_once` and `reshard_after_forward` where they are null.
+    The update stays mathematically the same. The order of preference is large micro-batches, then keeping gathered
+    layers for backward where one rank has the complete model, then reducing gradients once per update. The first
+    candidate is chosen whose scoring and updating need at most MAX_MEMORY_FRACTION of `capacity`; if none fits, the
+    last one, which needs the least. Sets `max_tokens_per_microbatch` if no micro-batch size is configured, and
+    `reduce_once` and `reshard_after_forward` where they are null. Does nothing on CPUs.
+
+    Args:
+        cfg: The configuration.
+        capacity: Bytes of the accelerator; None if unknown, which leaves the configuration unchanged.
+        objective_spec: The loss, which decides which models the run has.
+
+    Returns:
+        The configuration, and a note for every changed key.
     """
     if cfg.device != "cuda":
         return cfg, []
     if capacity is None:
         budget = format_value(cfg.trainer.max_tokens_per_microbatch)
         return cfg, [
-            f"{_TOKEN_BUDGET_KEY}={budget}: nothing is chosen by memory, as nvidia-smi does not say how much there is."
+            f"{_TOKEN_BUDGET_KEY}={budget}: not tuned, because nvidia-smi does not report how much memory there is."
         ]
     changes: dict[str, Any] = {}
     for changes in _candidate_changes(cfg, capacity, objective_spec):
         if _peak(_changed(cfg, changes), capacity, objective_spec) <= MAX_MEMORY_FRACTION * capacity:
-            reason = f"the fastest that the plan fits into {MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB"
+            reason = f"the fastest that fits into {MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB by the plan"
             break
     else:
-        reason = f"needs least; no plan fits into {MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB"
+        reason = f"needs the least; no plan fits into {MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB"
     notes = [
         f"{key}={format_value(get_value(cfg, key))} -> {format_value(value)}: {reason}."
         for key, value in changes.items()
@@ -84,61 +96,63 @@ def tune_to_memory(cfg: Config, capacity: int | None, objective_spec: ObjectiveS
 
 
 def fits_in_memory(cfg: Config) -> bool:
-    """Whether the memory plan leaves room on this machine; true if there is no plan."""
+    """True if the memory plan fits this machine; also if there is no plan or the capacity is unknown."""
     capacity = memory_capacity(cfg.device)
     if capacity is None:
         return True
     try:
         plans = memory_plan(cfg, capacity, build_policy_objective_spec(cfg))
-    except Exception:  # free-form settings, as in memory_plan.announce
+    except Exception:  # the plan does not understand all free-form settings: see print_memory_plan
         return True
     peaks = [plan.peak()[0] for plan in plans]
     if cfg.device == "cuda":
         return max(peaks) <= MAX_MEMORY_FRACTION * capacity
-    return (
-        sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True)) <= MAX_MEMORY_FRACTION * capacity
-    )  # all in one
+    total = sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True))  # all slots share the host's memory
+    return total <= MAX_MEMORY_FRACTION * capacity
 
 
 def _candidate_changes(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> Iterator[dict[str, Any]]:
-    """Keys and their values, fastest first; at least one."""
-    kept, reduced = [], []
+    """Yield keys with their values, fastest first; at least one candidate."""
+    reshard_keys, reduce_keys = [], []
     for model in model_ranks(cfg, capacity, objective_spec):
         section = f"trainer.{CONFIG_SECTIONS[model.role]}.fsdp_config"
         if model.fsdp is not None and model.fsdp.reshard_after_forward is None and model.num_shards == 1:
-            kept.append(f"{section}.reshard_after_forward")
+            reshard_keys.append(f"{section}.reshard_after_forward")
         if model.fsdp is not None and model.fsdp.reduce_once is None and model.role != "reference":
-            reduced.append(f"{section}.reduce_once")
-    keeps, reduces = (True, False) if kept else (False,), (True, False) if reduced else (False,)
-    for tokens, keep, once in product(_token_budgets(cfg), keeps, reduces):
+            reduce_keys.append(f"{section}.reduce_once")
+    reshard_choices = (True, False) if reshard_keys else (False,)
+    reduce_choices = (True, False) if reduce_keys else (False,)
+    for tokens, keep_gathered, once in product(_token_budgets(cfg), reshard_choices, reduce_choices):
         changes: dict[str, Any] = {} if tokens is None else {_TOKEN_BUDGET_KEY: tokens}
-        changes |= dict.fromkeys(kept if keep else (), False)
-        yield changes | dict.fromkeys(reduced, once)
+        changes |= dict.fromkeys(reshard_keys if keep_gathered else (), False)
+        yield changes | dict.fromkeys(reduce_keys, once)
 
 
 def _token_budgets(cfg: Config) -> list[int | None]:
-    """Halved down to the longest sequence, which has to fit in any case. None: micro-batches are as configured."""
+    """Return token budgets, halved down to the longest sequence, which must fit in any case.
+
+    [None] if a micro-batch size is configured or the loss depends on it.
+    """
     trainer = cfg.trainer
     configured = (
         trainer.max_tokens_per_microbatch,
         trainer.micro_train_batch_size_per_gpu,
         trainer.micro_forward_batch_size_per_gpu,
     )
-    # The mean over a micro-batch that SkyRL's losses take depends on which sequences share one.
-    alone = has_skyrl_signature(policy_losses.get(trainer.algorithm.policy_loss_type))
-    if alone or any(size is not None for size in configured):
+    # SkyRL's losses average over a micro-batch, so they depend on which sequences share one.
+    depends_on_size = has_skyrl_signature(policy_losses.get(trainer.algorithm.policy_loss_type))
+    if depends_on_size or any(size is not None for size in configured):
         return [None]
-    longest, sections = max_sequence_length(cfg.generator), (trainer.policy, trainer.ref, trainer.critic)
-    budgets = [
-        MAX_MICRO_BATCH_TOKENS * max(section.sequence_parallel_size for section in sections)
-    ]  # which a group of ranks shares
-    while budgets[-1] // 2 > longest:
+    max_length, sections = max_sequence_length(cfg.generator), (trainer.policy, trainer.ref, trainer.critic)
+    # A sequence-parallel group shares each micro-batch.
+    budgets = [MAX_MICRO_BATCH_TOKENS * max(section.sequence_parallel_size for section in sections)]
+    while budgets[-1] // 2 > max_length:
         budgets.append(budgets[-1] // 2)
-    return [*budgets, longest] if longest < budgets[-1] else [*budgets]
+    return [*budgets, max_length] if max_length < budgets[-1] else [*budgets]
 
 
 def _peak(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> int:
-    """Bytes of the fullest accelerator while the learner's models compute there."""
+    """Return the bytes of the fullest accelerator while the learner's models compute."""
     plans = memory_plan(cfg, capacity, objective_spec)
     return max(
         plan.total(phase)
@@ -160,9 +174,9 @@ def _changed(cfg: Config, changes: dict[str, Any]) -> Config:
 def as_out_of_memory(
     error: Exception, cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec
 ) -> OutOfMemory | None:
-    """What to raise if an exception of torch's says that there is no memory left, on an accelerator or a CPU."""
-    says_so = isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_MESSAGES)
-    if not says_so and type(error).__name__ != "OutOfMemoryError":
+    """Convert an out-of-memory error of torch to OutOfMemory with suggested settings; None for any other error."""
+    has_oom_message = isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_MESSAGES)
+    if not has_oom_message and type(error).__name__ != "OutOfMemoryError":
         return None
     where = getattr(error, "raised_in", "")
     first = next(iter(str(error).splitlines()), "")
@@ -172,21 +186,21 @@ def as_out_of_memory(
 def memory_saving_advice(
     cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec
 ) -> str:
-    """The settings that lower the peak of the policy's slots most, with what the plan says that each would save."""
+    """Return the settings that lower the policy's peak most, with the bytes that each saves according to the plan."""
     try:
-        learns = build_objective_spec(cfg)
-        cfg, _ = tune_to_memory(cfg, memory_capacity(cfg.device), learns)  # as the run was
-        peak = _policy_peak(cfg, learns)
-    except Exception as error:  # free-form settings, or a model that cannot be read any more
+        objective_spec = build_objective_spec(cfg)
+        cfg, _ = tune_to_memory(cfg, memory_capacity(cfg.device), objective_spec)  # as it was tuned for the run
+        peak = _policy_peak(cfg, objective_spec)
+    except Exception as error:  # free-form settings, or a model that can no longer be read
         return f"Lower the tokens of a micro-batch; there is no memory plan ({type(error).__name__})."
     saved: dict[str, int] = {}
     for key, value in smaller_settings(cfg):
-        saved[f"{key}={str(value).lower()}"] = peak - _policy_peak(replace_value(cfg, key, value), learns)
+        saved[f"{key}={str(value).lower()}"] = peak - _policy_peak(replace_value(cfg, key, value), objective_spec)
     best = sorted(((size, text) for text, size in saved.items() if size > 0), reverse=True)[:MAX_SUGGESTIONS]
     each = ", ".join(f"{text} saves about {size / 2**30:.3g} GiB" for size, text in best)
-    planned = f"The plan of a slot of the policy is {peak / 2**30:.3g} GiB"
+    planned = f"By the memory plan a rank of the policy needs {peak / 2**30:.3g} GiB"
     if not best:
-        return f"{planned}, which no setting lowers: take more ranks or a smaller model."
+        return f"{planned}, which no setting lowers: use more ranks or a smaller model."
     return f"{planned}: {each}."
 
 
@@ -196,7 +210,7 @@ def _policy_peak(cfg: Config, objective_spec: ObjectiveSpec) -> int:
 
 
 def smaller_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
-    """Keys and values that may need less memory than the configured ones."""
+    """Yield keys and values that may need less memory than the configured ones."""
     trainer, generator = cfg.trainer, cfg.generator
     if trainer.max_tokens_per_microbatch is not None:
         yield "trainer.max_tokens_per_microbatch", max(1, trainer.max_tokens_per_microbatch // 2)

@@ -1,4 +1,4 @@
-"""The slots of a run: which process is where, how many threads it has, and which paths its node must see."""
+"""The slots of a run: which process runs where, how many threads it has, and which paths its node must see."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from skyrl_train.storage.uris import resolve_local_folder
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """The slots of one role: its i-th member occupies slot `i * stride`."""
+    """The slots of one role. Member i occupies `slots_per_member` slots, starting at slot `i * slots_per_member`."""
 
     pool: ResourcePool
     count: int
     slots_per_member: int = 1
     num_concurrent: int = 0
-    """Members of other roles that compute at the same time."""
+    """Number of members of other roles that compute at the same time."""
     nodes_per_member: int = 1
-    """Nodes of one member, with as many of its slots on each."""
+    """Number of nodes of one member, which has equally many slots on each."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class RunPlacement:
     reward: RolePlacement | None
     engines: RolePlacement | None
     engines_colocated: bool
-    """Engines and learner take turns on the same slots."""
+    """True if engines and learner take turns on the same slots."""
 
     @property
     def num_slots(self) -> int:
-        """Of the whole run."""
+        """Number of slots that the run has reserved. Slots that roles share count once."""
         roles = (self.policy, self.reference, self.critic, self.reward, self.engines)
         return sum({id(role.pool): role.pool.num_slots for role in roles if role is not None}.values())
 
     @property
     def is_single_node(self) -> bool:
-        """Whether the policy and the engines have one node together, and so one memory."""
+        """True if the policy and the engines run on the same single node and can share memory."""
         return len({node for role in (self.policy, self.engines) if role for node in role.pool.slot_node_ids}) <= 1
 
 
@@ -64,13 +64,22 @@ def reserve_slots(
     overlaps_training: bool = False,
     reserved_cpus: float = 0.0,
 ) -> RunPlacement:
-    """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`.
+    """Reserve all slots of a run. Blocks until the cluster has them.
 
     Args:
-        at_once: Engines and learner do not wait for each other.
-        other_cpus: CPUs of the cluster that slots leave free.
+        cluster: The cluster.
+        counts: The number of slots of each role.
+        placement: trainer.placement.
+        generator: The settings of the engines.
+        device: "cuda" or "cpu".
+        deadline_s: Seconds to wait for each reservation.
+        overlaps_training: True if engines and learner compute at the same time.
+        reserved_cpus: CPUs of the cluster that slots leave free.
+
+    Raises:
+        ConfigError: The cluster did not provide the slots within `deadline_s`.
     """
-    take = partial(
+    reserve = partial(
         reserve_pool,
         cluster,
         device=device,
@@ -80,10 +89,10 @@ def reserve_slots(
     )
 
     def dedicated(count: int, actors_per_slot: int, key: str) -> ResourcePool | None:
-        """Slots for a role of the trainer."""
+        """Reserve slots for a role of the trainer."""
         if not count:
             return None
-        return take(
+        return reserve(
             count=count,
             actors_per_slot=actors_per_slot,
             key=key,
@@ -91,41 +100,45 @@ def reserve_slots(
             labels=placement.node_labels,
         )
 
-    stride = gpus_per_engine(generator)
-    num_engines = counts.engines // stride
-    tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
-    sampling = num_engines * overlaps_training  # none where engines are elsewhere
+    slots_per_engine = gpus_per_engine(generator)
+    num_engines = counts.engines // slots_per_engine
+    actors_per_slot = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
+    num_sampling = num_engines * overlaps_training  # none where engines are elsewhere
     if counts.engines_colocated:
         keys = f"policy_num_gpus_per_node={counts.policy} generator.num_inference_engines={num_engines}"
-        home = dedicated(counts.total, tenants + 1, keys)
+        policy_pool = dedicated(counts.total, actors_per_slot + 1, keys)
     else:
-        home = dedicated(counts.policy, tenants, "trainer.placement.policy_num_gpus_per_node")
-    policy = _role(home, counts.policy, num_concurrent=sampling)
+        policy_pool = dedicated(counts.policy, actors_per_slot, "trainer.placement.policy_num_gpus_per_node")
+    policy = _role(policy_pool, counts.policy, num_concurrent=num_sampling)
     reference, critic, reward = (
         dedicated(count, 1, f"trainer.placement.{role}_num_gpus_per_node")
         for role, count in (("ref", counts.reference), ("critic", counts.critic), ("reward", counts.reward))
     )
     reward_beside_engines = counts.reward_colocated and not counts.policy
     if counts.engines_colocated:
-        engines = home
+        engines = policy_pool
     elif counts.engines:
-        engines = take(
+        engines = reserve(
             count=counts.engines,
             actors_per_slot=1 + reward_beside_engines,
             key="generator.num_inference_engines",
             strategy=placement.engine_strategy,
             labels=placement.engine_node_labels,
             # An engine's ranks on a node are processes that one actor there starts.
-            slots_per_bundle=1 if reward_beside_engines else stride // placement.nodes_per_engine,
+            slots_per_bundle=1 if reward_beside_engines else slots_per_engine // placement.nodes_per_engine,
         )
     else:
         engines = None
     return RunPlacement(
         policy=policy,
-        reference=policy if counts.reference_colocated else _role(reference, counts.reference, num_concurrent=sampling),
-        critic=policy if counts.critic_colocated else _role(critic, counts.critic, num_concurrent=sampling),
+        reference=policy
+        if counts.reference_colocated
+        else _role(reference, counts.reference, num_concurrent=num_sampling),
+        critic=policy if counts.critic_colocated else _role(critic, counts.critic, num_concurrent=num_sampling),
         reward=(policy or _role(engines, counts.engines)) if counts.reward_colocated else _role(reward, counts.reward),
-        engines=_role(engines, num_engines, stride, counts.policy * overlaps_training, placement.nodes_per_engine),
+        engines=_role(
+            engines, num_engines, slots_per_engine, counts.policy * overlaps_training, placement.nodes_per_engine
+        ),
         engines_colocated=counts.engines_colocated,
     )
 
@@ -137,9 +150,10 @@ def _role(
 
 
 def threads_per_process(cluster: Cluster, role_placement: RolePlacement, device: str) -> int:
-    """CPU threads for each process of a role: they compute at the same time; other roles do where rollouts run ahead.
+    """Return the number of CPU threads for each process of a role.
 
-    Those on accelerators need them, too: for optimizer states in host memory, and to read and check weights.
+    Members of a role compute at the same time, and other roles do too where rollouts run ahead. Processes on
+    accelerators need threads for optimizer state in host memory and for reading and verifying weights.
     """
     if device == "cuda":
         return role_placement.pool.min_cores_per_slot
@@ -150,20 +164,24 @@ def threads_per_process(cluster: Cluster, role_placement: RolePlacement, device:
 
 
 def weight_folder(cfg: Config) -> str:
-    """The folder for weights on the "checkpoint" route."""
+    """Return the folder for weights on the "checkpoint" route."""
     return cfg.generator.weight_sync_folder or str(resolve_local_folder(cfg.trainer.ckpt_path) / "weight_sync")
 
 
 def shared_paths(cfg: Config, placement: RunPlacement) -> Iterator[SharedPath]:
-    """Models, checkpoints, exports and the folder for weights, with the nodes of the roles that use them.
+    """Yield models, checkpoints, exports and the folder for weights, each with the nodes that use it.
 
-    The folders that are written to are made, as the run would make them later.
+    Creates the folders that the run will write to.
     """
     trainer, generator = cfg.trainer, cfg.generator
-    for role, slots in (("policy", placement.policy), ("ref", placement.reference), ("critic", placement.critic)):
+    for role, role_placement in (
+        ("policy", placement.policy),
+        ("ref", placement.reference),
+        ("critic", placement.critic),
+    ):
         path = getattr(trainer, role).model.path
-        if slots is not None and path is not None:
-            yield SharedPath(f"trainer.{role}.model.path", strip_file_scheme(path), _nodes(slots))
+        if role_placement is not None and path is not None:
+            yield SharedPath(f"trainer.{role}.model.path", strip_file_scheme(path), _nodes(role_placement))
     if placement.reward is not None and trainer.reward.model.path is not None:
         yield SharedPath(
             "trainer.reward.model.path", strip_file_scheme(trainer.reward.model.path), _nodes(placement.reward)
@@ -176,19 +194,19 @@ def shared_paths(cfg: Config, placement: RunPlacement) -> Iterator[SharedPath]:
     if trainer.resume_mode == "from_path" and trainer.resume_path:
         yield SharedPath("trainer.resume_path", trainer.resume_path, trained)
     if trainer.ckpt_interval > 0:
-        yield from _written("trainer.ckpt_path", trainer.ckpt_path, trained)
+        yield from _output_folder("trainer.ckpt_path", trainer.ckpt_path, trained)
     if trainer.hf_save_interval > 0:
-        yield from _written("trainer.export_path", trainer.export_path, trained)
+        yield from _output_folder("trainer.export_path", trainer.export_path, trained)
     if generator.weight_sync_route == "checkpoint" and placement.engines is not None:
         key = "generator.weight_sync_folder"
-        yield from _written(key, weight_folder(cfg), _nodes(placement.policy) | _nodes(placement.engines))
+        yield from _output_folder(key, weight_folder(cfg), _nodes(placement.policy) | _nodes(placement.engines))
 
 
-def _nodes(slots: RolePlacement | None) -> frozenset[str]:
-    return frozenset() if slots is None else frozenset(slots.pool.slot_node_ids)
+def _nodes(role_placement: RolePlacement | None) -> frozenset[str]:
+    return frozenset() if role_placement is None else frozenset(role_placement.pool.slot_node_ids)
 
 
-def _written(key: str, path: str, nodes: frozenset[str]) -> Iterator[SharedPath]:
-    folder = resolve_local_folder(path).absolute()  # of an address the folder that ranks write to before it is uploaded
+def _output_folder(key: str, path: str, nodes: frozenset[str]) -> Iterator[SharedPath]:
+    folder = resolve_local_folder(path).absolute()  # for a URI: the local folder that is uploaded
     os.makedirs(folder, exist_ok=True)
     yield SharedPath(key, str(folder), nodes, is_written=True)

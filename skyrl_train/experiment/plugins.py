@@ -1,4 +1,4 @@
-"""Checks of the names that users' code registers: after it could register them, before anything is started."""
+"""Checks of names that user code registers, after plugins were imported and before anything is started."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ REGISTRIES = {
     "environment.skyrl_gym.tool_use.tools": "skyrl_train.environments.tools.registry:tools",
     "trainer.logger": "skyrl_train.report.trackers:trackers",
 }
-"""Key -> the registry of its names, which is loaded when a name is not built in."""
+"""Key -> the registry of its names. The registry is loaded when a name is not built in."""
 
 
 def check_plugins(cfg: Config) -> None:
-    """Import trainer.plugins, and check that every configured name that is not built in was registered.
+    """Import trainer.plugins and check that every configured name that is not built in is registered.
 
-    Loads torch only for a name that is not built in.
+    Imports torch only for a name that is not built in.
 
     Raises:
-        ConfigError: A module cannot be imported, names are not registered, or a registered algorithm needs a model that
-            is not configured.
+        ConfigError: A module cannot be imported, names are not registered, an environment or tool cannot be sent to its
+            processes, or a registered algorithm needs a model that is not configured.
     """
     import_plugins(cfg.trainer.plugins)
     raise_problems([*_unregistered(cfg), *_unpicklable(cfg, [cfg.environment.env_class]), *find_role_problems(cfg)])
 
 
 def check_environments_picklable(cfg: Config, env_classes: Iterable[str]) -> None:
-    """Raises ConfigError for environments named by data rows that cannot be sent to environment processes."""
+    """Raise ConfigError if an environment that data rows name cannot be sent to environment processes."""
     raise_problems(_unpicklable(cfg, env_classes))
 
 
 def _unpicklable(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
-    """Environments and tools of the user's program that cannot be sent to the processes in which they run."""
-    if cfg.trainer.plugins:  # environment processes import them too, which may register these names there
+    """Yield a problem for each environment and tool of the user's program that cannot be sent to its processes."""
+    if cfg.trainer.plugins:  # environment processes import the plugins, which may register these names there
         return
     tools = cfg.environment.skyrl_gym.tool_use.tools
     named = (
@@ -54,7 +54,7 @@ def _unpicklable(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
     for kind, key, names in named:
         for name in names:
             if reason := serialization_problem(kind, name):
-                advice = f"It runs in processes of its own and cannot be sent there ({reason})."
+                advice = f"It runs in separate processes and cannot be sent to them ({reason})."
                 yield Problem(key, name, "registered by a module of trainer.plugins", advice)
 
 

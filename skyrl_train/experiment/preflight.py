@@ -1,6 +1,6 @@
 """Checks models, tokenizer, prompts, addresses and tokens before the processes of a run start.
 
-Nothing is started and no weight is read. `config.machine` checks before this whatever needs no torch.
+Starts nothing and reads no weights. `config.local_checks` runs before and checks whatever needs no torch.
 """
 
 from __future__ import annotations
@@ -61,22 +61,27 @@ from skyrl_train.terminal import print_stderr
 from skyrl_train.trainer.run_folder import IDENTITY_FILE, check_same_run
 
 SAMPLE_TIMEOUT_S = 1.5
-"""Time for reading training or validation data up to a prompt that is short enough. The check takes less than 10 s."""
+"""Seconds for reading training or validation data up to a prompt that is short enough. All checks take less than 10 s.
+"""
 REFERENCE_PATH = "trainer.ref.model.path"
 CRITIC_PATH = "trainer.critic.model.path"
 MAX_SAMPLE_FILE_BYTES = 32 << 20
-"""Size up to which a JSON file, which may be one list, is read."""
+"""Size up to which a JSON file is read, because it may be a single list."""
 CHAT_TEMPLATE = "generator.chat_template.name_or_path"
 
 
 def check_run(cfg: Config, components: RunComponents) -> None:
     """Check everything that a run needs and that can be known before Ray starts.
 
-    `missing` must have passed, and plugins must have been imported: see `plugins.check_plugins`.
+    `find_missing_resources` must have passed, and plugins must have been imported: see `plugins.check_plugins`.
+
+    Args:
+        cfg: The configuration.
+        components: The parts of the configuration that the run uses.
 
     Raises:
-        ConfigError: Lists every problem at once; a single one keeps its kind, such as DataError.
-        StorageError: An address cannot be reached.
+        ConfigError: Lists every problem at once. A single problem keeps its class, such as DataError.
+        StorageError: A URI cannot be reached.
     """
     if cfg.trainer.plugins:  # their algorithms may need further models
         raise_problems(find_missing_resources(cfg, components))
@@ -85,14 +90,14 @@ def check_run(cfg: Config, components: RunComponents) -> None:
     problems: list[Problem | ConfigError] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a check; None if it raises what is wrong, which is kept."""
+        """Return the result of a check; None if it raises ConfigError, which is collected."""
         try:
             return check(*arguments)
         except ConfigError as error:
             problems.append(error)
             return None
 
-    is_served = components.learner or not components.rewards  # an evaluation is not
+    is_served = components.learner or not components.rewards  # an evaluation has no endpoint
     if components.engines and is_served and cfg.generator.enable_http_endpoint:
         from skyrl_train.experiment.engines import check_endpoint  # imports Ray
 
@@ -133,7 +138,7 @@ def check_run(cfg: Config, components: RunComponents) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers from showing progress bars and reports of a checkpoint's tensors: errors name these."""
+    """Suppress progress bars and checkpoint reports of transformers; errors name the affected tensors."""
     shows_progress, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -146,25 +151,36 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _note_composite(cfg: Config, key: str, path: str) -> None:
-    """Say on stderr, once, that only the language model of a composite is used. Raise ConfigError if that is off."""
-    kind = get_composite_class_name(load_config(path, key=key))
-    if kind is None:
+    """Note on stderr that only the language model of a composite model is used. Raises ConfigError if that is off."""
+    class_name = get_composite_class_name(load_config(path, key=key))
+    if class_name is None:
         return
     for role, section in (("policy", cfg.trainer.policy), ("ref", cfg.trainer.ref)):
         if section.model.path == path and section.language_model_only is False:
             raise ConfigError(
-                f"trainer.{role}.language_model_only=false: {path!r} is a {kind}, whose other towers cannot be trained "
-                "or served. Set it to null or true to use its language model, or give the path of a text-only model."
+                f"trainer.{role}.language_model_only=false: {path!r} is a {class_name}, whose other towers cannot be "
+                "trained or served. Set the key to null or true to use the language model, or give the path of a "
+                "text-only model."
             )
     if key == POLICY_PATH_KEY or path != cfg.trainer.policy.model.path:
         print_stderr(
-            f"note: {key}={path!r}: {kind} is used as a text model (trainer.policy.language_model_only). Only its "
-            "language model is loaded and trained; exports contain its other towers unchanged."
+            f"note: {key}={path!r}: {class_name} is used as a text model (trainer.policy.language_model_only). Only "
+            "its language model is loaded and trained; exports contain its other towers unchanged."
         )
 
 
-def checked_model(cfg: Config, uses: RunComponents, key: str, path: str) -> PreTrainedModel | None:
-    """Return a causal language model on the meta device; None if nothing here builds it, or for a reward model.
+def checked_model(cfg: Config, components: RunComponents, key: str, path: str) -> PreTrainedModel | None:
+    """Check that the learner or the run's engines can run a model.
+
+    Args:
+        cfg: The configuration.
+        components: The parts of the configuration that the run uses.
+        key: The configuration key of the model.
+        path: The model's path or hub name.
+
+    Returns:
+        The causal language model on the meta device. None for a reward model, and if only an engine with model classes
+            of its own loads it.
 
     Raises:
         ConfigError: The learner or the run's engines cannot run the model.
@@ -174,8 +190,8 @@ def checked_model(cfg: Config, uses: RunComponents, key: str, path: str) -> PreT
         return None
     _note_composite(cfg, key, path)
     trainer, generator = cfg.trainer, cfg.generator
-    trains = uses.learner and key != ENGINE_MODEL_KEY
-    is_served = uses.engines and generator.run_engines_locally and path == generator.model_name
+    trains = components.learner and key != ENGINE_MODEL_KEY
+    is_served = components.engines and generator.run_engines_locally and path == generator.model_name
     backend = generator.backend if is_served and key in (POLICY_PATH_KEY, ENGINE_MODEL_KEY) else None
     try:
         if backend == "sglang":
@@ -184,7 +200,7 @@ def checked_model(cfg: Config, uses: RunComponents, key: str, path: str) -> PreT
         if backend == "vllm":
             check_composite(path, config)
         if not trains and backend != "transformers" and not is_composite(config):
-            return None  # other engines have model classes of their own
+            return None  # vLLM and SGLang load it with model classes of their own
         role, rope = key.split(".")[1], trainer if trains else generator
         model = check_causal_lm(
             path,
@@ -197,7 +213,7 @@ def checked_model(cfg: Config, uses: RunComponents, key: str, path: str) -> PreT
         if backend == "transformers" and (reason := unsupported_reason(model)):
             raise ConfigError(f"generator.backend=transformers {reason}")
         if trains:
-            _check_length(cfg, uses, model)
+            _check_length(cfg, components, model)
             check_trainable(cfg, key, model)
     except ConfigError as error:
         if str(error).startswith(key):
@@ -207,7 +223,16 @@ def checked_model(cfg: Config, uses: RunComponents, key: str, path: str) -> PreT
 
 
 def check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model that the learner cannot run, adapt or divide. Divides its layers."""
+    """Check that the learner can run, adapt and parallelize a model. Shards the layers of `model` in place.
+
+    Args:
+        cfg: The configuration.
+        key: The configuration key of the model's path.
+        model: The model on the meta device.
+
+    Raises:
+        ConfigError: The learner does not support the model, its adapters, its routers or a parallel size.
+    """
     section: Any = getattr(cfg.trainer, key.split(".")[1])
     check_model_supported(model, values=key == CRITIC_PATH)
     if key == POLICY_PATH_KEY:
@@ -226,27 +251,27 @@ def check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
 
 
 def _check_length(cfg: Config, components: RunComponents, model: PreTrainedModel) -> None:
-    """Raise ConfigError if sequences may be longer than those that the learner computes exactly."""
+    """Raise ConfigError if sequences may be longer than the learner can compute exactly."""
     generator, limit = cfg.generator, max_exact_length(model.config.get_text_config())
     if limit is None:
         return
-    longest = max_sequence_length(generator)
+    max_length = max_sequence_length(generator)
     if components.engines and generator.run_engines_locally:
         if generator.backend == "transformers":
-            return  # it has the same limit
-        longest = min(longest, generator.engine_init_kwargs.get("max_model_len") or longest)
-    if longest > limit:
+            return  # this engine has the same limit
+        max_length = min(max_length, generator.engine_init_kwargs.get("max_model_len") or max_length)
+    if max_length > limit:
         raise ConfigError(
-            f"generator.max_input_length + generator.sampling_params.max_generate_length: sequences may have {longest} "
-            f"tokens, but beyond {limit} this model's rope changes for a whole micro-batch (longrope), or its "
-            "attention is divided into chunks (Llama 4). Lower them."
+            f"generator.max_input_length + generator.sampling_params.max_generate_length: sequences may have "
+            f"{max_length} tokens, but beyond {limit} this model's RoPE changes for a complete micro-batch (longrope), "
+            f"or its attention is divided into chunks (Llama 4). Lower the keys: their sum may be at most {limit}."
         )
 
 
 def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:
     if load_tokenizer(path, key=REWARD_PATH_KEY).chat_template is None:
         raise ConfigError(
-            f"{REWARD_PATH_KEY}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it."
+            f"{REWARD_PATH_KEY}={path!r}: the tokenizer has no chat template. Add the file chat_template.jinja to it."
         )
     if is_local_folder(path):
         load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=model_config_kwargs)
@@ -255,16 +280,16 @@ def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> No
 
 
 def _check_sglang(cfg: Config) -> None:
-    """Raise ConfigError for a model or an argument that SGLang would refuse."""
+    """Raise ConfigError for a model or an argument that SGLang would reject."""
     from skyrl_train.experiment.engines import engine_generator_config, engine_kwargs  # imports Ray
 
     options = engine_kwargs(engine_generator_config(cfg), cfg.device, cfg.generator.backend)
-    model, longest = options.pop("model"), options.pop("max_model_len", None)
+    model, max_model_len = options.pop("model"), options.pop("max_model_len", None)
     own = {key: options.pop(key) for key in ("name", "device", "dtype", "max_num_seqs", "rope_scaling", "rope_theta")}
     engine_arguments(
         model,
         **own,
-        max_model_len=longest or load_config(model).get_text_config().max_position_embeddings,
+        max_model_len=max_model_len or load_config(model).get_text_config().max_position_embeddings,
         max_lora_rank=options.pop("max_lora_rank", 0),
         options=options,
         check_weights=False,
@@ -272,18 +297,19 @@ def _check_sglang(cfg: Config) -> None:
 
 
 def _tokenizer(cfg: Config) -> Any:
-    """Return the policy's tokenizer. Raises ConfigError if there is none: transformers would make an empty one."""
+    """Return the policy's tokenizer. Raises ConfigError if it has none: transformers would create an empty one."""
     path = cfg.trainer.policy.model.path
     if not has_tokenizer(path):
         raise ConfigError(
-            f"{POLICY_PATH_KEY}={path!r} has no tokenizer; save that of the model it was made from into the same folder."
+            f"{POLICY_PATH_KEY}={path!r} has no tokenizer. Save the tokenizer of the model that it was made from into "
+            "the same folder."
         )
     return build_tokenizer(cfg)
 
 
 def _no_chat_template(cfg: Config) -> Problem:
     advice = (
-        f"The tokenizer of {cfg.trainer.policy.model.path} has none: name one, give the file of the model's own with "
+        f"The tokenizer of {cfg.trainer.policy.model.path} has none. Name a built-in template, give a file with "
         "generator.chat_template.source=file, or use the instruction-tuned model."
     )
     return Problem(CHAT_TEMPLATE, None, "a chat template", advice)
@@ -292,7 +318,7 @@ def _no_chat_template(cfg: Config) -> Problem:
 def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> None:
     """Raise ConfigError if text or the chat template can become token ids that the policy has no embedding for.
 
-    A special token that nothing writes, such as one for padding, may be beyond.
+    A special token that nothing writes, such as one for padding, may have an id beyond the embedding.
     """
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -304,15 +330,16 @@ def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> Non
         raise ConfigError(
             f"{POLICY_PATH_KEY}={cfg.trainer.policy.model.path!r}: its tokenizer can emit ids beyond the model's "
             f"embedding of {rows} rows ({len(emitted)} tokens, such as {token!r} with id {beyond[token]}). Resize "
-            "the embedding with model.resize_token_embeddings(len(tokenizer)) and save the model again, or use its own "
-            "tokenizer."
+            "the embedding with model.resize_token_embeddings(len(tokenizer)) and save the model again, or use the "
+            "model's original tokenizer."
         )
 
 
 def _check_sample_rows(cfg: Config, components: RunComponents, tokenizer: Any) -> set[str]:
-    """Return the environments of a sample of the rows. Raises DataError for rows that cannot be used.
+    """Return the environments named by a sample of the rows. Raises DataError for rows that cannot be used.
 
-    Only files are read: folders, datasets on the hub and large JSON lists would have to be read as a whole.
+    Only reads files whose first rows can be read separately: folders, datasets on the hub and large JSON lists are
+    skipped.
     """
     if not components.rewards:
         if components.train_data and _can_read_first_rows(source for _, source in list_data_sources(cfg, components)):
@@ -330,7 +357,7 @@ def _check_sample_rows(cfg: Config, components: RunComponents, tokenizer: Any) -
 
 
 def _can_read_first_rows(sources: Iterable[str]) -> bool:
-    """True if the first rows of all sources can be read without the others."""
+    """True if the first rows of all sources can be read without the rest."""
     return all(is_dataset_file(source) and not is_uri(source) and not _is_large_json(source) for source in sources)
 
 
@@ -340,28 +367,30 @@ def _is_large_json(source: str) -> bool:
 
 
 def check_uris(cfg: Config, components: RunComponents) -> None:
-    """Look whether data, models and the run's folder can be reached, before anything is started.
+    """Check that data, models and the run's folders at URIs can be reached.
 
-    Raises ConfigError for what is not there and for a folder of another run, StorageError for storage that refuses.
+    Raises:
+        ConfigError: Something does not exist or cannot be written, or trainer.ckpt_path holds another run.
+        StorageError: A storage rejected the request or cannot be reached.
     """
     problems = []
     for key, source in list_data_sources(cfg, components):
         if is_uri(source):
             store = RemoteFolder(parse_split(source)[0])
             if store.info() is None and not store.find():
-                problems.append(Problem(key, source, "a file or a folder that exists", "Nothing is at this address."))
+                problems.append(Problem(key, source, "a file or a folder that exists", "Nothing is at this URI."))
     for key, path in list_model_paths(cfg, components):
         if is_uri(path) and RemoteFolder(path).read("config.json") is None:
-            problems.append(Problem(key, path, "a model's folder", "There is no config.json at this address."))
+            problems.append(Problem(key, path, "a model's folder", "There is no config.json at this URI."))
     for name in ("ckpt_path", "export_path") if components.learner else ():
         path = getattr(cfg.trainer, name)
         if not is_uri(path):
             continue
         if (reason := find_write_error(resolve_local_folder(path))) is not None:
-            advice = f"{reason} Set SKYRL_CACHE to a folder that can be written."
-            problems.append(Problem(f"trainer.{name}", path, "an address whose copy here can be written", advice))
+            advice = f"{reason} Set SKYRL_CACHE to a folder that can be written to."
+            problems.append(Problem(f"trainer.{name}", path, "a URI whose local copy can be written", advice))
         elif not RemoteFolder(path).has_bucket():
-            problems.append(Problem(f"trainer.{name}", path, "an address in a bucket that exists", "Make the bucket."))
+            problems.append(Problem(f"trainer.{name}", path, "a URI in a bucket that exists", "Create the bucket."))
     raise_problems(problems)
     if components.learner and is_uri(cfg.trainer.ckpt_path):
         stored = RemoteFolder(cfg.trainer.ckpt_path).read(IDENTITY_FILE)

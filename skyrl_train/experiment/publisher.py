@@ -1,4 +1,4 @@
-"""The weight syncs of a run: what its configuration and its engines decide about them."""
+"""The weight syncs of a run, from its configuration and the capabilities of its engines."""
 
 from __future__ import annotations
 
@@ -22,19 +22,25 @@ from skyrl_train.weight_sync.sync import PROBE_TOLERANCE, Probe, WeightSync
 
 log = logging.getLogger(__name__)
 HALF_PRECISION_PROBE_TOLERANCE = 0.25
-"""In nats; it is this large because bfloat16 engines and trainers round differently in every layer."""
+"""Largest accepted log-prob difference in nats. It is large because bfloat16 engines and trainers round differently in
+every layer."""
 HALF_PRECISION_MEAN_TOLERANCE = 0.1
-"""In nats, of the mean over the probe's tokens: docs/engines.md has what was measured."""
+"""Largest accepted mean difference in nats over the probe's tokens. docs/engines.md has the measurements behind it."""
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 64
-"""Tokens per sequence of the log-prob probe, whose sequences are the beginnings of the first training prompts."""
+"""Maximum tokens per sequence of the log-prob probe. The sequences are the beginnings of the first training prompts."""
 
 
 def build_publisher(running: RolloutResources, tokenizer: Any, train_dataset: PromptDataset) -> WeightPublisher:
-    """Return the weight syncs that generator.weight_sync_* configure, with the restarts of engines.
+    """Return the publisher of weights that generator.weight_sync_* configure. It also restarts engines.
+
+    Args:
+        running: The started engines and learner.
+        tokenizer: The policy's tokenizer.
+        train_dataset: The training prompts, whose first ones become the probe's sequences.
 
     Raises:
-        ConfigError: An engine cannot take adapters apart from the model, pause as configured, or share memory.
+        ConfigError: An engine cannot load adapters separately from the model, pause as configured, or share memory.
     """
     base, client = running.base, running.client
     cfg, learner = base.cfg, base.learner
@@ -61,92 +67,116 @@ def build_publisher(running: RolloutResources, tokenizer: Any, train_dataset: Pr
 
 
 def choose_route(cfg: Config, engines: Sequence[Any], *, is_single_node: bool = True) -> str:
-    """`weight_route`, or "checkpoint" (files) if that is chosen by itself and an engine does not support it.
+    """Return the route of weight syncs.
 
-    Raises ConfigError for shared memory that is configured, on a CPU, and policy and engines on several nodes.
+    This is generator.weight_sync_route. With `auto` it is "checkpoint" (files) if an engine does not support the route
+    that would be chosen.
+
+    Args:
+        cfg: The configuration.
+        engines: The engines of the run.
+        is_single_node: True if policy and engines run on one node.
+
+    Raises:
+        ConfigError: The route "ipc" is configured on CPUs, but policy and engines run on several nodes.
     """
     if cfg.generator.weight_sync_route == "ipc" and cfg.device == "cpu" and not is_single_node:
         raise ConfigError(
-            "generator.weight_sync_route=ipc: policy and engines are on several nodes, which share no memory; use "
+            "generator.weight_sync_route=ipc: policy and engines run on several nodes, which cannot share memory. Use "
             "auto, broadcast or checkpoint."
         )
     route = resolve_weight_sync_route(cfg, is_single_node=is_single_node)
     if route != "broadcast" or cfg.generator.weight_sync_route != "auto":
         return route
-    return route if all(route in one.capabilities.weight_routes for one in engines) else "checkpoint"
+    return route if all(route in engine.capabilities.weight_routes for engine in engines) else "checkpoint"
 
 
 def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
-    """Whether engines get adapters instead of merged weights.
+    """True if engines receive the LoRA adapter instead of merged weights.
 
-    Raises ConfigError if that is required (lora.sync=adapter) and an engine cannot take them.
+    Raises:
+        ConfigError: lora.sync=adapter requires it, but an engine cannot load an adapter of that rank.
     """
     lora = cfg.trainer.policy.model.lora
     if not prefers_adapter_sync(cfg):
         return False
-    unable = [one.capabilities for one in engines if one.capabilities.synced_adapter_rank < lora.rank]
+    unable = [engine.capabilities for engine in engines if engine.capabilities.synced_adapter_rank < lora.rank]
     if unable and lora.sync == "adapter":
-        most = unable[0].synced_adapter_rank
-        can = f"takes ranks up to {most}" if most else unable[0].refusals.get("adapter", "takes none").rstrip(".")
+        max_rank = unable[0].synced_adapter_rank
+        reason = (
+            f"it supports ranks up to {max_rank}"
+            if max_rank
+            else unable[0].refusals.get("adapter", "it supports none").rstrip(".")
+        )
         raise ConfigError(
-            f"trainer.policy.model.lora.sync=adapter: engine {unable[0].name!r} cannot take an adapter of rank "
-            f"{lora.rank} apart from its model: {can}. Set trainer.policy.model.lora.sync=merged."
+            f"trainer.policy.model.lora.sync=adapter: engine {unable[0].name!r} cannot load an adapter of rank "
+            f"{lora.rank} separately from its model: {reason}. Set trainer.policy.model.lora.sync=merged."
         )
     return not unable
 
 
 PAUSE_MODES = {"keep": "keep", "recompute": "retract", "abort": "abort"}
-"""trainer.fully_async.on_sync -> how engines pause."""
+"""trainer.fully_async.on_sync -> the pause mode of engines."""
 
 
 def pause_mode(cfg: Config, engines: Sequence[Any]) -> str | None:
-    """How requests under way are paused for a sync; None without fully_async, where there are none.
+    """Return how engines pause running requests for a sync; None in synchronous training, where there are none.
 
-    Raises ConfigError if an engine cannot do that.
+    Logs a warning if aborted requests restart with other samples because an engine does not support seeds.
+
+    Raises:
+        ConfigError: An engine does not support the mode of trainer.fully_async.on_sync.
     """
     if not cfg.trainer.fully_async.enabled:
         return None
-    chosen = cfg.trainer.fully_async.on_sync
-    for one in engines:
-        able = one.capabilities.pause_modes
-        if PAUSE_MODES[chosen] not in able:
-            can = ", ".join(name for name, mode in PAUSE_MODES.items() if mode in able) or "none of them"
+    on_sync = cfg.trainer.fully_async.on_sync
+    for engine in engines:
+        supported = engine.capabilities.pause_modes
+        if PAUSE_MODES[on_sync] not in supported:
+            choices = ", ".join(name for name, mode in PAUSE_MODES.items() if mode in supported) or "none"
             raise ConfigError(
-                f"trainer.fully_async.on_sync={chosen}: engine {one.capabilities.name!r} cannot pause in this way; it "
-                f"can: {can}."
+                f"trainer.fully_async.on_sync={on_sync}: engine {engine.capabilities.name!r} cannot pause in this way. "
+                f"It supports: {choices}."
             )
-        if chosen == "abort" and not one.capabilities.seeds:
+        if on_sync == "abort" and not engine.capabilities.seeds:
             log.warning(
-                f"trainer.fully_async.on_sync=abort: engine {one.capabilities.name!r} takes no seeds, so that what a "
-                "sync ends is another answer when it begins anew, and long ones become rarer. Set recompute, which "
-                "keeps what there is."
+                f"trainer.fully_async.on_sync=abort: engine {engine.capabilities.name!r} does not support seeds. A "
+                "request that a sync aborts is sampled again with another result, so long answers become rarer. Set "
+                "trainer.fully_async.on_sync=recompute, which keeps the tokens sampled so far."
             )
-    return PAUSE_MODES[chosen]
+    return PAUSE_MODES[on_sync]
 
 
 def _probe_ids(cfg: Config, tokenizer: Any, train_dataset: PromptDataset) -> list[list[int]]:
     """Return the beginnings of the first training prompts as token ids."""
     kwargs, prompts = cfg.generator.chat_template_kwargs, train_dataset.prompts[:PROBE_SEQUENCES]
     rendered = (
-        render_prompt(tokenizer, one.messages, get_chat_template_kwargs(one.env_extras, kwargs)) for one in prompts
+        render_prompt(tokenizer, prompt.messages, get_chat_template_kwargs(prompt.env_extras, kwargs))
+        for prompt in prompts
     )
     return [ids[:PROBE_TOKENS] for ids in rendered]
 
 
 def build_probe(cfg: Config, learner: Learner, probe_ids: Sequence[Sequence[int]]) -> Probe | None:
-    """Return the probe of every sync if it is configured, else that of the first sync in half precision.
+    """Return the log-prob probe of weight syncs; None if log-probs are not compared.
 
-    In float32 nothing but a configured probe compares log-probs: None.
+    The probe runs after every sync with generator.weight_sync_check=probe. Otherwise, unless the check is off, it runs
+    once after the first sync in half precision, without a limit for single tokens.
+
+    Args:
+        cfg: The configuration.
+        learner: Computes the trainer's log-probs.
+        probe_ids: Token ids of the sequences; those of a single token are ignored.
     """
     check, half = cfg.generator.weight_sync_check, cfg.trainer.bf16 or cfg.generator.model_dtype != "float32"
     token_ids = [ids for ids in probe_ids if len(ids) > 1]
     if not token_ids or (check != "probe" and (check == "off" or not half)):
         return None
-    largest = HALF_PRECISION_PROBE_TOLERANCE if half else PROBE_TOLERANCE
+    tolerance = HALF_PRECISION_PROBE_TOLERANCE if half else PROBE_TOLERANCE
     return Probe(
         token_ids=token_ids,
         compute_trainer_logprobs=learner.sequence_logprobs,
-        tolerance=largest if check == "probe" else math.inf,
+        tolerance=tolerance if check == "probe" else math.inf,
         mean_tolerance=HALF_PRECISION_MEAN_TOLERANCE if half else math.inf,
         every_sync=check == "probe",
         self_test=check == "probe",

@@ -1,11 +1,11 @@
-"""What a run starts, in this order.
+"""Starts the resources of a run, in this order.
 
-1. Its folder, with the uploads of it, its logs and its trackers.
+1. The run's folder, its uploads, logs and trackers.
 2. Ray, and the slots of all processes.
 3. The learner: ranks of policy, reference and critic.
-4. Environments, the reward model, and engines with the client in front of them.
+4. Environments, the reward model, and engines with their client.
 
-`trainer.py` makes the loop over all of it. On exit everything is stopped in the reverse order.
+`trainer.py` builds the training loop over them. On exit everything is stopped in the reverse order.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ from skyrl_train.trainer.run_folder import RunFolder
 from skyrl_train.trainer.trainer import StepSchedule
 
 _CLOSE_TIMEOUT_S = 10.0
-"""Time for engines to clean up at the end of a run."""
+"""Seconds for engines to clean up at the end of a run."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunResources:
-    """The open resources of every kind of run; all of them are closed when it ends."""
+    """The open resources of every kind of run. All of them are closed when the run ends."""
 
     cfg: Config
     cluster: Cluster
     fingerprints: Mapping[str, str]
-    """See fingerprints_of; empty where nothing is trained."""
+    """Fingerprints of data and order: see data_fingerprints. Empty if nothing is trained."""
     schedule: StepSchedule | None
     folder: Path
     placement: RunPlacement
@@ -90,7 +90,7 @@ class RunResources:
 
 @dataclass(frozen=True)
 class RolloutResources:
-    """`Services` with engines, environments and, if configured, a reward model, all of them started."""
+    """`RunResources` with engines, environments and, if configured, a reward model, all of them started."""
 
     base: RunResources
     client: EngineClient
@@ -109,9 +109,21 @@ async def start_rollout_resources(
     build_tracker: Callable[[Path], Trackers],
     build_client: Callable[[Sequence[Any]], EngineClient],
 ) -> AsyncIterator[RolloutResources]:
-    """Start everything that training with rewards needs.
+    """Start everything that training with rewards or an evaluation needs, and stop it on exit.
 
-    Without a training set there is no learner: that is an evaluation.
+    Args:
+        cfg: The configuration.
+        cluster: The cluster.
+        components: The parts of the configuration that the run uses.
+        train_dataset: The prompts to train on; None for an evaluation, which has no learner.
+        build_tracker: Returns the trackers for the run's folder.
+        build_client: Returns the client of the started engines.
+
+    Raises:
+        ConfigError: The backend is not installed, the cluster has too few resources, or an engine does not support a
+            setting.
+        DeadlineExceeded: Models were not loaded within timeouts.engine_start_s.
+        StorageError: On exit, if the last uploads failed.
     """
     trainer, generator = cfg.trainer, cfg.generator
     if generator.run_engines_locally:
@@ -131,26 +143,26 @@ async def start_rollout_resources(
         if base.learner is not None:
             init_target_file(cfg, base.folder)
         environments = await stack.enter_async_context(start_environments(cfg, cluster, base.folder))
-        engine_slots = EngineLauncher(cfg, cluster, base.placement)
+        engine_launcher = EngineLauncher(cfg, cluster, base.placement)
         reward_model = build_reward_model(cluster, trainer, base.placement, device=cfg.device)
-        # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
-        with startup_phase("models", "processes of trainer and engines that load them"):
+        # An engine measures free memory when it starts, so models that stay on its accelerator must be loaded before.
+        with startup_phase("models", "trainer and engines load their models"):
             if reward_model is not None:
                 await reward_model.setup(trainer.timeouts.engine_start_s)
             if base.placement.engines_colocated and cfg.device == "cuda":
-                # For the same reason the learner loads after the engine sleeps.
-                client = build_client(await engine_slots.start_all())
+                # For the same reason the learner loads its models when the engines sleep.
+                client = build_client(await engine_launcher.start_all())
                 await client.sleep(sleep_level(cfg))
-                assert base.learner is not None  # it is what engines share time with
+                assert base.learner is not None  # colocated engines share their slots with a learner
                 await start_learner(base.learner, trainer)
             else:
                 learner = [] if base.learner is None else [start_learner(base.learner, trainer)]
-                engines, *_ = await gather_all([engine_slots.start_all(), *learner])
+                engines, *_ = await gather_all([engine_launcher.start_all(), *learner])
                 client = build_client(engines)
                 if base.placement.engines_colocated:
                     await client.sleep()
         stack.push_async_callback(_close, client)
-        yield RolloutResources(base, client, engine_slots, environments, reward_model)
+        yield RolloutResources(base, client, engine_launcher, environments, reward_model)
 
 
 @asynccontextmanager
@@ -164,40 +176,48 @@ async def start_run_resources(
     train_data: str,
     build_tracker: Callable[[Path], Trackers],
 ) -> AsyncIterator[RunResources]:
-    """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
+    """Start the run's folder, trackers, cluster, slots and the learner's processes; close everything on exit.
+
+    `start_learner` loads the learner's models later.
 
     Args:
-        objective_spec: What the learner trains with; None if there is none.
-        num_prompts: The size of the training data.
-        train_data: Their fingerprint.
+        cfg: The configuration. It is saved to the run's folder as it is; the learner gets a copy tuned to memory.
+        cluster: The cluster.
+        components: The parts of the configuration that the run uses.
+        objective_spec: The loss that the learner trains with; None without a learner.
+        num_prompts: Number of training prompts or examples.
+        train_data: Fingerprint of the training data.
+        build_tracker: Returns the trackers for the run's folder.
 
     Raises:
-        ConfigError: A step is to be profiled that the run does not have.
+        ConfigError: trainer.profile_steps names a step beyond the last one, the run's folder belongs to another run, or
+            the cluster has too few resources.
+        StorageError: On exit, if the last uploads failed.
     """
-    trainer, fitted = cfg.trainer, cfg
+    trainer, tuned = cfg.trainer, cfg
     fingerprints: dict[str, str] = {}
     schedule = None
     if objective_spec is not None:
-        fitted = tune_and_report(cfg, objective_spec)  # for the learner; what the run saves is `cfg`, as it was written
-        if components.engines:  # the plan is that of training with rewards
-            memory_plan.print_memory_plan(fitted, objective_spec)
+        tuned = tune_and_report(cfg, objective_spec)  # for the learner; the run saves `cfg` as it was written
+        if components.engines:  # only training with rewards has a memory plan
+            memory_plan.print_memory_plan(tuned, objective_spec)
         fingerprints, schedule = data_fingerprints(trainer, train_data), build_schedule(trainer, num_prompts)
         _check_profiled_steps(trainer, schedule)
     async with AsyncExitStack() as stack:
         mirrors = build_mirrors(cfg, run_location(cfg, fingerprints))
-        directory = await mirrors.enter(stack, build_run_folder(cfg, fingerprints, mirrors))
+        run_folder = await mirrors.enter(stack, build_run_folder(cfg, fingerprints, mirrors))
         await stack.enter_async_context(mirrors.keep_uploading(trainer.timeouts.upload_s))
-        stack.enter_context(directory.restored_on_mismatch())
-        save_resolved(cfg, directory.path / CONFIG_FILE)
-        logs = stack.enter_context(run_logs(directory.path))
+        stack.enter_context(run_folder.restored_on_mismatch())
+        save_resolved(cfg, run_folder.path / CONFIG_FILE)
+        logs = stack.enter_context(run_logs(run_folder.path))
         if trainer.trace:
-            stack.enter_context(trace.write_trace(directory.path / trace.TRACE_FILE))
-        with startup_phase("trackers", "files and services that keep the run's numbers"):
-            trackers = stack.enter_context(build_tracker(directory.path))
+            stack.enter_context(trace.write_trace(run_folder.path / trace.TRACE_FILE))
+        with startup_phase("trackers", "opening the files and services that store metrics"):
+            trackers = stack.enter_context(build_tracker(run_folder.path))
         stack.enter_context(cluster)
         stack.enter_context(cluster.redirect_actor_logs(logs))
-        with startup_phase("slots", "cores or accelerators that Ray reserves"):
-            layout = reserve_slots(
+        with startup_phase("slots", "Ray reserves CPU cores or GPUs"):
+            placement = reserve_slots(
                 cluster,
                 count_run_slots(cfg, components),
                 trainer.placement,
@@ -208,51 +228,63 @@ async def start_run_resources(
                 reserved_cpus=environment_host_cpus(cfg, components),
             )
             if not cluster.is_single_node:
-                check_shared_paths(shared_paths(cfg, layout), trainer.timeouts.rendezvous_s)
+                check_shared_paths(shared_paths(cfg, placement), trainer.timeouts.rendezvous_s)
         learner = None
         if schedule is not None and objective_spec is not None:
             learner = build_learner(
                 cluster,
-                fitted.trainer,
-                layout,
+                tuned.trainer,
+                placement,
                 objective_spec=objective_spec,
                 schedule=schedule,
                 generator=cfg.generator,
                 device=cfg.device,
             )
-        yield RunResources(cfg, cluster, fingerprints, schedule, directory.path, layout, learner, trackers, mirrors)
+        yield RunResources(cfg, cluster, fingerprints, schedule, run_folder.path, placement, learner, trackers, mirrors)
 
 
 # -- schedule, folder and uploads
 
 
 def build_schedule(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
+    """Return the schedule of a run's steps."""
     return StepSchedule(num_prompts, trainer.train_batch_size, trainer.epochs, trainer.max_steps)
 
 
 def data_fingerprints(trainer: TrainerConfig, train_data: str) -> dict[str, str]:
-    """Fingerprints of everything that decides which prompts a step sees; a run resumes only if none has changed."""
+    """Return fingerprints of everything that decides which prompts a step trains on.
+
+    A run only resumes from a checkpoint with the same fingerprints.
+    """
     return {"train_data": train_data, "data_order": f"seed {trainer.seed}, {trainer.train_batch_size} prompts a step"}
 
 
 def _check_profiled_steps(trainer: TrainerConfig, schedule: StepSchedule) -> None:
-    """Raises ConfigError for steps after the run's last one."""
-    allowed, advice = f"steps of this run, 1 to {schedule.total_steps}", "They are counted as in metrics.jsonl."
-    late = any(step > schedule.total_steps for step in trainer.profile_steps)
-    raise_problems([Problem("trainer.profile_steps", trainer.profile_steps, allowed, advice)] if late else [])
+    """Raise ConfigError if trainer.profile_steps names a step after the run's last one."""
+    allowed, advice = f"steps of this run, 1 to {schedule.total_steps}", "Steps are counted as in metrics.jsonl."
+    is_beyond_end = any(step > schedule.total_steps for step in trainer.profile_steps)
+    raise_problems([Problem("trainer.profile_steps", trainer.profile_steps, allowed, advice)] if is_beyond_end else [])
 
 
 @dataclass(frozen=True)
 class Mirrors:
-    """The mirrors of a run's two folders, for those that are at addresses."""
+    """The mirrors that upload a run's two folders; None for a folder that is not at a URI."""
 
     run: Mirror | None = None
     exports: Mirror | None = None
 
     async def enter(self, stack: AsyncExitStack, folder: RunFolder) -> RunFolder:
-        """Enter the run's folder beside the event loop, which hears signals meanwhile.
+        """Enter the run's folder in a thread, so that the event loop can handle signals meanwhile.
 
-        Whether a process that has claimed the address still lives takes a while to see, and so do downloads.
+        Downloads take time, and so does checking whether a process that has claimed the URI is still alive. If the
+        caller is cancelled, waits until the folder has been entered, so that `stack` can leave it.
+
+        Args:
+            stack: Enters the folder and leaves it later.
+            folder: The run's folder.
+
+        Returns:
+            The entered folder.
         """
         entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, folder))
         try:
@@ -260,14 +292,18 @@ class Mirrors:
         except asyncio.CancelledError:
             if self.run is not None:
                 self.run.stop()
-            await asyncio.wait([entering])  # what it has entered, `stack` leaves
+            await asyncio.wait([entering])  # `stack` can only leave what has been entered
             raise
 
     @asynccontextmanager
     async def keep_uploading(self, deadline_s: float) -> AsyncIterator[None]:
-        """Inside, they are kept up to date; on exit the last uploads are waited for.
+        """Upload changes while the body runs, and wait for the last uploads on exit.
 
-        Raises StorageError for what could not be uploaded within `deadline_s`, unless something else went wrong before.
+        Args:
+            deadline_s: Seconds to wait for the last uploads of both mirrors.
+
+        Raises:
+            StorageError: Files could not be uploaded within `deadline_s`. Only logged if the body failed.
         """
         mirrors = [mirror for mirror in (self.run, self.exports) if mirror is not None]
         try:
@@ -292,7 +328,7 @@ class Mirrors:
                     raise
                 _log.error("%s", error)
             except asyncio.CancelledError:
-                _log.warning("The last uploads were not waited for: the same command finishes them.")
+                _log.warning("The run ended before its last uploads. Run the same command again to finish them.")
                 raise
             finally:
                 for mirror in mirrors:
@@ -300,21 +336,27 @@ class Mirrors:
 
 
 def run_location(cfg: Config, fingerprints: Mapping[str, str]) -> str:
-    """Return the folder or the address of this run.
+    """Return the folder or the URI of this run.
 
-    An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
+    A run that only evaluates has a subfolder, so that its records do not mix with those of a training run.
     """
     return cfg.trainer.ckpt_path if fingerprints else os.path.join(cfg.trainer.ckpt_path, "evaluation")
 
 
 def build_run_folder(cfg: Config, fingerprints: Mapping[str, str], mirrors: Mirrors = Mirrors()) -> RunFolder:
-    """Return the run directory for trainer.ckpt_path, with this run's identity."""
+    """Return the run's folder for trainer.ckpt_path, with this run's identity.
+
+    Args:
+        cfg: The configuration.
+        fingerprints: Fingerprints of the data; empty for a run that only evaluates.
+        mirrors: The mirrors of the run.
+    """
     path, resuming = resolve_local_folder(run_location(cfg, fingerprints)), cfg.trainer.resume_mode != "none"
     return RunFolder(path, run_identity(cfg) | dict(redact(fingerprints)), resuming, mirrors.run)
 
 
 def build_mirrors(cfg: Config, location: str) -> Mirrors:
-    """Return the mirrors of a run at `place`."""
+    """Return the mirrors of a run at `location`, for those of its folders that are at URIs."""
     exports, keep = cfg.trainer.export_path, cfg.trainer.max_ckpts_to_keep
     run = Mirror(resolve_local_folder(location), location, keep) if is_uri(location) else None
     return Mirrors(run, Mirror(resolve_local_folder(exports), exports, lease_owner=run) if is_uri(exports) else None)
@@ -324,22 +366,25 @@ def build_mirrors(cfg: Config, location: str) -> Mirrors:
 
 
 def build_trackers(cfg: Config, folder: Path, end_of_turn: str = "") -> Trackers:
-    """Return the JSONL files in `directory`, and the trackers that trainer.logger names.
+    """Return the JSONL files in `folder` and the trackers that trainer.logger names.
 
-    `end_of_turn`: the token that ends an answer, for the diagnosis.
+    Args:
+        cfg: The configuration, which trackers receive without secrets.
+        folder: The run's folder.
+        end_of_turn: Text of the token that ends an answer, for the diagnosis; "" if unknown.
     """
     trainer = cfg.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
-    about = redact((trainer.project_name, trainer.run_name, to_dict(cfg)))
-    return make_trackers(names, folder, *about, rules=diagnosis_rules(cfg, end_of_turn))
+    run_info = redact((trainer.project_name, trainer.run_name, to_dict(cfg)))
+    return make_trackers(names, folder, *run_info, rules=diagnosis_rules(cfg, end_of_turn))
 
 
 def diagnosis_rules(cfg: Config, end_of_turn: str = "") -> list[Rule]:
     """Return the diagnosis rules for this run's metrics; `end_of_turn` as in `build_trackers`."""
-    in_groups = comparison_scope(cfg.trainer.algorithm) == "group"
-    rules = [*([NO_DIFFERENCE] if in_groups else []), gradient_rule(in_groups)]
-    ahead = cfg.trainer.fully_async
-    rules += async_rules(ahead.max_staleness_steps) if ahead.enabled else ()
+    compares_in_groups = comparison_scope(cfg.trainer.algorithm) == "group"
+    rules = [*([NO_DIFFERENCE] if compares_in_groups else []), gradient_rule(compares_in_groups)]
+    fully_async = cfg.trainer.fully_async
+    rules += async_rules(fully_async.max_staleness_steps) if fully_async.enabled else ()
     if (capacity := memory_plan.memory_capacity(cfg.device)) is not None:
         name = "memory/learner_peak_gib" if cfg.device == "cuda" else "memory/learner_peak_rss_gib"
         rules.append(memory_rule(capacity / 2**30, name))
@@ -351,9 +396,16 @@ def diagnosis_rules(cfg: Config, end_of_turn: str = "") -> list[Rule]:
 
 @asynccontextmanager
 async def start_environments(cfg: Config, cluster: Cluster, folder: Path) -> AsyncIterator[EnvironmentPool]:
-    """Inside, environments run. `directory`: the run's folder.
+    """Start the processes of environments and stop them on exit.
 
-    Raises ConfigError for hosts that find no room, and EnvironmentHostsLost for those that do not start.
+    Args:
+        cfg: The configuration.
+        cluster: The cluster, for environment.hosts.
+        folder: The run's folder, whose logs get the output of environments.
+
+    Raises:
+        ConfigError: The nodes have no room for environment.hosts.
+        EnvironmentHostsLost: The hosts did not start.
     """
     log = environment_log(folder.absolute())
     if not cfg.environment.hosts:
@@ -361,7 +413,7 @@ async def start_environments(cfg: Config, cluster: Cluster, folder: Path) -> Asy
             yield pool
         return
     hosts = build_host_pool(cfg, cluster, log)
-    with startup_phase("environments", f"{cfg.environment.hosts} hosts on nodes of the cluster"):
+    with startup_phase("environments", f"starting {cfg.environment.hosts} hosts on nodes of the cluster"):
         await hosts.__aenter__()
     try:
         yield hosts
@@ -370,9 +422,18 @@ async def start_environments(cfg: Config, cluster: Cluster, folder: Path) -> Asy
 
 
 def build_host_pool(cfg: Config, cluster: Cluster, log: Path) -> HostPool:
-    """Reserve room for environment.hosts; they start with the `async with` of what is returned."""
+    """Reserve resources for environment.hosts. The hosts start when the returned pool is entered with `async with`.
+
+    Args:
+        cfg: The configuration.
+        cluster: The cluster.
+        log: The file that workers print to, a path on the host's node.
+
+    Raises:
+        ConfigError: The nodes have no room for the hosts within timeouts.placement_s.
+    """
     environment, timeouts = cfg.environment, cfg.trainer.timeouts
-    slots = reserve_spread_pool(
+    pool = reserve_spread_pool(
         cluster,
         count=environment.hosts,
         cpus=environment.host_cpus,
@@ -389,7 +450,7 @@ def build_host_pool(cfg: Config, cluster: Cluster, log: Path) -> HostPool:
             cluster,
             "skyrl_train.environments.hosts:EnvironmentHost",
             {**settings, "registrations": serialize_user_registrations()},
-            pool=slots,
+            pool=pool,
             index=index,
             name=f"environment host {index}",
             is_async=True,
@@ -401,7 +462,10 @@ def build_host_pool(cfg: Config, cluster: Cluster, log: Path) -> HostPool:
 
 
 async def _close(client: EngineClient) -> None:
-    """Close the connections to engines elsewhere, which keep running, and our own engines, which are killed later."""
+    """Close the connections to engines elsewhere, which keep running, and ask the run's own engines to clean up.
+
+    The processes of the latter are killed later.
+    """
     with suppress(SkyRLError, ConnectionError, TimeoutError):
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await client.close()

@@ -1,4 +1,4 @@
-"""The loop of a run, made from what the run has started: rollouts, evaluation, weight syncs, checkpoints."""
+"""Builds the training loop over the started resources: rollouts, evaluation, weight syncs and checkpoints."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from skyrl_train.trainer.trainer import (
 )
 
 DEFAULT_SAMPLE_GB = 1.0
-"""What a run's sample of rollouts takes at most, unless trainer.keep_rollouts_gb says."""
+"""Maximum size of a run's sample of rollouts if trainer.keep_rollouts_gb is not set."""
 
 
 def build_trainer(
@@ -67,19 +67,33 @@ def build_trainer(
     eval_dataset: PromptDataset | None,
     schedule: StepSchedule | None = None,
 ) -> Trainer:
-    """The trainer that uses these running services; `schedule` is the configuration's if there is no other."""
+    """Return the trainer that uses these started resources.
+
+    Args:
+        cfg: The configuration.
+        running: The started resources, with a learner.
+        tokenizer: The policy's tokenizer.
+        train_generator: Turns training prompts into groups of trajectories.
+        eval_generator: Turns evaluation prompts into groups of trajectories.
+        train_dataset: The prompts to train on.
+        eval_dataset: The prompts to evaluate on; None for no evaluation.
+        schedule: The schedule of steps; None for the configured one.
+
+    Raises:
+        ConfigError: An engine does not support the configured weight syncs.
+    """
     base, trainer = running.base, cfg.trainer
     schedule = schedule or base.schedule
     assert base.learner is not None and schedule is not None
-    first = build_first_rollout_logger()
+    first_rollout_logger = build_first_rollout_logger()
     advantage_step = build_advantage_step(trainer.algorithm)
-    rollouts = build_reward_model_scorer(cfg, train_generator, running.reward_model, first)
+    rollouts = build_reward_model_scorer(cfg, train_generator, running.reward_model, first_rollout_logger)
     collector = build_collector(cfg, rollouts, train_dataset, schedule)
     end_of_turn = find_end_of_turn_name(tokenizer, cfg.generator.chat_template_kwargs)
     guards = Guards(trainer.guards, comparison_scope(trainer.algorithm), end_of_turn)
-    residency = OffloadManager()
+    offload_manager = OffloadManager()
     if base.placement.engines_colocated:
-        residency = ColocatedOffloadManager(running.client, base.learner, sleep_level(cfg))
+        offload_manager = ColocatedOffloadManager(running.client, base.learner, sleep_level(cfg))
     publisher = build_publisher(running, tokenizer, train_dataset)
     scaler = EngineScaler(
         running.client,
@@ -98,8 +112,10 @@ def build_trainer(
         batch_transforms=[advantage_step, *build_correction_steps(trainer.algorithm)],
         publisher=publisher,
         scaler=scaler,
-        offload_manager=residency,
-        evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first) if eval_dataset else None,
+        offload_manager=offload_manager,
+        evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first_rollout_logger)
+        if eval_dataset
+        else None,
         checkpoint_manager=build_checkpoint_manager(
             base, {"kl": advantage_step, "collector": collector, "guards": guards}, tokenizer
         ),
@@ -112,7 +128,13 @@ def build_trainer(
 
 
 def build_sft_trainer(base: RunResources, *, tokenizer: Any, sft_examples: Sequence[SFTExample]) -> SFTTrainer:
-    """The trainer that fine-tunes on demonstrations."""
+    """Return the trainer for supervised fine-tuning.
+
+    Args:
+        base: The started resources, with a learner.
+        tokenizer: The policy's tokenizer.
+        sft_examples: The examples to train on, in order of the data.
+    """
     trainer, schedule = base.cfg.trainer, base.schedule
     assert base.learner is not None and schedule is not None
     return SFTTrainer(
@@ -135,11 +157,18 @@ def build_sft_trainer(base: RunResources, *, tokenizer: Any, sft_examples: Seque
 def build_generator(
     cfg: Config, tokenizer: Any, client: Any, environments: EnvironmentPool, *, evaluation: bool
 ) -> ConversationGenerator:
-    """The generator of rollouts for training or for evaluation.
+    """Return the generator of rollouts for training or for evaluation.
 
     In synchronous training the first turns of a step are sent to the engines as one batch, in the order of the data. So
     an engine's batches, and with them the last bits of every number, do not depend on timing. With generator.batched
     the same holds for later turns; without it no conversation waits for another.
+
+    Args:
+        cfg: The configuration.
+        tokenizer: The policy's tokenizer.
+        client: The client of the engines. All generators of a client share one rate limit.
+        environments: The pool of environment processes.
+        evaluation: True for the rollouts of evaluations, False for those of training.
     """
     generator = cfg.generator
     sampling_params = parse_sampling_params(generator.eval_sampling_params if evaluation else generator.sampling_params)
@@ -174,12 +203,19 @@ def build_generator(
 
 
 _limiters: WeakKeyDictionary[Any, EpisodeLimiter] = WeakKeyDictionary()
-"""Of a run's client: rollouts for training and an evaluation beside them have one limit together."""
+"""Rate limiter of each client: training rollouts and a concurrent evaluation share one limit."""
 
 
 def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:
-    """A collector that goes through the training data in the order given by the seed."""
-    trainer, ahead = cfg.trainer, cfg.trainer.fully_async
+    """Return a collector that goes through the training data in the order given by the seed.
+
+    Args:
+        cfg: The configuration.
+        rollout: Turns a prompt into a group of trajectories.
+        dataset: The training prompts.
+        schedule: Says how many prompts each step has.
+    """
+    trainer, fully_async = cfg.trainer, cfg.trainer.fully_async
     order = PromptOrder(len(dataset), trainer.seed)
     return RolloutCollector(
         rollout,
@@ -188,12 +224,12 @@ def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, sched
         max_staleness_steps=max_staleness_steps(trainer),
         max_failed_fraction=trainer.max_failed_fraction,
         group_filters=build_group_filter_settings(cfg),
-        num_parallel_generation_workers=ahead.num_parallel_generation_workers if ahead.enabled else None,
+        num_parallel_generation_workers=fully_async.num_parallel_generation_workers if fully_async.enabled else None,
     )
 
 
 def build_group_filter_settings(cfg: Config) -> GroupFilterSettings:
-    """What changes, drops and replaces groups before a step trains on them."""
+    """Return the settings that change, drop and replace groups before a step trains on them."""
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     return GroupFilterSettings(
         shaping=RewardShaping(
@@ -210,11 +246,15 @@ def build_group_filter_settings(cfg: Config) -> GroupFilterSettings:
 
 
 def _dynamic_sampling(trainer: TrainerConfig) -> DynamicSampling | None:
-    settings, ahead = trainer.algorithm.dynamic_sampling, trainer.fully_async
+    settings, fully_async = trainer.algorithm.dynamic_sampling, trainer.fully_async
     if settings.type is None:
-        full = ahead.enabled and ahead.sample_full_batch
-        off = "trainer.fully_async.sample_full_batch=false"
-        return DynamicSampling(max_sample_batches=settings.max_sample_batches, disable_hint=off) if full else None
+        needs_full_batch = fully_async.enabled and fully_async.sample_full_batch
+        disable_hint = "trainer.fully_async.sample_full_batch=false"
+        return (
+            DynamicSampling(max_sample_batches=settings.max_sample_batches, disable_hint=disable_hint)
+            if needs_full_batch
+            else None
+        )
     return DynamicSampling(
         min_replace_ratio=settings.min_replace_ratio if settings.type == "replace" else 1.0,
         max_sample_batches=settings.max_sample_batches,
@@ -231,14 +271,22 @@ def _curriculum(data: DataConfig) -> Curriculum | None:
 def build_reward_model_scorer(
     cfg: Config, generator: Any, model: RewardModel | None, first_rollout_logger: FirstRolloutLogger
 ) -> RewardModelScorer:
-    """The generator's rollouts, scored by the reward model if there is one."""
-    judge = None if model is None else model.score
+    """Return the generator's rollouts, scored by the reward model if there is one.
+
+    Args:
+        cfg: The configuration; trainer.reward.coef weighs the model's score.
+        generator: Its method `rollout(prompt, position)` returns a group of trajectories.
+        model: The reward model; None to leave rewards as they are.
+        first_rollout_logger: Prints the run's first rollout.
+    """
+    score_fn = None if model is None else model.score
     return RewardModelScorer(
-        generator.rollout, score_fn=judge, coef=cfg.trainer.reward.coef, first=first_rollout_logger
+        generator.rollout, score_fn=score_fn, coef=cfg.trainer.reward.coef, first=first_rollout_logger
     )
 
 
 def build_first_rollout_logger() -> FirstRolloutLogger:
+    """Return a logger that prints the run's first rollout, without secrets."""
     return FirstRolloutLogger(
         lambda item, seconds: print_status("first rollout", redact(rollout_line(sample_row(item), seconds)))
     )
@@ -251,9 +299,17 @@ def build_evaluator(
     dataset: PromptDataset,
     first_rollout_logger: FirstRolloutLogger | None = None,
 ) -> Evaluator:
-    """`first`: that of the run's training, if there is one."""
+    """Return the evaluator of a dataset.
+
+    Args:
+        cfg: The configuration.
+        running: The started resources.
+        generator: Turns evaluation prompts into groups of trajectories.
+        dataset: The prompts to evaluate on.
+        first_rollout_logger: The logger that training uses; None for a separate one.
+    """
     dump_to = resolve_local_folder(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
-    ahead = cfg.trainer.fully_async.enabled
+    is_async = cfg.trainer.fully_async.enabled
     return Evaluator(
         build_reward_model_scorer(
             cfg, generator, running.reward_model, first_rollout_logger or build_first_rollout_logger()
@@ -262,8 +318,9 @@ def build_evaluator(
         cfg.trainer.eval_batch_size,
         dump_to,
         cfg.trainer.max_failed_fraction,
-        on_rollouts_done=None if ahead else running.client.reset_statistics,  # rollouts for training go on
-        require_single_version=ahead,
+        # In asynchronous training, rollouts for training continue during an evaluation.
+        on_rollouts_done=None if is_async else running.client.reset_statistics,
+        require_single_version=is_async,
     )
 
 
@@ -271,9 +328,12 @@ def build_evaluator(
 
 
 def build_checkpoint_manager(base: RunResources, controllers: Mapping[str, Any], tokenizer: Any) -> CheckpointManager:
-    """Return the checkpoints and exports of a run.
+    """Return the manager of a run's checkpoints and exports.
 
-    `tokenizer` has the chat template of the training, unless generator.chat_template_kwargs gives or names another one.
+    Args:
+        base: The started resources, with a learner.
+        controllers: Name -> object with a state that checkpoints save and restore.
+        tokenizer: Its chat template is saved unless generator.chat_template_kwargs gives or names another one.
     """
     assert base.learner is not None
     trainer = base.cfg.trainer
@@ -288,14 +348,21 @@ def build_checkpoint_manager(base: RunResources, controllers: Mapping[str, Any],
         chat_template=chat_template_text(tokenizer, base.cfg.generator.chat_template_kwargs),
         reference_folder=base.folder / "reference.partial" if trainer.update_ref_every_epoch else None,
         async_checkpoint=trainer.async_checkpoint,
-        # In the background a rank is asked between two updates.
+        # In the background a rank only responds between two updates.
         deadline_s=trainer.timeouts.checkpoint_s + trainer.timeouts.update_s * trainer.async_checkpoint,
         export_mirror=base.mirrors.exports,
     )
 
 
 def build_profiles(base: RunResources, client: EngineClient | None = None) -> StepProfiler:
-    """Profiles of the trainer's ranks, and of engines that compute with torch in a process of this run's own."""
+    """Return the profiler of trainer.profile_steps, for the trainer's ranks and the run's own transformers engines.
+
+    Prints a note if engines of another backend are left out.
+
+    Args:
+        base: The started resources, with a learner.
+        client: The client of the engines; None without engines.
+    """
     learner, trainer, generator = base.learner, base.cfg.trainer, base.cfg.generator
     assert learner is not None
 
@@ -304,25 +371,25 @@ def build_profiles(base: RunResources, client: EngineClient | None = None) -> St
 
     with_engines = generator.backend == "transformers" and generator.run_engines_locally
     if client is not None and trainer.profile_steps and not with_engines:
-        print_status(
-            "profile", f"the trainer's ranks alone: engines of {generator.backend} have profilers of their own"
-        )
+        print_status("profile", f"only the trainer's ranks: engines of {generator.backend} have profilers of their own")
     return StepProfiler(trainer.profile_steps, base.folder / "profiles", profiled)
 
 
 def build_batch_dump(trainer: TrainerConfig) -> BatchDump | None:
+    """Return the writer of training batches; None without trainer.dump_data_batch."""
     return BatchDump(resolve_local_folder(trainer.export_path) / "dumped_data") if trainer.dump_data_batch else None
 
 
 def build_rollout_writer(base: RunResources, tokenizer: Any) -> RolloutWriter:
+    """Return the writer of rollouts to the run's folder, as trainer.keep_rollouts and keep_rollouts_gb configure."""
     trainer = base.cfg.trainer
-    bound = trainer.keep_rollouts_gb
-    if bound is None and trainer.keep_rollouts == "sample":
-        bound = DEFAULT_SAMPLE_GB
+    max_gb = trainer.keep_rollouts_gb
+    if max_gb is None and trainer.keep_rollouts == "sample":
+        max_gb = DEFAULT_SAMPLE_GB
     return RolloutWriter(
         base.folder,
         max_groups={"all": None, "sample": SAMPLED_GROUPS, "none": 0}[trainer.keep_rollouts],
-        max_bytes=None if bound is None else bound * 1e9,
+        max_bytes=None if max_gb is None else max_gb * 1e9,
         vocabulary=lambda: get_vocabulary_texts(tokenizer),
         on_delete=None if base.mirrors.run is None else base.mirrors.run.delete_record,
     )

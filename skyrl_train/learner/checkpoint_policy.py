@@ -1,6 +1,6 @@
-"""The policy of a checkpoint in one process, and checks that an export of it is that policy.
+"""The policy of a checkpoint, loaded in one process, and checks that an export of it equals that policy.
 
-The policy is read parameter by parameter from the files that its ranks wrote.
+Parameters are read one at a time from the files that the ranks wrote.
 """
 
 from __future__ import annotations
@@ -35,38 +35,45 @@ from skyrl_train.storage.download_cache import local_copy
 from skyrl_train.strategies.checkpoint_shards import CheckpointReader, ParameterSlice, open_shards
 
 POLICY_ROLE = "policy"
-"""The folder of a checkpoint that has it."""
+"""Name of the checkpoint's folder with the policy."""
 
 
 class CheckpointPolicy:
-    """A policy in float32 on the CPU, of which at most a layer is in memory at a time.
+    """The policy of a checkpoint in float32 on the CPU, with at most one layer in memory at a time.
 
-    Frozen parameters are those of the model that the run started from, rounded as the run has rounded them.
+    Frozen parameters come from the model that the run started from, rounded to the dtype that the run used for them.
     """
 
     def __init__(
         self, model: PreTrainedModel, pretrained: PretrainedWeights, reader: CheckpointReader, trainer: TrainerConfig
     ):
-        """`model`: on the meta device, `saved`: what its parameters were at the start, `reader`: the checkpoint.
+        """Load the adapters of a checkpoint; other parameters are read when they are used.
 
-        Raises CheckpointError if the checkpoint is of another model, ConfigError as TokenScorer and Adapters do.
+        Args:
+            model: The model on the meta device.
+            pretrained: The parameters of the model that the run started from.
+            reader: The files of the checkpoint.
+            trainer: The section trainer of the run's configuration.
+
+        Raises:
+            CheckpointError: The checkpoint belongs to another model.
+            ConfigError: The model or trainer.policy.model.lora is not supported.
         """
         lora = trainer.policy.model.lora
         self.config = get_checkpoint_config(model)
-        """The configuration of the checkpoint: of the whole composite, if the policy is a part of one."""
+        """The configuration for the exported folder: that of the whole composite, if the policy is a part of one."""
         self.composite = get_composite(model)
         self.adapters = LoraAdapters(model, lora, "trainer.policy.model.lora") if lora.rank else None
         self.frozen_dtype = torch.bfloat16 if trainer.bf16 and self.adapters else torch.float32
-        """Of what is not trained, while the run computes with it."""
+        """The dtype in which the run computes with frozen parameters."""
         self.model = LogprobModel(model, pretrained=pretrained)
         self._start = pretrained
         self.base_is_verified = False
-        """True if the frozen parameters are known to be those of the run."""
+        """True if the frozen parameters were compared with the record of the run."""
         self._fill(reader, pretrained)
 
     @torch.no_grad()
     def _fill(self, reader: CheckpointReader, pretrained: PretrainedWeights) -> None:
-        """Read adapters; the rest is read when it is asked for."""
         trained = {}
         for name, parameter in self.model.named_parameters():
             if self.adapters is not None and parameter.requires_grad:
@@ -81,14 +88,22 @@ class CheckpointPolicy:
         self.model.pretrained = _CheckpointWeights(reader, slices, pretrained, self.frozen_dtype)  # type: ignore[assignment]
 
     def parameters(self, trained_only: bool = False) -> Iterator[tuple[str, ShardedTensor]]:
-        """(Hugging Face name, tensor) of every parameter, adapters apart from what they change."""
+        """Yield (Hugging Face name, tensor) for every parameter, reading one at a time. Adapters are not merged.
+
+        Args:
+            trained_only: True to yield only parameters that the run trains.
+        """
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad or not trained_only:
-                held = self.model.read_pretrained(name) if parameter.is_meta else parameter.detach()
-                yield self.model.hf_name(name), replicated(held, 0)
+                values = self.model.read_pretrained(name) if parameter.is_meta else parameter.detach()
+                yield self.model.hf_name(name), replicated(values, 0)
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, tensor) of the whole model in `dtype`, one at a time; buffers in that of their file."""
+        """Yield (Hugging Face name, tensor) for the full model with merged adapters, reading one tensor at a time.
+
+        Args:
+            dtype: The dtype of the yielded parameters. Buffers keep the dtype of their file.
+        """
         parameters = self.parameters()
         for name, tensor in parameters if self.adapters is None else self.adapters.iter_merged(parameters):
             yield name, tensor.full_tensor().to(dtype)
@@ -96,14 +111,24 @@ class CheckpointPolicy:
             yield name, buffer.to(self._start.read(name).dtype)
 
     def adapter(self) -> dict[str, Tensor]:
-        """A and B of every adapted layer in float32, by peft's names. Only of a policy that has adapters."""
+        """Return the matrices A and B of every adapted layer in float32, by peft's names.
+
+        The policy must have adapters.
+        """
         assert self.adapters is not None
-        separate = self.adapters.iter_unmerged(self.parameters(trained_only=True))
-        return {self.adapters.exported_name(name): tensor.full_tensor() for name, tensor in separate}
+        matrices = self.adapters.iter_unmerged(self.parameters(trained_only=True))
+        return {self.adapters.exported_name(name): tensor.full_tensor() for name, tensor in matrices}
 
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """[B, L - 1] in nats, of the tokens [B, L] given those before them, computed as in training but in float32."""
+        """Compute log-probs of tokens with the forward pass of the training, but in float32.
+
+        Args:
+            token_ids: Sequences of equal length, [B, L].
+
+        Returns:
+            The log-prob in nats of each token given the tokens before it, [B, L - 1].
+        """
         count, length = token_ids.shape
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         mask[:, 0] = False
@@ -120,7 +145,10 @@ class CheckpointPolicy:
 
 
 class _CheckpointWeights:
-    """The parameters that a checkpoint has, and those of the start where it has none: read as SavedWeights are."""
+    """Parameters read from a checkpoint, or from the model that the run started from if the checkpoint lacks them.
+
+    It has the `read` method of `PretrainedWeights`.
+    """
 
     def __init__(
         self, reader: CheckpointReader, slices: dict[str, ParameterSlice], start: PretrainedWeights, frozen: torch.dtype
@@ -131,29 +159,38 @@ class _CheckpointWeights:
         self._frozen = frozen
 
     def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
-        """Rows of a parameter in float32, by its name in the model."""
-        piece = self._slices.get(name)
-        if piece is None:
+        """Return rows of a parameter in float32.
+
+        Args:
+            name: The Hugging Face name of the parameter.
+            rows: The rows to return; all by default.
+        """
+        parameter_slice = self._slices.get(name)
+        if parameter_slice is None:
             return self._start.read(name, rows).to(self._frozen).float()
-        return self._reader.read_elements(f"param/{name}", piece).view(piece.shape)[rows]
+        return self._reader.read_elements(f"param/{name}", parameter_slice).view(parameter_slice.shape)[rows]
 
 
 @contextmanager
 def open_policy(
     checkpoint: Path, trainer: TrainerConfig, base: str | None = None, recorded: BaseModelRecord | None = None
 ) -> Iterator[CheckpointPolicy]:
-    """Open the policy of a checkpoint, whatever strategy and number of ranks wrote it; its files are closed on exit.
+    """Open the policy of a checkpoint, which any strategy on any number of ranks may have written.
+
+    A context manager: its files are closed on exit.
 
     Args:
         checkpoint: The folder of the checkpoint.
-        trainer: The configuration of the run.
-        base: Where the model of trainer.policy.model.path is now: a folder, an address or a hub name.
-        recorded: The checkpoint's record of that model, which is compared if an export takes weights from it: those
-            below adapters, and the other towers of a composite.
+        trainer: The section trainer of the run's configuration.
+        base: The current location of the model of trainer.policy.model.path: a folder, a URI or a hub name. None if it
+            is still there.
+        recorded: The checkpoint's record of that model. It is compared if an export takes weights from the model: those
+            below adapters, and the other parts of a composite. None to skip the comparison.
 
     Raises:
         ConfigError: The model cannot be loaded.
-        CheckpointError: Files are missing or of another model, or the base model is not the recorded one.
+        CheckpointError: Files are missing or belong to another model.
+        CheckpointMismatch: The base model is not the recorded one.
     """
     with open_shards(checkpoint / POLICY_ROLE) as reader:
         model, saved = open_causal_lm(
@@ -165,12 +202,14 @@ def open_policy(
             key="--base" if base else POLICY_PATH_KEY,
         )
         lora = trainer.policy.model.lora
-        compared = recorded if lora.rank or get_composite(model) is not None else None
-        shares = [] if compared is None else [tensor_fingerprints(model, saved, 0, 1)]
+        expected = recorded if lora.rank or get_composite(model) is not None else None
+        shares = [] if expected is None else [tensor_fingerprints(model, saved, 0, 1)]
         policy = CheckpointPolicy(model, saved, reader, trainer)
-        if compared is not None:
-            now = BaseModelRecord.of(shares, None if policy.adapters is None else LoraRecord.of(lora, policy.adapters))
-            check_same_base_model(checkpoint, compared, now, "trainer.policy.model")
+        if expected is not None:
+            lora_record = None if policy.adapters is None else LoraRecord.of(lora, policy.adapters)
+            check_same_base_model(
+                checkpoint, expected, BaseModelRecord.of(shares, lora_record), "trainer.policy.model"
+            )  # fmt: skip
             policy.base_is_verified = True
         yield policy
 
@@ -179,31 +218,38 @@ def open_policy(
 
 
 MAX_MEAN_LOGPROB_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""The mean difference of log-probs, by the dtype of the export: weights are rounded to it, sums never are."""
+"""Largest allowed mean difference of log-probs (nats), by the dtype to which the export rounds weights."""
 _SEQUENCES, _TOKENS = 4, 128
 _PROMPT = "What is 2 + 2?"
 
 
 @dataclass(frozen=True)
 class ExportVerification:
-    """How far an export and its checkpoint agree."""
+    """The result of comparing an export with its checkpoint."""
 
     num_tensors: int
-    """That were compared bit by bit, and are equal."""
+    """Number of tensors that were compared; all of them are bitwise equal."""
     num_tokens: int
-    """Whose log-probs were compared."""
+    """Number of tokens whose log-probs were compared."""
     mean_logprob_diff: float
-    """Mean absolute difference of their log-probs."""
+    """Mean absolute difference of the log-probs, in nats."""
     max_logprob_diff: float
+    """Largest absolute difference of the log-probs, in nats."""
     base_is_unrecorded: bool = False
-    """True for merged adapters of a checkpoint that does not record its base model, as of an earlier version."""
+    """True for merged adapters if the checkpoint does not record its base model, which earlier versions did not do."""
 
 
 def verify_model(policy: CheckpointPolicy, folder: Path, dtype: torch.dtype) -> ExportVerification:
-    """Compare a folder in `dtype` with a policy, as a model that plain transformers loads.
+    """Compare an exported model, loaded by transformers alone, with the policy of its checkpoint.
 
-    Raises CheckpointError if a weight is not the checkpoint's rounded to `dtype`, or if log-probs differ by more than
-    ALLOWED_NATS.
+    Args:
+        policy: The policy of the checkpoint.
+        folder: The exported folder.
+        dtype: The dtype of the exported weights.
+
+    Raises:
+        CheckpointError: A weight is not that of the checkpoint rounded to `dtype`, or the mean difference of log-probs
+            exceeds MAX_MEAN_LOGPROB_DIFF.
     """
     model: Any = get_auto_class(policy.config).from_pretrained(folder, dtype=torch.float32)
     loaded, composite = model.state_dict(), policy.composite
@@ -214,35 +260,46 @@ def verify_model(policy: CheckpointPolicy, folder: Path, dtype: torch.dtype) -> 
 
 
 def verify_adapter(policy: CheckpointPolicy, folder: Path, base: str) -> ExportVerification:
-    """Compare a folder with a policy, as an adapter that plain peft loads on the model at `base`.
+    """Compare an exported adapter, loaded by peft alone, with the policy of its checkpoint.
 
-    Raises CheckpointError as `check_model` does. The base has the values that the run has rounded it to.
+    Args:
+        policy: The policy of the checkpoint, which has adapters.
+        folder: The exported folder of the adapter.
+        base: The base model to load the adapter on: a folder, a URI or a hub name. It is rounded as in the run.
+
+    Raises:
+        CheckpointError: A weight of the adapter is not that of the checkpoint, or the mean difference of log-probs
+            exceeds MAX_MEAN_LOGPROB_DIFF.
     """
     start: Any = get_auto_class(policy.config).from_pretrained(local_copy(base), dtype=policy.frozen_dtype)
     model = load_peft_adapter(start.float(), folder)
-    compared = _count_equal_tensors(folder, get_adapter_state_dict(model), policy.adapter().items())
-    return _verify_logprobs(policy, folder, model, compared, torch.float32)
+    num_tensors = _count_equal_tensors(folder, get_adapter_state_dict(model), policy.adapter().items())
+    return _verify_logprobs(policy, folder, model, num_tensors, torch.float32)
 
 
 def verify_prompt_ids(tokenizer: Any, folder: Path, chat_template_kwargs: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the tokenizer in `folder` writes a prompt with the ids of the training.
+    """Check that the tokenizer of an export renders a prompt with the same ids as the tokenizer of the training.
 
     Args:
         tokenizer: The tokenizer of the training, with its chat template.
-        folder: The export, whose tokenizer is loaded by plain transformers.
-        chat_template_kwargs: Variables of the chat template. A template among them is ignored: exports have their own.
+        folder: The export. Its tokenizer is loaded by transformers alone.
+        chat_template_kwargs: Variables of the chat template. The key chat_template is ignored, because the export has
+            its own template.
+
+    Raises:
+        CheckpointError: The ids differ.
     """
     variables = {name: value for name, value in chat_template_kwargs.items() if name != "chat_template"}
     expected = _prompt_ids(tokenizer, variables)
     if (got := _prompt_ids(AutoTokenizer.from_pretrained(folder), variables)) != expected:
         raise CheckpointError(
-            f"{folder}: once its tokenizer is loaded, a prompt has the ids {got}, but in training it had {expected}. "
-            "The export is not kept."
+            f"{folder}: the exported tokenizer encodes a prompt as {got}, but the tokenizer of the training as "
+            f"{expected}. The export is deleted. Please report this with the name of the model."
         )
 
 
 def _prompt_ids(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the ids of a prompt; those of its text alone if there is no chat template, or if it rejects the prompt."""
+    """Return the ids of a prompt; those of its text alone if there is no chat template or it rejects the prompt."""
     with suppress(DataError):
         if tokenizer.chat_template:
             return render_prompt(tokenizer, [{"role": "user", "content": _PROMPT}], chat_template_kwargs)
@@ -250,15 +307,18 @@ def _prompt_ids(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> list
 
 
 def _count_equal_tensors(folder: Path, loaded: dict[str, Tensor], expected: Iterable[tuple[str, Tensor]]) -> int:
-    """The number of tensors, all of which are equal."""
-    names = []
+    """Return the number of expected tensors. Raises CheckpointError if one is missing or differs."""
+    count = 0
     for name, tensor in expected:
         got = loaded.get(name)
         if got is None or got.shape != tensor.shape or not torch.equal(got, tensor.to(got.dtype)):
-            wrong = "absent" if got is None else "not what it is in the checkpoint"
-            raise CheckpointError(f"{folder}: {name} is {wrong} once the folder is loaded. The export is not kept.")
-        names.append(name)
-    return len(names)
+            problem = "is missing" if got is None else "differs from the checkpoint"
+            raise CheckpointError(
+                f"{folder}: {name} {problem} after the export was loaded. The export is deleted. Please report this "
+                "with the name of the model."
+            )
+        count += 1
+    return count
 
 
 @torch.no_grad()
@@ -271,14 +331,15 @@ def _verify_logprobs(
     if policy.composite is not None:
         ids[torch.isin(ids, get_multimodal_token_ids(policy.config))] = 0
     rows = [model(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for row in ids]
-    got = torch.stack([row.gather(-1, one[1:, None])[:, 0] for row, one in zip(rows, ids, strict=True)])
+    got = torch.stack([row.gather(-1, tokens[1:, None])[:, 0] for row, tokens in zip(rows, ids, strict=True)])
     difference = (got - policy.logprobs(ids)).abs()
     mean, largest = float(difference.mean()), float(difference.max())
     if not mean <= MAX_MEAN_LOGPROB_DIFF[dtype]:
         raise CheckpointError(
-            f"{folder}: once it is loaded, log-probs of {difference.numel()} tokens differ from the checkpoint's by "
-            f"{mean:.3g} nats in the mean and up to {largest:.3g}; {MAX_MEAN_LOGPROB_DIFF[dtype]:g} is allowed. The weights are "
-            "the same, so its configuration is another one, as when an adapter is loaded on a model that the run has "
-            "changed (trainer.policy.model_config_kwargs, trainer.rope_scaling): export such a run without --adapter."
+            f"{folder}: log-probs of {difference.numel()} tokens differ from the checkpoint's by {mean:.3g} nats on "
+            f"average and by up to {largest:.3g}; an average of {MAX_MEAN_LOGPROB_DIFF[dtype]:g} is allowed. The "
+            "weights are equal, so the configuration of the loaded model differs. That happens if an adapter is loaded "
+            "on a model that the run has changed (trainer.policy.model_config_kwargs, trainer.rope_scaling). Export "
+            "such a run without --adapter."
         )
     return ExportVerification(num_tensors, difference.numel(), mean, largest)

@@ -1,4 +1,4 @@
-"""The ranks of all models behind one interface: scores of batches and updates on them."""
+"""One interface to the ranks of all models: log-probs and values of batches, updates, and offloading."""
 
 from __future__ import annotations
 
@@ -32,58 +32,70 @@ _log = logging.getLogger(__name__)
 TokenSelector = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/token_selection.py."""
 FAILURE_DETECTION_S = 5.0
-"""On one machine the driver knows by then that a rank died, after its peers did."""
+"""Seconds after which the driver knows that a rank on the same node died, counted from when its peers know it."""
 RESPONSE_TIMEOUT_S = 30.0
-"""For `Learner.answers`: a rank that lives and is not hung has left a call that failed by then."""
+"""Timeout for `Learner.is_responsive`, in which a rank that does not hang leaves a call that failed."""
 
 
 class WorkerGroup:
-    """N workers behind one interface: every call goes to all of them, results come in rank order.
-
-    A worker is any object whose methods are coroutines: a `cluster.actors.ActorProxy` or a `LocalWorker`.
-    """
+    """The workers of one model: sends each call to all of them and returns the results in rank order."""
 
     def __init__(
         self, workers: Sequence[Any], parallel_size: int = 1, failure_detection_s: float = FAILURE_DETECTION_S
     ):
-        """`parallel_size`: number of neighbouring ranks that form one parallel group and share every micro-batch.
+        """Wrap workers, of which there is at least one.
 
-        `death_known_s`: how much sooner its peers may know that a rank died than the driver does.
+        Args:
+            workers: Objects whose methods are coroutines, in rank order: each is a `cluster.actors.ActorProxy` or a
+                `LocalWorker`.
+            parallel_size: Number of neighboring ranks that form a parallel group and share every micro-batch.
+            failure_detection_s: Seconds to wait for the report of a rank's death after its peers raised an error.
         """
         self._failure_detection_s = failure_detection_s
         self.workers = list(workers)
         self.parallel_size = parallel_size
         self.num_running_calls = 0
-        """How many calls are under way. A rank takes one at a time, so others wait, however short they are."""
+        """Number of calls in progress. A rank executes one at a time, so even short calls wait for the others."""
 
     def __len__(self) -> int:
         return len(self.workers)
 
     @property
     def data_parallel_size(self) -> int:
-        """How many parts a batch is divided into: one per parallel group."""
+        """Number of shards that a batch is divided into: one per parallel group."""
         return len(self) // self.parallel_size
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Make the same call on every rank."""
+        """Call `method` with the same arguments on every rank, and return the results in rank order.
+
+        Raises as `call_sharded` does.
+        """
         return await self.call_sharded(method, [args] * len(self))
 
     async def call_sharded(self, method: str, args_per_dp_rank: Sequence[Sequence[Any] | StoredCall]) -> list[Any]:
-        """Call `method` on every rank, with a part's own arguments on each of its ranks.
+        """Call `method` on every rank, with separate arguments for each data-parallel rank.
 
-        Large arguments are stored beforehand, and read by all ranks of the part. The number of ranks is a multiple of
-        the number of parts; a part goes to equally many neighbouring ranks. Raises the first failure without waiting
-        for the other ranks; but if a rank has lost a peer, the death of that one.
+        Args:
+            method: The name of the method.
+            args_per_dp_rank: The arguments of each data-parallel rank, or references to arguments that are stored.
+                Their number divides the number of ranks; each entry goes to equally many neighboring ranks.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            WorkerDied: A rank died, also if its peers raised an error of a collective first.
+            Exception: The first error of a rank, without waiting for the other ranks.
         """
-        neighbours, rest = divmod(len(self), len(args_per_dp_rank))
-        assert rest == 0, f"{len(args_per_dp_rank)} parts for {len(self)} ranks"
+        ranks_per_shard, rest = divmod(len(self), len(args_per_dp_rank))
+        assert rest == 0, f"{len(args_per_dp_rank)} shards for {len(self)} ranks"
         calls: list[asyncio.Future[Any]] = []
         self.num_running_calls += 1
         try:
-            # Nothing else begins a call in between: all ranks take the calls of several callers in one order, or the
-            # collectives of one would meet those of another.
+            # There is no await in this loop, so all ranks receive the calls of several callers in the same order.
+            # Otherwise the collectives of one call would meet those of another.
             for rank, worker in enumerate(self.workers):
-                args = args_per_dp_rank[rank // neighbours]
+                args = args_per_dp_rank[rank // ranks_per_shard]
                 if isinstance(args, StoredCall):
                     call = worker.call_with_refs(method, args.plan, args.values)
                 else:
@@ -91,8 +103,8 @@ class WorkerGroup:
                 calls.append(asyncio.ensure_future(call))
             return await asyncio.gather(*calls)
         except RuntimeError as error:
-            is_of_a_collective = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
-            if is_of_a_collective and (death := await self._death_among(calls)) is not None:
+            is_collective_error = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+            if is_collective_error and (death := await self._wait_for_death(calls)) is not None:
                 raise death from error
             raise
         finally:
@@ -101,16 +113,16 @@ class WorkerGroup:
                 call.cancel()
 
     def put(self, value: Any) -> Any:
-        """Put a value where all ranks read it. It blocks: to be called in a thread."""
+        """Put a value into the object store for all ranks and return a reference to it. Blocks: call it in a thread."""
         return self.workers[0].put(value)
 
-    async def _death_among(self, calls: Sequence[asyncio.Future[Any]]) -> WorkerDied | None:
-        """The first death that is known of, in time."""
-        left = set(calls)
+    async def _wait_for_death(self, calls: Sequence[asyncio.Future[Any]]) -> WorkerDied | None:
+        """Return the first reported death of a rank; None if none is reported in time."""
+        pending = set(calls)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._failure_detection_s):
-                while left:
-                    done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                while pending:
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                     for call in done:
                         failure = None if call.cancelled() else call.exception()
                         if isinstance(failure, WorkerDied):
@@ -118,23 +130,35 @@ class WorkerGroup:
         return None
 
     async def setup(self) -> int:
-        """Connect the ranks to each other and load the model; returns its number of parameters."""
+        """Connect the ranks to each other and load the model on them. Return its number of parameters.
+
+        Raises DeadlineExceeded if not all ranks connect in time, ConfigError if the model cannot be used.
+        """
         address, port = await self.workers[0].address()
         return int((await self.call_all("setup", address, port))[0])
 
 
 class LocalWorker:
-    """A worker in this process with the coroutines of a remote one; for models on a single rank."""
+    """A worker in this process with the interface of a remote one, for a model on a single rank.
+
+    Every method of the worker is available as a coroutine that runs the method in a thread.
+    """
 
     def __init__(self, worker: LearnerWorker):
         self.worker = worker
 
     def put(self, value: Any) -> Any:
-        """See ActorProxy.put; here it is where it is read."""
+        """Return the value itself, which serves as its own reference."""
         return value
 
     async def call_with_refs(self, method: str, plan: Any, refs: Sequence[Any]) -> Any:
-        """See ActorProxy.call_with_refs."""
+        """Call a method of the worker in a thread, with the arguments that `plan` builds from `refs`.
+
+        Args:
+            method: The name of the method.
+            plan: An object with `build_arguments`, such as an `UpdatePlan`.
+            refs: The values that `put` returned.
+        """
         return await asyncio.to_thread(lambda: getattr(self.worker, method)(*plan.build_arguments(*refs)))
 
     def __getattr__(self, method: str) -> Any:
@@ -146,27 +170,28 @@ class LocalWorker:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How a step's sequences are divided into optimizer steps and micro-batches."""
+    """The sizes that divide a step's sequences into optimizer steps and micro-batches."""
 
     policy_mini_batch_size: int
-    """Prompts per optimizer step; the last optimizer step of a training step may have fewer."""
+    """Number of prompts per optimizer step of the policy; the last one of a training step may have fewer."""
     critic_mini_batch_size: int = 1
-    """The same for the critic's optimizer steps."""
+    """Number of prompts per optimizer step of the critic."""
     update_epochs_per_batch: int = 1
+    """Number of passes over the batch in one training step."""
     micro_train_batch_size_per_gpu: int | None = 1
-    """Sequences per micro-batch of one rank in updates; None if `max_tokens_per_microbatch` alone decides."""
+    """Sequences per micro-batch of a rank in updates; None if `max_tokens_per_microbatch` is set."""
     micro_forward_batch_size_per_gpu: int | None = 1
-    """The same for passes without gradient."""
+    """Sequences per micro-batch of a rank in passes without gradient; None if `max_tokens_per_microbatch` is set."""
     max_tokens_per_microbatch: int | None = None
-    """Tokens per micro-batch of one rank; if given, it decides alone."""
+    """Tokens per micro-batch of a rank. If set, the numbers of sequences are ignored."""
     attention_tokens: int = 6 * 1024
     """Length at which attention costs as much as the linear layers (about 6 hidden sizes); used to balance ranks."""
     share_prompt: bool | None = None
-    """Whether a pass runs a prompt once for all of its samples; None: only if it is worth it."""
+    """True if a micro-batch computes a prompt once for all of its samples; None to decide per batch."""
 
 
 class Learner:
-    """The worker groups of the policy, the frozen reference (with KL) and the critic (if advantages need values)."""
+    """The worker groups of the policy, the reference (if KL is used) and the critic (if advantages need values)."""
 
     def __init__(
         self,
@@ -181,44 +206,52 @@ class Learner:
         stacks_file: Path | None = None,
         moe_routing_replay: str | None = None,
     ):
-        """`reduction` weighs the tokens of a mini-batch (None: equally); `choose` selects tokens for losses that ask.
+        """Create a learner of workers that are set up later by `setup`.
 
-        `needs_old_logprobs`: whether anything reads the policy's log-probs from before the update. None: only the loss
-        does, and it computes them itself if the update is a single optimizer step. `stacks_file`: written by `explain`.
-        `moe_routing_replay`: see trainer.moe_routing_replay.
+        Args:
+            policy: The workers of the policy.
+            reference: The workers of the reference model; None if nothing reads its log-probs.
+            sizes: The division of batches.
+            critic: The workers of the critic; None if the advantages need no values.
+            reduction: Computes the loss weights of a mini-batch's tokens; None weighs all tokens equally.
+            token_selector: Selects tokens for losses that treat some tokens specially; None for other losses.
+            needs_old_logprobs: True if anything reads the policy's log-probs from before the update. None if only the
+                loss does: it computes them itself if the update is a single optimizer step.
+            stacks_file: The file for `attach_stall_report`; None for no report.
+            moe_routing_replay: The value of trainer.moe_routing_replay.
         """
         self.policy = policy
         self.reference = reference
         self.version = 0
-        """How many steps made the weights that all ranks hold."""
+        """Number of training steps that produced the weights on the ranks."""
         self._update_lock = asyncio.Lock()
         self._update_is_incomplete = False
         self.num_sequences_with_logprobs = 0
-        """Of how many of a batch's first sequences an update of a single optimizer step keeps the log-probs that it
-        begins with. Before one of several steps they are scored: `old_logprobs` of the batch."""
+        """Number of leading sequences of a batch whose initial log-probs an update of one optimizer step returns, in
+        `update_logprobs`. If the update has more optimizer steps, the batch has `old_logprobs` instead."""
         self.update_logprobs: Tensor | None = None
-        """[T] those of the last update's batch, 0 for other sequences; None if it kept none."""
+        """The log-probs [T] from before the last update, 0 for the other sequences; None if there are none."""
         self.optimizer_progress: tuple[int, int] | None = None
-        """Of the policy's optimizer steps under way: how many are taken, of how many."""
+        """(finished, total) optimizer steps of the policy in the current update; None outside of updates."""
         self._sharded_batches: dict[tuple[int, int, bool], ShardedBatch] = {}
-        """Of the batch that is learnt from: by number of parts and of prompts in a mini-batch, and whether routing is
-        theirs."""
+        """The batch of the current step, sharded; by data-parallel size, prompts per mini-batch, and whether the shards
+        have routing."""
         self.critic = critic
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
         self.token_selector = token_selector
         self.moe_routing_replay = moe_routing_replay
-        needs = token_selector is not None or moe_routing_replay == "old_policy"
-        self.needs_old_logprobs = True if needs else needs_old_logprobs
+        requires_old_logprobs = token_selector is not None or moe_routing_replay == "old_policy"
+        self.needs_old_logprobs = True if requires_old_logprobs else needs_old_logprobs
         self.stacks_file = stacks_file
 
     async def setup(self) -> int:
-        """Set up all ranks of all models; returns the policy's number of parameters."""
+        """Set up all ranks of all models and return the policy's parameter count. Raises as `WorkerGroup.setup`."""
         return int((await asyncio.gather(*(group.setup() for group in self._groups)))[0])
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """The worker groups that a checkpoint contains, by role."""
+        """The worker groups of models that are trained, by role. A checkpoint contains these."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
@@ -231,12 +264,21 @@ class Learner:
         return [worker for group in self._groups for worker in group.workers]
 
     async def add_logprobs_and_values(self, batch: TrainBatch) -> TrainBatch:
-        """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
+        """Add the tensors that advantages and the update read, in passes without gradient.
+
+        These are the old log-probs if anything reads them, the critic's values and the reference's log-probs.
+
+        Returns:
+            The batch with `old_logprobs`, `values` and `ref_logprobs` [T], as far as they are needed.
+
+        Raises:
+            ConfigError: trainer.moe_routing_replay=rollout, and the batch has no routing.
+        """
         scored = batch
         if self.moe_routing_replay == "rollout" and batch.routing is None and bool(batch.loss_mask.any()):
             raise ConfigError(
-                "trainer.moe_routing_replay=rollout: no completion tells which experts its tokens went to: the model"
-                " has none, or its engine does not keep them. Use old_policy, or null."
+                "trainer.moe_routing_replay=rollout: the completions do not contain the experts of their tokens, "
+                "because the model has no experts or the engine does not record them. Use old_policy or null."
             )
         if self.moe_routing_replay == "old_policy":
             old_logprobs, routing = await self._token_results(
@@ -245,7 +287,7 @@ class Learner:
             scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
         else:
             needs_old_logprobs = self.needs_old_logprobs
-            if needs_old_logprobs is None:  # a single optimizer step computes them itself
+            if needs_old_logprobs is None:  # the loss of a single optimizer step computes them itself
                 mini_batches = (await self._shards(self.policy, batch)).mini_batches
                 needs_old_logprobs = len(mini_batches) * self.sizes.update_epochs_per_batch > 1
             if needs_old_logprobs:
@@ -255,28 +297,40 @@ class Learner:
         return await self.add_reference_logprobs(scored)
 
     async def add_reference_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the reference's log-probs if there is a reference."""
+        """Return the batch with `ref_logprobs` [T] if there is a reference, otherwise the batch itself."""
         if self.reference is None:
             return batch
         return batch.with_tokens(ref_logprobs=await self._compute_logprobs_or_values(self.reference, batch))
 
     async def compute_logprobs_or_values(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
-        """[T] log-probs (nats), or values of a critic, for tokens in the loss mask; 0 elsewhere.
+        """Compute log-probs or values of any batch, without replacing the stored batch of the current step.
 
-        Of any batch: what ranks have of the one that is being learnt from stays as it is.
+        Args:
+            group: The workers of the policy, the reference or the critic.
+            batch: The batch.
+
+        Returns:
+            Log-probs in nats, or values of a critic, for tokens in the loss mask and 0 elsewhere, [T].
         """
         shards = await asyncio.to_thread(self._shard_batch, group, batch, [range(len(batch))])
         return (await self._token_results(group, batch, "forward", shards))[0]
 
     async def sequence_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the policy's log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
+        """Compute the policy's log-probs (nats) of tokens at temperature 1.
+
+        Args:
+            token_ids: Sequences of token ids, each with at least one token.
+
+        Returns:
+            For each sequence, the log-probs of all tokens except the first.
+        """
         rows = [SFTExample(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
         batch = collate_sft_examples(rows)
         values = (await self.compute_logprobs_or_values(self.policy, batch)).tolist()
         return [values[start + 1 : stop] for start, stop in pairwise(batch.offsets.tolist())]
 
     async def _compute_logprobs_or_values(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
-        """The same, of the batch that is to be learnt from."""
+        """Compute log-probs or values [T] of the batch of the current step, and keep its shards for the update."""
         return (await self._token_results(group, batch, "forward", await self._shards(group, batch)))[0]
 
     async def _token_results(
@@ -287,27 +341,38 @@ class Learner:
         shards: ShardedBatch,
         only: ShardedMiniBatch | None = None,
     ) -> list[Tensor]:
-        """What a method of the ranks says of each token: tensors [T, ...]. `only`: the batch is this mini-batch.
+        """Call a forward method on all ranks and return its results in the order of the batch's tokens.
 
-        Sequences without tokens to score have 0, or -1 in a tensor of integers.
+        Args:
+            group: The workers.
+            batch: The batch, or the mini-batch `only`.
+            method: A method of `LearnerWorker` with the arguments of `forward`.
+            shards: The shards of the whole batch.
+            only: Set if `batch` is this mini-batch and not the whole batch.
+
+        Returns:
+            One tensor [T, ...] per output of the method. Sequences that were not computed, because they have no tokens
+            in the loss mask, have 0, or -1 in integer tensors.
         """
         limits = self._limits(self.sizes.micro_forward_batch_size_per_gpu)
-        passes, arguments = await asyncio.to_thread(shards.forward_calls, group.put, limits, only)
-        parts = await group.call_sharded(method, arguments)
-        found = [part if isinstance(part, tuple) else (part,) for part in parts[:: group.parallel_size]]
-        return await asyncio.to_thread(_scatter_tokens, batch, passes, found)
+        passes, calls = await asyncio.to_thread(shards.forward_calls, group.put, limits, only)
+        results = (await group.call_sharded(method, calls))[:: group.parallel_size]
+        outputs = [result if isinstance(result, tuple) else (result,) for result in results]
+        return await asyncio.to_thread(_scatter_tokens, batch, passes, outputs)
 
     async def _shards(self, group: WorkerGroup, batch: TrainBatch) -> ShardedBatch:
-        """The batch as the ranks of a group have it: the same for all groups that divide it alike."""
-        known = {key: one for key, one in self._sharded_batches.items() if one.has_tokens_of(batch)}
-        routed = batch.routing is not None and group is self.policy
-        groups = self.sizes.critic_mini_batch_size if group is self.critic else self.sizes.policy_mini_batch_size
-        key = (group.data_parallel_size, groups, routed)
-        if key not in known or (routed and not known[key].has_routing_of(batch)):
-            mini_batches = await asyncio.to_thread(mini_batch_rows, batch, groups)
-            known[key] = await asyncio.to_thread(self._shard_batch, group, batch, mini_batches)
-        self._sharded_batches = known
-        return known[key]
+        """Return the sharded batch for a group. Groups with the same division share it."""
+        cached = {key: shards for key, shards in self._sharded_batches.items() if shards.has_tokens_of(batch)}
+        has_routing = batch.routing is not None and group is self.policy
+        mini_batch_size = (
+            self.sizes.critic_mini_batch_size if group is self.critic else self.sizes.policy_mini_batch_size
+        )
+        key = (group.data_parallel_size, mini_batch_size, has_routing)
+        if key not in cached or (has_routing and not cached[key].has_routing_of(batch)):
+            mini_batches = await asyncio.to_thread(mini_batch_rows, batch, mini_batch_size)
+            cached[key] = await asyncio.to_thread(self._shard_batch, group, batch, mini_batches)
+        self._sharded_batches = cached
+        return cached[key]
 
     def _shard_batch(
         self, group: WorkerGroup, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]
@@ -319,9 +384,19 @@ class Learner:
         )
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
+        """Take all optimizer steps of a training step and increment `version`. Waits while `hold_version` is active.
 
-        Raises ConfigError if there is a critic but the advantage estimator returned no returns.
+        If the update does not end, the weights on the ranks are between two versions and cannot be synced.
+
+        Args:
+            batch: The batch with advantages and everything else that the objectives read.
+
+        Returns:
+            The metrics of the update, averaged exactly over tokens and ranks.
+
+        Raises:
+            ConfigError: There is a critic, but the advantage estimator returned no returns.
+            NonFiniteUpdate: Too many consecutive updates were skipped because their gradient was not finite.
         """
         async with self._update_lock:
             self._update_is_incomplete = True
@@ -336,15 +411,15 @@ class Learner:
 
     @asynccontextmanager
     async def hold_version(self) -> AsyncIterator[int]:
-        """Inside, no optimizer step is taken: gives the version of the weights. Waits for the end of an `update`.
+        """Keep the weights unchanged while the body runs, and yield their version. Waits for a running `update`.
 
-        Raises WeightSyncError if an update ended in its middle: what the ranks hold then is no version.
+        Raises WeightSyncError if the last update was interrupted, as the ranks then hold no complete version.
         """
         async with self._update_lock:
             if self._update_is_incomplete:
                 raise WeightSyncError(
-                    f"the trainer's weights are between version {self.version} and {self.version + 1}: an update of "
-                    "theirs did not end. There is nothing that an engine could be given."
+                    f"the trainer's weights are between version {self.version} and {self.version + 1} because an "
+                    "update was interrupted. They cannot be sent to engines. Resume the run from its last checkpoint."
                 )
             yield self.version
 
@@ -353,93 +428,99 @@ class Learner:
         if self.critic is not None:
             await self._update_critic(self.critic, batch, metrics)
         shards = await self._shards(self.policy, batch)
-        self._sharded_batches = {}  # each is let go of after its last step, and those of other models now
+        self._sharded_batches = {}  # frees the shards of other models now, and each mini-batch after its last step
         steps = shards.mini_batches * self.sizes.update_epochs_per_batch
         metrics.count("policy/optimizer_steps", len(steps))
         self.update_logprobs = None
-        tells = len(steps) == 1 and batch.old_logprobs is None
+        returns_logprobs = len(steps) == 1 and batch.old_logprobs is None
         if not steps:
-            _log.warning("No token of this step's batch counts: nothing was learnt from it.")
-        for index, one in enumerate(steps):
+            _log.warning("No token of this step's batch is in the loss: this step does not change the model.")
+        for index, sharded in enumerate(steps):
             self.optimizer_progress = index, len(steps)
-            mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, self.reduction)
+            mini_batch = await asyncio.to_thread(_mini_batch, batch, sharded.rows, self.reduction)
             if self.token_selector is not None:
                 mini_batch = await self._with_selected_tokens(
-                    mini_batch, self.token_selector, shards, one, first=index == 0
+                    mini_batch, self.token_selector, shards, sharded, first=index == 0
                 )
-            wanted = {place for place, row in enumerate(one.rows) if tells and row < self.num_sequences_with_logprobs}
-            told = await self._optimizer_step(
-                self.policy, shards, one, mini_batch.select_update_inputs("policy"), metrics, wanted
+            logprob_rows = {
+                position
+                for position, row in enumerate(sharded.rows)
+                if returns_logprobs and row < self.num_sequences_with_logprobs
+            }
+            logprobs = await self._optimizer_step(
+                self.policy, shards, sharded, mini_batch.select_update_inputs("policy"), metrics, logprob_rows
             )
-            if told is not None:
-                self.update_logprobs = _scatter_tokens(batch, [[one.rows]], [[told]])[0]
+            if logprobs is not None:
+                self.update_logprobs = _scatter_tokens(batch, [[sharded.rows]], [[logprobs]])[0]
             if index + len(shards.mini_batches) >= len(steps):
-                one.stored = None
+                sharded.stored = None
         return metrics
 
     async def _update_critic(self, critic: WorkerGroup, batch: TrainBatch, metrics: Metrics) -> None:
-        """The critic's optimizer steps; tokens weigh equally in them, whatever `reduction` the policy's loss has."""
-        assert batch.values is not None, "values are scored before the update"
+        """Take the critic's optimizer steps. All tokens have equal weight, regardless of the policy's `reduction`."""
+        assert batch.values is not None, "values are computed before the update"
         if batch.returns is None:
             raise ConfigError(
-                "trainer.algorithm.advantage_estimator asks for values and gives no returns for the critic to learn: "
-                "return TokenAdvantages(advantages, returns)."
+                "trainer.algorithm.advantage_estimator takes values but provides no returns to train the critic on. "
+                "Return TokenAdvantages(advantages, returns) from it."
             )
         explained = await asyncio.to_thread(explained_variance, batch.values, batch.returns, batch.loss_mask)
         if explained is not None:
             metrics.add("critic/explained_variance", explained)
         shards = await self._shards(critic, batch)
-        for one in shards.mini_batches * self.sizes.update_epochs_per_batch:
-            mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, partial(token_mean, max_seq_len=1))
-            await self._optimizer_step(critic, shards, one, mini_batch.select_update_inputs("critic"), metrics)
+        for sharded in shards.mini_batches * self.sizes.update_epochs_per_batch:
+            mini_batch = await asyncio.to_thread(_mini_batch, batch, sharded.rows, partial(token_mean, max_seq_len=1))
+            await self._optimizer_step(critic, shards, sharded, mini_batch.select_update_inputs("critic"), metrics)
 
     async def _optimizer_step(
         self,
         group: WorkerGroup,
         shards: ShardedBatch,
-        one: ShardedMiniBatch,
+        sharded: ShardedMiniBatch,
         mini_batch: TrainBatch,
         metrics: Metrics,
         logprob_rows: Collection[int] = (),
     ) -> Tensor | None:
-        """Take one optimizer step of a model, on all of its ranks.
+        """Take one optimizer step of a model on all of its ranks.
 
-        Returns [T] the log-probs before it of the sequences `wanted`, 0 for others; None if none are.
+        Returns:
+            The log-probs [T] from before the step for the rows `logprob_rows` of the mini-batch, 0 for the others; None
+            if there are no such rows.
         """
         states = await group.call_sharded(
-            "update", await asyncio.to_thread(shards.update_calls, group.put, one, mini_batch, logprob_rows)
+            "update", await asyncio.to_thread(shards.update_calls, group.put, sharded, mini_batch, logprob_rows)
         )
         for state in states:
             metrics.merge(state)
         if not logprob_rows:
             return None
-        chosen = [[[row for row in rows if row in logprob_rows] for rows in passes] for passes in one.micro_batches]
-        return _scatter_tokens(mini_batch, chosen, [[state["logprobs"]] for state in states[:: group.parallel_size]])[0]
+        rows = [[[row for row in rows if row in logprob_rows] for rows in passes] for passes in sharded.micro_batches]
+        return _scatter_tokens(mini_batch, rows, [[state["logprobs"]] for state in states[:: group.parallel_size]])[0]
 
     async def _with_selected_tokens(
         self,
         mini_batch: TrainBatch,
         token_selector: TokenSelector,
         shards: ShardedBatch,
-        one: ShardedMiniBatch,
+        sharded: ShardedMiniBatch,
         *,
         first: bool,
     ) -> TrainBatch:
-        """Select the tokens that the loss treats specially, using the policy as it is before this optimizer step."""
+        """Select the tokens that the loss treats specially, using the policy from before this optimizer step."""
         old, advantages = mini_batch.old_logprobs, mini_batch.token_advantages
-        assert old is not None and advantages is not None, "a choice of tokens needs old log-probs"
-        current = old if first else (await self._token_results(self.policy, mini_batch, "forward", shards, one))[0]
-        chosen = await asyncio.to_thread(token_selector, current, old, advantages, mini_batch.loss_mask)
-        return mini_batch.with_tokens(selected=chosen)
+        assert old is not None and advantages is not None, "token selection needs old log-probs"
+        current = old if first else (await self._token_results(self.policy, mini_batch, "forward", shards, sharded))[0]
+        selected = await asyncio.to_thread(token_selector, current, old, advantages, mini_batch.loss_mask)
+        return mini_batch.with_tokens(selected=selected)
 
     def set_version(self, version: int) -> None:
-        """Note that all ranks have loaded the weights of this version."""
+        """Record that all ranks have loaded complete weights of this version."""
         self.version, self._update_is_incomplete = version, False
 
     async def is_responsive(self, timeout_s: float) -> bool:
-        """Whether every rank of the trained models lives, and answers within this time unless it has other calls.
+        """True if every idle rank of the policy and the critic answers a ping within `timeout_s` seconds.
 
-        Those have deadlines of their own, and say by themselves if a rank is gone.
+        Groups that are executing a call are not pinged: those calls have deadlines and raise if a rank dies.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -451,29 +532,38 @@ class Learner:
         return True
 
     async def attach_stall_report(self, error: BaseException) -> None:
-        """If a deadline passed, add to `error` which rank the others wait for; the stacks of all ranks go to a file."""
+        """Add to a DeadlineExceeded error which rank holds up the others, and write the stacks of all ranks to a file.
+
+        Does nothing for other errors, if the error has an explanation already, or without `stacks_file`. Logs a warning
+        if the report fails.
+        """
         ranks = [worker for worker in self.workers if isinstance(worker, ActorProxy)]
         if not isinstance(error, DeadlineExceeded) or error.explanation or self.stacks_file is None or not ranks:
             return
         try:
             error.explanation = await report_stall(ranks, self.stacks_file)
         except Exception:
-            _log.warning("What held up the ranks could not be found out.", exc_info=True)
+            _log.warning("The stacks of the ranks could not be collected to report what held them up.", exc_info=True)
 
     async def offload(self) -> None:
+        """Move all models of all ranks to host memory."""
         await self._call_all_groups("offload")
 
     async def onload(self) -> None:
+        """Move all models of all ranks to the accelerators."""
         await self._call_all_groups("onload")
 
     async def onload_weights_only(self) -> None:
-        """Have the policy's weights on the accelerator and nothing else: what a weight sync needs."""
+        """Move the policy's weights to the accelerators and everything else off them, for a weight sync."""
         others = (group.call_all("offload") for group in self._groups if group is not self.policy)
         await asyncio.gather(self.policy.call_all("onload_parameters_only"), *others)
 
     @asynccontextmanager
     async def offloaded(self) -> AsyncIterator[None]:
-        """Leave the accelerators to the engines inside: to score they wake caches as large as all that is free."""
+        """Move all models off the accelerators while the body runs, and only the policy's weights back afterwards.
+
+        Engines need this to compute log-probs, because their caches take all free memory when they wake up.
+        """
         await self.offload()
         try:
             yield
@@ -481,6 +571,7 @@ class Learner:
             await self.onload_weights_only()
 
     async def close(self) -> None:
+        """Close all ranks: end their background threads and process groups."""
         await self._call_all_groups("close")
 
     async def _call_all_groups(self, method: str) -> None:
@@ -492,19 +583,25 @@ class Learner:
 
 
 def mini_batch_rows(batch: TrainBatch, num_groups: int) -> list[list[int]]:
-    """The rows of every optimizer step of an epoch: all samples of `num_groups` prompts at a time.
+    """Return the rows of each optimizer step of an epoch, in batch order.
 
-    Mini-batches without a token in the loss mask are left out: their update would be weight decay alone.
+    Args:
+        batch: The batch. The samples of a prompt are adjacent.
+        num_groups: Number of prompts per optimizer step; a step has all samples of its prompts.
+
+    Returns:
+        Row indices [mini_batch][row]. Mini-batches without a token in the loss mask are left out, because their update
+        would only apply weight decay.
     """
     groups = batch.group_ids.unique_consecutive()
-    assert len(groups) == len(groups.unique()), "the samples of a prompt lie together, or they would be used twice"
-    learns = batch.num_loss_tokens > 0
-    chosen = []
+    assert len(groups) == len(groups.unique()), "the samples of a prompt must be adjacent, or they would be used twice"
+    has_loss_tokens = batch.num_loss_tokens > 0
+    mini_batches = []
     for ids in groups.split(num_groups):
         rows = torch.isin(batch.group_ids, ids)
-        if bool((rows & learns).any()):
-            chosen.append(rows.nonzero().flatten().tolist())
-    return chosen
+        if bool((rows & has_loss_tokens).any()):
+            mini_batches.append(rows.nonzero().flatten().tolist())
+    return mini_batches
 
 
 def _mini_batch(batch: TrainBatch, rows: Sequence[int], reduction: Callable[..., Tensor]) -> TrainBatch:
@@ -512,39 +609,52 @@ def _mini_batch(batch: TrainBatch, rows: Sequence[int], reduction: Callable[...,
 
 
 def _scatter_tokens(
-    batch: TrainBatch, shards: Sequence[Sequence[Sequence[int]]], parts: Sequence[Sequence[Tensor]]
+    batch: TrainBatch, shards: Sequence[Sequence[Sequence[int]]], outputs: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """What the parts say of the tokens of their rows, in the order of the batch's tokens."""
+    """Return token-level results of all shards in the order of the batch's tokens.
+
+    Args:
+        batch: The batch.
+        shards: The rows of each shard and micro-batch: [shard][micro_batch][row].
+        outputs: The output tensors of each shard, with the tokens of its rows in order: [shard][output], [t, ...].
+    """
     results = [
-        part.new_full((len(batch.input_ids), *part.shape[1:]), 0 if part.is_floating_point() else -1)
-        for part in parts[0]
+        output.new_full((len(batch.input_ids), *output.shape[1:]), 0 if output.is_floating_point() else -1)
+        for output in outputs[0]
     ]
     offsets = batch.offsets.tolist()
-    for passes, part in zip(shards, parts, strict=True):
-        at = 0
+    for passes, shard_outputs in zip(shards, outputs, strict=True):
+        position = 0
         for row in (row for rows in passes for row in rows):
             start, stop = offsets[row], offsets[row + 1]
-            for result, values in zip(results, part, strict=True):
-                result[start:stop] = values[at : at + stop - start]
-            at += stop - start
+            for result, values in zip(results, shard_outputs, strict=True):
+                result[start:stop] = values[position : position + stop - start]
+            position += stop - start
     return results
 
 
 _STACKS_TIMEOUT_S = 30.0
-"""A node may have to start a worker first."""
+"""Long enough for a node that has to start a worker first."""
 _UNKNOWN = ProcessStack(None, "unknown", "")
 
 
 async def report_stall(ranks: Sequence[ActorProxy], file: Path) -> str:
-    """Write the stacks of all ranks to `file`; returns which rank is waited for, and where the stacks are.
+    """Write the stacks of all ranks to a file and describe which rank the others wait for.
 
-    It is a rank whose node does not answer, or that is stopped or gone; else one that is at work while others are in a
-    collective. If no rank stands out, as all are in a collective or a kernel of an accelerator hangs, none is named.
+    The report names ranks that do not respond, are stopped or are gone; otherwise ranks that compute while others are
+    in a collective. It names none if all ranks are in a collective or an accelerator kernel hangs.
+
+    Args:
+        ranks: The ranks to inspect.
+        file: The file to write. A warning is logged if that fails.
+
+    Returns:
+        The description with the path of the file; "" if no stacks could be collected.
     """
-    found = await collect_stacks([rank.actor_id for rank in ranks], _STACKS_TIMEOUT_S)
-    if not found:
+    stacks = await collect_stacks([rank.actor_id for rank in ranks], _STACKS_TIMEOUT_S)
+    if not stacks:
         return ""
-    by_name = {rank.name: found.get(rank.actor_id, _UNKNOWN) for rank in ranks}
+    by_name = {rank.name: stacks.get(rank.actor_id, _UNKNOWN) for rank in ranks}
     text = "\n\n".join(
         f"=== {name}: process {stack.pid}, {stack.status}\n{stack.text}" for name, stack in by_name.items()
     )
@@ -559,14 +669,14 @@ async def report_stall(ranks: Sequence[ActorProxy], file: Path) -> str:
 def _describe_stalled_ranks(by_name: dict[str, ProcessStack]) -> str:
     silent = {name: stack for name, stack in by_name.items() if not stack.text}
     if silent:
-        return ", ".join(f"{name} does not answer ({_state(stack)})" for name, stack in silent.items())
+        return ", ".join(f"{name} does not respond ({_state(stack)})" for name, stack in silent.items())
     busy = [name for name, stack in by_name.items() if stack.call_frames and not stack.is_in_collective]
     if not busy or not any(stack.is_in_collective for stack in by_name.values()):
         return ""
-    return f"{' and '.join(busy)} had not come so far, while others waited in a collective"
+    return f"{' and '.join(busy)} had not reached the collective in which the other ranks waited"
 
 
 def _state(stack: ProcessStack) -> str:
     if stack.status == "stopped":
-        return f"its process is stopped: kill -CONT {stack.pid} lets it go on"
-    return "nor does its node" if stack is _UNKNOWN else f"its process is {stack.status}"
+        return f"its process is stopped; kill -CONT {stack.pid} resumes it"
+    return "its node does not respond either" if stack is _UNKNOWN else f"its process is {stack.status}"

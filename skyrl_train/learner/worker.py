@@ -49,7 +49,8 @@ from skyrl_train.weight_sync.protocol import AdapterSpec
 from skyrl_train.weight_sync.sender import LoraModel, WeightSender, WeightSenderMixin
 
 Objective = PolicyObjective | ValueObjective | SFTObjective
-"""Turns scored tokens into a loss, whose gradient is summed over micro-batches and ranks."""
+"""A function of a batch and its log-probs or values that returns the loss; gradients are summed over micro-batches and
+ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,13 @@ class LearnerSpec:
     """Everything that a rank needs to build its part of one model."""
 
     model_path: str
+    """Folder, URI or hub name of the model."""
     strategy: str
     """"module:Class" of a Strategy."""
     device: str
+    """"cuda" or "cpu"."""
     dtype: str
-    """Compute dtype, e.g. "float32" or "bfloat16"; trained weights are kept in float32 either way."""
+    """Compute dtype, such as "float32" or "bfloat16". Trained weights are stored in float32 in either case."""
     seed: int
     threads: int | None
     """CPU threads of this process; None for torch's default."""
@@ -69,77 +72,89 @@ class LearnerSpec:
     optimizer_config: OptimizerConfig | None
     """None for a frozen model."""
     total_steps: int | None
-    """Optimizer steps of the whole run, for the schedule."""
+    """Optimizer steps of the whole run, for the schedule; None for a frozen model."""
     objective: Objective | None
+    """None for a frozen model."""
     gradient_checkpointing: bool
     gradient_checkpointing_use_reentrant: bool
     model_config_kwargs: Mapping[str, Any]
     rope_scaling: Mapping[str, Any] | None
     rope_theta: float | None
     rendezvous_s: float
+    """Seconds that all ranks may take to connect to each other."""
     update_s: float
-    """Deadline of one collective; it must allow for one rank taking longer than the others to write a file."""
+    """Timeout in seconds of one collective. It must allow for a rank that takes longer than others to write a file."""
     model_dtype: str
-    """Data type of the engines' weights, in which they travel."""
+    """Dtype of the engines' weights, in which weight syncs send them."""
     weight_transfer_threshold_cuda_ipc_GB: float
-    """Size (GiB) of the buckets in which weights travel."""
+    """Size in GiB of the buckets in which weights are sent."""
     weight_sync_only_changed: bool = False
-    """Weight syncs skip tensors that have not changed."""
+    """True if weight syncs skip tensors that have not changed."""
     deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_config_key: str = POLICY_PATH_KEY
-    """Where `model_path` was configured, for messages."""
+    """Configuration key of `model_path`, for messages."""
     value_head_prefix: str | None = None
-    """The name of a critic's output layer, for a model that scores values; None for one that scores log-probs."""
+    """Name of the critic's output layer, for a model that computes values; None for one that computes log-probs."""
     lora: LoraConfig | None = None
-    """Train only adapters (and a critic's output layer); None trains the whole model."""
+    """Settings of adapters. If set, only they (and a critic's output layer) are trained; None trains the full model."""
     sequence_parallel_size: int = 1
-    """Neighbouring ranks that divide the tokens of every micro-batch."""
+    """Number of neighboring ranks that divide the tokens of every micro-batch."""
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that divide the features of every layer; at most one of the two sizes is more than 1."""
+    """Number of neighboring ranks that divide the features of every layer. At most one of the two sizes exceeds 1."""
     expert_parallel_size: int = 1
-    """Neighbouring ranks that share out the experts of every layer."""
+    """Number of neighboring ranks that divide the experts of every layer."""
     router_aux_loss_coef: float = 0.0
-    """Of the loss that keeps the load of experts even."""
+    """Coefficient of the load-balancing loss of routers."""
     moe_routing_replay: str | None = None
-    """Tokens go to the experts that a batch's `routing` says; None if routers choose."""
+    """If set, tokens go to the experts in the batch's `routing`; None if routers choose."""
     use_torch_compile: bool = False
-    """Run the decoder layers through torch.compile."""
+    """True to run the decoder layers through torch.compile."""
     max_skipped_updates: int = 5
-    """After this many consecutive updates without a finite gradient it raises NonFiniteUpdate."""
+    """Number of consecutive updates with a non-finite gradient after which NonFiniteUpdate is raised."""
     shares_accelerator: bool = False
-    """Other models of the learner have processes on the same accelerator; between its passes this one makes room."""
+    """True if other models of the learner use the same accelerator; this one then frees its cache between passes."""
     memory_snapshot_folder: str | None = None
     """Folder for a record of the accelerator's allocations; None for no record."""
 
     @property
     def parallel_size(self) -> int:
-        """Size of a parallel group: neighbouring ranks that share every micro-batch."""
+        """Size of a parallel group: neighboring ranks that share every micro-batch."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     def key_of_size(self, kind: str) -> str:
-        """Where the size of a kind of parallelism was configured."""
+        """Return the configuration key of a parallel size, for messages; `kind` is for example "tensor"."""
         return self.model_config_key.removesuffix("model.path") + f"{kind}_parallel_size"
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One rank's share of one optimizer step; the same for all ranks of a parallel group."""
+    """One rank's share of one optimizer step. All ranks of a parallel group have the same."""
 
     micro_batches: list[TrainBatch]
     num_micro_batches: int
-    """The same on every rank; a rank with fewer adds fillers of one token with weight zero."""
+    """Number of passes on every rank. A rank with fewer micro-batches adds fillers of one token with weight zero."""
     num_loss_tokens: int
-    """Tokens in the loss of the whole mini-batch, over all ranks."""
+    """Number of tokens in the loss of the whole mini-batch, over all ranks."""
     share_prompts: bool = False
-    """Whether equal prompts of adjacent sequences in a micro-batch are run once."""
+    """True if equal prompts of adjacent sequences in a micro-batch are computed once."""
     logprob_indices: list[list[int]] | None = None
-    """The sequences of each micro-batch whose log-probs are to be returned."""
+    """Indices of the sequences of each micro-batch whose log-probs the update returns; None for none."""
 
 
 class LearnerWorker(WeightSenderMixin):
-    """Rank `rank` of `world_size`. Call `address` on rank 0, then `setup` on all ranks at once, then the rest."""
+    """One rank of a model. Call `address` on rank 0, then `setup` on all ranks concurrently, before anything else.
+
+    Most methods are collective: all ranks must call them, in the same order.
+    """
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int):
+        """Prepare this process; `setup` loads the model.
+
+        Args:
+            spec: The description of the model.
+            rank: The rank of this process, from 0.
+            world_size: The number of ranks.
+        """
         self.spec = spec
         self.rank = rank
         self.world_size = world_size
@@ -149,21 +164,31 @@ class LearnerWorker(WeightSenderMixin):
         self._profiler = Profiler(spec.device)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[dict[str, FileDigest]] | None = None
-        """The last save, until `saved` has returned it."""
+        """The last save, until `poll_save` has returned its result."""
         if spec.threads:
             torch.set_num_threads(spec.threads)
         if spec.device == "cpu":
             _use_deterministic_sums()
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:
-        """(host, free port) at which the processes that the run began with can meet it, or also any other machine."""
+        """Return (host, free port) for a rendezvous at this process.
+
+        Args:
+            other_machines: True if hosts that the run did not start on must reach the address, too.
+        """
         variable = NODE_ADDRESS if other_machines else BIND_ADDRESS
         return free_address(os.environ.get(variable, LOOPBACK))
 
     def setup(self, address: str, port: int) -> int:
-        """Join the other ranks, load and shard the model; returns its number of parameters.
+        """Connect to the other ranks, load and shard the model, and return its number of parameters.
 
-        Raises DeadlineExceeded if not all ranks arrive in time, ConfigError for a model that cannot be used.
+        Args:
+            address: The host of rank 0, from `address`.
+            port: The port of rank 0, from `address`.
+
+        Raises:
+            DeadlineExceeded: Not all ranks connected within `rendezvous_s`.
+            ConfigError: The model cannot be used.
         """
         spec = self.spec
         random.seed(spec.seed)
@@ -184,15 +209,21 @@ class LearnerWorker(WeightSenderMixin):
         return self.build(spec.model_path)
 
     def reload(self, path: str) -> None:
-        """Replace the model by that of another Hugging Face folder: a frozen reference follows the policy this way."""
+        """Replace the model by the model in the Hugging Face folder `path`. A reference follows the policy this way."""
         del self.module, self.strategy, self.sender
         gc.collect()  # a module is a reference cycle: without this both models would be in memory at once
         self.build(path)
 
     def build(self, path: str) -> int:
-        """Load this rank's part of the model in a Hugging Face folder; returns the number of parameters.
+        """Load this rank's part of a model and return the number of parameters of the full model.
 
-        `setup` calls it once the ranks have met.
+        `setup` calls it once the ranks are connected.
+
+        Args:
+            path: Folder, URI or hub name of the model.
+
+        Raises:
+            ConfigError: The model cannot be used.
         """
         spec = self.spec
         model, saved = open_causal_lm(
@@ -214,18 +245,19 @@ class LearnerWorker(WeightSenderMixin):
         if spec.lora:
             torch.manual_seed(spec.seed)
             self.adapters = LoraAdapters(model, spec.lora, spec.model_config_key.removesuffix("path") + "lora")
-        scorer = self._wrap_model(model, saved)
-        self.routers = scorer.routers
+        ragged_model = self._wrap_model(model, saved)
+        self.routers = ragged_model.routers
         self.routers.check_routers_supported(model, spec.moe_routing_replay, spec.router_aux_loss_coef)
-        for parameter in scorer.parameters():
+        for parameter in ragged_model.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        shards = ragged_model.parameter_shards
         count = sum(
-            parameter.numel() * (part.size if (part := scorer.parameter_shards.get(scorer.hf_name(name))) else 1)
-            for name, parameter in scorer.named_parameters()
+            parameter.numel() * (shard.size if (shard := shards.get(ragged_model.hf_name(name))) else 1)
+            for name, parameter in ragged_model.named_parameters()
         )
         if spec.use_torch_compile:
-            compile_layers(scorer, spec.device)
+            compile_layers(ragged_model, spec.device)
         self.strategy = load_object(spec.strategy)(
             optimizer_config=spec.optimizer_config,
             fsdp_config=spec.fsdp_config,
@@ -236,8 +268,8 @@ class LearnerWorker(WeightSenderMixin):
             world_size=self.world_size,
         )
         self.strategy.max_skipped_updates = spec.max_skipped_updates
-        self.module = self.strategy.prepare(scorer, spec.total_steps)
-        scorer.pretrained = None  # its files are closed
+        self.module = self.strategy.prepare(ragged_model, spec.total_steps)
+        ragged_model.pretrained = None  # closes its files
         self.sender = WeightSender(
             self.sharded_parameters,
             wire_dtype=spec.model_dtype,
@@ -252,7 +284,7 @@ class LearnerWorker(WeightSenderMixin):
         return count
 
     def _adapted_model(self) -> LoraModel | None:
-        """For engines that serve the adapter separately from the model."""
+        """Return the adapters for engines that serve them separately from the model; None without adapters."""
         adapters, spec = self.adapters, self.spec.lora
         if adapters is None or spec is None:
             return None
@@ -265,15 +297,18 @@ class LearnerWorker(WeightSenderMixin):
         return ValueModel(model, self.spec.value_head_prefix, self.parallel_group, pretrained, self.expert_parallel)
 
     def sharded_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, ShardedTensor]]:
-        """(checkpoint name, this rank's part) of the model with adapters merged, which are also put into `adapters`.
+        """Yield (Hugging Face name, this rank's part) of every parameter, with adapters merged.
 
-        A collective: all ranks must iterate.
+        Iterating is collective: all ranks must do it.
+
+        Args:
+            adapters: A dictionary that receives the unmerged adapters while iterating; None to leave them out.
         """
         parameters = self.strategy.sharded_parameters()
         return parameters if self.adapters is None else self.adapters.iter_merged(parameters, adapters)
 
     def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Like `sharded_parameters`, but whole."""
+        """Yield like `sharded_parameters`, but with complete tensors. Iterating is collective."""
         for name, parameter in self.sharded_parameters(adapters):
             yield name, parameter.full_tensor()
 
@@ -283,13 +318,25 @@ class LearnerWorker(WeightSenderMixin):
         return values
 
     def forward(self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False) -> Tensor:
-        """[T] log-probs (nats) or values of all tokens of the micro-batches in order, without gradient, on the CPU."""
+        """Compute log-probs or values without gradient. Collective for sharded models.
+
+        Args:
+            micro_batches: The micro-batches of this rank.
+            num_micro_batches: Number of passes on every rank; a rank with fewer micro-batches adds fillers.
+            share_prompts: True to compute equal prompts of adjacent sequences once.
+
+        Returns:
+            Log-probs in nats, or values, of all tokens of the micro-batches in order: float32 on the CPU, [T].
+        """
         return self._forward(micro_batches, num_micro_batches, share_prompts)[0]
 
     def forward_with_routing(
         self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The same, and the experts that were chosen: [T, L, k] int16, see TrainBatch.routing."""
+        """Compute like `forward`, and also return the chosen experts: int16 on the CPU, [T, L, k].
+
+        See `TrainBatch.routing` for their meaning. The arguments are those of `forward`.
+        """
         self.routers.record_routed_experts = True
         try:
             return self._forward(micro_batches, num_micro_batches, share_prompts)
@@ -314,14 +361,22 @@ class LearnerWorker(WeightSenderMixin):
         return torch.cat(parts), torch.cat(choices)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
-        """Take one optimizer step; returns `Metrics.state()` of this rank, and `logprobs` if any are wanted: those of
-        the weights before the step, one after the other.
+        """Take one optimizer step. Collective.
 
-        In a parallel group only the first rank reports the metrics of the loss, as all of its ranks compute the same.
+        Args:
+            mini_batch: This rank's share of the mini-batch.
+
+        Returns:
+            The metrics of this rank as `Metrics.to_dict`. If `logprob_indices` is set, `logprobs` has the concatenated
+            log-probs of these sequences from before the step, [t]. In a parallel group only the first rank reports the
+            metrics of the loss, because all of its ranks compute the same.
+
+        Raises:
+            NonFiniteUpdate: `max_skipped_updates` consecutive updates had a non-finite gradient.
         """
         try:
             return self._update(mini_batch)
-        finally:  # an update that ran out of memory is the one to look at
+        finally:  # also records an update that ran out of memory
             if self.memory_recorder is not None:
                 self.memory_recorder.write()
 
@@ -333,18 +388,18 @@ class LearnerWorker(WeightSenderMixin):
         self.module.router_aux_loss_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.num_loss_tokens)
         count = mini_batch.num_micro_batches
         passes = self._padded_micro_batches(mini_batch.micro_batches, count, mini_batch.share_prompts)
-        wanted, told = mini_batch.logprob_indices, [torch.zeros(0)]
-        repeats = self.rank % self.spec.parallel_size > 0
+        logprob_indices, logprob_parts = mini_batch.logprob_indices, [torch.zeros(0)]
+        is_duplicate = self.rank % self.spec.parallel_size > 0
         try:
             for index, (batch, repeated, is_filler) in enumerate(passes):
                 scored, entropy = self._run_model(batch, repeated, self.spec.objective.needs_entropy)
-                if wanted is not None and not is_filler:
-                    ends = mini_batch.micro_batches[index].offsets.tolist()  # on the CPU: no wait for the device
-                    told += [scored.detach()[ends[place] : ends[place + 1]] for place in wanted[index]]
-                counted = Metrics() if is_filler or repeats else metrics
-                loss = self.spec.objective(batch, scored, entropy, mini_batch.num_loss_tokens, counted)
+                if logprob_indices is not None and not is_filler:
+                    offsets = mini_batch.micro_batches[index].offsets.tolist()  # on the CPU, so no synchronization
+                    logprob_parts += [scored.detach()[offsets[i] : offsets[i + 1]] for i in logprob_indices[index]]
+                loss_metrics = Metrics() if is_filler or is_duplicate else metrics
+                loss = self.spec.objective(batch, scored, entropy, mini_batch.num_loss_tokens, loss_metrics)
                 self.strategy.backward(loss, is_last_micro_batch=index == count - 1)
-        finally:  # a pass without gradient has no such loss
+        finally:  # passes without gradient do not use the load-balancing loss
             self.module.router_aux_loss_weight, self.routers.loss_inputs = 0.0, None
         role = "policy" if self.spec.value_head_prefix is None else "critic"
         for name, value in self.strategy.step().items():
@@ -353,18 +408,26 @@ class LearnerWorker(WeightSenderMixin):
             metrics.add(f"{role}/{name}", value)
         for name, gib in peak_memory(self.spec.device).items():
             metrics.update_max(f"memory/learner_{name}", gib)
-        logprobs = {} if wanted is None else {"logprobs": torch.cat([part.float().cpu() for part in told])}
+        result: dict[str, Any] = metrics.to_dict()
+        if logprob_indices is not None:
+            result["logprobs"] = torch.cat([part.float().cpu() for part in logprob_parts])
         self._free_transient_memory()
-        return metrics.to_dict() | logprobs
+        return result
 
     def _free_transient_memory(self) -> None:
         if self.spec.shares_accelerator:
             self.strategy.free_transient_memory()
 
     def save(self, folder: str, in_background: bool = False) -> None:
-        """Save this rank's part of weights and optimizer. There is no other state: updates are not random.
+        """Save this rank's part of weights and optimizer. There is no other state, as updates are not random.
 
-        `in_background`: returns with a copy of them in memory, which a thread writes while this rank goes on.
+        Args:
+            folder: The existing folder to write to.
+            in_background: True to return once the state is copied to host memory. A thread then writes the copy, and
+                `poll_save` returns the result or raises the error.
+
+        Raises:
+            OSError: The disk is full or fails, unless `in_background` is True.
         """
         shard = self.strategy.get_checkpoint_shard(copy=in_background)
         self._writing = self._writer.submit(shard.write, Path(folder))
@@ -372,7 +435,10 @@ class LearnerWorker(WeightSenderMixin):
             self._writing.result()
 
     def poll_save(self) -> dict[str, FileDigest] | None:
-        """File name -> what it holds, of the last `save`; None while it is being written. Raises what went wrong."""
+        """Return the digests of the files of the last `save` by name; None while they are being written.
+
+        Raises the error of the save, such as OSError. Must not be called again after a result before the next `save`.
+        """
         assert self._writing is not None, "nothing was saved since the last call"
         if not self._writing.done():
             return None
@@ -380,31 +446,34 @@ class LearnerWorker(WeightSenderMixin):
         return writing.result()
 
     def wait_for_discarded_save(self) -> None:
-        """Wait for the end of a save whose outcome does not matter any more: another rank could not write."""
+        """Wait for the end of a save whose result is ignored, because another rank could not write its part."""
         if self._writing is not None:
             wait([self._writing])
             self._writing = None
 
     def base_model_fingerprints(self) -> tuple[dict[str, str], LoraRecord | None]:
-        """Return this rank's share of `tensor_fingerprints`, and the adapters of a trained model."""
+        """Return this rank's share of `tensor_fingerprints`, and the record of the adapters or None.
+
+        The model must be trained, not frozen.
+        """
         lora = None if self.adapters is None or self.spec.lora is None else LoraRecord.of(self.spec.lora, self.adapters)
         return self._fingerprints, lora
 
     def load(self, folder: str) -> LearningRates | None:
-        """Load this rank's part of a checkpoint; see `Strategy.load`."""
+        """Load this rank's part of a checkpoint from `folder`; see `Strategy.load` for the result and errors."""
         return self.strategy.load(Path(folder))
 
     def export(self, folder: str, chat_template: str | None = None) -> None:
-        """Write a Hugging Face folder with the full weights, and below it `adapter` with the adapters alone, if any.
+        """Write a Hugging Face folder with the full weights, and its subfolder `adapter` with the adapters, if any.
 
         All ranks must call it; rank 0 writes.
 
         Args:
-            directory: The folder to write.
+            folder: The folder to write.
             chat_template: The chat template of the training; None for the tokenizer's own.
 
         Raises:
-            OSError: The disk is full. All ranks can take the next call then.
+            OSError: The disk is full or fails. All ranks remain usable.
         """
         adapters: dict[str, Tensor] = {}
         tensors = chain(self.full_parameters(adapters), self.module.persistent_buffers())
@@ -412,44 +481,47 @@ class LearnerWorker(WeightSenderMixin):
             if self.rank == 0:
                 self._write(tensors, adapters, Path(folder), chat_template)
         finally:
-            for _ in tensors:  # a collective: no rank may wait for one that does not write, or that has failed
+            for _ in tensors:  # collective: every rank must iterate to the end, also if rank 0 failed to write
                 pass
 
     def _write(
         self, tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor], folder: Path, template: str | None
     ) -> None:
-        """Write `tensors`, which fill `adapters` as they are taken."""
+        """Write the export. Iterating over `tensors` fills `adapters`."""
         base = self.spec.model_path
         tokenizer = load_tokenizer(base, chat_template=template)
         export_hf(self._hf_config, tensors, tokenizer, folder, base=base)
         if self.adapters is not None:
-            self.adapters.config.base_model_name_or_path = strip_file_scheme(
-                base
-            )  # of an address not this machine's copy
+            # For a URI this is the URI, not the local copy of the model.
+            self.adapters.config.base_model_name_or_path = strip_file_scheme(base)
             export_adapter(self.adapters, adapters, tokenizer, folder / "adapter", base=base)
 
     def ping(self) -> None:
-        """Answer."""
+        """Do nothing, to show that this rank responds."""
 
     def start_profile(self) -> None:
-        """Record what the following calls run."""
+        """Start to profile the following calls."""
         self._profiler.start()
 
     def stop_profile(self, file: str) -> str:
-        """See Profiler.write."""
+        """Stop profiling and write the profile to `file`. Return a table of the slowest operations as text."""
         self._profiler.stop()
         return self._profiler.write(file)
 
     def offload(self) -> int:
+        """Move parameters, gradients and optimizer state to host memory. Return the number of bytes freed."""
         return self.strategy.offload()
 
     def onload(self) -> None:
+        """Move parameters, gradients and optimizer state back to the device."""
         self.strategy.onload()
 
     def onload_parameters_only(self) -> None:
+        """Move the parameters to the device and everything else to host memory, for a weight sync."""
         self.strategy.onload_parameters_only()
 
     def close(self) -> None:
+        """Wait for a running save, and leave the process groups of the ranks and of the engines."""
         self._writer.shutdown()
         self.sender.close()
         close_process_group()
@@ -457,9 +529,10 @@ class LearnerWorker(WeightSenderMixin):
     def _padded_micro_batches(
         self, micro_batches: list[TrainBatch], count: int, share_prompts: bool
     ) -> Iterator[tuple[TrainBatch, Tensor | None, bool]]:
-        """Exactly `count` micro-batches on this rank's device, their repeated prompts, and whether each is a filler.
+        """Yield exactly `count` micro-batches, because all ranks of a sharded model must run equally many passes.
 
-        With sharded models all ranks must run equally many passes.
+        Yields:
+            A micro-batch on this rank's device, the lengths of prompts to share or None, and True if it is a filler.
         """
         for batch in micro_batches:
             repeated = batch.shared_prompt_lengths() if share_prompts else None
@@ -485,28 +558,28 @@ class LearnerWorker(WeightSenderMixin):
 def _use_deterministic_sums() -> None:
     """Make sums deterministic in this process.
 
-    Otherwise threads add up the gradient of x[index] in any order, for example that of a router's choice of experts,
-    and a resumed run would not be bit-identical.
+    Otherwise threads sum the gradient of x[index] in any order, for example that of a router's choice of experts, and a
+    resumed run would not be bitwise identical.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = False  # that would cost a pass over every new tensor
+    settings.fill_uninitialized_memory = False  # filling would write every new tensor once more
 
 
 def filler_batch() -> TrainBatch:
-    """A batch of one token with weight zero, for a rank that has no sequences left."""
-    one = torch.zeros(1, dtype=torch.int64)
+    """Return a batch of one token with weight zero, for a rank that has no sequences left."""
+    zero = torch.zeros(1, dtype=torch.int64)
     return TrainBatch(
-        input_ids=one,
+        input_ids=zero,
         loss_mask=torch.zeros(1, dtype=torch.bool),
         offsets=torch.tensor([0, 1]),
-        prompt_lengths=one + 1,
-        group_ids=one,
+        prompt_lengths=zero + 1,
+        group_ids=zero,
         rewards=torch.zeros(1),
         temperature=torch.ones(1),
         status=torch.zeros(1, dtype=torch.bool),
-        min_versions=one,
-        max_versions=one,
+        min_versions=zero,
+        max_versions=zero,
         rollout_logprobs=torch.zeros(1),
         old_logprobs=torch.zeros(1),
         ref_logprobs=torch.zeros(1),

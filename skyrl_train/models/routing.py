@@ -121,7 +121,7 @@ class Routers:
             {} if nothing was collected, else:
             router_load_max: Tokens of the busiest expert divided by its layer's mean, averaged over layers. 1 is an
                 even load; E/k means that all tokens choose the same experts.
-            router_unused: Fraction of experts that received no token.
+            unused_expert_fraction: Fraction of experts that received no token.
             router_aux_loss: Auxiliary loss, if one is configured.
         """
         counts, loss = self._counts or {}, self._aux_loss
@@ -134,7 +134,9 @@ class Routers:
             float(layer_counts.max() / layer_counts.mean().clamp(min=1e-9)) for layer_counts in counts_of_layers
         ]
         unused = [int((layer_counts == 0).sum()) for layer_counts in counts_of_layers]
-        load_metrics = {"router_load_max": sum(max_loads) / len(max_loads), "router_unused": sum(unused) / sum(sizes)}
+        unused_expert_fraction = sum(unused) / sum(sizes)
+        max_load = sum(max_loads) / len(max_loads)
+        load_metrics = {"router_load_max": max_load, "unused_expert_fraction": unused_expert_fraction}
         return load_metrics if loss is None else load_metrics | {"router_aux_loss": float(sum_over_ranks(loss))}
 
     def _routed(self, layer: int, router: Any, compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""The console output of a run: a line a step, a few completions, and a progress bar on a terminal.
+"""The console output of a run: one line per step, a few completions, and a progress bar on a terminal.
 
-No other module imports rich. Completions are a model's output: control characters are shown, never obeyed, and nothing
-is interpreted as markup.
+No other module imports rich. Completions are untrusted: control characters are escaped, and nothing is interpreted as
+markup.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ _log = logging.getLogger(__name__)
 SHOWN_CHARACTERS = 240
 """Number of characters shown of a prompt's end and of a completion's start."""
 MIN_LINE_INTERVAL_S = 1.0
-"""Between two lines of steps, but for the first ones, the last one, and those with an evaluation."""
+"""Minimum time between two lines; the first steps, the last step and evaluations always get one."""
 MIN_LINES, MAX_LINE_INTERVAL_S = 20, 20.0
-"""A line is for at least a LINES-th of the steps, unless that takes longer than this; it says what time remains."""
+"""A line covers at least one MIN_LINES-th of the run's steps, unless those take longer than MAX_LINE_INTERVAL_S."""
 FIRST_STEPS = 3
+"""Number of steps at the start that always get a line."""
 RECENT_STEPS = 20
-"""From how many steps the remaining time is estimated."""
+"""Number of latest steps from which the remaining time is estimated."""
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 _ALERT_LABELS = {"rollouts/failed": "FAILED {}", "policy/skipped": "SKIPPED {}", "critic/skipped": "critic SKIPPED {}"}
-"""Shown only where they are not 0."""
-_PHASES = ("generate", "score", "update", "publish", "move", "evaluate")
+"""Metrics that are shown only if they are not 0."""
+_PHASES = ("generate", "score", "update", "publish", "offload", "evaluate")
 
 
 class ConsoleTracker:
-    """Writes to standard output: plain lines without colours or a bar, unless it is a terminal."""
+    """A tracker that prints to standard output: colors and a progress bar on a terminal, else plain lines."""
 
     def __init__(self, setup: TrackerSetup, console: Console | None = None):
+        """Create a tracker that prints to `console`, or to standard output if it is None."""
         self._console = console or Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._name = escape_control_chars(setup.run_name)
         self._folder = setup.run_dir.absolute()
@@ -52,17 +54,18 @@ class ConsoleTracker:
         self.console_samples = trainer.get("console_samples", 1)
         self.console_samples_interval = trainer.get("console_samples_interval", 10)
         self._step: int | None = None
-        self._begun = self._total = 0
+        self._first_step = self._total_steps = 0
         self._last_line_time, self._last_line_step = -math.inf, 0
-        self._steps_at: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
-        """The latest steps, and when each of them was done."""
+        self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
+        """The latest steps and the times at which they ended, from `time.monotonic`."""
         self._progress: Progress | None = None
 
     def begin(self, step: int, total_steps: int) -> None:
-        self._step, self._begun, self._total = step, step, total_steps
-        self._steps_at.append((step, time.monotonic()))
-        where = f"{'resumed at ' if step else ''}step {step} of {total_steps}" if total_steps else "evaluation"
-        self._print(f"{self._name}: {where}, in {escape_control_chars(str(self._folder))}", "bold")
+        """Print the first line with the run's folder, and start the progress bar if the output is a terminal."""
+        self._step, self._first_step, self._total_steps = step, step, total_steps
+        self._step_times.append((step, time.monotonic()))
+        position = f"{'resumed at ' if step else ''}step {step} of {total_steps}" if total_steps else "evaluation"
+        self._print(f"{self._name}: {position}, in {escape_control_chars(str(self._folder))}", "bold")
         if self._console.is_terminal:
             columns = (
                 TextColumn(self._name, markup=False),
@@ -76,80 +79,80 @@ class ConsoleTracker:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Print the line of a step if it is due, and a line with its evaluations if it has any."""
         self._step = step
-        if self._steps_at and self._steps_at[-1][0] == step:
-            self._steps_at.clear()  # what came since is no step: an evaluation before the first one
-        self._steps_at.append((step, time.monotonic()))
-        head = f"step {step:>{len(str(self._total))}}/{self._total}"
-        evaluated = evaluation_line(metrics)
-        if (line := step_line(metrics)) and self._is_due(step, bool(evaluated)):
+        if self._step_times and self._step_times[-1][0] == step:
+            self._step_times.clear()  # the time since then was an evaluation before the first step
+        self._step_times.append((step, time.monotonic()))
+        head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        evaluation = evaluation_line(metrics)
+        if (line := step_line(metrics)) and self._is_due(step, bool(evaluation)):
             self._last_line_time, self._last_line_step = time.monotonic(), step
-            self._print(f"{head}   {'   '.join(filter(None, (line, self._remaining())))}")
-        if evaluated:
-            self._print(f"{head}   {evaluated}", "green")
+            self._print(f"{head}   {'   '.join(filter(None, (line, self._remaining_time())))}")
+        if evaluation:
+            self._print(f"{head}   {evaluation}", "green")
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        if step != self._begun + 1 and step % self.console_samples_interval:
+        """Print trainer.console_samples rollouts, after the first step and every console_samples_interval steps."""
+        if step != self._first_step + 1 and step % self.console_samples_interval:
             return
         for row in rows[: self.console_samples]:
-            self._print(
-                f"  prompt   {truncate_text(escape_control_chars(row.prompt), SHOWN_CHARACTERS, from_end=True)}", "dim"
-            )
-            self._print(f"  answer   {truncate_text(escape_control_chars(row.response), SHOWN_CHARACTERS)}", "dim")
-            self._print(
-                f"           reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)}",
-                "dim",
-            )
+            prompt = truncate_text(escape_control_chars(row.prompt), SHOWN_CHARACTERS, from_end=True)
+            response = truncate_text(escape_control_chars(row.response), SHOWN_CHARACTERS)
+            outcome = f"reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)}"
+            for line in (f"  prompt   {prompt}", f"  answer   {response}", f"           {outcome}"):
+                self._print(line, "dim")
 
     def close(self) -> None:
+        """Remove the progress bar, and print a summary of the run and how to resume it."""
         if self._progress is not None:
             self._progress.stop()
         for line in self._last_lines():
             self._print(line, "bold")
 
-    def _is_due(self, step: int, evaluated: bool) -> bool:
-        """Whether a step gets a line: hundreds of short ones would hide what matters."""
-        first, last = step <= self._begun + FIRST_STEPS, step == self._total
-        silent_s, enough = (
-            time.monotonic() - self._last_line_time,
-            (step - self._last_line_step) * MIN_LINES >= self._total,
-        )
-        return first or last or evaluated or silent_s >= (MIN_LINE_INTERVAL_S if enough else MAX_LINE_INTERVAL_S)
+    def _is_due(self, step: int, has_evaluation: bool) -> bool:
+        """True if a step gets a line. Hundreds of short steps share a few lines."""
+        is_first, is_last = step <= self._first_step + FIRST_STEPS, step == self._total_steps
+        since_last_s = time.monotonic() - self._last_line_time
+        has_enough_steps = (step - self._last_line_step) * MIN_LINES >= self._total_steps
+        interval_s = MIN_LINE_INTERVAL_S if has_enough_steps else MAX_LINE_INTERVAL_S
+        return is_first or is_last or has_evaluation or since_last_s >= interval_s
 
-    def _remaining(self) -> str:
-        """The time that the remaining steps will take, if they take as long as the latest ones."""
-        (first, begun), (step, now) = self._steps_at[0], self._steps_at[-1]
-        left = self._total - step
+    def _remaining_time(self) -> str:
+        """Return the time that the remaining steps take at the pace of the latest ones; "" if it is not known."""
+        (first, begun), (step, now) = self._step_times[0], self._step_times[-1]
+        left = self._total_steps - step
         return f"eta {format_duration((now - begun) / (step - first) * left)}" if left > 0 and step > first else ""
 
     def _last_lines(self) -> Iterator[str]:
-        """Run folder, steps, best and last evaluation and how to continue; nothing for a run that never began."""
+        """Yield run folder, steps, best evaluation, time split and how to resume; nothing if the run never began."""
         if self._step is None:
             return
         folder = escape_control_chars(str(self._folder))
         rows = read_metrics(self._folder / METRICS_FILE)
-        if not self._total:
+        if not self._total_steps:
             yield f"{self._name}: evaluated, in {folder}"
             return
-        yield f"{self._name}: {self._step} of {self._total} steps, in {folder}"
+        yield f"{self._name}: {self._step} of {self._total_steps} steps, in {folder}"
         if best := best_evaluation(rows):
             source, value, step = best
-            yield f"{self._name}: best evaluation: {escape_control_chars(source)} avg_score {format_number(value)} at step {step}"
+            score = f"{escape_control_chars(source)} avg_score {format_number(value)}"
+            yield f"{self._name}: best evaluation: {score} at step {step}"
         if split := time_split(rows):
             yield f"{self._name}: {split}"
         yield f"{self._name}: {self._resume_hint()}"
 
     def _resume_hint(self) -> str:
         names = [path.name for path in self._folder.glob("global_step_*")]
-        saved = [int(found[1]) for name in names if (found := _CHECKPOINT.fullmatch(name))]
+        saved = [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
         if not saved:
             return f"no checkpoint to resume from{': trainer.ckpt_interval is off' if self._saves_none else ''}"
-        changes = ["a larger trainer.epochs or trainer.max_steps"] if max(saved) >= self._total else []
+        changes = ["a larger trainer.epochs or trainer.max_steps"] if max(saved) >= self._total_steps else []
         changes += [] if self._resume_mode == "latest" else ["trainer.resume_mode=latest"]
-        changed = f" with {' and '.join(changes)}" if changes else ""
-        return f"resume from step {max(saved)}: the same command{changed}"
+        suffix = f" with {' and '.join(changes)}" if changes else ""
+        return f"resume from step {max(saved)}: the same command{suffix}"
 
     def _print(self, line: str, style: str = "") -> None:
         _log.info("%s", line)
@@ -158,12 +161,15 @@ class ConsoleTracker:
 
 
 def step_line(metrics: Mapping[str, float]) -> str:
-    """Reward, lengths, KL, speed and timing of a step, as far as they were measured; numbers below each other."""
+    """Return the line of a step: reward, lengths, KL, losses, speed and timing, as far as the metrics are present.
+
+    Numbers have a fixed width, so that those of consecutive lines are aligned. Return "" if there is nothing to show.
+    """
     parts = [
         _part(metrics, "reward/mean", "reward {}"),
         _part(metrics, "reward/std", "± {}"),
         _part(metrics, "response/mean_tokens", "length {}"),
-        _share(metrics, "response/truncated_fraction", "cut {}"),
+        _percentage(metrics, "response/truncated_fraction", "truncated {}"),
         _part(metrics, "policy/kl", "kl {}"),
         _part(metrics, "policy/entropy", "entropy {}"),
         _part(metrics, "policy/loss", "loss {}"),
@@ -171,32 +177,40 @@ def step_line(metrics: Mapping[str, float]) -> str:
         _part(metrics, "policy/grad_norm", "grad {}"),
         _part(metrics, "throughput/tokens_per_s", "{} tok/s"),
     ]
-    parts += [words.format(format_number(metrics[name])) for name, words in _ALERT_LABELS.items() if metrics.get(name)]
+    parts += [label.format(format_number(metrics[name])) for name, label in _ALERT_LABELS.items() if metrics.get(name)]
     if "timing/step_s" in metrics:
-        taken = {phase: metrics[f"timing/{phase}_s"] for phase in _PHASES if f"timing/{phase}_s" in metrics}
-        split = ", ".join(f"{phase} {format_number(seconds)}" for phase, seconds in taken.items())
+        seconds_by_phase = {phase: metrics[f"timing/{phase}_s"] for phase in _PHASES if f"timing/{phase}_s" in metrics}
+        split = ", ".join(f"{phase} {format_number(seconds)}" for phase, seconds in seconds_by_phase.items())
         parts.append(f"{format_number(metrics['timing/step_s']):>6} s" + (f" ({split})" if split else ""))
     return "  ".join(filter(None, parts))
 
 
 def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int] | None:
-    """(data source, its highest mean score, step) over the lines of a run; if there are several, over all sources."""
-    found = [
+    """Return (data source, score, step) of the evaluation with the highest mean score; None if there is none.
+
+    Args:
+        rows: Lines of metrics.jsonl. If any has the mean over all data sources, "all", only this mean counts.
+    """
+    scores = [
         (name, value, row["step"])
         for row in rows
         for name, value in row.items()
         if name.startswith("eval/") and name.endswith("/avg_score") and value is not None
     ]
-    overall = [item for item in found if item[0] == "eval/all/avg_score"] or found
-    if not overall:
+    candidates = [score for score in scores if score[0] == "eval/all/avg_score"] or scores
+    if not candidates:
         return None
-    name, value, step = max(overall, key=lambda item: item[1])
+    name, value, step = max(candidates, key=lambda score: score[1])
     return name.removeprefix("eval/").removesuffix("/avg_score"), value, step
 
 
 def time_split(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How long the steps of a run took, what of that went where, and its tokens per second; "" if there is none."""
-    rows = [row for row in rows if row.get("timing/step_s")]  # the first weights are published before there is a step
+    """Return the total time of a run's steps, each phase's share and the sampled tokens per second; "" without steps.
+
+    Args:
+        rows: Lines of metrics.jsonl.
+    """
+    rows = [row for row in rows if row.get("timing/step_s")]  # weights are first published before any step
     if not rows:
         return ""
     total = _total(rows, "timing/step_s")
@@ -212,28 +226,26 @@ def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """eval/<source>/<metric>, grouped by source."""
-    found = sorted(name.removeprefix("eval/").rpartition("/") for name in metrics if name.startswith("eval/"))
+    """Return the line of an evaluation: all `eval/<source>/<metric>`, grouped by source; "" if there are none."""
+    names = sorted(name.removeprefix("eval/").rpartition("/") for name in metrics if name.startswith("eval/"))
     sources = []
-    for source, names in groupby(found, key=lambda parts: parts[0]):
-        values = [
-            f"{what} {format_number(metrics['/'.join(filter(None, ('eval', src, what)))])}" for src, _, what in names
-        ]
-        sources.append(f"{escape_control_chars(source)}: {', '.join(values)}")
+    for source, group in groupby(names, key=lambda parts: parts[0]):
+        keys = {metric: "/".join(filter(None, ("eval", source, metric))) for _, _, metric in group}
+        values = ", ".join(f"{metric} {format_number(metrics[key])}" for metric, key in keys.items())
+        sources.append(f"{escape_control_chars(source)}: {values}")
     return "eval " + "; ".join(sources) if sources else ""
 
 
 def rollout_line(row: SampleRow, seconds: float) -> str:
-    """A rollout in one line, and how long it took."""
-    prompt, answer = (
-        truncate_text(escape_control_chars(row.prompt), 60, from_end=True),
-        truncate_text(escape_control_chars(row.response), 120),
-    )
-    return f"{seconds:6.1f} s   {prompt} -> {answer} (reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)})"
+    """Return a rollout and the seconds that it took as one printable line, with long texts truncated."""
+    prompt = truncate_text(escape_control_chars(row.prompt), 60, from_end=True)
+    response = truncate_text(escape_control_chars(row.response), 120)
+    outcome = f"reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)}"
+    return f"{seconds:6.1f} s   {prompt} -> {response} ({outcome})"
 
 
 def format_number(value: float) -> str:
-    """Three significant digits; whole numbers and thousands without a fraction."""
+    """Return a number with three significant digits; integers and values from 1000 on have no fraction."""
     if not math.isfinite(value) or value == 0:
         return f"{value:.3g}"
     if abs(value) >= 1000 or value == int(value):
@@ -244,29 +256,36 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """As people say it: 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
-    whole = round(seconds)
-    for unit, name, below, small in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit:
-            rest = whole % unit // below
-            return f"{whole // unit} {name}" + (f" {rest} {small}" if rest else "")
-    return f"{whole} s"
+    """Return a duration in its two largest units: 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    total = round(seconds)
+    for unit, name, small_unit, small_name in (
+        (86_400, "d", 3_600, "h"),
+        (3_600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if total >= unit:
+            rest = total % unit // small_unit
+            return f"{total // unit} {name}" + (f" {rest} {small_name}" if rest else "")
+    return f"{total} s"
 
 
-def truncate_text(text: str, characters: int, *, from_end: bool = False) -> str:
-    """The start or the end of a text, with an ellipsis where it was cut: at a space if one is near."""
-    if len(text) <= characters:
+def truncate_text(text: str, max_chars: int, *, from_end: bool = False) -> str:
+    """Return the first or, with `from_end`, the last `max_chars` characters of a text, and an ellipsis if it is longer.
+
+    The text is truncated at a space if there is one within 30 characters.
+    """
+    if len(text) <= max_chars:
         return text
     if from_end:
-        kept = text[-characters:]
-        return "…" + (kept[kept.index(" ") + 1 :] if " " in kept[:30] else kept)
-    kept = text[:characters]
-    return (kept[: kept.rindex(" ")] if " " in kept[-30:] else kept) + "…"
+        part = text[-max_chars:]
+        return "…" + (part[part.index(" ") + 1 :] if " " in part[:30] else part)
+    part = text[:max_chars]
+    return (part[: part.rindex(" ")] if " " in part[-30:] else part) + "…"
 
 
-def _part(metrics: Mapping[str, float], name: str, words: str) -> str:
-    return words.format(f"{format_number(metrics[name]):>6}") if name in metrics else ""
+def _part(metrics: Mapping[str, float], name: str, label: str) -> str:
+    return label.format(f"{format_number(metrics[name]):>6}") if name in metrics else ""
 
 
-def _share(metrics: Mapping[str, float], name: str, words: str) -> str:
-    return words.format(f"{metrics[name]:>5.0%}") if name in metrics else ""
+def _percentage(metrics: Mapping[str, float], name: str, label: str) -> str:
+    return label.format(f"{metrics[name]:>5.0%}") if name in metrics else ""

@@ -1,4 +1,4 @@
-"""Draws the learning curve of a run as a PNG. No other module imports matplotlib."""
+"""The learning curve of a run as a PNG. No other module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -18,47 +18,58 @@ _LABELS = {_REWARD: "training rollouts", _LOSS: "loss"}
 
 
 def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
-    """Draw the training reward and every eval/<source>/avg_score over steps; return the PNG's path (reward_curve.png).
+    """Draw the training reward and every `eval/<source>/avg_score` over steps, and return the path of the PNG.
 
-    Raises DataError if the run has no reward to show.
+    Args:
+        run_dir: Folder of the run.
+        png: File to write; `reward_curve.png` in the run's folder by default.
+
+    Raises:
+        DataError: If metrics.jsonl is missing or has no reward.
+        OSError: If metrics.jsonl cannot be read or the PNG cannot be written.
     """
     lines = read_metrics(Path(run_dir) / METRICS_FILE)
     figure = _curve(lines, _rewards(lines), "mean reward")
     if figure is None:
-        raise DataError(f"{Path(run_dir) / METRICS_FILE} holds no reward/mean and no eval reward: nothing to draw.")
+        raise DataError(
+            f"{Path(run_dir) / METRICS_FILE} has neither reward/mean nor eval/<source>/avg_score: there is no curve to "
+            "draw."
+        )
     target = png or Path(run_dir) / "reward_curve.png"
     FigureCanvasAgg(figure).print_png(str(target))
     return target
 
 
 def write_learning_curve(lines: Sequence[Mapping[str, Any]], png: Path) -> bool:
-    """Draw what lines of metrics.jsonl say of the reward, or else of a fine-tuning's loss; False if that is nothing."""
-    figure = _curve(lines, _rewards(lines), "mean reward") or _curve(lines, [_LOSS], "nats a token")
+    """Draw the rewards or, if there are none, the SFT loss of lines of metrics.jsonl into a PNG.
+
+    Return False, and write nothing, if the lines have neither. Raises OSError if the PNG cannot be written.
+    """
+    figure = _curve(lines, _rewards(lines), "mean reward") or _curve(lines, [_LOSS], "nats per token")
     if figure is None:
         return False
     figure.set_size_inches(6, 3.4)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a source may be called anything
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a data source may have any name
         FigureCanvasAgg(figure).print_png(str(png))
     return True
 
 
 def _rewards(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics that are mean rewards."""
     evaluations = {name for line in lines for name in line if name.startswith("eval/") and name.endswith("/avg_score")}
     return [_REWARD, *sorted(evaluations)]
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], names: Sequence[str], unit: str) -> Figure | None:
-    """Metrics by step; None if no line has any of them."""
+    """Return a plot of metrics over steps; None if no line has any of them."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name in names:
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         if points:
             label = _LABELS.get(name) or name.removesuffix("/avg_score").replace("$", r"\$")
-            shown = "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in label)
-            axes.plot(*zip(*points, strict=True), marker="" if name in _LABELS else "o", label=shown)
+            printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in label)
+            axes.plot(*zip(*points, strict=True), marker="" if name in _LABELS else "o", label=printable)
     if not axes.lines:
         return None
     axes.set(xlabel="step", ylabel=unit)

@@ -1,7 +1,7 @@
-"""A report of runs in one HTML file: the page of `skyrl-train watch` with its data inside, for reading offline.
+"""A report of runs as one HTML file: the page of `skyrl-train watch` with its data embedded, for reading offline.
 
-It has at most MOST_BYTES: curves of as many points as fit, and whole groups of rollouts from all over each run, chosen
-for what they show.
+The file has at most MAX_REPORT_BYTES. Curves have as many points as fit. Rollouts are complete groups from all parts of
+each run, chosen for what they show.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from skyrl_train.terminal import escape_control_chars
 
 MAX_REPORT_BYTES = 5_000_000
 _METRICS_FRACTION, _SHORT_METRICS_FRACTION = 0.4, 0.99
-"""Of the bytes that the page leaves; the second for curves of fewer points than they should have."""
+"""Maximum fraction of the available bytes for curves, and the same if they have at most _MIN_POINTS points."""
 _MAX_POINTS, _MIN_POINTS, _DIGITS = 2000, 50, 6
 _STEPS, _MAX_ROLLOUTS = 24, 1000
 _MAX_GROUP_FRACTION = 0.2
-"""Of what is left: then there are at least some ten."""
+"""Maximum fraction of the remaining bytes for a group, so that there is room for ten or more groups."""
 _BYTES_PER_TOKEN = 4
-"""About what its text takes."""
+"""Approximate size of a token's text."""
 _BYTES_PER_SHOWN_TOKEN = 25
-"""The least that its columns take."""
+"""Minimum size of a token in the token view."""
 _MAX_TEXT_CHARS = 4000
 _NO_CURVES: dict[str, Any] = {"steps": [], "times": [], "steps_per_point": 1, "columns": {}, "described": {}}
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HtmlReport:
-    """The file, and how much of the runs is in it."""
+    """A report, with the number of rollouts in it and in its runs."""
 
     html: str
     rollouts: int
@@ -54,10 +54,16 @@ class HtmlReport:
 def make_report(
     folders: Sequence[Path], render_page: Callable[[Any], str], max_bytes: int = MAX_REPORT_BYTES
 ) -> HtmlReport:
-    """A report of the runs in these folders; `page`: what makes HTML of its data (page_files.page).
+    """Make a report of runs. A part of a run that cannot be read is left out with a warning.
 
-    What cannot be read of a run is left out with a warning, and costs nothing else of it, nor of other runs. Raises
-    ConfigError for a folder that is no run's, and for curves that have more than `most_bytes` even with one point each.
+    Args:
+        folders: Folders of the runs.
+        render_page: Function that returns the HTML page for the report's data, such as `viewer_page.render_page`.
+        max_bytes: Maximum size of the page.
+
+    Raises:
+        ConfigError: If there is no folder, a folder is not a run's or is named twice, or the page has more than
+            `max_bytes` even with one point per curve and no rollouts.
     """
     runs = open_runs(folders)
     with ExitStack() as stack:
@@ -84,35 +90,38 @@ def _make_report(
         left -= size
     html = render_page(to_json_value({**head, "metrics": metrics, "rollouts": rollouts}))
     if (size := len(html.encode())) > max_bytes:
-        fewer = "name fewer runs, or look at them" if len(runs) > 1 else "look at it"
+        alternative = "Name fewer runs, or open them" if len(runs) > 1 else "Open the run"
         raise ConfigError(
-            f"RUN: the report would have {size:,} bytes, and may have {max_bytes:,}: {fewer} with skyrl-train watch."
+            f"RUN: the report would have {size:,} bytes; at most {max_bytes:,} are allowed. {alternative} with "
+            "skyrl-train watch."
         )
     return HtmlReport(html, sum(map(len, rollouts.values())), sum(len(view.index.table) for view in views))
 
 
 def _metrics(runs: Sequence[RunReader], views: Sequence[RolloutViews], max_bytes: int) -> dict[str, Any]:
-    """Curves of as many points as leave room for rollouts; if they would be few, of as many as fit, at least one."""
+    """Return the curves of all runs by id, with as many points as leave room for rollouts.
+
+    Curves of at most _MIN_POINTS points may take nearly all bytes. They have at least one point, even if it is too big.
+    """
     points = _MAX_POINTS
     while True:
-        found = {}
+        curves_by_run = {}
         for number, (run, view) in enumerate(zip(runs, views, strict=True)):
             curves = partial(run.metrics, points, _DIGITS, view.index.quantiles)
-            found[str(number)] = _or_default(run, "metrics", curves, _NO_CURVES)
-        share = _METRICS_FRACTION if points > _MIN_POINTS else _SHORT_METRICS_FRACTION
-        if points == 1 or _size(found) <= max_bytes * share:
-            return found
+            curves_by_run[str(number)] = _or_default(run, "metrics", curves, _NO_CURVES)
+        fraction = _METRICS_FRACTION if points > _MIN_POINTS else _SHORT_METRICS_FRACTION
+        if points == 1 or _size(curves_by_run) <= max_bytes * fraction:
+            return curves_by_run
         points //= 2
 
 
-def _or_default(run: RunReader, what: str, make: Callable[[], T], default: T) -> T:
-    """Return what `make` returns, or `otherwise` with a warning if the run's files make it raise."""
+def _or_default(run: RunReader, part: str, make: Callable[[], T], default: T) -> T:
+    """Return what `make` returns. If it raises, log that this part of the run is left out, and return `default`."""
     try:
         return make()
     except Exception as error:
-        _log.warning(
-            "%s: %s are left out: %s", escape_control_chars(str(run.folder)), what, escape_control_chars(str(error))
-        )
+        folder, reason = escape_control_chars(str(run.folder)), escape_control_chars(str(error))
+        _log.warning("%s: %s cannot be read and are left out of the report: %s", folder, part, reason)
         return default
 
 
@@ -120,7 +129,7 @@ def _or_default(run: RunReader, what: str, make: Callable[[], T], default: T) ->
 
 
 def _sample(views: RolloutViews, run: RunReader, max_bytes: int) -> tuple[list[Any], int]:
-    """Rollouts of at most so many bytes, and their size: all of a group, so that its samples can be compared."""
+    """Return (rollouts, their size) with at most `max_bytes`: complete groups, so that samples can be compared."""
     chosen, estimate, count = [], 0, 0
     for group in _interesting_groups(views.index.table):
         if estimate > 2 * max_bytes or count >= _MAX_ROLLOUTS:
@@ -129,31 +138,32 @@ def _sample(views: RolloutViews, run: RunReader, max_bytes: int) -> tuple[list[A
         estimate += group["tokens_sum"] * _BYTES_PER_TOKEN
         count += group["sample_count"]
     rows = {key: rows for step in {group["step"] for group in chosen} for key, rows in _rows_of(run, step, chosen)}
-    found: list[Any] = []
+    rollouts: list[Any] = []
     left = max_bytes
     for group in chosen:
-        most = left * _MAX_GROUP_FRACTION if found else left
-        of_group = rows.get((group["step"], group["group"]), [])
+        group_bytes = left * _MAX_GROUP_FRACTION if rollouts else left
+        group_rows = rows.get((group["step"], group["group"]), [])
         nothing: tuple[list[Any], int] = [], 0
-        form, size = _or_default(run, "a group of rollouts", partial(_fitting, views, of_group, most), nothing)
-        found += form
+        fit = partial(_largest_fitting, views, group_rows, group_bytes)
+        version, size = _or_default(run, "rollouts of a group", fit, nothing)
+        rollouts += version
         left -= size
-    return found, max_bytes - left
+    return rollouts, max_bytes - left
 
 
-def _fitting(views: RolloutViews, rows: Sequence[dict[str, Any]], max_bytes: float) -> tuple[list[Any], int]:
-    """The largest form of a group that has at most so many bytes, and its size; nothing if there is none."""
-    for form in _forms(views, rows, max_bytes):
-        size = sum(_size(one) + 1 for one in form)
+def _largest_fitting(views: RolloutViews, rows: Sequence[dict[str, Any]], max_bytes: float) -> tuple[list[Any], int]:
+    """Return (rollouts, size) of the largest version of a group with at most `max_bytes`; ([], 0) if none fits."""
+    for version in _versions(views, rows, max_bytes):
+        size = sum(_size(rollout) + 1 for rollout in version)
         if size <= max_bytes:
-            return form, size
+            return version, size
     return [], 0
 
 
 def _interesting_groups(index: pa.Table) -> Iterator[dict[str, Any]]:
-    """Groups, each once: of steps from all over the run the one whose rewards differ most, then the best, the worst...
+    """Yield groups, each once, such that any prefix of the result shows as much as possible.
 
-    The first ones show most, wherever a reader stops.
+    For steps from all parts of the run, yield the group whose rewards vary most, then the best, the worst, and so on.
     """
     if not len(index):
         return
@@ -178,10 +188,10 @@ def _interesting_groups(index: pa.Table) -> Iterator[dict[str, Any]]:
         by_step.setdefault(group["step"], []).append(group)
     steps = [sorted(by_step)[at] for at in _spread(len(by_step))][:_STEPS]
     sources = sorted({group["source_first"] for group in groups.select(["source_first"]).to_pylist()} - {None})
-    for worth in cycle([*_INTEREST_SCORES, *(_of_source(source) for source in sources)]):
+    for score in cycle([*_INTEREST_SCORES, *(_source_score(source) for source in sources)]):
         for step in steps:
-            best = max(by_step[step], key=lambda group: (worth(group), -group["group"]), default=None)
-            if best is not None and worth(best) > _NEVER:
+            best = max(by_step[step], key=lambda group: (score(group), -group["group"]), default=None)
+            if best is not None and score(best) > _NEVER:
                 by_step[step].remove(best)
                 yield best
         if not any(by_step[step] for step in steps):
@@ -196,15 +206,15 @@ _INTEREST_SCORES = (
     lambda group: group["failed_sum"] or _NEVER,
     lambda group: group["tokens_max"],
 )
-"""What makes a group worth seeing: the larger the better, -inf never."""
+"""Functions that score how interesting a group is. A group with the score -inf is not chosen."""
 
 
-def _of_source(source: str) -> Any:
+def _source_score(source: str) -> Any:
     return lambda group: 0.0 if group["source_first"] == source else _NEVER
 
 
 def _spread(count: int) -> list[int]:
-    """0 to count - 1: the last, the first, then always the middle of the widest gap, so that any few are spread out."""
+    """Return a permutation of range(count) whose prefixes are spread out: last, first, then the middles of gaps."""
     order = list(dict.fromkeys([count - 1, 0][:count]))
     gaps = [(0, count - 1)]
     while gaps:
@@ -218,42 +228,46 @@ def _spread(count: int) -> list[int]:
 def _rows_of(
     run: RunReader, step: int, chosen: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[tuple[int, int], list[dict[str, Any]]]]:
-    """The rows of a step's chosen groups; none of a file that is damaged in what the index does not read."""
+    """Yield ((step, group), rows) of a step's chosen groups; nothing, with a warning, if the file is damaged."""
     groups = [group["group"] for group in chosen if group["step"] == step]
     try:
         rows = run.rollouts.table([step], filter=pc.field("group").isin(groups)).to_pylist()
     except OSError as error:
-        _log.warning("Step %d is left out: %s", step, error)
+        _log.warning("The rollouts of step %d cannot be read and are left out of the report: %s", step, error)
         return
     for group in groups:
         yield (step, group), [row for row in rows if row["group"] == group]
 
 
-def _forms(views: RolloutViews, rows: Sequence[dict[str, Any]], max_bytes: float) -> Iterator[list[Any]]:
-    """A group, smaller each time: with all tokens, with those of its best sample, without any, with texts cut.
+def _versions(views: RolloutViews, rows: Sequence[dict[str, Any]], max_bytes: float) -> Iterator[list[Any]]:
+    """Yield smaller and smaller versions of a group, except those that are certainly larger than `max_bytes`.
 
-    Without those that are certainly larger than `most_bytes`.
+    The first has the tokens of all samples, the next those of the best sample, the next none, and in the last one long
+    texts are shortened, too.
     """
     if not rows:
         return
     best = max(range(len(rows)), key=lambda number: (rows[number]["status"] == "ok", rows[number]["reward"] or 0.0))
     for tokens_of in (range(len(rows)), [best], []):
         if sum(rows[number]["response_tokens"] for number in tokens_of) * _BYTES_PER_SHOWN_TOKEN <= max_bytes:
-            yield [_once(views.rollout_details(row, tokens=number in tokens_of)) for number, row in enumerate(rows)]
-    yield [_truncate_texts(_once(views.rollout_details(row, tokens=False))) for row in rows]
+            yield [
+                _without_duplicate_text(views.rollout_details(row, tokens=number in tokens_of))
+                for number, row in enumerate(rows)
+            ]
+    yield [_shorten_texts(_without_duplicate_text(views.rollout_details(row, tokens=False))) for row in rows]
 
 
-def _once(rollout: dict[str, Any]) -> dict[str, Any]:
-    """Without the response's text, which is in the messages."""
+def _without_duplicate_text(rollout: dict[str, Any]) -> dict[str, Any]:
+    """Return a rollout without the response's text if its messages contain that text."""
     return {name: value for name, value in rollout.items() if name != "text" or not rollout["messages"]}
 
 
-def _truncate_texts(value: Any) -> Any:
-    """The same with the middle of long texts left out."""
+def _shorten_texts(value: Any) -> Any:
+    """Return a JSON value in which the middle of every long text is left out."""
     if isinstance(value, dict):
-        return {key: _truncate_texts(one) for key, one in value.items()}
+        return {key: _shorten_texts(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_truncate_texts(one) for one in value]
+        return [_shorten_texts(item) for item in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_CHARS:
         half = _MAX_TEXT_CHARS // 2
         return f"{value[:half]}\n[... {len(value) - 2 * half:,} characters are not in this report ...]\n{value[-half:]}"
@@ -261,6 +275,6 @@ def _truncate_texts(value: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Bytes in the page: in ASCII, and "<" escaped."""
+    """Return the size of a value in bytes as the page embeds it: ASCII, with "<" escaped."""
     text = json.dumps(to_json_value(value), separators=(",", ":"))
     return len(text) + 5 * text.count("<")

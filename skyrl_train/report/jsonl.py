@@ -1,4 +1,4 @@
-"""The JSONL files that every run writes, whatever its trackers: one JSON object per line, valid even for NaN values."""
+"""Reads and writes the JSONL files of a run, metrics.jsonl and samples.jsonl: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.atomic_files import atomic_write
+from skyrl_train.report.metric_catalog import replace_deprecated_names
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.untrusted_files import MAX_LINES_BYTES, is_step, open_untrusted, read_bytes
 
@@ -23,60 +24,68 @@ _log = logging.getLogger(__name__)
 
 
 class JsonlTracker:
-    """metrics.jsonl: {"step": 3, "time": Unix time, "reward/mean": 0.5, ...}; samples.jsonl: a completion per line."""
+    """The tracker that every run has. It appends to metrics.jsonl and samples.jsonl in the run's folder.
+
+    A line of metrics.jsonl is `{"step": 3, "time": <Unix time>, "reward/mean": 0.5, ...}`, where NaN and infinity are
+    null. A line of samples.jsonl is one rollout. Write errors do not raise: lines wait in memory for the next write.
+    """
 
     def __init__(self, run_dir: Path):
+        """Write to `run_dir`, which must exist by the first write."""
         self._metrics = _LineFile(Path(run_dir) / METRICS_FILE)
         self._samples = _LineFile(Path(run_dir) / SAMPLES_FILE)
         self._last_step = -1
 
     def begin(self, step: int, total_steps: int) -> None:
+        """Remove the lines of steps after `step`; all lines if it is 0."""
         self._last_step = step if step else -1
         for file in (self._metrics, self._samples):
             file.truncate_after(self._last_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a step's line; a second one replaces the first."""
+        """Append the line of a step. It replaces the lines of this step and of later ones."""
         if step <= self._last_step:
             self._metrics.truncate_after(step - 1)
         self._last_step = step
-        values = {name: _number(value) for name, value in metrics.items()}
+        values = {name: _finite_or_none(value) for name, value in metrics.items()}
         self._metrics.append([{"step": step, "time": round(time.time(), 3), **values}])
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        self._samples.append([{"step": step, **asdict(row), "reward": _number(row.reward)} for row in rows])
+        """Append rollouts to samples.jsonl."""
+        self._samples.append([{"step": step, **asdict(row), "reward": _finite_or_none(row.reward)} for row in rows])
 
     def close(self) -> None:
+        """Write the lines that wait in memory. Log an error if that is not possible."""
         for file in (self._metrics, self._samples):
             file.close()
 
 
 class _LineFile:
-    """A JSONL file. Lines that the disk does not take are kept in memory, and written before the next ones."""
+    """A JSONL file. Lines that cannot be written, as on a full disk, stay in memory until the next write."""
 
     def __init__(self, path: Path):
         self._path = path
         self._waiting = b""
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines, all of them or none, so that readers of the growing file see complete ones.
+        """Append all lines or none, so that readers of the growing file never see a partial line.
 
-        ASCII with escapes, so that NUL, control characters and lone surrogates in a model's output stay valid text.
+        Lines are ASCII with escapes: NUL, control characters and lone surrogates in a model's output stay valid text.
         """
-        behind = bool(self._waiting)
+        has_backlog = bool(self._waiting)
         self._waiting += "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode("ascii")
         try:
             _append(self._path, self._waiting)
         except OSError as error:
-            if not behind:
+            if not has_backlog:
                 _log.warning("%s cannot be written (%s); its lines wait in memory.", self._path, error)
             return
         self._waiting = b""
-        if behind:
-            _log.warning("%s can be written again; nothing of it is lost.", self._path)
+        if has_backlog:
+            _log.warning("%s can be written again; no line is lost.", self._path)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, and one that a crash cut off: they will be written again."""
+        """Remove the lines of steps after `step`, which will be written again, and a line that a crash left partial."""
         waiting = self._waiting.splitlines(keepends=True)
         self._waiting = b"".join(line for line in waiting if json.loads(line)["step"] <= step)
         if not self._path.exists():
@@ -86,64 +95,75 @@ class _LineFile:
             with atomic_write(self._path, fsync=False) as handle:
                 handle.write(kept.encode())
         except OSError as error:
-            _log.warning("%s keeps lines of steps after %d, which will come twice (%s).", self._path, step, error)
+            _log.warning(
+                "%s cannot be rewritten (%s): lines of steps after %d will appear twice.", self._path, error, step
+            )
 
     def close(self) -> None:
         if self._waiting:
             self.append([])
         if self._waiting:
-            _log.error("%s lacks its last lines: the disk did not take them until the end.", self._path)
+            _log.error("%s lacks its last lines: they could not be written before the run ended.", self._path)
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a run's own JSONL file; a crash can leave the last one cut off.
+    """Return the lines of a trusted JSONL file as they are written, in order.
 
-    A line that is no JSON object with a step is left out. Raises OSError.
+    Lines that are not a JSON object with an integer "step" are skipped, such as a last line that a crash left partial.
+    Raises OSError if the file is missing or cannot be read.
     """
-    return _parsed(Path(file).read_bytes())
+    return _parse_lines(Path(file).read_bytes())
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl: a step, and finite numbers by name; None for a value that is none.
+    """Return the lines of a run's metrics.jsonl, in order, as mappings from names to finite numbers.
 
-    A file that is not there has no lines. Raises OSError for one that cannot be read.
+    A value that is not a finite number becomes None. Metrics that were renamed have their current names. Lines that
+    are not a JSON object with an integer "step" are skipped. Return an empty list if there is no file.
+
+    Raises:
+        OSError: If the file cannot be read, is not a regular file, or is larger than MAX_LINES_BYTES.
     """
     try:
-        return [_numbers(line) for line in _parsed(read_bytes(Path(file), MAX_LINES_BYTES))]
+        return [_metric_row(line) for line in _parse_lines(read_bytes(Path(file), MAX_LINES_BYTES))]
     except FileNotFoundError:
         return []
 
 
 class MetricsFollower:
-    """Reads a metrics.jsonl that a run may still be writing: every line once, as `read_metrics` does."""
+    """A reader of a metrics.jsonl that a run may still be writing. It returns every line once."""
 
     def __init__(self, file: Path):
+        """Follow `file`, which need not exist yet."""
         self._file = Path(file)
-        self._read = 0
-        """Bytes of whole lines that were read."""
+        self._bytes_read = 0
+        """Number of bytes of complete lines that were read."""
         self._inode = 0
 
     def read_new_lines(self) -> tuple[bool, list[dict[str, Any]]]:
-        """The lines since the last call; and whether the file is another one now, of which these are all there are.
+        """Return (True if the file was replaced, lines), with lines as `read_metrics` returns them.
 
-        A run that is resumed replaces the file by one without the steps that it takes again. A file that is not there
-        has no lines. Raises OSError for one that cannot be read.
+        The lines are those since the last call or, if the file was replaced, all lines of the new file. A resumed run
+        replaces the file by one without the steps that it repeats. A missing file has no lines.
+
+        Raises:
+            OSError: If the file cannot be read, is not a regular file, or is larger than MAX_LINES_BYTES.
         """
         try:
             with open_untrusted(self._file, MAX_LINES_BYTES) as handle:
                 status = os.fstat(handle.fileno())
-                replaced = status.st_ino != self._inode or status.st_size < self._read
-                self._inode, self._read = status.st_ino, 0 if replaced else self._read
-                handle.seek(self._read)
-                whole, end, _ = handle.read().rpartition(b"\n")
+                replaced = status.st_ino != self._inode or status.st_size < self._bytes_read
+                self._inode, self._bytes_read = status.st_ino, 0 if replaced else self._bytes_read
+                handle.seek(self._bytes_read)
+                complete, end, _ = handle.read().rpartition(b"\n")
         except FileNotFoundError:
-            replaced, whole, end = self._read > 0, b"", b""
-            self._inode = self._read = 0
-        self._read += len(whole) + len(end)
-        return replaced, [_numbers(line) for line in _parsed(whole)]
+            replaced, complete, end = self._bytes_read > 0, b"", b""
+            self._inode = self._bytes_read = 0
+        self._bytes_read += len(complete) + len(end)
+        return replaced, [_metric_row(line) for line in _parse_lines(complete)]
 
 
-def _parsed(content: bytes) -> list[dict[str, Any]]:
+def _parse_lines(content: bytes) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for text in content.splitlines():
         try:
@@ -155,30 +175,29 @@ def _parsed(content: bytes) -> list[dict[str, Any]]:
     return lines
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value if _is_number(value) else None for name, value in line.items()}
+def _metric_row(line: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value if _is_finite_number(value) else None for name, value in line.items()}
+    return replace_deprecated_names(values)
 
 
-def _is_number(value: Any) -> bool:
-    """True for a finite number that a float can hold."""
+def _is_finite_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
-    number = float(value)
+def _finite_or_none(value: float) -> float | None:
+    number = float(value)  # JSON has neither NaN nor infinity
     return number if math.isfinite(number) else None
 
 
 def _append(file: Path, data: bytes) -> None:
-    """Append all of `data` or, if the disk is full, nothing. Raises OSError."""
+    """Append all of `data`. If that fails, remove what was appended and raise OSError."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         try:
-            done = 0
-            while done < len(data):
-                done += os.write(descriptor, data[done:])
+            written = 0
+            while written < len(data):
+                written += os.write(descriptor, data[written:])
         except OSError:
             os.ftruncate(descriptor, size)
             raise

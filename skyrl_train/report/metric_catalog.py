@@ -1,183 +1,330 @@
-"""Every metric of a run: what it is, its unit, and what a healthy run shows. docs/metrics.md is made from this."""
+"""Catalog of the metrics of a run: meaning, unit, and healthy values. docs/metrics.md is generated from it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A name, in which {x} stands for a word that the run chooses, or a family of names."""
+    """A metric, or a family of metrics whose name contains placeholders such as `{source}`."""
 
     name: str
     unit: str
     description: str
     healthy: str = ""
+    """Values or the trend of a healthy run; empty if none is typical."""
 
     def matches(self, name: str) -> bool:
+        """True if `name` is this metric's name. Each placeholder matches one or more arbitrary characters."""
         return re.fullmatch(re.sub(r"\\{\w+\\}", r".+", re.escape(self.name)), name) is not None
 
 
-SECONDS, TOKENS, SHARE, NATS, GIB, RATIO, COUNT, STEPS, SCORE = (
+SECONDS, TOKENS, FRACTION, NATS, GIB, RATIO, COUNT, STEPS, SCORE = (
     "s",
     "tokens",
     "0 to 1",
     "nats",
     "GiB",
     "ratio",
-    "number",
+    "count",
     "steps",
     "reward",
 )
 
 METRICS = (
-    Metric("reward/mean", SCORE, "mean reward of the step's samples", "rises, slower as the run goes on"),
-    Metric("reward/std", SCORE, "standard deviation of the samples' rewards", "above 0: equal rewards teach nothing"),
-    Metric("reward/pass_at_{n}", SHARE, "prompts of which at least one of n samples was right", "above reward/mean"),
+    Metric("reward/mean", SCORE, "mean reward of the step's samples", "rises, more slowly as the run continues"),
+    Metric(
+        "reward/std",
+        SCORE,
+        "standard deviation of the samples' rewards",
+        "above 0: equal rewards give no training signal",
+    ),
+    Metric(
+        "reward/pass_at_{n}",
+        FRACTION,
+        "fraction of prompts with at least one correct answer among n samples",
+        "above reward/mean",
+    ),
     Metric(
         "reward/zero_variance_groups",
-        SHARE,
-        "prompts whose samples all had the same reward",
+        FRACTION,
+        "fraction of prompts whose samples all have the same reward",
         "below 0.5; near 1 at the start: prompts are too hard, near 1 later: they are too easy",
     ),
-    Metric("reward/length_penalty", SCORE, "what the soft overlong penalty took off", "shrinks towards 0"),
-    Metric("reward/mean_drawn", SCORE, "mean reward of all groups drawn, those that dynamic sampling dropped included"),
-    Metric("response/mean_tokens", TOKENS, "sampled tokens of a response, all turns, mean", "no jumps"),
-    Metric("response/max_tokens", TOKENS, "sampled tokens of the longest response", "below the limit"),
+    Metric(
+        "reward/length_penalty",
+        SCORE,
+        "mean amount that the soft overlong penalty subtracted from a reward",
+        "shrinks towards 0",
+    ),
+    Metric(
+        "reward/mean_drawn",
+        SCORE,
+        "mean reward of all sampled groups, including those that dynamic sampling dropped",
+    ),
+    Metric("response/mean_tokens", TOKENS, "mean number of sampled tokens in a response, over all turns", "no jumps"),
+    Metric("response/max_tokens", TOKENS, "number of sampled tokens in the longest response", "below the limit"),
     Metric(
         "response/observation_tokens",
         TOKENS,
-        "tokens that a response has between its turns, mean: tool results, other observations, headers of messages",
+        "mean number of tokens between the turns of a response: tool results, other observations, message headers",
     ),
     Metric(
         "response/truncated_fraction",
-        SHARE,
-        "responses that reached the length limit",
-        "below 0.1: what is cut is scored without its end",
+        FRACTION,
+        "fraction of responses that reached the length limit",
+        "below 0.1: a truncated response is graded without its end",
     ),
-    Metric("episode/turns", COUNT, "turns of an episode, mean"),
-    Metric("episode/max_turns", COUNT, "turns of the longest episode"),
+    Metric("episode/turns", COUNT, "mean number of turns in an episode"),
+    Metric("episode/max_turns", COUNT, "number of turns in the longest episode"),
     Metric(
-        "episode/sequences", COUNT, "sequences that an episode is trained as; above 1 where its history was changed"
+        "episode/sequences",
+        COUNT,
+        "mean number of training sequences per episode; above 1 if the chat history of an episode was rewritten",
     ),
-    Metric("environment/{name}", "the environment's", "what the environment measured, mean over episodes"),
-    Metric("rollouts/tokens", TOKENS, "sampled tokens of all responses of the step"),
+    Metric(
+        "environment/{name}",
+        "set by the environment",
+        "number that the environment reports, mean over episodes",
+    ),
+    Metric("rollouts/tokens", TOKENS, "number of sampled tokens in all responses of the step"),
     Metric("rollouts/trajectories", COUNT, "episodes of the step"),
     Metric("rollouts/failed", COUNT, "episodes that failed and are masked", "0"),
-    Metric("rollouts/failed/{kind}", COUNT, "those that failed in this way", "0"),
-    Metric("rollouts/max_staleness", STEPS, "age of the oldest token trained on", "at most the bound"),
+    Metric("rollouts/failed/{kind}", COUNT, "episodes that failed in this way", "0"),
+    Metric("rollouts/max_staleness", STEPS, "age of the oldest token trained on", "at most the staleness bound"),
     Metric("sampling/drawn", COUNT, "groups that dynamic sampling drew for the step"),
-    Metric("sampling/dropped", COUNT, "of these, dropped as all their rewards were the same", "less than half"),
-    Metric("sampling/repeated", COUNT, "groups repeated in place of dropped ones", "0"),
-    Metric("sampling/masked", COUNT, "groups masked as all their rewards were the same"),
-    Metric("sampling/cut", COUNT, "groups that over-provisioning cut off"),
-    Metric("sampling/left_out", COUNT, "prompts that the curriculum left out"),
+    Metric(
+        "sampling/dropped",
+        COUNT,
+        "drawn groups that were dropped because all their rewards are equal",
+        "less than half of the drawn groups",
+    ),
+    Metric("sampling/repeated", COUNT, "groups that are repeated in place of dropped ones", "0"),
+    Metric("sampling/masked", COUNT, "groups that are masked because all their rewards are equal"),
+    Metric("sampling/cancelled", COUNT, "surplus groups that over-provisioning cancelled"),
+    Metric("sampling/curriculum_skipped", COUNT, "prompts that the curriculum skipped"),
     Metric("advantages/mean", SCORE, "mean advantage of a token", "near 0"),
-    Metric("advantages/abs_mean", SCORE, "mean size of an advantage", "above 0"),
-    Metric("advantages/abs_max", SCORE, "the largest advantage", "below 10"),
-    Metric("advantages/zero_fraction", SHARE, "tokens whose advantage is 0: nothing is learnt from them", "below 0.5"),
-    Metric("policy/loss", "loss", "the whole loss: policy, KL and entropy terms", "no trend is expected"),
-    Metric("policy/policy_loss", "loss", "the policy's term of it", "no trend is expected"),
-    Metric("policy/kl", NATS, "estimate of the KL divergence from the reference", "grows slowly, below 1"),
-    Metric("policy/kl_in_reward", NATS, "the same, where the reward pays for it", "grows slowly"),
-    Metric("policy/kl_coef", RATIO, "its coefficient, which an adaptive controller moves"),
+    Metric("advantages/abs_mean", SCORE, "mean absolute advantage of a token", "above 0"),
+    Metric("advantages/abs_max", SCORE, "largest absolute advantage of a token", "below 10"),
+    Metric(
+        "advantages/zero_fraction",
+        FRACTION,
+        "fraction of tokens whose advantage is 0: they give no training signal",
+        "below 0.5",
+    ),
+    Metric("policy/loss", "loss", "total loss: policy, KL and entropy terms", "no trend is expected"),
+    Metric("policy/policy_loss", "loss", "policy term of the loss", "no trend is expected"),
+    Metric(
+        "policy/kl", NATS, "estimated KL divergence of the policy from the reference model", "grows slowly, below 1"
+    ),
+    Metric("policy/kl_in_reward", NATS, "the same estimate, if the KL penalty is part of the reward", "grows slowly"),
+    Metric("policy/kl_coef", RATIO, "coefficient of the KL term, which an adaptive controller may change"),
     Metric(
         "policy/entropy",
         NATS,
-        "entropy of the policy's next token",
-        "falls slowly; at 0 nothing new is tried any more",
+        "entropy of the policy's next-token distribution",
+        "falls slowly; at 0 the policy no longer explores",
     ),
-    Metric("policy/ratio", RATIO, "probability in the update over that before the step, mean", "0.9 to 1.1"),
-    Metric("policy/ratio_max", RATIO, "the largest of these", "below 10"),
-    Metric("policy/clip_ratio", SHARE, "tokens whose ratio was clipped", "0.001 to 0.2"),
-    Metric("policy/grad_norm", RATIO, "norm of the gradient before it is clipped", "no spikes"),
-    Metric("policy/skipped", SHARE, "updates skipped as their gradient was not finite", "0"),
+    Metric(
+        "policy/ratio", RATIO, "mean ratio of token probabilities during the update and before the step", "0.9 to 1.1"
+    ),
+    Metric("policy/ratio_max", RATIO, "largest of these ratios", "below 10"),
+    Metric("policy/clip_ratio", FRACTION, "fraction of tokens whose ratio was clipped", "0.001 to 0.2"),
+    Metric("policy/grad_norm", RATIO, "norm of the gradient before clipping", "no spikes"),
+    Metric("policy/skipped", FRACTION, "fraction of updates that were skipped for a gradient that is not finite", "0"),
     Metric("policy/lr", "rate", "learning rate of the last optimizer step"),
     Metric(
         "policy/router_load_max",
         RATIO,
-        "tokens of the expert that got most, over the mean of its layer's",
+        "tokens of a layer's busiest expert, divided by the mean over its experts; mean over layers",
         "falls, or stays below 3",
     ),
-    Metric("policy/router_aux_loss", "loss", "the loss that keeps the load even, times its coefficient", "falls"),
-    Metric("policy/router_unused", SHARE, "experts that got no token of an update", "near 0"),
-    Metric("policy/optimizer_steps", COUNT, "optimizer steps of the step"),
-    Metric("policy/{name}", "the loss's", "what a loss of your own, or an option of the policy's, measured"),
+    Metric("policy/router_aux_loss", "loss", "load-balancing loss of the router, times its coefficient", "falls"),
+    Metric(
+        "policy/unused_expert_fraction", FRACTION, "fraction of experts that received no token of an update", "near 0"
+    ),
+    Metric("policy/optimizer_steps", COUNT, "optimizer steps of the training step"),
+    Metric(
+        "policy/{name}", "set by the loss", "number that a custom loss, or an optional term of the policy loss, reports"
+    ),
     Metric("critic/loss", "loss", "squared error of the values", "falls"),
-    Metric("critic/explained_variance", SHARE, "variance of the returns that the values explain", "rises above 0"),
+    Metric(
+        "critic/explained_variance",
+        FRACTION,
+        "fraction of the variance of the returns that the values explain",
+        "rises above 0",
+    ),
     Metric("critic/value_mean", SCORE, "mean value", "near the mean reward"),
-    Metric("critic/clip_ratio", SHARE, "tokens whose value was clipped", "below 0.2"),
-    Metric("critic/{name}", "as the policy's", "the critic's own: grad_norm, skipped, optimizer steps"),
+    Metric("critic/clip_ratio", FRACTION, "fraction of tokens whose value was clipped", "below 0.2"),
+    Metric("critic/{name}", "as of the policy", "metric of the critic's updates: grad_norm, skipped, optimizer_steps"),
     Metric("sft/loss", NATS, "cross entropy of the demonstrations' tokens", "falls"),
     Metric(
         "mismatch/ratio_mean",
         RATIO,
-        "probability of a sampled token in the trainer over that in the engine, mean",
-        "0.99 to 1.01: they compute the same policy",
+        "mean ratio of a sampled token's probability in the trainer to that in the engine",
+        "0.99 to 1.01: both compute the same policy",
     ),
-    Metric("mismatch/ratio_max", RATIO, "the largest of these", "below 10"),
-    Metric("mismatch/ratio_min", RATIO, "the smallest of these", "above 0.1"),
-    Metric("mismatch/ratio_std", RATIO, "their standard deviation", "below 0.1"),
+    Metric("mismatch/ratio_max", RATIO, "largest of these ratios", "below 10"),
+    Metric("mismatch/ratio_min", RATIO, "smallest of these ratios", "above 0.1"),
+    Metric("mismatch/ratio_std", RATIO, "standard deviation of these ratios", "below 0.1"),
     Metric("mismatch/kl", NATS, "KL divergence of the trainer from the engine", "below 0.001; in bfloat16 below 0.01"),
-    Metric("mismatch/ess_tokens", SHARE, "effective sample size of importance weights, over tokens", "above 0.9"),
-    Metric("mismatch/ess_sequences", SHARE, "the same over whole sequences", "above 0.5"),
-    Metric("rollout/logprob_diff", NATS, "size of the difference of both log-probs, mean", "below 0.01"),
-    Metric("rollout/logprob_diff_max", NATS, "the largest of these", "below 1"),
-    Metric("rollout/kl", NATS, "as mismatch/kl, after corrections have masked tokens"),
-    Metric("correction/truncated_tokens", SHARE, "tokens whose importance weight was truncated", "below 0.05"),
-    Metric("correction/truncated_sequences", SHARE, "the same of sequences", "below 0.2"),
-    Metric("correction/masked_tokens", SHARE, "tokens masked for their ratio", "below 0.05"),
-    Metric("correction/masked_sequences", SHARE, "sequences masked for their ratio", "below 0.2"),
-    Metric("correction/outlier_sequences", SHARE, "sequences masked for one token's ratio", "below 0.05"),
-    Metric("async/staleness_min", STEPS, "least age of the tokens trained on, mean over turns"),
-    Metric("async/staleness_mean", STEPS, "their mean age", "well below the bound"),
-    Metric("async/staleness_max", STEPS, "their greatest age", "at most the bound"),
-    Metric("async/trainer_idle", SHARE, "of the step, in which the trainer waited for rollouts", "below 0.1"),
-    Metric("async/engines_idle", SHARE, "of the time, in which an engine had no request, mean", "below 0.1"),
+    Metric("mismatch/ess_tokens", FRACTION, "effective sample size of importance weights, over tokens", "above 0.9"),
+    Metric(
+        "mismatch/ess_sequences", FRACTION, "effective sample size of importance weights, over sequences", "above 0.5"
+    ),
+    Metric(
+        "rollout/logprob_diff",
+        NATS,
+        "mean absolute difference of a token's log-probs in trainer and engine",
+        "below 0.01",
+    ),
+    Metric("rollout/logprob_diff_max", NATS, "largest of these differences", "below 1"),
+    Metric("rollout/kl", NATS, "mismatch/kl after corrections have masked tokens"),
+    Metric(
+        "correction/truncated_tokens",
+        FRACTION,
+        "fraction of tokens whose importance weight was truncated",
+        "below 0.05",
+    ),
+    Metric(
+        "correction/truncated_sequences",
+        FRACTION,
+        "fraction of sequences whose importance weight was truncated",
+        "below 0.2",
+    ),
+    Metric("correction/masked_tokens", FRACTION, "fraction of tokens masked because of their ratio", "below 0.05"),
+    Metric("correction/masked_sequences", FRACTION, "fraction of sequences masked because of their ratio", "below 0.2"),
+    Metric(
+        "correction/outlier_sequences",
+        FRACTION,
+        "fraction of sequences masked because of the ratio of a single token",
+        "below 0.05",
+    ),
+    Metric("async/staleness_min", STEPS, "minimum age of the tokens trained on, mean over turns"),
+    Metric("async/staleness_mean", STEPS, "mean age of the tokens trained on", "well below the staleness bound"),
+    Metric("async/staleness_max", STEPS, "maximum age of the tokens trained on", "at most the staleness bound"),
+    Metric(
+        "async/trainer_idle", FRACTION, "fraction of the step in which the trainer waited for rollouts", "below 0.1"
+    ),
+    Metric("async/engines_idle", FRACTION, "fraction of the time in which an engine had no request, mean", "below 0.1"),
     Metric("async/in_flight", COUNT, "groups that are being sampled when the step begins", "not always 0"),
     Metric("async/queue", COUNT, "groups that wait to be trained on when the step begins", "not always 0"),
-    Metric("async/wasted_tokens", TOKENS, "tokens that were sampled for nothing, as a pause ended them", "0 with keep"),
-    Metric("engines/tokens_per_s", "tokens/s", "tokens sampled, over the time in which requests were running"),
-    Metric("engines/prefix_cache_hit_rate", SHARE, "prompt tokens that needed no prefill", "high for groups and turns"),
-    Metric("engines/running", COUNT, "requests in the engines when the step's numbers were taken"),
-    Metric("engines/queued", COUNT, "requests that wait for an engine then"),
-    Metric("engines/count", COUNT, "engines that take requests: neither dead nor about to leave", "as many as wanted"),
+    Metric(
+        "async/wasted_tokens",
+        TOKENS,
+        "sampled tokens that were discarded because a pause ended their request",
+        "0 with keep",
+    ),
+    Metric("engines/tokens_per_s", "tokens/s", "sampled tokens per second in which requests were running"),
+    Metric(
+        "engines/prefix_cache_hit_rate",
+        FRACTION,
+        "fraction of prompt tokens that needed no prefill",
+        "high for groups and multi-turn episodes",
+    ),
+    Metric("engines/running", COUNT, "requests that engines were processing at the end of the step"),
+    Metric("engines/queued", COUNT, "requests that were waiting for an engine at the end of the step"),
+    Metric(
+        "engines/count",
+        COUNT,
+        "engines that accept requests: neither dead nor draining",
+        "the configured number",
+    ),
     Metric("engines/dead", COUNT, "engines that are dead", "0"),
     Metric("engines/restarts", COUNT, "restarts of engines since the run began", "0"),
-    Metric("trainer/restarts", COUNT, "restarts of the trainer's ranks since the run began; only after one"),
-    Metric("trainer/ranks", COUNT, "the policy's ranks; only after a restart"),
-    Metric("weights/version", STEPS, "the step whose weights the engines hold"),
-    Metric("weights/bytes", "bytes", "bytes that a sync sent"),
-    Metric("weights/buckets", COUNT, "in so many pieces"),
-    Metric("weights/probe_gap", NATS, "largest difference of log-probs, engine and trainer", "1e-4; 0.25 in bfloat16"),
-    Metric("weights/probe_gap_mean", NATS, "mean difference of these", "below 1e-5; 0.05 in bfloat16"),
-    Metric("weights/rehearsal_gap", NATS, "the same with altered weights, before the first step", "far above the gap"),
-    Metric("throughput/tokens_per_s", "tokens/s", "tokens of the step's responses, over the whole step"),
-    Metric("timing/step_s", SECONDS, "the whole step, evaluation and checkpoint apart"),
-    Metric("timing/generate_s", SECONDS, "waiting for rollouts"),
-    Metric("timing/response_s", SECONDS, "sampling a response, all its turns, mean"),
-    Metric("timing/score_s", SECONDS, "log-probs of policy, reference and critic"),
-    Metric("timing/update_s", SECONDS, "optimizer steps"),
-    Metric("timing/publish_s", SECONDS, "sending weights to the engines"),
-    Metric("timing/move_s", SECONDS, "engines and trainer on and off an accelerator that they share"),
-    Metric("timing/evaluate_s", SECONDS, "an evaluation"),
-    Metric("memory/learner_peak_rss_gib", GIB, "host memory of the rank that needed most, since its start"),
-    Metric("memory/learner_peak_gib", GIB, "on accelerators: what torch had allocated there"),
-    Metric("memory/engine_{name}", GIB, "the same of the engine that needed most"),
+    Metric("trainer/restarts", COUNT, "restarts of the trainer's ranks since the run began; absent before the first"),
+    Metric("trainer/ranks", COUNT, "ranks of the policy; absent before the first restart"),
+    Metric("weights/version", STEPS, "step whose weights the engines hold"),
+    Metric("weights/bytes", "bytes", "bytes that a weight sync sent"),
+    Metric("weights/buckets", COUNT, "buckets that a weight sync sent"),
+    Metric(
+        "weights/probe_gap",
+        NATS,
+        "largest difference of log-probs in engine and trainer after a weight sync",
+        "1e-4; 0.25 in bfloat16",
+    ),
+    Metric("weights/probe_gap_mean", NATS, "mean difference of these log-probs", "below 1e-5; 0.05 in bfloat16"),
+    Metric(
+        "weights/self_test_gap",
+        NATS,
+        "largest difference of log-probs with altered weights, which the sync self-test sends before the first step",
+        "far above weights/probe_gap",
+    ),
+    Metric(
+        "throughput/tokens_per_s", "tokens/s", "tokens of the step's responses, divided by the time of the whole step"
+    ),
+    Metric("timing/step_s", SECONDS, "time of the whole step, without evaluation and checkpoint"),
+    Metric("timing/generate_s", SECONDS, "time in which the step waited for rollouts"),
+    Metric("timing/response_s", SECONDS, "mean time to sample a response, over all its turns"),
+    Metric("timing/score_s", SECONDS, "time to compute log-probs of policy and reference model, and values"),
+    Metric("timing/update_s", SECONDS, "time of the optimizer steps"),
+    Metric("timing/publish_s", SECONDS, "time to send weights to the engines"),
+    Metric("timing/offload_s", SECONDS, "time to offload and reload engines and trainer that share accelerators"),
+    Metric("timing/evaluate_s", SECONDS, "time of an evaluation"),
+    Metric("memory/learner_peak_rss_gib", GIB, "peak host memory since the start, maximum over trainer ranks"),
+    Metric(
+        "memory/learner_peak_gib",
+        GIB,
+        "peak accelerator memory that torch allocated since the start, maximum over trainer ranks",
+    ),
+    Metric("memory/engine_{name}", GIB, "the same peak, maximum over engines"),
     Metric(
         "eval/{source}/avg_score",
         SCORE,
-        "mean reward of an evaluation, by data source; all: over all (a source of this name is source_all); "
-        "other_sources: over those beyond the first 256, and those whose names have more than 128 characters",
+        "mean reward of an evaluation, by data source; all: over all sources (a source of this name is source_all); "
+        "other_sources: over sources beyond the first 256, and sources whose names have more than 128 characters",
         "rises",
     ),
-    Metric("eval/{source}/pass_at_{n}", SHARE, "prompts of which at least one of n samples was right", "rises"),
-    Metric("eval/{source}/num_failed", COUNT, "episodes that failed, and count as reward 0", "0"),
+    Metric(
+        "eval/{source}/pass_at_{n}",
+        FRACTION,
+        "fraction of prompts with at least one correct answer among n samples",
+        "rises",
+    ),
+    Metric("eval/{source}/num_failed", COUNT, "episodes that failed and count as reward 0", "0"),
 )
-"""In the order in which people read them; of several that match, the first one."""
+"""Metrics in the order in which people read them. If several match a name, the first one describes it."""
+
+DEPRECATED_NAMES: Mapping[str, str] = {
+    "sampling/cut": "sampling/cancelled",
+    "sampling/left_out": "sampling/curriculum_skipped",
+    "timing/move_s": "timing/offload_s",
+    "weights/rehearsal_gap": "weights/self_test_gap",
+    "policy/router_unused": "policy/unused_expert_fraction",
+    "critic/router_unused": "critic/unused_expert_fraction",
+    "skyrl_http_requests_under_way": "skyrl_http_requests_in_progress",
+}
+"""Old name -> new name of renamed metrics. Both are written until the next release, for existing dashboards."""
+_OLD_NAMES = {new: old for old, new in DEPRECATED_NAMES.items()}
+_Value = TypeVar("_Value")
 
 
 def metric_of(name: str) -> Metric | None:
-    """What is known of a metric of this name; None of one that a user's own code has added."""
+    """Return the entry of the catalog that matches a metric's name; None if a user's own code added the metric."""
     return next((metric for metric in METRICS if metric.matches(name)), None)
+
+
+def names_to_write(name: str) -> tuple[str, ...]:
+    """Return the names under which a metric is written: its own name and, if it was renamed, its deprecated one."""
+    return (name, _OLD_NAMES[name]) if name in _OLD_NAMES else (name,)
+
+
+def add_deprecated_names(metrics: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return metrics with the value of every renamed metric under its deprecated name as well."""
+    return {written: value for name, value in metrics.items() for written in names_to_write(name)}
+
+
+def replace_deprecated_names(row: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return a row of metrics under current names only, so that rows of earlier versions read like new ones.
+
+    A value under a current name wins over one under the deprecated name.
+    """
+    if DEPRECATED_NAMES.keys().isdisjoint(row):
+        return dict(row)
+    return {
+        DEPRECATED_NAMES.get(name, name): value for name, value in row.items() if DEPRECATED_NAMES.get(name) not in row
+    }

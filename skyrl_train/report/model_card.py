@@ -1,6 +1,6 @@
-"""The model card of an export: README.md with metadata for the hub, made from what a run has written.
+"""The model card of an export: README.md with metadata for the model hub, made from the files of a run.
 
-No sentence of it is a guess: what the run did not record is not said. Texts of the run's are shown as texts.
+The card states only what the run recorded. Texts from the run are escaped, so that Markdown shows them as they are.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ _TAGS = {"rewards": ["reinforcement-learning"], "demonstrations": ["sft"], "": [
 
 @dataclass(frozen=True)
 class Card:
-    """What a card is made of: plain values, without secrets and folders of the machine."""
+    """The contents of a model card: plain values, without secrets and without paths of the machine."""
 
     run: str
     base: str
     base_is_on_hub: bool
     is_adapter: bool
     model_class: str
-    """The Auto class of transformers that loads the model, or the base of an adapter."""
+    """Auto class of transformers that loads the model or, for an adapter, its base model."""
     lora: str
-    """Rank and scale of adapters, in words; empty for a whole model."""
+    """Description of the adapters' rank and scale; empty if no adapters were trained."""
     dtype: str
     step: int
     trained_on: str
-    """"rewards", "demonstrations", or empty if the run has not recorded what."""
+    """"rewards" or "demonstrations"; empty if the run did not record it."""
     environment: str
     data: Mapping[str, Sequence[str]]
-    """"training" and "evaluation" -> sources."""
+    """"training" and "evaluation" -> data sources."""
     keys: Mapping[str, Any]
-    """Keys of the configuration -> values."""
+    """Configuration keys -> values."""
     rows: Sequence[Mapping[str, float]]
-    """The lines of metrics.jsonl up to the step."""
+    """Lines of metrics.jsonl up to the step."""
     has_curve: bool
+    """True if the export has the file CURVE_FILE."""
     checked: str
-    """What was compared with the checkpoint, in words."""
+    """Sentence about what was compared with the checkpoint; may be empty."""
     versions: Mapping[str, str]
-    """Libraries that made the export."""
+    """Libraries that made the export -> versions."""
 
 
 def model_card(card: Card) -> str:
-    """The text of README.md."""
+    """Return the text of README.md with its metadata block."""
     sections = [
         f"# {text(card.run)}, step {card.step}",
-        _what(card),
+        _summary(card),
         "## Use\n\n" + _use(card),
         "## Training\n\n" + "\n\n".join(_training(card)),
         "## Evaluation\n\n" + _evaluation(card),
@@ -61,22 +62,22 @@ def model_card(card: Card) -> str:
 
 
 def _metadata(card: Card) -> str:
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "library_name": "peft" if card.is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["skyrl-train", *_TAGS[card.trained_on], *(["lora"] if card.lora else [])],
     }
     if card.base_is_on_hub:
-        found |= {"base_model": card.base, "base_model_relation": "adapter" if card.is_adapter else "finetune"}
-    return yaml.safe_dump(found, sort_keys=False)
+        metadata |= {"base_model": card.base, "base_model_relation": "adapter" if card.is_adapter else "finetune"}
+    return yaml.safe_dump(metadata, sort_keys=False)
 
 
-def _what(card: Card) -> str:
+def _summary(card: Card) -> str:
     base = text(card.base) + ("" if card.base_is_on_hub else " (its name where it was trained)")
     kind = f"LoRA adapters ({card.lora}) for" if card.is_adapter else "A model trained from"
-    how = f" that learns from {card.trained_on}" if card.trained_on else ""
-    where = f" in the environment {text(card.environment)}" if card.trained_on == "rewards" else ""
-    return f"{kind} {base}: step {card.step} of a run{how}{where}. {card.checked}".rstrip()
+    training = f" that trains on {card.trained_on}" if card.trained_on else ""
+    environment = f" in the environment {text(card.environment)}" if card.trained_on == "rewards" else ""
+    return f"{kind} {base}: step {card.step} of a run{training}{environment}. {card.checked}".rstrip()
 
 
 def _use(card: Card) -> str:
@@ -101,12 +102,12 @@ def _use(card: Card) -> str:
 def _training(card: Card) -> Iterator[str]:
     for use, sources in card.data.items():
         if sources:
-            yield f"Data of {use}: {', '.join(text(source) for source in sources)}."
+            yield f"{use.capitalize()} data: {', '.join(text(source) for source in sources)}."
     if card.lora and not card.is_adapter:
-        yield f"LoRA adapters ({card.lora}) were trained, and are merged into the weights."
+        yield f"LoRA adapters ({card.lora}) were trained and merged into the weights."
     yield table(["key", "value"], [[text(name), text(value)] for name, value in card.keys.items()])
     if card.has_curve:
-        yield f"![What was measured at every step]({CURVE_FILE})"
+        yield f"![Learning curve over training steps]({CURVE_FILE})"
 
 
 def _evaluation(card: Card) -> str:
@@ -122,40 +123,40 @@ def _evaluation(card: Card) -> str:
 
 def _limits(card: Card) -> Iterator[str]:
     if card.trained_on == "rewards":
-        yield "It has learnt what its reward pays for, which may be less than what was meant."
-    yield "Nothing else was measured: not safety, not bias, not what it has forgotten of what the base model knew."
+        yield "The model was trained to maximize its reward, which may differ from the intended behavior."
+    yield "Nothing else was measured: neither safety nor bias, nor which abilities of the base model were lost."
     last = next((row for row in reversed(card.rows) if "response/truncated_fraction" in row), None)
     if last is not None:
         yield (
-            f"{last['response/truncated_fraction']:.0%} of the responses of step {last['step']:g} were cut off at "
-            "the longest that training allows."
+            f"{last['response/truncated_fraction']:.0%} of the responses of step {last['step']:g} were truncated at "
+            "the maximum length of training."
         )
     if card.dtype == "bfloat16" and not card.is_adapter:
-        yield "Weights were trained in float32 and are rounded to bfloat16 here."
-    yield "The licence and the limits of the base model apply."
+        yield "The weights were trained in float32 and are rounded to bfloat16 here."
+    yield "The license and the limits of the base model apply."
 
 
-_LONGEST = 200
-_AS_CODE = re.compile(r"[\w.+/:=@,()\[\]{}'\" -]+", re.ASCII)
-"""What is shown as code: nothing in it ends code or a table's cell, or is markup."""
+_MAX_CHARS = 200
+_SAFE_AS_CODE = re.compile(r"[\w.+/:=@,()\[\]{}'\" -]+", re.ASCII)
+"""Texts that are shown as code: they have no character that ends code or a table cell."""
 
 
 def text(value: object) -> str:
-    """A value as a text that Markdown renders as it is, whatever is in it; long ones are cut.
+    """Return Markdown that renders a value as literal text, truncated to 200 characters.
 
-    Line breaks become spaces; characters that are not seen, or that turn a line around, become U+FFFD.
+    Line breaks become spaces. Characters that are invisible or change the text direction become U+FFFD.
     """
     words = " ".join(str(value).split())
-    shown = "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in words)
-    if len(shown) > _LONGEST:
-        shown = f"{shown[:_LONGEST]}..."
-    if _AS_CODE.fullmatch(shown):
-        return f"`{shown}`"
-    # A character reference is never part of Markdown's structure, and a sign of punctuation may be.
-    return re.sub(r"[!-/:-@\[-`{-~]", lambda sign: f"&#{ord(sign[0])};", shown)
+    printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in words)
+    if len(printable) > _MAX_CHARS:
+        printable = f"{printable[:_MAX_CHARS]}..."
+    if _SAFE_AS_CODE.fullmatch(printable):
+        return f"`{printable}`"
+    # Markdown never interprets a character reference, but it may interpret the punctuation itself.
+    return re.sub(r"[!-/:-@\[-`{-~]", lambda match: f"&#{ord(match[0])};", printable)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are Markdown already."""
+    """Return a Markdown table. Cells must be escaped Markdown already, with as many in each row as in `head`."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,4 +1,4 @@
-"""The interface of trackers, what they are given, and what those of libraries share: flat keys, ids of runs."""
+"""The interface of trackers, their inputs, and helpers that several trackers share."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from skyrl_train.terminal import escape_control_chars
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One rollout for people to read. Its texts are untrusted."""
+    """A rollout for people to read. Its texts are untrusted."""
 
     prompt: str
     response: str
     reward: float
     stop_reason: str
     uid: str = ""
-    """Of the prompt: with the step, what finds it among the rollouts that are kept."""
+    """Unique id of the prompt. With step and sample it identifies the rollout among the saved ones."""
     status: str = "ok"
     turns: int = 1
     tokens: int = 0
-    """Of the response, those between its turns included."""
+    """Number of tokens of the response, including those between its turns."""
     version: int = 0
-    """The newest weights that sampled any of it."""
+    """Newest version of the weights that sampled a part of the response."""
     sample: int = 0
-    """Which of its prompt's samples it is."""
+    """Index of the rollout among the samples of its prompt."""
 
-    def cells(self, shown: Callable[[str], str] = str) -> list[str | float]:
-        """What stands in the columns SAMPLE_COLUMNS; `shown` makes texts harmless."""
-        return [shown(value) if isinstance(value, str) else value for value in astuple(self)]
+    def cells(self, escape: Callable[[str], str] = str) -> list[str | float]:
+        """Return the values of the columns SAMPLE_COLUMNS, with `escape` applied to texts."""
+        return [escape(value) if isinstance(value, str) else value for value in astuple(self)]
 
 
 SAMPLE_COLUMNS = tuple(field.name for field in fields(SampleRow))
+"""Names of the columns of a table of rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerSetup:
-    """Information about the run that a tracker may need."""
+    """Information about a run, from which a tracker is created."""
 
     run_dir: Path
     project_name: str
@@ -51,26 +52,43 @@ class TrackerSetup:
 
 
 class Tracker(Protocol):
-    """Constructed with a TrackerSetup. Names are printable, values may be NaN, texts may contain anything.
+    """A destination of metrics and rollouts. The registry calls its class or factory with a TrackerSetup.
 
-    One that shows how runs end also has `fail(error: BaseException)`, which is called before `close` if the run ends
-    with an error; a run that was stopped ends with asyncio.CancelledError, KeyboardInterrupt or Stopped. One that shows
-    tables of rollouts also has `table(rows: Sequence[SampleRow], step: int)`: more than `samples`, cut to a bound.
+    Names are printable, values may be NaN, and texts may contain anything. If a method raises, the tracker gets no more
+    calls, and training continues.
+
+    Two methods are optional. `fail(error: BaseException)` is called before `close` if the run ends with an error; a run
+    that was stopped ends with asyncio.CancelledError, KeyboardInterrupt or RunInterrupted. `table(rows:
+    Sequence[SampleRow], step: int)` gets more rollouts of a step than `samples`, with long texts truncated.
     """
 
     def begin(self, step: int, total_steps: int) -> None:
-        """The run continues after `step` (0: from the start); any records of later steps are void."""
+        """Prepare for the steps after `step`, of `total_steps` steps in all (0: an evaluation). Called before `log`.
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+        At step 0 the run starts from the beginning. Otherwise it is resumed, and records of later steps become invalid.
+        """
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step. A resumed run may log a step again, which replaces the earlier record."""
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        """A few completions of a step, whole."""
+        """Record a few complete rollouts of a step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is buffered and release resources. The run ends."""
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """`trainer.policy.optimizer_config.lr` -> 1e-6: every value that is no mapping. Lists are JSON, None is "null"."""
+    """Return all values of a nested configuration by dotted key, such as `trainer.policy.optimizer_config.lr`.
+
+    Args:
+        config: The configuration.
+        prefix: Text before every key.
+
+    Returns:
+        Booleans, numbers and texts as they are; lists as JSON; None as "null". Keys and texts have their control
+        characters escaped. Empty mappings are left out.
+    """
     flat: dict[str, bool | int | float | str] = {}
     for key, value in config.items():
         name = prefix + escape_control_chars(str(key))
@@ -84,16 +102,17 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, boo
 
 
 IDS_FILE = "trackers.json"
+"""File in the run's folder with the ids of the run in tracker libraries."""
 
 
 def load_run_id(run_dir: Path, tracker: str) -> str | None:
-    """The id that an earlier start of this run kept; None if there is none, or none that can be read."""
+    """Return the id under which `tracker` knows the run in `run_dir`; None if no readable id was saved."""
     value = _load_run_ids(run_dir).get(tracker)
     return value if isinstance(value, str) else None
 
 
 def save_run_id(run_dir: Path, tracker: str, run_id: str) -> None:
-    """Raises OSError."""
+    """Save the id under which `tracker` knows the run, for later attempts. Raises OSError if it cannot be written."""
     atomic_write_text(run_dir / IDS_FILE, json.dumps(_load_run_ids(run_dir) | {tracker: run_id}, indent=1))
 
 

@@ -1,22 +1,22 @@
-"""The rollouts that a run keeps: one Parquet file for each step, beside metrics.jsonl.
+"""Reader and writer of a run's saved rollouts: one Parquet file per step, in the run's folder.
 
-    rollouts/step_00000040.parquet   what step 40 trained on, one row a rollout (see COLUMNS)
-    rollouts/vocabulary.parquet      what each token id reads as by itself
+    rollouts/step_00000040.parquet   the rollouts that step 40 trained on, one row each (see COLUMNS)
+    rollouts/vocabulary.parquet      the text of each token id
 
-L below is the number of a rollout's response tokens, those between turns included.
+L below is the number of response tokens of a rollout, including those between turns.
 
-Inside a file a token takes few bytes and little time. Most columns are stored as they are read. Three are not:
+The files are compact and fast to read. Most columns are stored as they are read. Three kinds are not:
 
-- trained is not stored: it follows from loss_spans.
-- old_logprobs and ref_logprobs are stored by their difference to rollout_logprobs, which they are close to: that of
-  the bit patterns, as integers, with the sign in the lowest bit ("old_logprobs_from_rollout"). It is exact, and its
-  upper bytes are zeros.
-- messages refer to the text where they repeat it: {"messages": [...], "text": [[1, 0, 900]]} says that the content of
-  message 1 is text[0:900].
+- `trained` is not stored. It follows from `loss_spans`.
+- `old_logprobs` and `ref_logprobs` are close to `rollout_logprobs`, so the difference is stored: that of the bit
+  patterns as integers, with the sign in the lowest bit ("old_logprobs_from_rollout"). It is exact, and its upper bytes
+  are zeros.
+- `messages` refer to the text where they repeat it: {"messages": [...], "text": [[1, 0, 900]]} means that the content
+  of message 1 is text[0:900].
 
-Log-probs look random to any compressor but for sign and exponent, so their bytes are stored by place, all first ones
-before all second ones (BYTE_STREAM_SPLIT). Ids repeat as words do, advantages are the same all along a response, and
-prompts that a group shares are within zstd's reach: these are stored as they are.
+Only sign and exponent of log-probs are compressible. So their bytes are grouped by position, all first bytes before all
+second ones (BYTE_STREAM_SPLIT). Other columns compress well as they are: token ids repeat like words, advantages are
+constant within a response, and a group's shared prompt lies within zstd's window.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FOLDER = "rollouts"
 _STEP_FILE = re.compile(r"step_([0-9]{8,10})\.parquet")
 
 HIDDEN_TOKEN = -1
-"""Stored in the place of the ids of tokens that spell a secret."""
+"""Token id that replaces the ids of tokens that spell a secret."""
 _SPAN = [("start", pa.int32()), ("stop", pa.int32())]
 _TURN = [
     *_SPAN,
@@ -93,24 +93,33 @@ COLUMNS = pa.schema(
         ("token_rewards", pa.list_(pa.float32())),
     ]
 )
-"""The columns that the reader gives, whatever the files are like inside."""
+"""Columns that the reader returns, independent of how files store them."""
 
 
 def step_file(run: Path, step: int) -> Path:
-    """Where the rollouts of a step are."""
+    """Return the path of the file with the rollouts of a step."""
     return Path(run) / FOLDER / f"step_{step:08d}.parquet"
 
 
 def vocabulary_file(run: Path) -> Path:
-    """Where the texts of token ids are."""
+    """Return the path of the file with the texts of token ids."""
     return Path(run) / FOLDER / "vocabulary.parquet"
 
 
 def write_rollouts(run: Path, step: int, tables: pa.Table | Iterable[pa.Table]) -> Path:
-    """Write the rollouts of a step into a run's folder; the file appears whole, and replaces one of the same step.
+    """Write the rollouts of a step into a run's folder, and return the file.
 
-    `tables`: one, or one after the other; columns of COLUMNS, of which those that are lacking are null. Raises OSError,
-    and ValueError for other columns.
+    The file is written atomically and replaces one of the same step.
+
+    Args:
+        run: Folder of the run.
+        step: Step that trained on the rollouts.
+        tables: One table, or several to write one after the other. Columns are those of COLUMNS; missing ones become
+            null.
+
+    Raises:
+        ValueError: If a table has other columns.
+        OSError: If the file cannot be written.
     """
     file = step_file(run, step)
     _write(file, ([tables] if isinstance(tables, pa.Table) else tables))
@@ -118,7 +127,7 @@ def write_rollouts(run: Path, step: int, tables: pa.Table | Iterable[pa.Table]) 
 
 
 def write_vocabulary(run: Path, texts: Sequence[str]) -> Path:
-    """Write what each token id, the place in `texts`, reads as. Raises OSError."""
+    """Write the text of each token id, which is the index in `texts`, and return the file. Raises OSError."""
     file = vocabulary_file(run)
     table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
     with _atomic_write(file) as handle:
@@ -127,16 +136,17 @@ def write_vocabulary(run: Path, texts: Sequence[str]) -> Path:
 
 
 class RolloutReader:
-    """Reads the rollouts of a run, which may be under way, has ended, or was copied from elsewhere.
+    """A reader of a run's saved rollouts. The run may still be active or finished, and its files may be untrusted.
 
-    Example: `RolloutFiles(Path("runs/a")).table(columns=["uid", "reward"], filter=pc.field("reward") > 0.5)`
+    Example: `RolloutReader(Path("runs/a")).table(columns=["uid", "reward"], filter=pc.field("reward") > 0.5)`
     """
 
     def __init__(self, run: Path):
+        """Read from the folder of a run, which need not have rollouts yet."""
         self._run = Path(run)
 
     def steps(self) -> list[int]:
-        """The steps of which there are rollouts, in order."""
+        """Return the steps that have saved rollouts at the moment, in ascending order."""
         folder = self._run / FOLDER
         names = (_STEP_FILE.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ()))
         return sorted(step for match in names if match and (step := int(match[1])) <= MAX_STEP)
@@ -147,82 +157,88 @@ class RolloutReader:
         columns: Sequence[str] | None = None,
         filter: pc.Expression | None = None,
     ) -> pa.Table:
-        """The rollouts of these steps, in their order; all that there are by default.
-
-        A step whose rollouts are gone meanwhile (see trainer.keep_rollouts_gb) is left out.
+        """Return the rollouts of some steps, one row each, in the order of the steps and of their files.
 
         Args:
-            columns: Names of COLUMNS; all by default. Few are read much faster.
-            filter: On columns that have no lists: `pc.field("reward") > 0.5`.
+            steps: Steps to read; all that have rollouts by default. A step without a file is skipped, for example one
+                whose file was deleted to stay within trainer.keep_rollouts_gb.
+            columns: Names of COLUMNS; all by default. A few columns are read much faster.
+            filter: Condition on rows. It may use columns without lists, as in `pc.field("reward") > 0.5`.
+
+        Returns:
+            A table with the columns in the requested order. A column that the files do not have is null.
 
         Raises:
-            ValueError: for a column that there is not.
-            OSError: for a file that cannot be read: it is truncated, has text that is not UTF-8, or is no file at all.
+            ValueError: If a column is not one of COLUMNS.
+            OSError: If a file cannot be read: it is truncated or damaged, has text that is not UTF-8, or is not a
+                regular file.
         """
         names = COLUMNS.names if columns is None else list(columns)
         if unknown := [name for name in names if name not in COLUMNS.names]:
-            raise ValueError(f"columns={unknown}: the columns of rollouts are {', '.join(COLUMNS.names)}.")
-        wanted = pa.schema([COLUMNS.field(name) for name in names])
-        found = [self._of_step(step, wanted, filter) for step in (self.steps() if steps is None else steps)]
-        return pa.concat_tables([table for table in found if table is not None] or [wanted.empty_table()])
+            raise ValueError(f"columns={unknown}: not columns of rollouts. Choose from {', '.join(COLUMNS.names)}.")
+        schema = pa.schema([COLUMNS.field(name) for name in names])
+        tables = [self._step_table(step, schema, filter) for step in (self.steps() if steps is None else steps)]
+        return pa.concat_tables([table for table in tables if table is not None] or [schema.empty_table()])
 
     def conversations(self, step: int) -> pa.Table:
-        """For a search: text, and messages as JSON without what of them is in the text, which it refers to by numbers.
+        """Return the columns `text` and `messages` of a step as they are stored, for searching.
 
-        A step that is gone has no rows.
+        `messages` is JSON without the parts that it shares with `text`. A step without a file has no rows. Raises
+        OSError if the file cannot be read.
         """
-        wanted = pa.schema([COLUMNS.field(name) for name in ("text", "messages")])
+        schema = pa.schema([COLUMNS.field(name) for name in ("text", "messages")])
         try:
             with open_untrusted(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
-                return _checked(parquet.read(wanted.names)).select(wanted.names).cast(wanted)
+                return _validated(parquet.read(schema.names)).select(schema.names).cast(schema)
         except FileNotFoundError:
-            return wanted.empty_table()
+            return schema.empty_table()
 
     def vocabulary(self) -> dict[int, str]:
-        """What each token id reads as by itself; empty if the run has not written it. Raises OSError."""
+        """Return the text of each token id; {} if the run has not written the file. Raises OSError."""
         try:
             with open_untrusted(vocabulary_file(self._run)) as file:
-                found = _checked(pq.read_table(file, columns=["id", "text"])).drop_null()
-                texts = found["text"].cast(pa.string()).to_pylist()
-                return dict(zip(found["id"].cast(pa.int32()).to_pylist(), texts, strict=True))
+                table = _validated(pq.read_table(file, columns=["id", "text"])).drop_null()
+                texts = table["text"].cast(pa.string()).to_pylist()
+                return dict(zip(table["id"].cast(pa.int32()).to_pylist(), texts, strict=True))
         except FileNotFoundError:
             return {}
 
-    def _of_step(self, step: int, wanted: pa.Schema, filter: pc.Expression | None) -> pa.Table | None:
+    def _step_table(self, step: int, schema: pa.Schema, filter: pc.Expression | None) -> pa.Table | None:
         try:
             with open_untrusted(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
-                stored = stored_columns(wanted.names, parquet.schema_arrow)
-                if filter is None:  # a run may have thousands of files
-                    return unpack_columns(_checked(parquet.read(stored)), wanted)
+                stored = stored_columns(schema.names, parquet.schema_arrow)
+                if filter is None:  # the fast path: a run may have thousands of files
+                    return unpack_columns(_validated(parquet.read(stored)), schema)
                 file.seek(0)
-                return unpack_columns(_checked(pq.read_table(file, columns=stored, filters=filter)), wanted)
+                return unpack_columns(_validated(pq.read_table(file, columns=stored, filters=filter)), schema)
         except FileNotFoundError:
             return None
 
 
-def _checked(table: pa.Table) -> pa.Table:
-    """Return what was read. Raises ArrowInvalid for offsets out of range and for text that is not UTF-8."""
+def _validated(table: pa.Table) -> pa.Table:
+    """Return the table. Raises ArrowInvalid for offsets out of range and for text that is not UTF-8."""
     table.validate(full=True)
     return table
 
 
-def _complete(table: pa.Table) -> pa.Table:
-    """With all columns that are stored, in their order."""
+def _with_all_columns(table: pa.Table) -> pa.Table:
+    """Return the table with all stored columns in their order. Raises ValueError for an unknown column."""
     if unknown := [name for name in table.column_names if name not in COLUMNS.names]:
-        raise ValueError(f"{unknown} are no columns of rollouts, which are {', '.join(COLUMNS.names)}.")
+        raise ValueError(f"{unknown} are not columns of rollouts. Choose from {', '.join(COLUMNS.names)}.")
     schema = pa.schema([field for field in COLUMNS if field.name != DERIVED])
-    there = {*table.column_names}
-    return pa.table(
-        [table[one.name].cast(one.type) if one.name in there else pa.nulls(len(table), one.type) for one in schema],
-        schema=schema,
-    )
+    present = {*table.column_names}
+    columns = [
+        table[field.name].cast(field.type) if field.name in present else pa.nulls(len(table), field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
 
 
 def _write(file: Path, tables: Iterable[pa.Table]) -> None:
     with _atomic_write(file) as handle, ExitStack() as stack:
         writer = None
         for table in tables:
-            stored = pack_columns(_complete(table))
+            stored = pack_columns(_with_all_columns(table))
             if writer is None:
                 writer = stack.enter_context(pq.ParquetWriter(handle, stored.schema, **write_options(stored.schema)))
             writer.write_table(stored, row_group_size=max(1, len(stored)))
@@ -230,76 +246,97 @@ def _write(file: Path, tables: Iterable[pa.Table]) -> None:
 
 @contextmanager
 def _atomic_write(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to write to, in a folder that is made if it is missing."""
+    """Open a file for atomic writing. Create its folder if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as handle:
         yield handle
-    fsync_folder(file.parent.parent)  # which may have got the folder just now
+    fsync_folder(file.parent.parent)  # file.parent may be new
 
 
 # -- the layout inside files -------------------------------------------------------------------------------------------
 
 
 DERIVED = "trained"
+"""Column that is computed when it is read."""
 DELTA_BASE = "rollout_logprobs"
-"""What other log-probs are stored by their difference to."""
+"""Column to which the differences of DELTA_COLUMNS are stored."""
 DELTA_COLUMNS = ("old_logprobs", "ref_logprobs")
 _SUFFIX = "_from_rollout"
-_SHORTEST_REFERENCE = 16
-"""Characters of a message that are worth a reference to the text."""
-_LEVELS = {"text": 9, "messages": 3, "env_extras": 3, "response_ids": 6}
-"""Of zstd, where a higher one than 1 saves more than it costs."""
-_REPEATED = ("uid", "data_source", "env_class", "status", "error", "stop_reason", "env_metrics", "env_extras", "detail")
+_MIN_REFERENCE_CHARS = 16
+"""Minimum length of a message that is stored as a reference to the text."""
+_COMPRESSION_LEVELS = {"text": 9, "messages": 3, "env_extras": 3, "response_ids": 6}
+"""Columns -> zstd levels above 1, where they save more than they cost."""
+_DICTIONARY_COLUMNS = (
+    "uid",
+    "data_source",
+    "env_class",
+    "status",
+    "error",
+    "stop_reason",
+    "env_metrics",
+    "env_extras",
+    "detail",
+)
 _PAGE_BYTES = 8 << 20
-"""Of a page, beyond which the compressor forgets: a group's prompts are in one."""
+"""Size of a page, the unit of compression: large enough for all prompts of a group."""
 _DICTIONARY_BYTES = 64 << 20
 _MAX_RESPONSE = 1 << 24
-"""Tokens of a response; more is damage, and would take the memory of the reader."""
+"""Maximum number of response tokens. A damaged file with a larger number would exhaust the reader's memory."""
 
 
 def stored_columns(names: Sequence[str], schema: pa.Schema) -> list[str]:
-    """The columns of a file with this schema from which those named are made."""
-    found: set[str] = set()
+    """Return the stored columns that `unpack_columns` needs.
+
+    Args:
+        names: Columns to return to the user, names of COLUMNS.
+        schema: Schema of the file. Columns that it does not have are skipped.
+    """
+    needed: set[str] = set()
     for name in names:
         if name == DERIVED:
-            found |= {"loss_spans", "response_tokens"}
+            needed |= {"loss_spans", "response_tokens"}
         elif name == "messages":
-            found |= {"messages", "text"}
+            needed |= {"messages", "text"}
         elif name + _SUFFIX in schema.names:
-            found |= {name + _SUFFIX, DELTA_BASE}
+            needed |= {name + _SUFFIX, DELTA_BASE}
         else:
-            found.add(name)
-    return sorted(found & {*schema.names})
+            needed.add(name)
+    return sorted(needed & {*schema.names})
 
 
 def pack_columns(table: pa.Table) -> pa.Table:
-    """The columns to store for these rollouts."""
+    """Return a table of rollouts in the form in which files store it: log-probs as differences, see the module."""
     for name in DELTA_COLUMNS:
         if name not in table.column_names:
             continue
-        ours, theirs = (_one(table[column]) for column in (name, DELTA_BASE))
-        offsets = _offsets(ours)
-        if ours.null_count == 0 and theirs.null_count == 0 and offsets.equals(_offsets(theirs)):
-            values = _bits(ours) - _bits(theirs)
-            folded = pa.array((values << 1) ^ (values >> 31))
-            place = table.column_names.index(name)
-            table = table.set_column(place, name + _SUFFIX, pa.ListArray.from_arrays(offsets, folded))
+        column, base = (_combine_chunks(table[column]) for column in (name, DELTA_BASE))
+        offsets = _offsets(column)
+        if column.null_count == 0 and base.null_count == 0 and offsets.equals(_offsets(base)):
+            delta = _bits(column) - _bits(base)
+            zigzag = pa.array((delta << 1) ^ (delta >> 31))
+            index = table.column_names.index(name)
+            table = table.set_column(index, name + _SUFFIX, pa.ListArray.from_arrays(offsets, zigzag))
     return table
 
 
-def unpack_columns(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """The wanted columns of what is stored; null where it is of a version that did not have them."""
-    return pa.table([_column(table, field) for field in wanted], schema=wanted)
+def unpack_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of `schema`, a part of COLUMNS, from a table of stored columns.
+
+    Columns that a file of an earlier version does not have are null. Raises ValueError or another exception if stored
+    columns do not fit together.
+    """
+    return pa.table([_column(table, field) for field in schema], schema=schema)
 
 
 def write_options(schema: pa.Schema) -> dict[str, Any]:
-    """How Parquet stores packed rollouts: arguments of its writer."""
+    """Return the keyword arguments with which `pyarrow.parquet.ParquetWriter` writes packed rollouts."""
     leaves = {field.name: f"{field.name}.list.element" for field in schema if pa.types.is_list(field.type)}
     split = [leaf for name, leaf in leaves.items() if name.removesuffix(_SUFFIX) in (DELTA_BASE, *DELTA_COLUMNS)]
+    levels = {leaves.get(name, name): level for name, level in _COMPRESSION_LEVELS.items() if name in schema.names}
     return {
         "compression": "zstd",
-        "compression_level": {leaves.get(name, name): at for name, at in _LEVELS.items() if name in schema.names},
-        "use_dictionary": [name for name in _REPEATED if name in schema.names],
+        "compression_level": levels,
+        "use_dictionary": [name for name in _DICTIONARY_COLUMNS if name in schema.names],
         "column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
         "data_page_size": _PAGE_BYTES,
         "dictionary_pagesize_limit": _DICTIONARY_BYTES,
@@ -309,44 +346,47 @@ def write_options(schema: pa.Schema) -> dict[str, Any]:
 
 
 def pack_messages(messages: Sequence[Any], text: str, known: Sequence[str] = ()) -> str:
-    """A conversation as it is stored: JSON, in which contents that are in the text are references to it.
+    """Return a conversation in its stored form: JSON in which contents that occur in the text are references to it.
 
-    `known`: the JSON of the first messages, where the caller has it already.
+    Args:
+        messages: The conversation's messages.
+        text: Text of the rollout's response.
+        known: JSON of the first messages, if the caller has it already. They get no references.
     """
-    found = list(known)
+    items = list(known)
     references: list[tuple[int, int, int]] = []
-    after = 0
-    for place in range(len(found), len(messages)):
-        message = messages[place]
+    end = 0
+    for index in range(len(items), len(messages)):
+        message = messages[index]
         content = message.get("content") if isinstance(message, Mapping) else None
-        long = isinstance(content, str) and len(content) >= _SHORTEST_REFERENCE
-        start = text.find(str(content), after) if long else -1
+        is_long = isinstance(content, str) and len(content) >= _MIN_REFERENCE_CHARS
+        start = text.find(str(content), end) if is_long else -1
         if start < 0:
-            found.append(dump_json(message))
+            items.append(dump_json(message))
             continue
-        after = start + len(str(content))
-        references.append((place, start, after))
-        found.append(dump_json({**message, "content": ""}))
-    inside = f"[{', '.join(found)}]"
-    return f'{{"messages": {inside}, "text": {json.dumps(references)}}}' if references else inside
+        end = start + len(str(content))
+        references.append((index, start, end))
+        items.append(dump_json({**message, "content": ""}))
+    array = f"[{', '.join(items)}]"
+    return f'{{"messages": {array}, "text": {json.dumps(references)}}}' if references else array
 
 
 def dump_json(value: Any) -> str:
-    """As JSON of valid Unicode: lone surrogates are escaped, and numbers that are none are null.
+    """Return a value as JSON of valid Unicode.
 
-    What JSON does not know is text, as `str` has it.
+    Lone surrogates are escaped, and numbers that are not finite become null. Values of other types become text.
     """
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_known)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_to_json_type)
         text.encode()
         return text
     except UnicodeEncodeError:
-        return json.dumps(value, allow_nan=False, default=_known)
+        return json.dumps(value, allow_nan=False, default=_to_json_type)
     except ValueError:
-        return dump_json(replace_non_finite(json.loads(json.dumps(value, default=_known))))
+        return dump_json(replace_non_finite(json.loads(json.dumps(value, default=_to_json_type))))
 
 
-def _known(value: Any) -> Any:
+def _to_json_type(value: Any) -> Any:
     try:
         return json_default(value)
     except TypeError:
@@ -356,16 +396,16 @@ def _known(value: Any) -> Any:
 def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
     name = field.name
     if name == DERIVED:
-        return _masks(table)
+        return _trained_masks(table)
     if name == "messages":
         pairs = zip(table["messages"].to_pylist(), table["text"].to_pylist(), strict=True)
         return pa.array([_unpacked_messages(*pair) for pair in pairs], pa.string())
     if name + _SUFFIX in table.column_names:
-        folded, theirs = (_one(table[column]) for column in (name + _SUFFIX, DELTA_BASE))
-        kept = folded.flatten().to_numpy(zero_copy_only=False)
-        values = (kept.view(np.uint32) >> 1).view(np.int32) ^ -(kept & 1)
-        numbers = (values + _bits(theirs)).view(np.float32)
-        return pa.ListArray.from_arrays(_offsets(folded), pa.array(numbers)).cast(field.type)
+        column, base = (_combine_chunks(table[stored]) for stored in (name + _SUFFIX, DELTA_BASE))
+        zigzag = column.flatten().to_numpy(zero_copy_only=False)
+        delta = (zigzag.view(np.uint32) >> 1).view(np.int32) ^ -(zigzag & 1)
+        values = (delta + _bits(base)).view(np.float32)
+        return pa.ListArray.from_arrays(_offsets(column), pa.array(values)).cast(field.type)
     if name not in table.column_names:
         return pa.nulls(len(table), field.type)
     return table[name].cast(field.type)
@@ -374,19 +414,19 @@ def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
 def _unpacked_messages(stored: str | None, text: str | None) -> str | None:
     if stored is None or not stored.startswith("{"):
         return stored
-    held = json.loads(stored)
-    for place, start, stop in held["text"]:
-        held["messages"][place]["content"] = (text or "")[start:stop]
-    return dump_json(held["messages"])
+    packed = json.loads(stored)
+    for index, start, stop in packed["text"]:
+        packed["messages"][index]["content"] = (text or "")[start:stop]
+    return dump_json(packed["messages"])
 
 
-def _masks(table: pa.Table) -> pa.Array:
-    """[rows][L] whether a token is in a span of the loss."""
+def _trained_masks(table: pa.Table) -> pa.Array:
+    """Return booleans [rows][L]: True if a token is in a span of the loss. Raises ValueError for damaged columns."""
     lengths = table["response_tokens"].to_numpy()
     if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= _MAX_RESPONSE:
-        raise ValueError(f"response_tokens is not from 0 to {_MAX_RESPONSE} everywhere")
+        raise ValueError(f"response_tokens has values outside 0 to {_MAX_RESPONSE}")
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    spans = _one(table["loss_spans"])
+    spans = _combine_chunks(table["loss_spans"])
     flat = spans.flatten()
     start, stop = (flat.field(name).to_numpy(zero_copy_only=False) for name in ("start", "stop"))
     begin = np.repeat(offsets[:-1], np.diff(_offsets(spans)))
@@ -396,12 +436,12 @@ def _masks(table: pa.Table) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.cumsum(steps[:-1]) > 0))
 
 
-def _one(column: pa.ChunkedArray) -> pa.ListArray:
+def _combine_chunks(column: pa.ChunkedArray) -> pa.ListArray:
     return column.combine_chunks()
 
 
 def _offsets(lists: pa.ListArray) -> pa.Array:
-    """From 0, whatever the lists are a part of."""
+    """Return the offsets of lists, starting from 0 even if the lists are a slice."""
     return pa.array(np.asarray(lists.offsets) - lists.offsets[0].as_py(), pa.int32())
 
 

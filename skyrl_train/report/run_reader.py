@@ -1,6 +1,6 @@
-"""What is known of a run from the files of its folder: of one under way, one that ended, and a copy from elsewhere.
+"""Reads the state of a run from the files in its folder: an active run, a finished one, or a copy from elsewhere.
 
-Nothing here writes, and nothing takes the lock of a run's folder, even for a moment: a run that starts then would not.
+Nothing here writes to the folder. Nothing takes its lock either, because a run that starts at that moment would fail.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,39 +24,61 @@ import psutil
 from numpy.typing import NDArray
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.report.diagnosis import DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, async_rules, diagnose, gradient_rule
+from skyrl_train.report.diagnosis import (
+    DIAGNOSIS_FILE,
+    NO_DIFFERENCE,
+    RULES,
+    Finding,
+    async_rules,
+    diagnose,
+    gradient_rule,
+)
 from skyrl_train.report.jsonl import METRICS_FILE, MetricsFollower, read_metrics
 from skyrl_train.report.metric_catalog import metric_of
 from skyrl_train.report.rollout_files import RolloutReader
 from skyrl_train.report.untrusted_files import MAX_YAML_BYTES, is_step, parse_yaml_mapping, read_bytes, read_json_object
 from skyrl_train.terminal import escape_control_chars
 
-RUNNING, FINISHED, FAILED, UNKNOWN = "running", "finished", "failed", "unknown"
-ACTIVE, RESOLVED = "warning", "past"
-"""The levels of findings."""
 _CONFIG_FILE, _IDENTITY_FILE, _LOCK_FILE = "config.yaml", "run.json", ".lock"
 _FOLDERS = ("trainer.ckpt_path", "trainer.export_path")
-"""They differ between any two runs."""
+"""Keys that differ between any two runs."""
 _FRESH_S = 180.0
-"""A run whose process cannot be asked goes on as long as its metrics are no older, or than three of its steps take."""
+"""A run whose process is unknown counts as running if its metrics are newer than this, or than three of its steps."""
 _MAX_LOCK_BYTES = 4096
-_MAX_TEXT = 1000
-"""Characters of a name."""
+_MAX_NAME_CHARS = 1000
 _log = logging.getLogger(__name__)
 
 
-class RunReader:
-    """Reads a run's folder, each line of its metrics once.
+class RunStatus(StrEnum):
+    """The state of a run, with the values that the viewer reads."""
 
-    Not for several threads at a time. Raises ConfigError for a folder that is no run's.
-    """
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+class FindingLevel(StrEnum):
+    """The state of a diagnosis finding, with the values that the viewer reads."""
+
+    ACTIVE = "warning"
+    RESOLVED = "past"
+
+
+class RunReader:
+    """A reader of a run's folder. It reads each line of metrics.jsonl once. Not thread-safe."""
 
     def __init__(self, folder: Path):
+        """Open the folder of a run.
+
+        Raises:
+            ConfigError: If the folder has neither metrics.jsonl nor config.yaml.
+        """
         self.folder = Path(folder).absolute()
         if not any((self.folder / name).is_file() for name in (METRICS_FILE, _CONFIG_FILE)):
             raise ConfigError(
-                f"{str(folder)!r} is no run's folder: it has neither {METRICS_FILE} nor {_CONFIG_FILE}. Give a "
-                "trainer.ckpt_path, or a copy of it."
+                f"{str(folder)!r} is not the folder of a run: it has neither {METRICS_FILE} nor {_CONFIG_FILE}. Give "
+                "the trainer.ckpt_path of a run, or a copy of it."
             )
         self.rollouts = RolloutReader(self.folder)
         self._lines = MetricsFollower(self.folder / METRICS_FILE)
@@ -64,20 +87,20 @@ class RunReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that the run saved; empty if it is not there."""
+        """The configuration that the run saved; {} if it is missing or cannot be read."""
         try:
             content = read_bytes(self.folder / _CONFIG_FILE, MAX_YAML_BYTES)
             if content != self._config[0]:
-                self._config = content, {}  # what cannot be read is not read again
-                found = parse_yaml_mapping(content)
-                found.pop("defaults", None)
-                self._config = content, found
+                self._config = content, {}  # an invalid file is parsed once
+                config = parse_yaml_mapping(content)
+                config.pop("defaults", None)
+                self._config = content, config
         except (OSError, ValueError):
             return {}
         return self._config[1]
 
     def series(self) -> MetricSeries:
-        """The numbers of all steps so far. Raises OSError if they cannot be read."""
+        """Read new lines of metrics.jsonl and return the metrics of all steps. Raises OSError if it cannot be read."""
         replaced, lines = self._lines.read_new_lines()
         if replaced:
             self._series = MetricSeries()
@@ -88,150 +111,183 @@ class RunReader:
     def metrics(
         self, max_points: int, digits: int | None = None, extra_columns: Mapping[str, Mapping[int, float]] | None = None
     ) -> dict[str, Any]:
-        """Steps, times, columns by name, and what each means; see MetricSeries.thinned."""
-        thinned = self.series().downsample(max_points, digits, extra_columns)
-        return {**thinned, "described": {name: metric_help(name) for name in thinned["columns"]}}
+        """Return downsampled metrics, and as `described` the help text of each.
+
+        The arguments, and the other keys of the result, are those of `MetricSeries.downsample`. Raises OSError if
+        metrics.jsonl cannot be read.
+        """
+        downsampled = self.series().downsample(max_points, digits, extra_columns)
+        return {**downsampled, "described": {name: metric_help(name) for name in downsampled["columns"]}}
 
     def summary(self) -> dict[str, Any]:
-        """Name, project, folder, how far the run is, and how it is."""
+        """Return name, folder, project, step, total_steps, state (a RunStatus) and has_rollouts of the run.
+
+        Raises OSError if metrics.jsonl cannot be read.
+        """
         identity, trainer = read_json_object(self.folder / _IDENTITY_FILE), _mapping(self.config.get("trainer"))
         series, total = self.series(), self.total_steps()
         return {
-            "name": _text(identity.get("run_name") or trainer.get("run_name") or self.folder.name),
+            "name": _short_text(identity.get("run_name") or trainer.get("run_name") or self.folder.name),
             "folder": str(self.folder),
-            "project": _text(identity.get("project_name") or trainer.get("project_name") or ""),
+            "project": _short_text(identity.get("project_name") or trainer.get("project_name") or ""),
             "step": series.last_step,
             "total_steps": total,
-            "state": self._state(series.last_step, total),
+            "state": self._status(series.last_step, total),
             "has_rollouts": bool(self.rollouts.steps()),
         }
 
     def total_steps(self) -> int | None:
-        """That the run is to have; None if it does not say."""
-        for known in (read_json_object(self.folder / DIAGNOSIS_FILE), _mapping(self.config.get("trainer"))):
+        """Return the number of steps that the run will have; None if neither diagnosis nor configuration has it."""
+        for source in (read_json_object(self.folder / DIAGNOSIS_FILE), _mapping(self.config.get("trainer"))):
             for name in ("total_steps", "max_steps"):
-                if is_step(total := known.get(name)) and total > 0:
+                if is_step(total := source.get(name)) and total > 0:
                     return total
         return None
 
     def diagnosis(self) -> list[dict[str, Any]]:
-        """What the run's diagnosis found, the latest first; that of a run which has written none is made now."""
-        kept = read_json_object(self.folder / DIAGNOSIS_FILE).get("findings")
-        if not isinstance(kept, list):
-            kept = [vars(finding) for finding in self._findings()]
-        found = [_shown(one) for one in kept if isinstance(one, dict) and is_step(one.get("since"))]
-        return sorted(found, key=lambda one: (one["level"] != ACTIVE, -one["step"]))
+        """Return the findings of the run's diagnosis, active ones first, each group with the latest first.
 
-    def _findings(self) -> list[Any]:
+        If the run has no diagnosis.json, diagnose its metrics now.
+
+        Returns:
+            Findings with `step` and `until` (first and last step; None if active), `level` (a FindingLevel), `title`
+            and `text`.
+
+        Raises:
+            OSError: If metrics.jsonl is needed and cannot be read.
+        """
+        saved = read_json_object(self.folder / DIAGNOSIS_FILE).get("findings")
+        if not isinstance(saved, list):
+            saved = [vars(finding) for finding in self._findings()]
+        findings = [_describe(item) for item in saved if isinstance(item, dict) and is_step(item.get("since"))]
+        return sorted(findings, key=lambda finding: (finding["level"] != FindingLevel.ACTIVE, -finding["step"]))
+
+    def _findings(self) -> list[Finding]:
         trainer = _mapping(self.config.get("trainer"))
         rules = [*RULES, gradient_rule(True)]
         if _mapping(trainer.get("algorithm")).get("advantage_estimator") in ("grpo", "rloo"):
             rules.append(NO_DIFFERENCE)
-        ahead = _mapping(trainer.get("fully_async"))
-        if ahead.get("enabled"):
-            bound = ahead.get("max_staleness_steps")
+        fully_async = _mapping(trainer.get("fully_async"))
+        if fully_async.get("enabled"):
+            bound = fully_async.get("max_staleness_steps")
             rules += async_rules(bound if is_step(bound) else 1)
         return diagnose(read_metrics(self.folder / METRICS_FILE), rules, self.total_steps() or 0)
 
-    def _state(self, step: int, total: int | None) -> str:
-        alive = self._is_process_alive()
-        if alive is None:
-            alive = step != total and self._age_s() < max(_FRESH_S, 3 * self._series.max_step_s)
-        if alive:
-            return RUNNING
+    def _status(self, step: int, total: int | None) -> RunStatus:
+        is_alive = self._is_process_alive()
+        if is_alive is None:
+            is_alive = step != total and self._metrics_age_s() < max(_FRESH_S, 3 * self._series.max_step_s)
+        if is_alive:
+            return RunStatus.RUNNING
         if total is None:
-            return UNKNOWN
-        return FINISHED if step >= total else FAILED
+            return RunStatus.UNKNOWN
+        return RunStatus.FINISHED if step >= total else RunStatus.FAILED
 
     def _is_process_alive(self) -> bool | None:
-        """Whether the process that has locked the folder still does; None if it cannot be asked."""
+        """Return whether the process that locked the folder still holds the lock; None if that is not known."""
         with suppress(OSError, ValueError, OverflowError):
             content = read_bytes(self.folder / _LOCK_FILE, _MAX_LOCK_BYTES).decode()
             _, pid, _, host = content.split()  # process 123 on host
             return _has_open(int(pid), self.folder / _LOCK_FILE) if host == socket.gethostname() else None
         return None
 
-    def _age_s(self) -> float:
-        """Of the newest metrics."""
+    def _metrics_age_s(self) -> float:
         with suppress(OSError):
             return time.time() - (self.folder / METRICS_FILE).stat().st_mtime
         return float("inf")
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunReader]:
-    """Raises ConfigError for a folder that is no run's, for none, and for one that is given twice."""
+    """Open the folders of several runs, in order.
+
+    Raises:
+        ConfigError: If there is no folder, a folder is not a run's, or two of them are the same.
+    """
     if not folders:
         raise ConfigError("RUN: name the folder of at least one run, its trainer.ckpt_path.")
     runs = [RunReader(folder) for folder in folders]
-    places = [run.folder.resolve() for run in runs]
-    if twice := [str(place) for place in places if places.count(place) > 1]:
-        raise ConfigError(f"RUN: {twice[0]!r} is given twice. Name each run once.")
+    paths = [run.folder.resolve() for run in runs]
+    if repeated := [str(path) for path in paths if paths.count(path) > 1]:
+        raise ConfigError(f"RUN: {repeated[0]!r} is given twice. Name each run once.")
     return runs
 
 
 def overview(runs: Sequence[RunReader]) -> dict[str, Any]:
-    """The runs, each with an id and a name that no other has, and the keys in which their configurations differ."""
+    """Return the summaries of runs with unique ids and names, and the configuration keys in which they differ.
+
+    A run that cannot be read is UNKNOWN and at step 0, with a warning in the log.
+
+    Returns:
+        `runs`: summaries with an `id`; `differing`: the result of `differing_keys`.
+    """
     summaries = [_summary(run) for run in runs]
-    names = [one["name"] for one in summaries]
-    for one in summaries:
-        if names.count(one["name"]) > 1:
-            one["name"] = (
-                f"{one['name']} ({_unique_path_suffix(one['folder'], [other['folder'] for other in summaries])})"
-            )
+    names = [summary["name"] for summary in summaries]
+    folders = [summary["folder"] for summary in summaries]
+    for summary in summaries:
+        if names.count(summary["name"]) > 1:
+            summary["name"] = f"{summary['name']} ({_unique_path_suffix(summary['folder'], folders)})"
     return {
-        "runs": [{"id": str(number), **one} for number, one in enumerate(summaries)],
+        "runs": [{"id": str(number), **summary} for number, summary in enumerate(summaries)],
         "differing": differing_keys([run.config for run in runs]),
     }
 
 
 def _summary(run: RunReader) -> dict[str, Any]:
-    """A run whose files cannot be read, at least now, hides no others."""
+    """Return the summary of a run, or an empty one with a warning if its files cannot be read."""
     try:
         return run.summary()
     except Exception as error:
-        _log.warning(
-            "%s cannot be summarised: %s", escape_control_chars(str(run.folder)), escape_control_chars(str(error))
-        )
-        nothing = {"project": "", "step": 0, "total_steps": None, "state": UNKNOWN, "has_rollouts": False}
+        folder, reason = escape_control_chars(str(run.folder)), escape_control_chars(str(error))
+        _log.warning("%s: the run cannot be read and is shown without data: %s", folder, reason)
+        nothing = {"project": "", "step": 0, "total_steps": None, "state": RunStatus.UNKNOWN, "has_rollouts": False}
         return {"name": run.folder.name, "folder": str(run.folder), **nothing}
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The keys whose values are not the same in all configurations, and their values as text; "" where it has none."""
-    flat = [dict(_leaves(config)) for config in configs]
-    keys = sorted({key for one in flat for key in one} - {*_FOLDERS})
-    rows = [{"key": key, "values": [one.get(key, "") for one in flat]} for key in keys]
+    """Return the configuration keys whose values are not the same in all configurations, except folders.
+
+    Args:
+        configs: Nested configurations.
+
+    Returns:
+        Mappings with the dotted `key` and its `values`, one text per configuration; "" if it lacks the key.
+    """
+    flat_configs = [dict(_leaves(config)) for config in configs]
+    keys = sorted({key for flat in flat_configs for key in flat} - {*_FOLDERS})
+    rows = [{"key": key, "values": [flat.get(key, "") for flat in flat_configs]} for key in keys]
     return [row for row in rows if len({*row["values"]}) > 1]
 
 
 def metric_help(name: str) -> str:
-    """What a metric is, its unit, and what a healthy run shows; "" of one that a user's own code has added."""
+    """Return the meaning, unit and healthy values of a metric; "" if a user's own code added it."""
     metric = metric_of(name)
     if metric is None:
         percent = name.removeprefix("reward/p")
-        return f"{percent} % of the step's rollouts that are kept had no higher reward" if percent.isdecimal() else ""
-    return f"{metric.description} ({metric.unit})" + (f"; good: {metric.healthy}" if metric.healthy else "")
+        if percent.isdecimal():
+            return f"{percent} % of the step's saved rollouts have at most this reward"
+        return ""
+    return f"{metric.description} ({metric.unit})" + (f"; healthy: {metric.healthy}" if metric.healthy else "")
 
 
-def _text(value: Any) -> str:
-    return str(value)[:_MAX_TEXT]
+def _short_text(value: Any) -> str:
+    return str(value)[:_MAX_NAME_CHARS]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """What a configuration has in a place where a mapping belongs; empty for anything else."""
+    """Return a mapping of a configuration; {} for any other value that an invalid one may have."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and (value or not key):
-        for name, one in value.items():
-            yield from _leaves(one, f"{key}.{name}" if key else str(name))
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
     else:
         yield key, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _unique_path_suffix(folder: str, others: Sequence[str]) -> str:
-    """The last names of a path by which it differs from all others."""
+    """Return the shortest end of a path that no other path has. `others` includes the path itself."""
     parts = Path(folder).parts
     for count in range(1, len(parts)):
         tail = parts[-count:]
@@ -240,22 +296,23 @@ def _unique_path_suffix(folder: str, others: Sequence[str]) -> str:
     return folder
 
 
-def _shown(finding: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(finding: Mapping[str, Any]) -> dict[str, Any]:
     until = finding.get("until") if is_step(finding.get("until")) else None
     text = f"{finding.get('evidence', '')}. {finding.get('advice', '')}".strip()
     return {
         "step": finding["since"],
         "until": until,
-        "level": ACTIVE if until is None else RESOLVED,
+        "level": FindingLevel.ACTIVE if until is None else FindingLevel.RESOLVED,
         "title": str(finding.get("rule", "")).replace("_", " "),
         "text": text if until is None else f"{text} It held until step {until}.",
     }
 
 
 def _has_open(pid: int, file: Path) -> bool | None:
-    """None if it is another user's process."""
+    """Return whether a process has a file open; None if it belongs to another user."""
     try:
-        return any(Path(one.path).samefile(file) for one in psutil.Process(pid).open_files() if Path(one.path).exists())
+        paths = [Path(open_file.path) for open_file in psutil.Process(pid).open_files()]
+        return any(path.samefile(file) for path in paths if path.exists())
     except psutil.AccessDenied:
         return None
     except (psutil.Error, OSError):
@@ -265,18 +322,18 @@ def _has_open(pid: int, file: Path) -> bool | None:
 # -- numbers over steps ------------------------------------------------------------------------------------------------
 
 MAX_METRICS = 10_000
-"""Columns of a run; later names are left out."""
+"""Maximum number of metrics of a run. Further metrics are left out."""
 MAX_VALUES = 100_000_000
-"""Steps times columns; later steps are left out: each takes a place in every column, whatever its line has."""
+"""Maximum number of steps times metrics. Further steps are left out: every step takes memory in every column."""
 _MAX_VALUE = 1e100
-"""Larger numbers are shown as none: the range of a chart with both signs of the largest floats is not finite."""
+"""Numbers with a larger magnitude are not shown: the range of an axis with the largest floats is not finite."""
 _MAX_TIME = 1e11
-"""Unix seconds."""
-_NO_METRICS = frozenset({"step", "time"})
+"""Maximum Unix time in seconds that is shown."""
+_NOT_METRICS = frozenset({"step", "time"})
 
 
 class MetricSeries:
-    """One column of 8 bytes a step for every metric; NaN where a step has none, or one that cannot be shown."""
+    """The metrics of a run as columns over steps, 8 bytes per value. Values that cannot be shown are NaN."""
 
     def __init__(self) -> None:
         self._steps, self._times = array("q"), array("d")
@@ -284,17 +341,17 @@ class MetricSeries:
 
     @property
     def last_step(self) -> int:
-        """0 before the first."""
+        """The latest step; 0 if there is none."""
         return self._steps[-1] if self._steps else 0
 
     @property
     def max_step_s(self) -> float:
-        """The longest that one of the last steps took, by the times of the rows; 0 if there is no such step."""
+        """The longest time in seconds between two of the last six lines; 0 if it is not known."""
         latest = [time for time in self._times[-6:] if np.isfinite(time)]
         return max([after - before for before, after in pairwise(latest)], default=0.0)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take in a line of metrics.jsonl. A step that is taken again replaces what there was from it on."""
+        """Add a line of metrics.jsonl. It replaces the lines of the same step and of later ones."""
         while self._steps and self._steps[-1] >= line["step"]:
             self._steps.pop()
             for column in (self._times, *self._columns.values()):
@@ -304,8 +361,8 @@ class MetricSeries:
             return
         self._steps.append(line["step"])
         self._times.append(_number(line.get("time"), _MAX_TIME))
-        news = [name for name in line if name not in _NO_METRICS and name not in self._columns]
-        for name in news[: MAX_METRICS - len(self._columns)]:
+        new_names = [name for name in line if name not in _NOT_METRICS and name not in self._columns]
+        for name in new_names[: MAX_METRICS - len(self._columns)]:
             self._columns[name] = array("d", [np.nan]) * size
         for name, column in self._columns.items():
             column.append(_number(line.get(name)))
@@ -313,10 +370,19 @@ class MetricSeries:
     def downsample(
         self, max_points: int, digits: int | None = None, extra_columns: Mapping[str, Mapping[int, float]] | None = None
     ) -> dict[str, Any]:
-        """At most `most` points, each of `steps_per_point` steps in a row: their mean, for maxima the greatest.
+        """Return curves in which each point stands for the same number of consecutive steps.
 
-        A point stands at the last of its steps. `digits`: significant ones that are kept of numbers. `more`: columns
-        beside the run's own, by step.
+        The value of a point is the mean over its steps or, if the metric's name contains the word "max", the maximum.
+        A point is placed at its last step.
+
+        Args:
+            max_points: Maximum number of points.
+            digits: Number of significant digits to keep; None for all.
+            extra_columns: Additional metrics -> step -> value. A metric of the run itself takes precedence.
+
+        Returns:
+            `steps` and `times` (Unix seconds) of the points, `steps_per_point`, and `columns`: metric -> values, with
+            None for values that cannot be shown.
         """
         columns = {name: np.array(column) for name, column in self._columns.items()}
         for name, values in (extra_columns or {}).items():
@@ -325,36 +391,33 @@ class MetricSeries:
         width = max(1, -(-size // max(1, max_points)))
         first = np.arange(0, size, width)
         last = np.minimum(first + width, size) - 1
-        names = sorted(columns, key=_place)
+        names = sorted(columns, key=lambda name: tuple(name.split("/")))
         return {
-            "steps": [self._steps[at] for at in last],
-            "times": [self._times[at] for at in last],
+            "steps": [self._steps[index] for index in last],
+            "times": [self._times[index] for index in last],
             "steps_per_point": width,
-            "columns": {name: _values(_pooled(name, columns[name], first), digits) for name in names},
+            "columns": {name: _rounded(_pooled(name, columns[name], first), digits) for name in names},
         }
 
 
 def _pooled(name: str, values: NDArray[np.float64], first: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return one value per point. `first` has the index of each point's first value."""
     if len(first) == len(values):
         return values
-    there = np.isfinite(values)
-    if "max" in re.split(r"[^a-z0-9]+", name.rpartition("/")[2].replace("_", " ")):  # eval/minimax/... is none
-        greatest: NDArray[np.float64] = np.maximum.reduceat(np.where(there, values, -np.inf), first)
-        return greatest
-    count = np.add.reduceat(there.astype(float), first)
-    total = np.add.reduceat(np.where(there, values, 0.0), first)
+    is_finite = np.isfinite(values)
+    if "max" in re.split(r"[^a-z0-9]+", name.rpartition("/")[2].replace("_", " ")):  # a whole word: not eval/minimax
+        maxima: NDArray[np.float64] = np.maximum.reduceat(np.where(is_finite, values, -np.inf), first)
+        return maxima
+    count = np.add.reduceat(is_finite.astype(float), first)
+    total = np.add.reduceat(np.where(is_finite, values, 0.0), first)
     return np.divide(total, count, out=np.full(len(first), np.nan), where=count > 0)
 
 
-def _values(values: NDArray[np.float64], digits: int | None) -> list[float | None]:
-    found = [value if np.isfinite(value) else None for value in values.tolist()]
-    return found if digits is None else [value and float(f"{value:.{digits}g}") for value in found]
+def _rounded(values: NDArray[np.float64], digits: int | None) -> list[float | None]:
+    finite = [value if np.isfinite(value) else None for value in values.tolist()]
+    return finite if digits is None else [value and float(f"{value:.{digits}g}") for value in finite]
 
 
-def _place(name: str) -> tuple[str, ...]:
-    return tuple(name.split("/"))
-
-
-def _number(value: Any, most: float = _MAX_VALUE) -> float:
-    """The number, or NaN for what is none of at most this size."""
-    return float(value) if isinstance(value, int | float) and abs(value) <= most else float("nan")
+def _number(value: Any, max_magnitude: float = _MAX_VALUE) -> float:
+    """Return a value as a float; NaN if it is not a number or larger than the maximum magnitude."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= max_magnitude else float("nan")

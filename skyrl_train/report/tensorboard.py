@@ -1,4 +1,4 @@
-"""TensorBoard event files in <run folder>/tensorboard, written without torch. No other module imports it."""
+"""The TensorBoard tracker: event files in <run folder>/tensorboard. No other module imports TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,41 +21,48 @@ try:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 except ImportError as error:
     raise ConfigError(
-        f"trainer.logger names tensorboard, which cannot be imported ({error}); run `uv pip install tensorboard`, "
-        "or leave it out."
+        f"trainer.logger names tensorboard, which cannot be imported ({error}). Run `uv pip install tensorboard`, or "
+        "remove it from trainer.logger."
     ) from error
 
-_ENTITIES = {ord(sign): f"&#{ord(sign)};" for sign in string.punctuation}
+_ENTITIES = {ord(char): f"&#{ord(char)};" for char in string.punctuation}
 
 
 class TensorboardTracker:
-    """Scalars, completions as tables of text, and the configuration; `tensorboard --logdir <run folder>` shows them."""
+    """A tracker that writes scalars, tables of rollouts and the configuration as hyperparameters.
+
+    `tensorboard --logdir <run folder>` shows them.
+    """
 
     def __init__(self, setup: TrackerSetup):
+        """Create a new event file in the run's folder. Raises OSError if that fails."""
         self._writer = EventFileWriter(str(setup.run_dir / "tensorboard"))
         self._config = setup.config
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Write a session start at `step + 1`, which makes TensorBoard drop an earlier attempt's later records."""
+        """Write the configuration, and a session start that makes TensorBoard drop records after `step`."""
         self._add(Event(session_log=SessionLog(status=SessionLog.START), step=step + 1 if step else 0))
         if self._config:
             self._add(Event(summary=hparams_pb(flatten_config(self._config)), step=0))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the metrics of a step as scalars, and flush the file."""
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self._add(Event(summary=Summary(value=values), step=step))
         self._writer.flush()
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        """They are in the table."""
+        """Do nothing: `table` has these rollouts, too."""
 
     def table(self, rows: Sequence[SampleRow], step: int) -> None:
+        """Write rollouts of a step as a table that TensorBoard shows under Text."""
         if rows:
             cells = [[cell if isinstance(cell, str) else f"{cell:g}" for cell in row.cells(_literal)] for row in rows]
             table = [SAMPLE_COLUMNS, *cells]
             self._add(Event(summary=text_pb("samples", np.array(table, dtype=object)), step=step))
 
     def close(self) -> None:
+        """Flush and close the event file."""
         self._writer.close()
 
     def _add(self, event: Event) -> None:
@@ -64,6 +71,6 @@ class TensorboardTracker:
 
 
 def _literal(text: str) -> str:
-    """HTML that shows this text and nothing else, also where it is read as Markdown, as TensorBoard does by default."""
-    shown = escape_multiline(text).translate(_ENTITIES)
-    return re.sub(r"^ | (?= )", "&nbsp;", shown, flags=re.MULTILINE).replace("\n", "<br>")
+    """Return HTML that renders as the literal text, with or without TensorBoard's Markdown rendering."""
+    escaped = escape_multiline(text).translate(_ENTITIES)
+    return re.sub(r"^ | (?= )", "&nbsp;", escaped, flags=re.MULTILINE).replace("\n", "<br>")

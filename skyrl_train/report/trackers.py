@@ -1,4 +1,4 @@
-"""The registry of trackers, and several of them combined into one."""
+"""The registry of trackers, and the object that combines the trackers of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from skyrl_train.config.redaction import redact
 from skyrl_train.registry import Registry
 from skyrl_train.report.diagnosis import Diagnosis, Rule
 from skyrl_train.report.jsonl import JsonlTracker
+from skyrl_train.report.metric_catalog import add_deprecated_names
 from skyrl_train.report.prometheus import PrometheusTracker
 from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
 from skyrl_train.terminal import escape_control_chars
@@ -24,34 +25,41 @@ trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRAC
 
 
 class Trackers:
-    """Combines several trackers. One that raises is dropped with a single warning, and training continues (F39).
+    """A tracker that forwards every call to several trackers.
 
-    Texts and names reach them without the contents of credential variables, which a tool of an environment may have
-    shown, and names as printable text: environments and rows choose parts of them.
+    If a tracker raises an exception, it is removed with one warning and training continues (F39). None of the methods
+    raises. Values of credential variables, which a tool of an environment may have shown, are redacted in texts and
+    names. Control characters in metric names are escaped, because environments and data rows choose parts of them.
     """
 
     def __init__(self, members: Mapping[str, Tracker]):
+        """Combine `members`, trackers by name. Warnings use the names."""
         self._members = dict(members)
 
     def begin(self, step: int, total_steps: int) -> None:
-        self._each("begin", step, total_steps)
+        """Tell every tracker that the run continues after `step` (0: from the start) and has `total_steps` steps."""
+        self._call_each("begin", step, total_steps)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._each("log", {escape_control_chars(str(name)): value for name, value in redact(metrics).items()}, step)
+        """Send the metrics of a step to every tracker, renamed ones under their deprecated name as well."""
+        written = add_deprecated_names(redact(metrics))
+        self._call_each("log", {escape_control_chars(str(name)): value for name, value in written.items()}, step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        self._each("samples", _without_secrets(rows), step)
+        """Send a few complete rollouts of a step to every tracker."""
+        self._call_each("samples", _redact_rows(rows), step)
 
     def table(self, rows: Sequence[SampleRow], step: int) -> None:
-        """Rollouts of a step, for those that have this method."""
-        self._each("table", _without_secrets(rows), step)
+        """Send a table of rollouts of a step to the trackers that have a method `table`."""
+        self._call_each("table", _redact_rows(rows), step)
 
     def fail(self, error: BaseException) -> None:
-        """The run ends with `error`: told to those that have this method."""
-        self._each("fail", error)
+        """Tell the trackers that have a method `fail` that the run ends with `error`."""
+        self._call_each("fail", error)
 
     def close(self) -> None:
-        self._each("close")
+        """Close and release every tracker. Later calls of any method do nothing."""
+        self._call_each("close")
         self._members.clear()
 
     def __enter__(self) -> Trackers:
@@ -64,7 +72,7 @@ class Trackers:
             self.fail(error)
         self.close()
 
-    def _each(self, method: str, *args: Any) -> None:
+    def _call_each(self, method: str, *args: Any) -> None:
         for name, member in list(self._members.items()):
             if method in ("fail", "table") and not hasattr(member, method):
                 continue
@@ -72,13 +80,13 @@ class Trackers:
                 getattr(member, method)(*args)
             except Exception as error:
                 del self._members[name]
-                what = f"{method}: {redact(repr(error))}"
-                _log.warning("Tracker %s failed and is off for the rest of the run (%s).", name, what)
+                reason = f"{method}: {redact(repr(error))}"
+                _log.warning("Tracker %s failed and is off for the rest of the run (%s).", name, reason)
 
 
-def _without_secrets(rows: Sequence[SampleRow]) -> list[SampleRow]:
-    shown: list[list[Any]] = redact([[*row.cells()] for row in rows])
-    return [SampleRow(*cells) for cells in shown]
+def _redact_rows(rows: Sequence[SampleRow]) -> list[SampleRow]:
+    redacted: list[list[Any]] = redact([[*row.cells()] for row in rows])
+    return [SampleRow(*cells) for cells in redacted]
 
 
 def make_trackers(
@@ -89,16 +97,24 @@ def make_trackers(
     config: Mapping[str, Any],
     rules: Sequence[Rule] = (),
 ) -> Trackers:
-    """Make the JSONL tracker, the console tracker and those in `names`, each once, and the diagnosis by these rules.
+    """Make the trackers of a run: JSONL, console, diagnosis, the named ones, and Prometheus if it has a port.
 
-    With trainer.metrics_port there is one for Prometheus, too. Raises ConfigError for an unknown name, a missing
-    library or a port that is in use.
+    Args:
+        names: Trackers of `trainer.logger`. Repeated names count once.
+        run_dir: Folder of the run.
+        project_name: Project under which trackers file the run.
+        run_name: Name that trackers show for the run.
+        config: Resolved configuration without secrets. `trainer.metrics_port` adds the Prometheus tracker.
+        rules: Rules of the diagnosis.
+
+    Raises:
+        ConfigError: If a name is unknown, the library of a tracker is missing, or the Prometheus port is in use.
     """
     setup = TrackerSetup(Path(run_dir), project_name, run_name, config)
     members: dict[str, Tracker] = {"jsonl": JsonlTracker(setup.run_dir)}
     for name in dict.fromkeys((CONSOLE, *names)):
         members[name] = trackers.get(name)(setup)
-    members["diagnosis"] = Diagnosis(setup.run_dir, rules)  # after those that show the numbers it speaks of
+    members["diagnosis"] = Diagnosis(setup.run_dir, rules)  # after the console, which shows the metrics it warns about
     if config.get("trainer", {}).get("metrics_port") is not None:
-        members["prometheus"] = PrometheusTracker(setup)  # last: it listens, and nobody closes it if another one fails
+        members["prometheus"] = PrometheusTracker(setup)  # last: nobody would close its server if a later one failed
     return Trackers(members)

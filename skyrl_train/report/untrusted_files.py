@@ -1,6 +1,6 @@
-"""Reads files of runs that may be anything: copied from elsewhere, half written, damaged, or made to do harm.
+"""Readers for files of runs that may be incomplete, damaged or malicious, for example copies from elsewhere.
 
-`to_json` and `plain` give pages such content as JSON in which text is text and nothing else.
+`to_json` and `to_json_value` turn such content into JSON that pages can show as literal text.
 """
 
 from __future__ import annotations
@@ -21,23 +21,30 @@ from skyrl_train.terminal import escape_control_chars
 
 MAX_JSON_BYTES = 16 << 20
 MAX_YAML_BYTES = 256 << 10
-"""PyYAML reads some 50 KB a second."""
+"""Maximum size of a YAML file. PyYAML parses about 50 KB per second."""
 MAX_LINES_BYTES = 2 << 30
-"""Of metrics.jsonl: millions of steps."""
+"""Maximum size of a metrics.jsonl, enough for millions of steps."""
 MAX_STEP = 2**31 - 1
-"""The largest step of a run: rollouts hold it in 32 bits."""
+"""Maximum step of a run: rollout files store it in 32 bits."""
 _MAX_YAML_NODES = 20_000
-"""Values of a YAML file, those behind an alias once for each use."""
+"""Maximum number of values in a YAML file. A value counts once for each use of its alias."""
 _MAX_NUMBER_LENGTH = 400
-"""Characters of a number: PyYAML computes numbers in base 60, and their size is not limited."""
+"""Maximum number of characters in a YAML number: PyYAML computes base-60 numbers of any size."""
 
 
 @contextmanager
 def open_untrusted(file: Path, max_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; whatever goes wrong with it inside is an OSError that names it.
+    """Open a regular file for reading, without blocking on FIFOs and devices.
 
-    Raises FileNotFoundError, and OSError for anything else that is not a regular file (FIFOs and devices are not waited
-    for), for a file of more than `max_bytes`, and for any exception that its content causes inside.
+    Args:
+        file: File to open.
+        max_bytes: Maximum size; None for no limit.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        PermissionError: If the file may not be read.
+        OSError: If it is not a regular file or is too large. Any other exception that is raised inside the context
+            becomes an OSError that names the file.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -45,58 +52,60 @@ def open_untrusted(file: Path, max_bytes: int | None = None) -> Iterator[BinaryI
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{escape_control_chars(str(file))} is not a regular file.")
         if max_bytes is not None and status.st_size > max_bytes:
-            raise OSError(
-                f"{escape_control_chars(str(file))} has {status.st_size} bytes; at most {max_bytes} are read."
-            )
+            name = escape_control_chars(str(file))
+            raise OSError(f"{name} has {status.st_size} bytes; at most {max_bytes} are allowed.")
         with os.fdopen(descriptor, "rb", closefd=False) as handle:
             yield handle
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        why = escape_control_chars(
+        reason = escape_control_chars(
             str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         )
         raise OSError(
-            why if str(file) in why else f"{escape_control_chars(str(file))} cannot be read: {why}"
+            reason if str(file) in reason else f"{escape_control_chars(str(file))} cannot be read: {reason}"
         ) from error
     finally:
         os.close(descriptor)
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """True for a whole number that can be a step, or a number of steps."""
+    """True if a value is an integer from 0 to MAX_STEP, and so can be a step or a number of steps."""
     return type(value) is int and 0 <= value <= MAX_STEP
 
 
 def read_bytes(file: Path, max_bytes: int) -> bytes:
-    """Return a file's content. Raises OSError as `opened` does."""
+    """Return the content of a file. Raises OSError as `open_untrusted` does."""
     with open_untrusted(file, max_bytes) as handle:
         return handle.read(max_bytes)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if it cannot be read or holds something else."""
+    """Return the JSON object in a file; {} if the file cannot be read, is too large or holds something else."""
     try:
-        found = from_json(read_bytes(file, MAX_JSON_BYTES), {})
+        value = from_json(read_bytes(file, MAX_JSON_BYTES), {})
     except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def parse_yaml_mapping(content: bytes) -> dict[str, Any]:
-    """Return the mapping that YAML holds, as JSON would hold it. Raises ValueError if it holds none.
+    """Return the mapping in a YAML document, with JSON types only: other values become text, and so do keys.
 
-    Aliases are followed to a bounded number of values: a few lines of them can stand for billions.
+    Raises:
+        ValueError: If the content is not valid YAML, not a mapping, or has more than 20,000 values. A value counts once
+            for each use of its alias, because a few lines of aliases can expand to billions of values.
     """
     try:
         loader = yaml.SafeLoader(content.decode())
         try:
             node = loader.get_single_node()
-            found = loader.construct_document(node) if node and _count(node, {}) <= _MAX_YAML_NODES else None
+            is_small = node is not None and _count(node, {}) <= _MAX_YAML_NODES
+            document = loader.construct_document(node) if node is not None and is_small else None
         finally:
             loader.dispose()
-        value = from_json(json.dumps(found, default=str), None)
-    except Exception as error:  # tags and keys make PyYAML raise anything
+        value = from_json(json.dumps(document, default=str), None)
+    except Exception as error:  # PyYAML raises exceptions of any class for some tags and keys
         raise ValueError(f"not YAML: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"not a mapping of at most {_MAX_YAML_NODES} values")
@@ -104,46 +113,47 @@ def parse_yaml_mapping(content: bytes) -> dict[str, Any]:
 
 
 def _count(node: yaml.Node, known: dict[int, float]) -> float:
-    """Return the number of values in a node: infinity if it contains itself, or a number that is too long."""
+    """Return the number of values in a node; infinity if it contains itself or a number that is too long."""
     if id(node) in known:
         return known[id(node)]
-    known[id(node)] = float("inf")  # until it is known
+    known[id(node)] = float("inf")  # the result if the node contains itself
     if isinstance(node, yaml.ScalarNode):
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
         count = float("inf") if is_number and len(node.value) > _MAX_NUMBER_LENGTH else 1.0
     else:
-        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
-        count = 1 + sum(_count(one, known) for one in inner)
+        is_mapping = isinstance(node, yaml.MappingNode)
+        children = [child for pair in node.value for child in pair] if is_mapping else node.value
+        count = 1 + sum(_count(child, known) for child in children)
     known[id(node)] = count
     return count
 
 
 def to_json(value: Any) -> str:
-    """JSON that every browser reads: numbers that are not finite are null, lone surrogates U+FFFD."""
+    """Return JSON that every browser can parse: null for numbers that are not finite, U+FFFD for lone surrogates."""
     text = json.dumps(replace_non_finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def to_json_value(value: Any) -> Any:
-    """What is left of a value in such JSON."""
+    """Return a value after a round trip through `to_json`."""
     return json.loads(to_json(value))
 
 
 def from_json(text: str | bytes | None, default: Any) -> Any:
-    """What a column or a file of JSON holds; `otherwise` if that is not JSON, or nested too deeply to be shown."""
+    """Return the value of a JSON text; `default` if it is None, not JSON, or nested too deeply."""
     try:
-        found = None if text is None else json.loads(text)
+        value = None if text is None else json.loads(text)
     except (ValueError, RecursionError):
         return default
-    return default if text is None or find_non_json_value(found) else found
+    return default if text is None or find_non_json_value(value) else value
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return the value with None in the place of numbers that are not finite."""
+    """Return a JSON value with None for numbers that are not finite, text for keys, and lists for tuples."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): replace_non_finite(one) for key, one in value.items()}
+        return {str(key): replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_non_finite(one) for one in value]
+        return [replace_non_finite(item) for item in value]
     return value

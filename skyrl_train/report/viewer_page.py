@@ -1,4 +1,7 @@
-"""The page of `report` and `watch` as one HTML file. viewer/ builds its script and style, which wheels bring along."""
+"""The page of `skyrl-train report` and `skyrl-train watch` as one HTML file.
+
+Its script and style are built from viewer/. Wheels contain the built files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ SCRIPT, STYLE = FOLDER / "page.js", FOLDER / "page.css"
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD_TIMEOUT_S = 300
 _failed: dict[Path, str] = {}
-"""What went wrong with a build, which this process does not try again."""
+"""Build script -> error of its failed build. A process tries each build once."""
 _log = logging.getLogger(__name__)
 _HTML = """<!doctype html>
 <html lang="en">
@@ -47,26 +50,33 @@ _POLICY = (
     "default-src 'none'; script-src '{script}'; style-src '{style}'; connect-src {server}; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Nothing but its own script and style runs, and nothing is asked but its own server, if it needs one."""
+"""Content security policy: only the page's own script and style, and connections to its own server if it has one."""
 
 
 def render_page(data: Any = None) -> str:
-    """The HTML. It shows `data`, which JSON must be able to hold; without it, what /api says of where it came from.
+    """Return the page as HTML.
 
-    In a checkout the script and the style are built with npm first, if what they are made of is newer; if that cannot
-    be, those that are there are taken, with a warning. Raises ConfigError if there are none, and ValueError for a
-    number that is not finite.
+    In a checkout, the script and the style are built with npm first if their sources are newer. If that fails, log a
+    warning and use the existing files. A build can take minutes and blocks the caller.
+
+    Args:
+        data: JSON value that the page embeds and shows. If it is None, the page fetches its data from /api of the
+            server that serves it.
+
+    Raises:
+        ConfigError: If the script and the style do not exist and cannot be built.
+        ValueError: If `data` contains a number that is not finite.
     """
     _ensure_built()
     script, style = SCRIPT.read_text(encoding="utf-8"), STYLE.read_text(encoding="utf-8")
-    inside = "" if data is None else f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
+    embedded = "" if data is None else f'<script type="application/json" id="data">{_script_json(data)}</script>\n'
     server = "'self'" if data is None else "'none'"
     policy = _POLICY.format(script=_hash(script), style=_hash(style), server=server)
-    return _HTML.format(policy=policy, style=style, script=script, data=inside)
+    return _HTML.format(policy=policy, style=style, script=script, data=embedded)
 
 
-def _embedded(data: Any) -> str:
-    """JSON in which nothing can end the element that holds it, and any text is ASCII."""
+def _script_json(data: Any) -> str:
+    """Return ASCII JSON that cannot end the script element around it."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -77,53 +87,53 @@ def _hash(text: str) -> str:
 def _ensure_built() -> None:
     build = CHECKOUT / "scripts" / "viewer"
     if not build.is_file():
-        _check_is_built(f"this installation lacks {FOLDER}: install a wheel, which has it, or build it in a checkout")
+        _check_is_built(f"this installation lacks {FOLDER}: install a wheel, which contains it, or run a checkout")
         return
     if not _is_outdated():
         return
     if build in _failed:
         _check_is_built(_failed[build])
-    elif trouble := _build(build):
-        _failed[build] = trouble
-        _check_is_built(trouble)
-        _log.warning("the page of reports is an older one than viewer/; %s", trouble)
+    elif reason := _build(build):
+        _failed[build] = reason
+        _check_is_built(reason)
+        _log.warning("The page of reports is older than its sources in viewer/: %s.", reason)
 
 
 def _build(build: Path) -> str:
-    """Build it, unless another process has meanwhile; what went wrong, or ""."""
+    """Build the page unless another process has just done it. Return the error, or "" on success."""
     if shutil.which("npm") is None:
-        return "npm builds it, and is not on PATH: install Node.js 18 or later"
+        return "building it needs npm, which is not on PATH; install Node.js 18 or later"
     try:
         with _build_lock():
-            trouble = _run(build) if _is_outdated() else ""
-    except OSError as error:  # of a checkout that this user may not write, too
-        trouble = str(error)
-    return f"{build} failed: {trouble}" if trouble else ""
+            reason = _run(build) if _is_outdated() else ""
+    except OSError as error:  # for example a checkout that this user may not write
+        reason = str(error)
+    return f"{build} failed: {reason}" if reason else ""
 
 
 def _run(build: Path) -> str:
-    """What went wrong, or "". None of its processes outlives this call."""
+    """Run a build script and return the error, or "" on success. Its processes end with this call at the latest."""
     with subprocess.Popen(
         [build], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         try:
-            said, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
-        except BaseException as error:  # Ctrl-C reaches this process alone
+            output, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
+        except BaseException as error:  # also for Ctrl-C, which only this process gets
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 return f"it took more than {BUILD_TIMEOUT_S} s"
             raise
-    return "" if process.returncode == 0 else said[-2000:].strip() or f"status {process.returncode}"
+    return "" if process.returncode == 0 else output[-2000:].strip() or f"exit status {process.returncode}"
 
 
 def _check_is_built(reason: str) -> None:
     if not (SCRIPT.is_file() and STYLE.is_file()):
-        raise ConfigError(f"the page of reports is not built; {reason}.")
+        raise ConfigError(f"The page of reports is not built: {reason}.")
 
 
 def _is_outdated() -> bool:
-    """Whether it is missing, or older than what it is made of."""
+    """True if the script or the style is missing or older than a source file."""
     if not (SCRIPT.is_file() and STYLE.is_file()):
         return True
     built = min(SCRIPT.stat().st_mtime, STYLE.stat().st_mtime)
@@ -138,7 +148,6 @@ def _sources() -> Iterator[Path]:
 
 @contextmanager
 def _build_lock() -> Iterator[None]:
-    """One build at a time."""
     FOLDER.mkdir(exist_ok=True)
     with (FOLDER / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

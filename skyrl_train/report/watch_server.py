@@ -1,7 +1,7 @@
-"""Serves the page of runs, and what it shows, to whoever has the token: on loopback, from files, read-only.
+"""The read-only web server of `skyrl-train watch`: the viewer page, and an API with the data of runs.
 
-No part of a request becomes part of a path. What models wrote goes out as JSON, and the page's own policy, which lets
-nothing run but its script, is sent as a header, too.
+It listens on loopback, requires a token, and never uses a part of a request in a path. Texts of models are sent as
+JSON. The page's content security policy, which allows only its own script, is sent as a header, too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from skyrl_train.report.untrusted_files import to_json
 from skyrl_train.terminal import escape_control_chars
 
 MAX_POINTS = 2000
-"""Of a curve."""
+"""Maximum number of points of a curve."""
 _HOST = "127.0.0.1"
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
-"""In the page: by hashes of its script and its style."""
+"""The page's policy, which allows its script and its style by hash."""
 _NO_FRAMES = "frame-ancestors 'none'"
-_NO_PAGE = f"default-src 'none'; {_NO_FRAMES}"
+_DENY_ALL = f"default-src 'none'; {_NO_FRAMES}"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -49,7 +49,7 @@ Answer = Callable[[Mapping[str, str]], Any]
 
 
 class _WatchedRun:
-    """A run: its rollouts and its other files, each for one thread at a time."""
+    """A run that is being watched: its rollouts and its other files, each with a lock for one thread at a time."""
 
     def __init__(self, files: RunReader):
         self.files, self.files_lock = files, threading.Lock()
@@ -57,15 +57,15 @@ class _WatchedRun:
         self.reader: asyncio.Task[None] | None = None
 
     def read_ahead(self) -> None:
-        """Have the texts of rollouts in memory when somebody searches them, if they are few enough."""
+        """Start to cache texts of rollouts in the background, so that a later search is fast."""
         if self.reader is None or self.reader.done():
             self.reader = asyncio.create_task(self._read_ahead())
 
     async def _read_ahead(self) -> None:
-        while await asyncio.to_thread(self._read_some):
-            await asyncio.sleep(0.01)  # others come first
+        while await asyncio.to_thread(self._read_block):
+            await asyncio.sleep(0.01)  # lets requests take the lock first
 
-    def _read_some(self) -> bool:
+    def _read_block(self) -> bool:
         with self.rollouts_lock:
             return self.rollouts.index.read_ahead()
 
@@ -77,34 +77,51 @@ class _WatchedRun:
 
 
 class WatchServer:
-    """Serves while it is entered: `async with WatchServer([Path("runs/a")], page()) as server: print(server.address)`.
+    """A web server for the viewer page and the data of runs. It serves while its context is active.
 
-    Port 0: any free one. Raises ConfigError for a folder that is no run's and, on entering, for a port that is taken.
+    Example:
+        async with WatchServer([Path("runs/a")], render_page()) as server:
+            print(server.address)
     """
 
     def __init__(self, folders: Sequence[Path], page: str, port: int = 0):
+        """Open the runs. Entering the context starts the server.
+
+        Args:
+            folders: Folders of the runs.
+            page: HTML of the viewer page, from `viewer_page.render_page`.
+            port: Port to listen at, on 127.0.0.1; 0 takes a free one.
+
+        Raises:
+            ConfigError: If there is no folder, a folder is not a run's, or two are the same. On entering the context:
+                if the port is out of range or in use.
+        """
         self._runs = [_WatchedRun(files) for files in open_runs(folders)]
         self._page, self._port = page, port
         policy = _POLICY.search(page)
-        assert policy is not None, "the page has no policy of its own"
+        assert policy is not None, "the page has no Content-Security-Policy"
         self._policy = f"{policy[1]}; {_NO_FRAMES}"
         self.token = secrets.token_urlsafe(32)
         self._server: HttpServer | None = None
 
     @property
     def url(self) -> str:
-        assert self._server is not None
+        """The server's base URL, without the token. Only available while the server runs."""
+        assert self._server is not None, "the server is not running"
         return self._server.url
 
     @property
     def address(self) -> str:
-        """With the token, for a browser: behind #, which is sent to no server. A cookie would be, to those at all other
-        ports of this machine."""
+        """The URL to open in a browser, with the token. Only available while the server runs.
+
+        The token is in the fragment, which browsers send to no server. They would send a cookie to the servers at all
+        ports of this machine.
+        """
         return f"{self.url}/#access_token={self.token}"
 
     async def __aenter__(self) -> WatchServer:
         if not 0 <= self._port < 2**16:
-            raise ConfigError(f"--port {self._port}: must be from 1 to {2**16 - 1}, or 0 for any that is free.")
+            raise ConfigError(f"--port {self._port}: must be from 1 to {2**16 - 1}, or 0 for any free port.")
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._index)
         for name, answer in self._answers().items():
@@ -113,10 +130,10 @@ class WatchServer:
         try:
             await server.listen(_HOST, self._port)
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno else error
+            reason = os.strerror(error.errno) if error.errno else error
             raise ConfigError(
-                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {why}. Choose another, or 0 for any that "
-                "is free."
+                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {reason}. Choose another port, or 0 for "
+                "any free port."
             ) from error
         self._server = server
         return self
@@ -129,12 +146,12 @@ class WatchServer:
         for run in self._runs:
             await run.close()
 
-    # -- who may ask -------------------------------------------------------------------------------------------------
+    # -- access ------------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await self._answer(request, handler)
-        response.headers.update({hdrs.CONTENT_SECURITY_POLICY: _NO_PAGE, **_HEADERS, **response.headers})
+        response.headers.update({hdrs.CONTENT_SECURITY_POLICY: _DENY_ALL, **_HEADERS, **response.headers})
         await send(request, response)
         return response
 
@@ -142,27 +159,27 @@ class WatchServer:
         try:
             return self._refusal(request) or await handler(request)
         except web.HTTPException as error:
-            return _text(error.status, f"{error.reason}: there are / and /api/..., which are only read.")
+            return _text(error.status, f"{error.reason}: this server answers GET / and GET /api/... only.")
         except (DataError, OSError) as error:  # OSError: a file of the run cannot be read
             return _text(400, escape_control_chars(str(error)))
         except Exception:
             _log.exception("%s failed", request.path)
-            return _text(500, "The answer could not be made; the terminal of skyrl-train watch says why.")
+            return _text(500, "The request failed; see the terminal of skyrl-train watch for the reason.")
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """For pages of other sites, whatever name of theirs leads here, and for whoever has no token.
+        """Return a response that refuses a request from another site or without the token; None to allow the request.
 
-        The page itself has nothing of the runs: everybody on this machine gets it, and links from elsewhere lead to it.
+        The page itself contains no data of the runs. So it needs no token, and links on other sites may lead to it.
         """
         if not is_loopback_name(request.headers.get(hdrs.HOST, "")):
-            return _text(403, "Ask at 127.0.0.1 or localhost: other names may be another site's.")
-        asked_by = request.headers.get("Sec-Fetch-Site", "none")
+            return _text(403, "Use http://127.0.0.1 or http://localhost: other host names are refused.")
+        site = request.headers.get("Sec-Fetch-Site", "none")
         is_link = request.path == "/" and request.headers.get("Sec-Fetch-Mode") == "navigate"
-        if asked_by not in ("none", "same-origin") and not is_link:
-            return _text(403, "Pages of other sites get no answer.")
+        if site not in ("none", "same-origin") and not is_link:
+            return _text(403, "Requests from other sites are refused.")
         if request.path == "/" or is_authorized(request.headers.get(hdrs.AUTHORIZATION, ""), self.token):
             return None
-        return _text(401, "Open the address that skyrl-train watch has printed: it ends with the token.")
+        return _text(401, "The token is missing or wrong. Open the address that skyrl-train watch printed.")
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -176,8 +193,8 @@ class WatchServer:
             "metrics": self._metrics,
             "diagnosis": self._diagnosis,
             "rollouts": self._rollouts,
-            "rollout": self._of_rollouts(_rollout),
-            "group": self._of_rollouts(_group),
+            "rollout": self._views_answer(_rollout),
+            "group": self._views_answer(_group),
         }
 
     def _handler(self, answer: Answer) -> Handler:
@@ -200,9 +217,9 @@ class WatchServer:
 
     def _metrics(self, params: Mapping[str, str]) -> Any:
         run = self._run(params)
-        if run.rollouts_lock.acquire(blocking=False):  # a search holds up no curves, at most their newest quantiles
+        if run.rollouts_lock.acquire(blocking=False):  # during a search, curves come without the newest quantiles
             try:
-                with suppress(OSError):  # curves are elsewhere
+                with suppress(OSError):  # curves need no rollouts
                     run.rollouts.index.refresh()
             finally:
                 run.rollouts_lock.release()
@@ -215,41 +232,42 @@ class WatchServer:
             return run.files.diagnosis()
 
     def _rollouts(self, params: Mapping[str, str]) -> Any:
-        return self._of_rollouts(lambda views, rest: views.rollouts(Query.from_params(rest)))(params)
+        return self._views_answer(lambda views, other: views.rollouts(Query.from_params(other)))(params)
 
-    def _of_rollouts(self, answer: Callable[[RolloutViews, Mapping[str, str]], Any]) -> Answer:
-        def answered(params: Mapping[str, str]) -> Any:
+    def _views_answer(self, answer: Callable[[RolloutViews, Mapping[str, str]], Any]) -> Answer:
+        """Return a handler that locks the rollouts of the requested run and passes the other parameters on."""
+
+        def locked_answer(params: Mapping[str, str]) -> Any:
             run = self._run(params)
-            rest = {name: value for name, value in params.items() if name != "run"}
+            other = {name: value for name, value in params.items() if name != "run"}
             with run.rollouts_lock:
-                return answer(run.rollouts, rest)
+                return answer(run.rollouts, other)
 
-        return answered
+        return locked_answer
 
     def _run(self, params: Mapping[str, str]) -> _WatchedRun:
-        given = params.get("run", "0")
+        run_id = params.get("run", "0")
         ids = [str(number) for number in range(len(self._runs))]
-        if given not in ids:
-            raise DataError(f"run={given[:40]!r} is none of the runs, whose ids are {', '.join(ids)}.")
-        return self._runs[ids.index(given)]
+        if run_id not in ids:
+            raise DataError(f"run={run_id[:40]!r} is not the id of a run. Choose from {', '.join(ids)}.")
+        return self._runs[ids.index(run_id)]
 
 
 def _rollout(views: RolloutViews, params: Mapping[str, str]) -> Any:
-    return views.rollout(
-        _needed(params, "step"), params.get("uid", ""), _needed(params, "sample"), _optional(params, "group")
-    )
+    step, sample = _required_int(params, "step"), _required_int(params, "sample")
+    return views.rollout(step, params.get("uid", ""), sample, _optional_int(params, "group"))
 
 
 def _group(views: RolloutViews, params: Mapping[str, str]) -> Any:
-    return views.group(_needed(params, "step"), params.get("uid", ""), _optional(params, "group"))
+    return views.group(_required_int(params, "step"), params.get("uid", ""), _optional_int(params, "group"))
 
 
-def _needed(params: Mapping[str, str], name: str) -> int:
+def _required_int(params: Mapping[str, str], name: str) -> int:
     return parse_int32(name, params.get(name, ""))
 
 
-def _optional(params: Mapping[str, str], name: str) -> int | None:
-    return _needed(params, name) if params.get(name) else None
+def _optional_int(params: Mapping[str, str], name: str) -> int | None:
+    return _required_int(params, name) if params.get(name) else None
 
 
 def _text(status: int, text: str) -> web.Response:

@@ -1,8 +1,8 @@
 """Episodes: conversations between an environment and an engine, recorded as tokens.
 
-`ConversationGenerator.rollout` makes the group of a prompt. `Ledger` records an episode's tokens exactly as the model
-read and sampled them, `EpisodeLimiter` bounds how many run at a time, and `Tokenizing` keeps the tokenizer's work from
-holding up the event loop.
+`ConversationGenerator.rollout` generates the group of a prompt. `TrajectoryBuilder` records an episode's tokens exactly
+as the model read and sampled them, `EpisodeLimiter` limits the number of concurrent episodes, and `TokenizerExecutor`
+keeps the tokenizer from blocking the event loop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -63,43 +64,59 @@ from skyrl_train.errors import (
 from skyrl_train.metrics import MetricNameLimit
 from skyrl_train.terminal import escape_control_chars
 
-DEADLINE_KIND = "deadline"
-"""The kind of failure of an episode that an engine ended at its deadline."""
+
+class FailureKind(StrEnum):
+    """Kinds of failed episodes that are no failure of an environment. Environments add other kinds.
+
+    The values are part of metric names and of saved rollouts.
+    """
+
+    DEADLINE = "deadline"
+    """An engine ended the episode at its deadline."""
+    ENGINE = "engine"
+    """The engine failed."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    HISTORY_REWRITTEN = "history_rewritten"
+    """The chat template changed earlier turns."""
+    CHAT_TEMPLATE = "chat_template"
+    """The chat template cannot render the messages."""
+
+
 _MIN_DEADLINE_S = 1e-3
 MAX_METRICS, MAX_METRIC_LENGTH = 256, 128
-"""Names of numbers that environments may report in one run, and characters of a name."""
+"""Number of different metrics that environments may report in one run, and characters of a name."""
 log = logging.getLogger(__name__)
 GenerationClient = EngineClient | BatchedEngineClient
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """The settings of one kind of rollouts: those for training, or those for evaluation."""
+    """The settings of rollouts for training or for evaluation."""
 
     sampling_params: SamplingParams
     n_samples_per_prompt: int
     seed: int
     max_input_length: int
-    """Limit for the whole conversation before each turn is sampled."""
+    """Maximum number of tokens of the conversation before a turn is sampled."""
     rollout_s: float
-    """For all turns of an episode while they run in an engine's batch. Environment steps have their own."""
+    """Seconds that the turns of an episode may run in an engine's batch. Environment steps have separate limits."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     max_turns: int = 1
     use_conversation_multi_turn: bool = True
-    """Whether every turn is a message of its own; else all turns form one message of the assistant, in which the
-    environment's text is embedded as it is."""
+    """True if each turn is a separate message. Otherwise all turns form one assistant message, in which the
+    environment's text is embedded without a chat template."""
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """Whether an end-of-turn token is appended to a turn that ended at a stop string."""
+    """True to append an end-of-turn token to a turn that ended at a stop string."""
     step_wise_trajectories: bool = False
-    """Whether the chat template may rewrite earlier turns, which begins a new sequence."""
+    """True if the chat template may rewrite earlier turns. Each rewrite starts a new sequence."""
     retokenize_chat_history: bool = False
-    """With step_wise_trajectories: before every turn the whole conversation is rendered and tokenised again."""
+    """True to render and tokenize the full conversation again before each turn; needs `step_wise_trajectories`."""
     namespace: str = ""
-    """What the ids of its requests begin with, where others of the same prompts may be under way."""
+    """Prefix of request ids, for rollouts that run concurrently with others of the same prompts."""
 
 
 class ConversationGenerator:
-    """Makes the n trajectories of one prompt. A failed episode is data (masked and counted), not an exception."""
+    """Generates the trajectories of a prompt. A failed episode becomes a failed trajectory, not an exception."""
 
     def __init__(
         self,
@@ -111,7 +128,16 @@ class ConversationGenerator:
         later_turn_client: GenerationClient | None = None,
         limiter: EpisodeLimiter | None = None,
     ):
-        """`sampler` gets the first turns of a group in one call; `later_turns` (None: the same) all other turns."""
+        """Create the generator.
+
+        Args:
+            client: Samples the first turns of a group in one call.
+            environments: Runs the environments.
+            tokenizer: The policy's tokenizer.
+            settings: The settings of the rollouts.
+            later_turn_client: Samples all other turns; None for `client`.
+            limiter: Limits the number of concurrent episodes; None for no limit.
+        """
         self._client = client
         self._later_turn_client = later_turn_client or client
         self._environments = environments
@@ -120,36 +146,47 @@ class ConversationGenerator:
         self._settings = settings
         self._limiter = limiter or EpisodeLimiter()
         self._metric_names = MetricNameLimit(MAX_METRICS, MAX_METRIC_LENGTH)
-        self._refused_metric = False
+        self._warned_of_metric = False
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        """Make the group of `prompt`; its `position` in the run's order makes seeds differ between epochs.
+        """Generate and score the group of a prompt.
 
-        When this returns, raises or is cancelled, its environments are closed, and the engines abort its requests.
+        When the call ends, also by an error or cancellation, its environments are closed and its requests are aborted.
+
+        Args:
+            prompt: The prompt.
+            position: Its position in the run's order of prompts, which makes seeds differ between epochs.
+
+        Returns:
+            The group with `n_samples_per_prompt` trajectories. Episodes that failed have status `failed`.
+
+        Raises:
+            UnsupportedParameter: The engine does not support a sampling parameter.
+            EnginesLost: No engine is left.
         """
         temperature = self._settings.sampling_params.temperature
         samples, states = self._settings.n_samples_per_prompt, list[_EpisodeState]()
         admitted = 0
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with self._client.episode():  # first, so that a Lockstep waits for those that have not begun yet
+            async with self._client.episode():  # entered first: BatchedEngineClient waits for episodes that will start
                 await self._limiter.admit(samples)
                 admitted = samples
                 states += [_EpisodeState.empty(prompt, sample, temperature) for sample in range(samples)]
                 rendered: list[_RenderedPrompt] = []
                 tasks += [asyncio.create_task(self._start(state, rendered)) for state in states]
                 await asyncio.gather(*tasks)
-                opened = [state for state in states if state.session is not None]
+                started = [state for state in states if state.session is not None]
                 tasks += [
-                    asyncio.create_task(self._run_episode(state, [done], position))
-                    for state, done in await self._sample(opened, position)
+                    asyncio.create_task(self._run_episode(state, [completion], position))
+                    for state, completion in await self._sample(started, position)
                 ]
                 await asyncio.sleep(0)  # lets every task enter its own `episode()`, in this order
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            try:  # if one has raised, others may still be starting environments or be in a step of theirs
+            try:  # if one episode has raised, others may still be starting or stepping their environments
                 await asyncio.gather(*tasks, return_exceptions=True)
             finally:
                 for state in states:
@@ -158,11 +195,16 @@ class ConversationGenerator:
         return TrajectoryGroup(prompt, [state.trajectory for state in states])
 
     async def _start(self, state: _EpisodeState, rendered: list[_RenderedPrompt]) -> None:
-        """`rendered`: the openings of this group so far, and their tokens; most samples have the same one."""
+        """Start the environment of an episode and render its prompt. A failure is recorded in the trajectory.
+
+        Args:
+            state: The episode.
+            rendered: The rendered prompts of this group so far, to which a new one is added. Most samples share one.
+        """
         prompt = state.trajectory.prompt
         try:
-            own = parse_max_turns(f"row {prompt.uid}", prompt.env_extras)
-            state.max_turns = self._settings.max_turns if own is None else min(own, self._settings.max_turns)
+            row_max_turns = parse_max_turns(f"row {prompt.uid}", prompt.env_extras)
+            state.max_turns = min(row_max_turns or self._settings.max_turns, self._settings.max_turns)
             extras = {**prompt.env_extras, "max_turns": state.max_turns}
             state.session = await self._environments.start(prompt.env_class, replace(prompt, env_extras=extras))
         except DataError as error:  # rows of files are checked when they are loaded
@@ -175,27 +217,30 @@ class ConversationGenerator:
         state.trajectory.messages = list(opening)
         try:
             state.template_kwargs = get_chat_template_kwargs(prompt.env_extras, self._settings.chat_template_kwargs)
-            same = next((one for one in rendered if one.messages == opening), None)
-            if same is None:
+            shared = next((candidate for candidate in rendered if candidate.messages == opening), None)
+            if shared is None:
                 last = RenderedPrefix()
                 ids = render_prompt(self._tokenizer, opening, state.template_kwargs, prefix=last)
-                opened = "" if continues_last_message(opening) else get_reasoning_opening(self._tokenizer, ids)
-                same = _RenderedPrompt(opening, to_token_array(ids), last, opened)
-                rendered.append(same)
-            state.builder.start_episode(same.ids)
-            state.last_rendered, state.reasoning_opening = copy.copy(same.last), same.reasoning_opening
-        except DataError as error:  # the row's own messages were rendered when it was loaded
-            state.trajectory.fail("chat_template", str(error))
+                reasoning = "" if continues_last_message(opening) else get_reasoning_opening(self._tokenizer, ids)
+                shared = _RenderedPrompt(opening, to_token_array(ids), last, reasoning)
+                rendered.append(shared)
+            state.builder.start_episode(shared.ids)
+            state.last_rendered, state.reasoning_opening = copy.copy(shared.last), shared.reasoning_opening
+        except DataError as error:  # from messages of the environment: those of the row are checked when it is loaded
+            state.trajectory.fail(FailureKind.CHAT_TEMPLATE.value, str(error))
             await state.close()
             return
         if len(state.trajectory.prompt_ids) > self._settings.max_input_length:
-            state.trajectory.fail("prompt_too_long", f"{len(state.trajectory.prompt_ids)} tokens")
+            state.trajectory.fail(FailureKind.PROMPT_TOO_LONG.value, f"{len(state.trajectory.prompt_ids)} tokens")
             await state.close()
 
     async def _run_episode(self, state: _EpisodeState, sampled: list[Completion], position: int) -> None:
         """Run one episode from its first completion to its end, independently of the others.
 
-        `sampled` has one completion, which is let go of as soon as the ledger has it: its arrays are as large.
+        Args:
+            state: The episode.
+            sampled: A list with the completion. It is emptied, so that the completion's large arrays are freed early.
+            position: The position of the prompt in the run's order.
         """
         item = state.trajectory
         async with self._later_turn_client.episode():
@@ -205,26 +250,26 @@ class ConversationGenerator:
                     and await self._process_completion(state, sampled.pop())
                     and await self._append_next_prompt(state)
                 ):
-                    sampled = [done for _, done in await self._sample([state], position)]
+                    sampled = [completion for _, completion in await self._sample([state], position)]
             except EnvironmentFailure as failure:
                 item.fail(failure.kind, failure.detail)
             finally:
                 await state.close()
-        item.text = state.response_text() or item.text  # a failure that answered with nothing has its detail there
+        item.text = state.response_text() or item.text  # a failure without a response has its detail in `text`
         if item.status == OK:
             item.reward = math.fsum(turn.reward for turn in item.turns)
 
     async def _process_completion(self, state: _EpisodeState, completion: Completion) -> bool:
-        """Record a turn and give it to the environment; returns whether the episode continues."""
+        """Record a turn and step the environment with it. Return True if the episode continues."""
         assert state.session is not None
         item = state.trajectory
         state.builder.append_sample(completion)
         text = await self._tokenizer_executor.run(len(completion.token_ids), decode_response, completion.token_ids)
-        text = state.reasoning_opening + text  # so that who reads the text alone knows that it begins within reasoning
+        text = state.reasoning_opening + text  # shows readers of the text that it begins inside of reasoning
         state.reasoning_openings.append(state.reasoning_opening)
         if state.assistant_indices:
             item.messages.append({"role": "assistant", "content": text})
-        else:  # an opening that ends with a message of the assistant is continued
+        else:  # continues the prompt if its last message is from the assistant
             item.messages = append_assistant_text(item.messages, text)
             text = str(item.messages[-1]["content"])
         state.assistant_indices.append(len(item.messages) - 1)
@@ -232,67 +277,68 @@ class ConversationGenerator:
         state.ended_by_stop_string = completion.stop_text in self._settings.sampling_params.stop
         if completion.stop_reason == "abort":
             raise EnvironmentFailure(
-                DEADLINE_KIND, f"its turns ran for {state.running_s:.3g} s in the engine without an end"
+                FailureKind.DEADLINE.value,
+                f"its turns ran for {state.running_s:.3g} s in the engine and were not finished",
             )
-        del completion  # the environment may take its time
-        begun = now()
+        del completion  # frees it before the environment's step, which may take long
+        started_at = now()
         try:
             output = await state.session.step(text)
         finally:
-            state.builder.update_last_turn(environment_s=now() - begun)
+            state.builder.update_last_turn(environment_s=now() - started_at)
         state.builder.update_last_turn(reward=output.reward, tool_calls=tuple(output.tool_calls))
         item.env_metrics |= self._metrics(output, item.prompt.env_class)
         item.messages += output.observations
         return not output.done and len(item.turns) < state.max_turns
 
     def _metrics(self, output: StepOutput, env_class: str) -> dict[str, float]:
-        """Return the numbers of a step that become metrics; warn once about a name beyond the limits."""
-        numbers = _numbers(output.metadata)
-        found = {name: value for name, value in numbers.items() if self._metric_names.admits(name)}
-        if len(found) < len(numbers) and not self._refused_metric:
-            self._refused_metric = True
-            refused = next(name for name in numbers if name not in found)
+        """Return the numbers in a step's metadata that become metrics; warn once about a name beyond the limits."""
+        numbers = _finite_numbers(output.metadata)
+        metrics = {name: value for name, value in numbers.items() if self._metric_names.admits(name)}
+        if len(metrics) < len(numbers) and not self._warned_of_metric:
+            self._warned_of_metric = True
+            rejected = next(name for name in numbers if name not in metrics)
             log.warning(
-                "environment %s: its number %s is not recorded, nor others like it: a run records at most %d names of "
-                "environments' numbers, of at most %d characters. Use fixed names in `metadata`, and text for ids.",
+                "environment %s: the metric %s is not recorded. A run records at most %d different names of metrics of "
+                "environments, with at most %d characters. Use fixed names in `metadata`, and text for ids.",
                 env_class,
-                escape_control_chars(f"{refused:.{MAX_METRIC_LENGTH}}"),
+                escape_control_chars(f"{rejected:.{MAX_METRIC_LENGTH}}"),
                 MAX_METRICS,
                 MAX_METRIC_LENGTH,
             )
-        return found
+        return metrics
 
     async def _append_next_prompt(self, state: _EpisodeState) -> bool:
-        """Append what the model reads before its next turn; False if that makes the conversation too long."""
-        item, ledger = state.trajectory, state.builder
+        """Append the tokens before the model's next turn. Return False if the conversation becomes too long."""
+        item, builder = state.trajectory, state.builder
         try:
             render = self._render_turn if self._settings.use_conversation_multi_turn else self._render_in_message
             rendered = await self._tokenizer_executor.run(self._size(state), render, state)
         except DataError as error:
-            raise EnvironmentFailure("chat_template", str(error)) from error
+            raise EnvironmentFailure(FailureKind.CHAT_TEMPLATE.value, str(error)) from error
         state.reasoning_opening = rendered.reasoning_opening
-        context = ledger.context
-        kept = 0 if rendered.replaces_context else len(context) - rendered.drops_last_token
-        if kept + len(rendered.ids) > self._settings.max_input_length:
+        context = builder.context
+        num_kept = 0 if rendered.replaces_context else len(context) - rendered.drops_last_token
+        if num_kept + len(rendered.ids) > self._settings.max_input_length:
             item.stop_reason = "length"
             return False
         if rendered.drops_last_token:
-            ledger.rollback()
+            builder.rollback()
         if rendered.replaces_context:
-            ledger.restart(rendered.ids)
+            builder.restart(rendered.ids)
         else:
-            ledger.append_prompt(rendered.ids)
+            builder.append_prompt(rendered.ids)
         return True
 
     def _size(self, state: _EpisodeState) -> int:
-        """How many characters are encoded before the next turn, at most."""
-        whole = self._settings.retokenize_chat_history or self._settings.step_wise_trajectories
-        begin = 0 if whole else state.assistant_indices[-1] + 1
-        return sum(len(get_message_text(message)) for message in state.trajectory.messages[begin:])
+        """Return an upper bound of the characters that are tokenized before the next turn."""
+        renders_all = self._settings.retokenize_chat_history or self._settings.step_wise_trajectories
+        start = 0 if renders_all else state.assistant_indices[-1] + 1
+        return sum(len(get_message_text(message)) for message in state.trajectory.messages[start:])
 
     def _render_turn(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
-        """Render every turn as a message of its own, with the chat template."""
-        settings, item, ledger = self._settings, state.trajectory, state.builder
+        """Render the next messages with the chat template, each turn as a separate message."""
+        settings, item, builder = self._settings, state.trajectory, state.builder
         kwargs, ids = state.template_kwargs, None
         messages = _as_rendered(tokenizer, state) if settings.step_wise_trajectories else item.messages
         if not settings.retokenize_chat_history:
@@ -305,18 +351,18 @@ class ConversationGenerator:
                 prefix=state.last_rendered,
             )
         if ids is None and not settings.step_wise_trajectories:
-            detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
-            raise EnvironmentFailure("history_rewritten", detail)
+            detail = "the chat template changed earlier turns: set generator.step_wise_trajectories=true"
+            raise EnvironmentFailure(FailureKind.HISTORY_REWRITTEN.value, detail)
         if ids is None:
             ids = render_prompt(tokenizer, messages, kwargs, continue_final_message=False)
             return _RenderedTurn(ids, get_reasoning_opening(tokenizer, ids), replaces_context=True)
-        if ids and is_control_token(tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
-            stays_open = state.ended_by_stop_string and not settings.append_eos_token_after_stop_str_in_multi_turn
-            ids = ids[1:] if stays_open or ledger.last_sampled == ids[0] else ids
+        if ids and is_control_token(tokenizer, ids[0]):  # the end-of-turn token, which the model may have sampled
+            omits_end = state.ended_by_stop_string and not settings.append_eos_token_after_stop_str_in_multi_turn
+            ids = ids[1:] if omits_end or builder.last_sampled == ids[0] else ids
         return _RenderedTurn(ids, get_reasoning_opening(tokenizer, ids))
 
     def _render_in_message(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
-        """Render the environment's text as it is; an end-of-turn token of the model is dropped, as the turn goes on."""
+        """Tokenize the environment's text without the chat template. The model's end-of-turn token is dropped."""
         item, last = state.trajectory, state.builder.last_sampled
         texts = [get_message_text(message) for message in item.messages[state.assistant_indices[-1] + 1 :]]
         ended = item.turns[-1].stop_reason == "stop" and last is not None and is_control_token(tokenizer, last)
@@ -326,50 +372,53 @@ class ConversationGenerator:
         )
 
     async def _sample(self, states: list[_EpisodeState], position: int) -> list[tuple[_EpisodeState, Completion]]:
-        """The episodes with their completions: all of them, or none if the engine failed."""
+        """Sample the next turn of each episode and return the episodes with their completions.
+
+        If the engine fails, marks all of them as failed and returns an empty list.
+        """
         if not states:
             return []
-        sampler = self._later_turn_client if states[0].assistant_indices else self._client
+        client = self._later_turn_client if states[0].assistant_indices else self._client
         try:
-            completions = await sampler.generate([self._request(state, position) for state in states])
+            completions = await client.generate([self._request(state, position) for state in states])
             return list(zip(states, completions, strict=True))
         except (UnsupportedParameter, EnginesLost):
             raise  # every later request would fail in the same way
         except (EngineError, DeadlineExceeded) as error:
             log.warning("Rollouts of prompt %s are lost: %s", states[0].trajectory.prompt.uid, error)
             for state in states:
-                state.trajectory.fail("engine", str(error))
+                state.trajectory.fail(FailureKind.ENGINE.value, str(error))
             return []
 
     def _request(self, state: _EpisodeState, position: int) -> SampleRequest:
         item, uid, turn = state.trajectory, state.trajectory.prompt.uid, len(state.assistant_indices)
-        space = self._settings.namespace
-        session = f"{space}{position}.{uid}.{item.sample}"
+        namespace = self._settings.namespace
+        session = f"{namespace}{position}.{uid}.{item.sample}"
         return SampleRequest(
             request_id=f"{session}.{turn}" if turn else session,
             token_ids=state.builder.context,
             sampling=self._settings.sampling_params,
             seed=request_seed(self._settings.seed, uid, item.sample, turn, position),
             session=session,
-            group=f"{space}{position}.{uid}",
+            group=f"{namespace}{position}.{uid}",
             deadline_s=max(self._settings.rollout_s - state.running_s, _MIN_DEADLINE_S),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
-    """The messages with which episodes of a group begin, as rendered."""
+    """The first messages of episodes of a group, and their rendered tokens."""
 
     messages: list[Message]
     ids: Tokens
     last: RenderedPrefix
     reasoning_opening: str
-    """See `_EpisodeState.opened`."""
+    """See `_EpisodeState.reasoning_opening`."""
 
 
 @dataclass(slots=True)
 class _EpisodeState:
-    """A running episode and the trajectory that it becomes."""
+    """A running episode and its trajectory."""
 
     trajectory: Trajectory
     builder: TrajectoryBuilder
@@ -378,18 +427,18 @@ class _EpisodeState:
     assistant_indices: list[int] = field(default_factory=list)
     """Indices of the model's messages in the trajectory's messages."""
     reasoning_opening: str = ""
-    """The end of what the model reads next if it opens a block of reasoning, such as "<think>" and a line break."""
+    """The end of the next prompt if it opens a block of reasoning, such as "<think>" and a line break; else ""."""
     reasoning_openings: list[str] = field(default_factory=list)
-    """For each of `answers`: `opened` before it, with which its text begins."""
+    """The `reasoning_opening` before each message in `assistant_indices`. The message's text begins with it."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     last_rendered: RenderedPrefix = field(default_factory=RenderedPrefix)
     ended_by_stop_string: bool = False
-    """Whether a stop string ended the last turn."""
+    """True if a stop string ended the last turn."""
     running_s: float = 0.0
     """Seconds that its turns have run in an engine's batch."""
 
     def response_text(self) -> str:
-        """What the model said: its answer, or the conversation from its first answer to its last."""
+        """Return the model's response, or the conversation from its first to its last response if there are several."""
         messages, first, last = self.trajectory.messages, self.assistant_indices[0], self.assistant_indices[-1]
         if first == last:
             return str(messages[first]["content"])
@@ -397,12 +446,12 @@ class _EpisodeState:
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _EpisodeState:
-        # Greedy rollouts are scored at temperature 1: there is no such thing as a log-prob at 0.
+        # Log-probs are undefined at temperature 0, so those of greedy rollouts are computed at temperature 1.
         trajectory = Trajectory.empty(prompt, sample, temperature or 1.0)
         return cls(trajectory, TrajectoryBuilder(trajectory))
 
     async def close(self) -> None:
-        """Close the environment session, if that has not been done yet."""
+        """Close the environment session. Does nothing if it is closed already."""
         session, self.session = self.session, None
         if session is not None:
             await session.close()
@@ -414,72 +463,77 @@ class _RenderedTurn:
 
     ids: list[int]
     reasoning_opening: str
-    """See `_EpisodeState.opened`."""
+    """See `_EpisodeState.reasoning_opening`."""
     replaces_context: bool = False
-    """Whether `ids` replace the whole context instead of being appended to it."""
+    """True if `ids` replace the full context instead of being appended to it."""
     drops_last_token: bool = False
-    """Whether the last token that the model sampled is removed first."""
+    """True if the last sampled token is removed first."""
 
 
 def _as_rendered(tokenizer: Any, state: _EpisodeState) -> list[Message]:
-    """The conversation as a chat template takes it: the model's messages without what their prompts opened."""
+    """Return the conversation for the chat template, without the reasoning openings that its prompts contain."""
     messages = list(state.trajectory.messages)
-    for place, opened in zip(state.assistant_indices, state.reasoning_openings, strict=True):
-        content = message_content(tokenizer, str(messages[place]["content"]).removeprefix(opened), opened)
-        messages[place] = {**messages[place], "content": content}
+    for index, opening in zip(state.assistant_indices, state.reasoning_openings, strict=True):
+        content = message_content(tokenizer, str(messages[index]["content"]).removeprefix(opening), opening)
+        messages[index] = {**messages[index], "content": content}
     return messages
 
 
-def _numbers(metadata: dict[str, object]) -> dict[str, float]:
-    """The numbers in an environment's metadata that can be averaged: not NaN, nor integers too large for a float."""
-    found = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
-    return {key: float(value) for key, value in found.items() if abs(value) <= sys.float_info.max}
+def _finite_numbers(metadata: dict[str, object]) -> dict[str, float]:
+    """Return the numbers in an environment's metadata that can be averaged: finite ones within the range of float."""
+    numbers = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
+    return {key: float(value) for key, value in numbers.items() if abs(value) <= sys.float_info.max}
 
 
 # -- an episode as tokens ----------------------------------------------------------------------------------------------
 
 
 class TrajectoryBuilder:
-    """Writes a trajectory's tokens: sampled tokens are in the loss, the environment's tokens are not.
+    """Builds a trajectory from tokens. Sampled tokens are in the loss, the environment's tokens are not.
 
-    `context` is what the model reads next. Sampled tokens stay as they were sampled: nothing is tokenised again.
+    Sampled tokens are stored as they were sampled and never tokenized again.
 
-    Example: open([5, 6]), sampled 7 2, tell([9, 8]), sampled 3 2: response_ids [7, 2, 9, 8, 3, 2], loss_spans and turns
-    [0, 2) and [4, 6).
+    Example:
+        start_episode([5, 6]), append_sample of [7, 2], append_prompt([9, 8]), append_sample of [3, 2] give response_ids
+        [7, 2, 9, 8, 3, 2], with loss_spans and turns at [0, 2) and [4, 6).
     """
 
     def __init__(self, trajectory: Trajectory):
+        """Write to `trajectory`, which has no response yet."""
         self._item = trajectory
         self._prompt_ids = trajectory.prompt_ids
-        """The prompt of the current sequence ..."""
+        """The prompt of the current sequence."""
         self._start = 0
-        """... and the index of the first response token that follows it."""
+        """The index of the first response token of the current sequence."""
 
     def start_episode(self, prompt_ids: ArrayLike) -> None:
-        """Begin the episode with its prompt."""
+        """Set the prompt of the trajectory. Call it once, before anything is appended."""
         self._item.prompt_ids = self._prompt_ids = to_token_array(prompt_ids)
 
     @property
     def context(self) -> Tokens:
-        """All tokens of the current sequence: what the model reads next."""
+        """All tokens of the current sequence, which the model reads before its next turn."""
         return np.concatenate((self._prompt_ids, self._item.response_ids[self._start :]))
 
     def append_sample(self, completion: Completion) -> None:
-        """Append a turn of the model; what comes of it is told later, by `note`."""
+        """Append a turn that the model sampled, with its log-probs, routing and weight versions, and reward 0.
+
+        `update_last_turn` adds the reward and other results of the environment.
+        """
         item, start = self._item, len(self._item.response_ids)
         self._append(completion.token_ids, completion.full_logprobs)
         item.stop_reason = completion.stop_reason
-        self._route(completion.routing)
+        self._append_routing(completion.routing)
         versions = [span.version for span in completion.versions] or [0]
-        counted = sum((span.stop - span.start) * span.version for span in completion.versions)
-        mean = counted / max(1, len(completion.token_ids))
+        version_sum = sum((span.stop - span.start) * span.version for span in completion.versions)
+        mean = version_sum / max(1, len(completion.token_ids))
         stop, reason = len(item.response_ids), completion.stop_reason
         if start < stop:
             item.loss_spans.append((start, stop))
         item.turns.append(Turn(start, stop, 0.0, reason, min(versions), max(versions), mean, completion.running_s))
 
-    def _route(self, routing: Any) -> None:
-        """Note where tokens went: those of earlier turns stay as they were when they were sampled."""
+    def _append_routing(self, routing: Any) -> None:
+        """Append the experts of new tokens. Tokens of earlier turns keep the experts with which they were sampled."""
         if routing is None:
             return
         sequences = self._item.routing
@@ -488,20 +542,20 @@ class TrajectoryBuilder:
         known = len(sequences[-1])
         sequences[-1] = np.concatenate([sequences[-1], routing[known:]])
 
-    def update_last_turn(self, **known: Any) -> None:
-        """Set fields of the last turn: what the environment made of it."""
-        self._item.turns[-1] = replace(self._item.turns[-1], **known)
+    def update_last_turn(self, **fields: Any) -> None:
+        """Set fields of the last `Turn`, such as the reward that the environment gave for it."""
+        self._item.turns[-1] = replace(self._item.turns[-1], **fields)
 
     @property
     def last_sampled(self) -> int | None:
-        """The last token of the last turn, if nothing was appended since; else None."""
+        """The last token of the last turn; None if the turn is empty or something was appended to it."""
         last = self._item.turns[-1]
         return int(self._item.response_ids[-1]) if last.start < last.stop == len(self._item.response_ids) else None
 
     def append_prompt(self, ids: ArrayLike) -> None:
-        """Append tokens that the model reads but did not sample."""
-        told = to_token_array(ids)
-        self._append(told, np.zeros(len(told), np.float32))
+        """Append tokens that the model reads but did not sample. They are not in the loss."""
+        tokens = to_token_array(ids)
+        self._append(tokens, np.zeros(len(tokens), np.float32))
 
     def _append(self, ids: ArrayLike, logprobs: ArrayLike) -> None:
         item = self._item
@@ -509,17 +563,20 @@ class TrajectoryBuilder:
         item.logprobs = append_array(item.logprobs, to_logprob_array(logprobs))
 
     def rollback(self) -> None:
-        """Remove the last sampled token: an end of message, where the message continues after all."""
+        """Remove the last sampled token, an end-of-turn token, because the message continues.
+
+        Nothing must have been appended after it.
+        """
         item, last = self._item, self._item.turns[-1]
-        assert last.start < last.stop == len(item.response_ids), "nothing was said after it"
+        assert last.start < last.stop == len(item.response_ids), "something was appended after the last sampled token"
         item.response_ids, item.logprobs = item.response_ids[:-1], item.logprobs[:-1]
         item.turns[-1] = last = replace(last, stop=last.stop - 1)
         item.loss_spans[-1:] = [(last.start, last.stop)] if last.start < last.stop else []
 
     def restart(self, prompt_ids: ArrayLike) -> None:
-        """Let the model read `prompt_ids` next.
+        """Replace the context by `prompt_ids`.
 
-        If they begin with the current context, they extend the current sequence; otherwise a new sequence begins.
+        If they begin with the current context, they extend the current sequence; otherwise they start a new sequence.
         """
         context, ids = self.context, to_token_array(prompt_ids)
         if np.array_equal(ids[: len(context)], context):
@@ -529,31 +586,34 @@ class TrajectoryBuilder:
         self._item.restarts.append(Restart(self._start, ids))
 
 
-# -- how many episodes run ---------------------------------------------------------------------------------------------
+# -- limits of concurrency ---------------------------------------------------------------------------------------------
 
 _EPISODES_PER_ITERATION = 32
-"""Episodes that begin in one turn of the event loop: thousands at once would hold up everything else."""
+"""Episodes that start in one iteration of the event loop. Thousands would block everything else for too long."""
 
 
 class EpisodeLimiter:
-    """`generator.rate_limit`: groups of episodes are admitted in the order in which they ask, each as a whole.
-
-    trajectories_per_second: at most this many episodes begin per second. max_concurrency: at most this many episodes
-    run at a time, unless a single group is larger. None is no limit; without both, admission depends on no clock.
-    """
+    """The limits of generator.rate_limit. Admits complete groups of episodes in the order of their calls."""
 
     def __init__(self, trajectories_per_second: float | None = None, max_concurrency: int | None = None):
+        """Create a limiter. Without limits, admission does not depend on the clock.
+
+        Args:
+            trajectories_per_second: Maximum number of episodes that start per second; None for no limit.
+            max_concurrency: Maximum number of running episodes, which only a single larger group may exceed; None for
+                no limit.
+        """
         self._seconds_each = 0.0 if trajectories_per_second is None else 1.0 / trajectories_per_second
         self._max_concurrency = max_concurrency
         self._running = 0
         self._next_start = 0.0
         self._admission_lock = asyncio.Lock()
-        """Held by the next group to be admitted: waiters are served in order, so a large group is never starved."""
+        """Held by the next group to be admitted. Waiters are served in order, so a large group is never starved."""
         self._released = asyncio.Event()
         self._throttle = EventLoopThrottle(_EPISODES_PER_ITERATION)
 
     async def admit(self, episodes: int) -> None:
-        """Wait until this many episodes may begin; each admission needs a matching `release`."""
+        """Wait until this many episodes may start. Each call that returns needs a matching `release`."""
         if self._max_concurrency is None and not self._seconds_each:
             await self._throttle(episodes)
             return
@@ -569,89 +629,99 @@ class EpisodeLimiter:
             self._running += episodes
 
     def release(self, episodes: int) -> None:
-        """Note that this many admitted episodes have ended."""
+        """Report that this many admitted episodes have ended."""
         self._running -= episodes
         self._released.set()
 
 
-# -- the tokenizer of thousands of conversations -----------------------------------------------------------------------
+# -- tokenizer calls of many conversations -----------------------------------------------------------------------------
 
 T = TypeVar("T")
-_Asked = tuple[int, Callable[[Any], Any], "asyncio.Future[Any]"]
+_PendingCall = tuple[int, Callable[[Any], Any], "asyncio.Future[Any]"]
+"""(size, function of the tokenizer, future of its result)"""
 MIN_THREAD_CHARS = 1 << 14
-"""Characters or tokens from which on a text is not for the event loop: some milliseconds."""
+"""Characters or tokens from which a call runs in the thread, as it would block the event loop for milliseconds."""
 _CHARS_PER_ITERATION, _CALL_OVERHEAD_CHARS = 1 << 16, 1 << 10
-"""Characters in one turn of the event loop, and what a call counts beside its own: some ten milliseconds in all."""
+"""Characters per iteration of the event loop, and the overhead of a call in characters: about 10 ms per iteration."""
 _EXECUTORS: WeakKeyDictionary[Any, TokenizerExecutor] = WeakKeyDictionary()
 
 
 def tokenizer_executor(tokenizer: Any) -> TokenizerExecutor:
-    """The one of this tokenizer."""
-    found = _EXECUTORS.get(tokenizer)
-    if found is None:
-        found = _EXECUTORS[tokenizer] = TokenizerExecutor(tokenizer)
-    return found
+    """Return the executor of a tokenizer. Equal calls return the same executor."""
+    executor = _EXECUTORS.get(tokenizer)
+    if executor is None:
+        executor = _EXECUTORS[tokenizer] = TokenizerExecutor(tokenizer)
+    return executor
 
 
 class TokenizerExecutor:
-    """A tokenizer as thousands of conversations use it at a time: what they ask is done in the order in which it came,
-    as much in one turn of the event loop as leaves time for what else there is.
+    """Runs tokenizer calls of many conversations without blocking the event loop for long.
 
-    Short texts are not for a thread: one that lets go of the interpreter's lock for microseconds, again and again, as a
-    tokenizer does, keeps it from the event loop, which waits for it after every array and every pipe.
+    Calls on short texts run on the event loop in the order of submission, a bounded number of characters per iteration.
+    A thread would release and take the interpreter lock in many short slices, and so delay the event loop.
 
-    The thread has a copy of its own, made anew where template or tokens have changed: whoever else has the tokenizer
-    may set its padding or truncation, which would hold for what is being encoded there.
+    Calls on texts of at least MIN_THREAD_CHARS characters run in one thread, on a copy of the tokenizer, because other
+    code may change padding or truncation of the original at any time. The copy is renewed when the chat template or
+    the tokens have changed.
     """
 
     def __init__(self, tokenizer: Any):
+        """Create the executor of a tokenizer, to which it keeps only a weak reference. Use `tokenizer_executor`."""
         self._original = ref(tokenizer)
-        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[_Asked]] = WeakKeyDictionary()
+        self._pending: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[_PendingCall]] = WeakKeyDictionary()
         self._thread = ThreadPoolExecutor(1, "tokenizer")
-        self._copied, self._state = _copied(tokenizer), _state(tokenizer)
+        self._thread_copy, self._copied_state = _try_copy(tokenizer), _state(tokenizer)
 
     async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        """`function(tokenizer, *args)`, or what it raises. `size`: how many characters or tokens go through it."""
-        # Not in this frame, which an error's traceback keeps: the future keeps the error.
-        return await self._answer(size, partial(_called, function, args))  # type: ignore[no-any-return]
+        """Call `function(tokenizer, *args)` and return its result or raise its error.
 
-    def _answer(self, size: int, work: Callable[[Any], Any]) -> asyncio.Future[Any]:
+        StopIteration becomes a RuntimeError.
+
+        Args:
+            size: Number of characters or tokens that the call processes.
+            function: The function, which may run in another thread and on a copy of the tokenizer.
+            *args: Its other arguments.
+        """
+        # The future must not be a variable of this frame: it keeps the error, whose traceback keeps this frame.
+        return await self._submit(size, partial(_call, function, args))  # type: ignore[no-any-return]
+
+    def _submit(self, size: int, call: Callable[[Any], Any]) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         if size >= MIN_THREAD_CHARS:
-            return loop.run_in_executor(self._thread, work, self._own())
-        asked = self._asked.setdefault(loop, deque())
-        if not asked:
-            loop.call_soon(self._work, loop)
-        answer = mark_exception_retrieved(loop.create_future())
-        asked.append((_CALL_OVERHEAD_CHARS + size, work, answer))
-        return answer
+            return loop.run_in_executor(self._thread, call, self._current_copy())
+        pending = self._pending.setdefault(loop, deque())
+        if not pending:
+            loop.call_soon(self._run_pending, loop)
+        result = mark_exception_retrieved(loop.create_future())
+        pending.append((_CALL_OVERHEAD_CHARS + size, call, result))
+        return result
 
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        asked, done, tokenizer = self._asked[loop], 0, self._original()
-        while asked and done < _CHARS_PER_ITERATION:
-            size, work, answer = asked.popleft()
-            if not answer.done():  # whoever asked was cancelled
-                done += size
+    def _run_pending(self, loop: asyncio.AbstractEventLoop) -> None:
+        pending, processed, tokenizer = self._pending[loop], 0, self._original()
+        while pending and processed < _CHARS_PER_ITERATION:
+            size, call, result = pending.popleft()
+            if not result.done():  # it is done if the caller was canceled
+                processed += size
                 try:
-                    answer.set_result(work(tokenizer))
+                    result.set_result(call(tokenizer))
                 except BaseException as error:
-                    answer.set_exception(error)
-            del work, answer  # an error's traceback keeps this frame, which would keep the error
-        if asked:
-            loop.call_soon(self._work, loop)
+                    result.set_exception(error)
+            del call, result  # an error's traceback keeps this frame, which would keep the error
+        if pending:
+            loop.call_soon(self._run_pending, loop)
 
-    def _own(self) -> Any:
-        """The thread's copy."""
+    def _current_copy(self) -> Any:
+        """Return the thread's copy of the tokenizer, renewed if the tokenizer has changed."""
         original = self._original()
-        if original is not None and (state := _state(original)) != self._state:
-            self._copied, self._state = _copied(original), state
-        return self._copied
+        if original is not None and (state := _state(original)) != self._copied_state:
+            self._thread_copy, self._copied_state = _try_copy(original), state
+        return self._thread_copy
 
 
-def _copied(tokenizer: Any) -> Any:
+def _try_copy(tokenizer: Any) -> Any:
     try:
         return copy.deepcopy(tokenizer)
-    except Exception:  # one of a user's own, with a lock or a file
+    except Exception:  # a custom tokenizer may have a lock or a file
         return tokenizer
 
 
@@ -659,8 +729,8 @@ def _state(tokenizer: Any) -> Any:
     return getattr(tokenizer, "chat_template", None), len(tokenizer), dict(tokenizer.special_tokens_map)
 
 
-def _called(function: Callable[..., T], args: Any, tokenizer: Any) -> T:
-    """What it returns or raises, but for StopIteration, which no future takes."""
+def _call(function: Callable[..., T], args: Any, tokenizer: Any) -> T:
+    """Call the function. Replaces StopIteration, which a future does not accept."""
     try:
         return function(tokenizer, *args)
     except StopIteration as error:

@@ -1,4 +1,4 @@
-"""What happens to a group once its generator has made it: a reward model adds its score, and the first one is shown."""
+"""Steps that follow the generation of a group: a reward model adds its scores, and the first trajectory is logged."""
 
 from __future__ import annotations
 
@@ -16,35 +16,42 @@ from skyrl_train.rollouts.collector import Rollout
 log = logging.getLogger(__name__)
 
 ScoreFunction = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float | EnvironmentFailure]]]
-"""Conversations -> for each its score, or the reason why it has none."""
+"""A coroutine that returns, for each conversation, its score or the reason why it has none."""
 REWARD_MODEL_METRIC = "reward_model_score"
 
 
 class FirstRolloutLogger:
-    """Shows one trajectory of the first group that is offered and has one that did not fail."""
+    """Shows the first successful trajectory of a run, because the first step may end minutes later."""
 
     def __init__(self, show: Callable[[Trajectory, float], None]):
-        """`show` gets the trajectory, and how many seconds its group took."""
+        """Create the logger; `show` receives the trajectory and the seconds that its group took."""
         self._show: Callable[[Trajectory, float], None] | None = show
 
     def offer(self, group: TrajectoryGroup, seconds: float) -> None:
-        """Show a trajectory of this group unless one has been shown: a step of many may end minutes later."""
-        shown = next((item for item in group.trajectories if item.status == OK), None)
-        if self._show is None or shown is None:
+        """Show the first successful trajectory of `group`, unless one has been shown or there is none.
+
+        Logs a warning if it cannot be shown.
+
+        Args:
+            group: A finished group.
+            seconds: The time that the group took.
+        """
+        trajectory = next((item for item in group.trajectories if item.status == OK), None)
+        if self._show is None or trajectory is None:
             return
         show, self._show = self._show, None
         try:
-            show(shown, seconds)
-        except Exception as error:  # a generator of the user's own may have filled it with anything
+            show(trajectory, seconds)
+        except Exception as error:  # a custom generator may have put any values into it
             log.warning("The first rollout cannot be shown (%s: %s).", type(error).__name__, error)
 
 
 class RewardModelScorer:
-    """The rollouts of a generator, with `coef` times the judge's score added to every reward if there is a judge.
+    """A rollout function that runs another one and adds the score of a reward model, if there is one, to each reward.
 
-    The judge reads the model's messages without their reasoning (`reasoning.final_answer`). A group is judged in one
-    call, after all of its episodes have ended. Failed episodes are left as they are; an episode that the judge cannot
-    score becomes a failed one.
+    The reward model reads the assistant's messages without their reasoning (`reasoning.final_answer`). It scores a
+    group in one call, after all episodes of the group have ended. Failed episodes are not scored. An episode that
+    cannot be scored is marked as failed.
     """
 
     def __init__(
@@ -55,38 +62,50 @@ class RewardModelScorer:
         coef: float = 1.0,
         first: FirstRolloutLogger | None = None,
     ):
-        """`first`: is offered every group, as soon as it exists."""
+        """Create the rollout function.
+
+        Args:
+            rollout: Generates the group of a prompt.
+            score_fn: Scores conversations; None adds no scores.
+            coef: Factor of the score in the reward.
+            first: Receives every finished group; None for no logging.
+        """
         self._rollout = rollout
         self._score_fn = score_fn
         self._coef = coef
         self._first = first
 
     async def __call__(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        begun = now()
+        """Generate and score the group of `prompt`, which is at `position` in the run's order of prompts.
+
+        Raises ConfigError if a trajectory has no messages to score, and whatever the generator or the reward model
+        raises.
+        """
+        started_at = now()
         group = await self._rollout(prompt, position)
         if self._score_fn is not None:
             await self._score(self._score_fn, group)
         if self._first is not None:
-            self._first.offer(group, now() - begun)
+            self._first.offer(group, now() - started_at)
         return group
 
     async def _score(self, score_fn: ScoreFunction, group: TrajectoryGroup) -> None:
-        answered = [item for item in group.trajectories if item.status == OK]
-        if any(not item.messages for item in answered):
+        succeeded = [item for item in group.trajectories if item.status == OK]
+        if any(not item.messages for item in succeeded):
             raise ConfigError(
-                f"trainer.reward.model.path: a trajectory of prompt {group.prompt.uid} has no messages to score; a "
-                "generator of your own must fill Trajectory.messages with the whole conversation."
+                f"trainer.reward.model.path: a trajectory of prompt {group.prompt.uid} has no messages to score. A "
+                "custom generator must fill Trajectory.messages with the complete conversation."
             )
-        if not answered:
+        if not succeeded:
             return
-        scores = await score_fn([_without_reasoning(item.messages) for item in answered])
-        for item, score in zip(answered, scores, strict=True):
+        scores = await score_fn([_without_reasoning(item.messages) for item in succeeded])
+        for item, score in zip(succeeded, scores, strict=True):
             if isinstance(score, EnvironmentFailure):
                 log.warning("A rollout of prompt %s cannot be scored: %s", item.prompt.uid, score)
                 item.fail(score.kind, score.detail)
                 continue
             item.reward += self._coef * score
-            if item.turns:  # the score of the whole conversation is known at its end
+            if item.turns:  # the score of the conversation counts for its last turn
                 item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + self._coef * score)
             item.env_metrics[REWARD_MODEL_METRIC] = score
 

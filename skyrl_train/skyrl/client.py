@@ -138,7 +138,7 @@ class InferenceEngineClient:
                 for one in call.requests
             ]
             completions: list[Completion] = await self._client.generate(requests)
-            return translator.answer(call, completions)
+            return translator.to_response(call, completions)
         except InvalidBodyError as error:
             return _error(str(error), error.param)
         except (ConfigError, DataError, UnsupportedParameter) as error:

@@ -1,1 +1,1 @@
-"""Storage at an address: what a run keeps there, and what it reads from there."""
+"""Remote storage at URIs such as s3://bucket/folder: the mirror of a run, and data and models that a run reads."""

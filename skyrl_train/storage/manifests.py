@@ -1,11 +1,11 @@
-"""Folders that are complete or absent: manifest.json lists every file with size and SHA-256, and is written last.
+"""Folders that are either complete or absent. manifest.json lists every file with size and SHA-256 and is written last.
 
     global_step_40/manifest.json      {"files": {"policy/rank_0.pt": {"bytes": 1024, "sha256": "..."}, ...}, ...}
     global_step_40/policy/rank_0.pt
-    global_step_50/policy/rank_0.pt   an interrupted upload: without a manifest nobody reads it
+    global_step_50/policy/rank_0.pt   an interrupted upload, which is ignored because it has no manifest
 
-A folder that is uploaded again with other content gets new files beside the old ones. `key` in the manifest is the name
-of such a file, so one of the two versions is complete at any moment.
+If a folder is uploaded again with other content, new files are written beside the old ones under other names, which are
+the manifest's `key` entries. One of the two versions is therefore complete at any time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from skyrl_train.storage.remote_folder import RemoteFile, RemoteFolder, invalid_
 
 MANIFEST_FILE = "manifest.json"
 FINISHED_FILE = ".finished"
-"""Marks a local folder that is finished and has no manifest yet."""
+"""Marker file of a local folder that is finished and has no manifest yet."""
 SET_ASIDE_FILE = "manifest.set_aside.json"
-"""Name of the manifest of a folder that is kept at an address but no longer read."""
+"""Name of the manifest of a remote folder that is kept but no longer read."""
 DELETING_SUFFIX = ".deleting"
 """Suffix of a local checkpoint that is about to be deleted."""
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -34,77 +34,96 @@ _log = logging.getLogger(__name__)
 
 
 class ManifestEntry(NamedTuple):
-    """A file of a manifest."""
+    """A file that a manifest lists."""
 
     digest: FileDigest
     key: str
-    """Name in storage, inside the folder."""
+    """Name of the remote file, relative to the folder."""
 
 
 def parse_manifest(manifest: bytes | None) -> dict[str, ManifestEntry]:
-    """Return name -> file of a manifest. Raises ValueError for None, no manifest, or a name that leaves the folder."""
+    """Return the files that a manifest lists, by name.
+
+    Args:
+        manifest: Content of manifest.json; None if the file does not exist.
+
+    Raises:
+        ValueError: The content is None or no valid manifest, or a name is not one of a file inside the folder.
+    """
     if manifest is None:
         raise ValueError("it is missing")
     try:
-        entries: Mapping[str, Any] = json.loads(manifest)["files"]
-        found = {
+        raw_entries: Mapping[str, Any] = json.loads(manifest)["files"]
+        entries = {
             name: ManifestEntry(FileDigest(int(entry["bytes"]), str(entry["sha256"])), str(entry.get("key", name)))
-            for name, entry in entries.items()
+            for name, entry in raw_entries.items()
         }
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"no manifest ({type(error).__name__}: {error})") from error
-    for name, one in found.items():
-        if not _SHA256.fullmatch(one.digest.sha256):
-            raise ValueError(f"{name!r} has sha256 {one.digest.sha256!r:.80}, which is not 64 hexadecimal digits")
-    for names in (found, {one.key for one in found.values()}):
-        if unusable := invalid_names(names):
-            raise ValueError(f"{unusable[0]!r} is not the name of a file inside the folder")
-    return found
+        raise ValueError(f"no valid manifest ({type(error).__name__}: {error})") from error
+    for name, entry in entries.items():
+        if not _SHA256.fullmatch(entry.digest.sha256):
+            raise ValueError(f"{name!r} has sha256 {entry.digest.sha256!r:.80}, which is not 64 hexadecimal digits")
+    for names in (entries, {entry.key for entry in entries.values()}):
+        if invalid := invalid_names(names):
+            raise ValueError(f"{invalid[0]!r} is not the name of a file inside the folder")
+    return entries
 
 
-# -- folders of this machine
+# -- local folders
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Return name -> path of the files that a manifest of the folder lists, in order."""
-    marks = (folder / MANIFEST_FILE, folder / FINISHED_FILE)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in marks)
+    """Return the paths of all files below a folder by relative name, sorted.
+
+    The manifest and the marker of a finished folder are left out.
+    """
+    markers = (folder / MANIFEST_FILE, folder / FINISHED_FILE)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def write_manifest(folder: Path, known_digests: Mapping[str, FileDigest] | None = None, **about: Any) -> None:
-    """Make the files of a folder durable and list them. Raises OSError.
+    """Flush the files of a local folder to disk, and write its manifest atomically.
 
     Args:
-        folder: A folder of this machine.
-        written: Content of files, by name, that are durable already and need not be read again.
+        folder: The folder.
+        known_digests: Digests by name of files that are on disk already and need not be read again.
         about: Further entries of the manifest.
+
+    Raises:
+        OSError: A file cannot be read, or the manifest cannot be written.
     """
     known = known_digests or {}
-    found = {name: known.get(name) or digest_file(path, fsync=True) for name, path in list_files(folder).items()}
-    entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in found.items()}
+    digests = {name: known.get(name) or digest_file(path, fsync=True) for name, path in list_files(folder).items()}
+    entries = {name: {"bytes": digest.size, "sha256": digest.sha256} for name, digest in digests.items()}
     atomic_write_text(folder / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))
 
 
 def find_damage(folder: Path, *, verify_hashes: bool) -> str | None:
-    """Return how a folder of this machine differs from its manifest; None if it does not.
+    """Compare a local folder with its manifest. Files that the manifest does not list are ignored.
 
-    `read`: compare the SHA-256 of each file, not only its size. Symbolic links are not followed.
+    Args:
+        folder: The folder.
+        verify_hashes: True to compare the SHA-256 of each file and not only its size.
+
+    Returns:
+        A description of the first difference, or None. A symbolic link, or a manifest that is missing or cannot be
+        read, is a difference.
     """
     try:
-        listed = parse_manifest((folder / MANIFEST_FILE).read_bytes())
+        entries = parse_manifest((folder / MANIFEST_FILE).read_bytes())
     except (OSError, ValueError) as error:
         return f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"
-    for name, (content, _) in listed.items():
+    for name, (digest, _) in entries.items():
         file = folder / name
         try:
             if any(path.is_symlink() for path in (file, *file.parents[: name.count("/")])):
                 return f"{name} is, or is under, a symbolic link"
             if not file.is_file():
                 return f"{name} is missing"
-            if (size := file.stat().st_size) != content.size:
-                return f"{name} has {size} bytes instead of {content.size}"
-            if verify_hashes and digest_file(file, fsync=False) != content:
+            if (size := file.stat().st_size) != digest.size:
+                return f"{name} has {size} bytes instead of {digest.size}"
+            if verify_hashes and digest_file(file, fsync=False) != digest:
                 return f"{name} has another SHA-256 than when it was saved"
         except OSError as error:
             return f"{name} cannot be read ({error})"
@@ -112,11 +131,11 @@ def find_damage(folder: Path, *, verify_hashes: bool) -> str | None:
 
 
 def set_aside_local(folder: Path) -> Path:
-    """Rename a checkpoint of this machine to a name under which nobody looks for one; return the new path."""
+    """Rename a local checkpoint to <name>.set_aside_<n>, under which no run looks for it; return the new path."""
     return folder.rename(next(path for n in count() if not (path := Path(f"{folder}.set_aside_{n}")).exists()))
 
 
-# -- folders at an address
+# -- remote folders
 
 
 def upload_folder(
@@ -128,24 +147,24 @@ def upload_folder(
     before_write: Callable[[], None] = lambda: None,
     arrived: dict[str, FileDigest] | None = None,
 ) -> bool:
-    """Upload the folder `local`, which has a manifest, as `name`; what was complete there stays so until the end.
+    """Upload a local folder that has a manifest. A complete remote version of it stays complete until the end.
 
-    Files that are already there by the manifest there are not sent again. What the new manifest does not list is
-    deleted at the end.
+    Files that the remote manifest lists with the same content are not sent again. Remote files that the new manifest
+    does not list are deleted at the end.
 
     Args:
-        store: Folder in which `name` is.
-        name: Name of the folder at the address.
-        local: Folder of this machine.
-        before_manifest: Called with the content of the manifest before that is written.
-        before_write: Called before each write or deletion; an error that it raises ends the upload.
-        arrived: Files that earlier attempts at this upload have sent; those of this attempt are added.
+        store: Remote folder that contains `name`.
+        name: Name of the remote folder.
+        local: The local folder.
+        before_manifest: Called with the content of the manifest before the manifest is written.
+        before_write: Called before each write or deletion. An error that it raises ends the upload.
+        arrived: Digests of files that earlier attempts of this upload have sent. Files of this attempt are added.
 
     Returns:
-        False if `local` is damaged, or was changed or deleted meanwhile.
+        True on success; False if `local` is damaged, which is logged, or was changed or deleted during the upload.
 
     Raises:
-        StorageError: The storage refuses or does not answer.
+        StorageError: The storage rejects a request or does not respond.
     """
     try:
         manifest = (local / MANIFEST_FILE).read_bytes()
@@ -155,18 +174,20 @@ def upload_folder(
         if _has_manifest(local, manifest):
             _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
         return False
-    there, before = store.find(name), store.read(f"{name}/{MANIFEST_FILE}")
-    # A manifest may be there without its files: one that arrived late, after they had been deleted.
-    old = {file: one for file, one in _known(before).items() if _is_there(one, name, there)}
-    taken = {one.key for one in old.values()}
+    remote_files, remote_manifest = store.find(name), store.read(f"{name}/{MANIFEST_FILE}")
+    # A remote manifest may lack its files if it arrived late, after they had been deleted.
+    remote_entries = {
+        file: entry for file, entry in _parse_or_empty(remote_manifest).items() if _is_stored(entry, name, remote_files)
+    }
+    used_keys = {entry.key for entry in remote_entries.values()}
     arrived = {} if arrived is None else arrived
     content, keys = json.loads(manifest), {MANIFEST_FILE}
-    for file, (wanted, _) in sorted(parse_manifest(manifest).items()):
-        if file in old and old[file].digest == wanted:
-            key = old[file].key
+    for file, (digest, _) in sorted(parse_manifest(manifest).items()):
+        if file in remote_entries and remote_entries[file].digest == digest:
+            key = remote_entries[file].key
         else:
-            key = f"{file}.{wanted.sha256[:16]}" if file in taken else file
-            if arrived.get(f"{name}/{key}") != wanted:
+            key = f"{file}.{digest.sha256[:16]}" if file in used_keys else file
+            if arrived.get(f"{name}/{key}") != digest:
                 before_write()
                 try:
                     store.put(f"{name}/{key}", local / file)
@@ -174,42 +195,51 @@ def upload_folder(
                     if not _has_manifest(local, manifest):
                         return False
                     raise
-                arrived[f"{name}/{key}"] = wanted
+                arrived[f"{name}/{key}"] = digest
         keys.add(key)
-        content["files"][file].pop("key", None)  # of where it was downloaded from
+        content["files"][file].pop("key", None)  # A downloaded manifest has the keys of its own remote folder.
         if key != file:
             content["files"][file]["key"] = key
-    stored = json.dumps(content, indent=1).encode()
-    before_manifest(stored)
+    new_manifest = json.dumps(content, indent=1).encode()
+    before_manifest(new_manifest)
     before_write()
     if not _has_manifest(local, manifest):
         return False
-    if stored != before:
-        store.write(f"{name}/{MANIFEST_FILE}", stored)
-    if unlisted := [path for path in there if path.removeprefix(f"{name}/") not in keys]:
+    if new_manifest != remote_manifest:
+        store.write(f"{name}/{MANIFEST_FILE}", new_manifest)
+    if unlisted := [path for path in remote_files if path.removeprefix(f"{name}/") not in keys]:
         before_write()
         store.delete(unlisted)
     return True
 
 
 def download_folder(store: RemoteFolder, name: str, local: Path, only: tuple[str, ...] | None = None) -> str | None:
-    """Download and verify what `local` lacks of the folder `name`; return what is wrong with it at the address.
+    """Download and verify the files of a remote folder that a local folder lacks. The manifest is written last.
 
-    The manifest is written last. `only`: download files whose names begin with one of these, and no manifest. Raises
-    StorageError if the storage refuses or does not answer.
+    Args:
+        store: Remote folder that contains `name`.
+        name: Name of the remote folder.
+        local: The local folder. Files whose SHA-256 is right are kept.
+        only: Prefixes of names. If given, only these files are downloaded, and no manifest is written.
+
+    Returns:
+        A description of what is wrong with the remote folder, or None. Nothing more is downloaded after a problem.
+
+    Raises:
+        StorageError: The storage rejects a request or does not respond.
     """
     manifest = store.read(f"{name}/{MANIFEST_FILE}")
     try:
-        listed = parse_manifest(manifest)
+        entries = parse_manifest(manifest)
     except ValueError as error:
         return f"{store.uri}/{name}/{MANIFEST_FILE} cannot be read: {error}"
-    for file, one in listed.items():
+    for file, entry in entries.items():
         target = local / file
         if only is not None and not file.startswith(only):
             continue
-        if target.is_file() and digest_file(target, fsync=False) == one.digest:
+        if target.is_file() and digest_file(target, fsync=False) == entry.digest:
             continue
-        if (problem := download_file(store, f"{name}/{one.key}", one.digest, target)) is not None:
+        if (problem := download_file(store, f"{name}/{entry.key}", entry.digest, target)) is not None:
             return problem
     if only is None:
         with atomic_write(local / MANIFEST_FILE) as handle:
@@ -218,51 +248,93 @@ def download_folder(store: RemoteFolder, name: str, local: Path, only: tuple[str
 
 
 def download_file(store: RemoteFolder, name: str, expected: FileDigest, target: Path) -> str | None:
-    """Download and verify a file; return what is wrong with it at the address. An empty SHA-256 is not compared."""
-    where = f"{store.uri}/{name}"
+    """Download and verify a file.
+
+    Args:
+        store: Remote folder of the file.
+        name: Name of the file in it.
+        expected: Size and SHA-256 of the file. An empty SHA-256 is not compared.
+        target: Local path. Nothing is there if the file is missing or differs.
+
+    Returns:
+        A description of what is wrong with the remote file, or None.
+
+    Raises:
+        StorageError: The storage rejects a request or does not respond.
+    """
+    uri = f"{store.uri}/{name}"
     if not store.get(name, target):
-        return f"{where} is missing"
-    found = digest_file(target, fsync=True) if expected.sha256 else FileDigest(target.stat().st_size, "")
-    if found == expected:
+        return f"{uri} is missing"
+    actual = digest_file(target, fsync=True) if expected.sha256 else FileDigest(target.stat().st_size, "")
+    if actual == expected:
         return None
     target.unlink()
-    return f"{where} has another SHA-256 or size than when it was listed ({found.size} bytes, {expected.size} then)"
+    return (
+        f"{uri} has another SHA-256 or size than when it was listed "
+        f"({actual.size} bytes; {expected.size} bytes were listed)"
+    )
 
 
 def delete_folder(store: RemoteFolder, name: str) -> None:
-    """Delete a folder, its manifest first: it is never half there."""
+    """Delete a remote folder. Its manifest goes first, so that no reader finds an incomplete folder.
+
+    Raises:
+        StorageError: The storage rejects a request or does not respond.
+    """
     store.delete([f"{name}/{MANIFEST_FILE}"])
     store.delete(store.find(name))
 
 
 def set_aside(store: RemoteFolder, name: str) -> None:
-    """Rename the manifest of a folder, whose files are kept but no longer read."""
+    """Rename the manifest of a remote folder, whose files are kept but no longer read. Does nothing without a manifest.
+
+    Raises:
+        StorageError: The storage rejects a request or does not respond.
+    """
     if (manifest := store.read(f"{name}/{MANIFEST_FILE}")) is not None:
         store.write(f"{name}/{SET_ASIDE_FILE}", manifest)
         store.delete([f"{name}/{MANIFEST_FILE}"])
 
 
 def has_same_content(folder: Path, manifest: bytes) -> bool:
-    """Return True if the manifest of a local folder lists the same content as this one of the address."""
+    """True if the manifest of a local folder lists the same names and digests as a remote manifest.
+
+    False if the local folder has no manifest or one of the two is invalid.
+
+    Args:
+        folder: The local folder.
+        manifest: Content of the remote manifest.
+    """
     try:
-        here, there = parse_manifest((folder / MANIFEST_FILE).read_bytes()), parse_manifest(manifest)
+        local_entries = parse_manifest((folder / MANIFEST_FILE).read_bytes())
+        remote_entries = parse_manifest(manifest)
     except (FileNotFoundError, ValueError):
         return False
-    return {name: one.digest for name, one in here.items()} == {name: one.digest for name, one in there.items()}
+    local_digests = {name: entry.digest for name, entry in local_entries.items()}
+    return local_digests == {name: entry.digest for name, entry in remote_entries.items()}
 
 
 def is_complete_remote(store: RemoteFolder, name: str, remote_files: Mapping[str, RemoteFile]) -> bool:
-    """Return True if all that the manifest of a folder lists is in storage, where `there` was found."""
-    return all(_is_there(one, name, remote_files) for one in _known(store.read(f"{name}/{MANIFEST_FILE}")).values())
+    """True if every file in the manifest of a remote folder exists with the listed size.
+
+    Args:
+        store: Remote folder that contains `name`.
+        name: Name of the remote folder, whose manifest is read.
+        remote_files: The files that `store.find()` has listed.
+
+    Raises:
+        StorageError: The storage rejects a request or does not respond.
+    """
+    entries = _parse_or_empty(store.read(f"{name}/{MANIFEST_FILE}"))
+    return all(_is_stored(entry, name, remote_files) for entry in entries.values())
 
 
-def _is_there(one: ManifestEntry, name: str, remote_files: Mapping[str, RemoteFile]) -> bool:
-    found = remote_files.get(f"{name}/{one.key}")
-    return found is not None and found.size == one.digest.size
+def _is_stored(entry: ManifestEntry, name: str, remote_files: Mapping[str, RemoteFile]) -> bool:
+    file = remote_files.get(f"{name}/{entry.key}")
+    return file is not None and file.size == entry.digest.size
 
 
-def _known(manifest: bytes | None) -> dict[str, ManifestEntry]:
-    """Return what a manifest in storage lists; nothing if there is none, or none that can be read."""
+def _parse_or_empty(manifest: bytes | None) -> dict[str, ManifestEntry]:
     try:
         return parse_manifest(manifest)
     except ValueError:
@@ -270,7 +342,7 @@ def _known(manifest: bytes | None) -> dict[str, ManifestEntry]:
 
 
 def _has_manifest(local: Path, manifest: bytes) -> bool:
-    """Return True if a folder is still the one whose upload was begun: a run may write it again, or delete it."""
+    """True if a folder still has this manifest. A run may write the folder again or delete it during the upload."""
     try:
         return (local / MANIFEST_FILE).read_bytes() == manifest
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""An inference engine that answers from a function, for testing any code that uses engines."""
+"""An inference engine whose responses come from a function, for tests of code that uses engines."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 AnswerFunction = Callable[[SampleRequest], Sequence[int] | Tokens]
+"""A function that returns the token ids sampled for a request."""
 
 ALL_CAPABILITIES = Capabilities(
     name="scripted",
@@ -34,11 +35,10 @@ ALL_CAPABILITIES = Capabilities(
 
 
 class ScriptedEngine:
-    """An engine whose `answer(request)` returns the sampled token ids (cut to max_tokens); log-probs are -1 nat.
+    """An InferenceEngine without a model. Every log-prob is -1 nat, and every method records its call in `calls`.
 
-    `delay_s` is a number or a function of the request: a call takes as long as its slowest request. `failures` maps a
-    method's name to the exception that its next calls raise. `calls` records method names, and `batches` the request
-    lists of generate.
+    A method whose name is a key of `failures` raises that exception. After `close`, all methods except `close` raise
+    EngineError.
     """
 
     def __init__(
@@ -50,13 +50,25 @@ class ScriptedEngine:
         capabilities: Capabilities = ALL_CAPABILITIES,
         failures: Mapping[str, Exception] | None = None,
     ):
+        """Create an engine that serves version 0.
+
+        Args:
+            answer: Returns the sampled token ids of a request, which are truncated to max_tokens. By default it returns
+                the prompt.
+            name: The engine's name.
+            delay_s: Seconds that a request takes, or a function that returns them for a request.
+            capabilities: The engine's capabilities, whose name is replaced by `name`.
+            failures: Exceptions by the name of the method that raises them. Change `failures` to stop that.
+        """
         self.name = name
         self.capabilities = replace(capabilities, name=name)
         self.failures = dict(failures or {})
         self.calls: list[str] = []
+        """Names of the methods that were called, in order."""
         self.batches: list[list[SampleRequest]] = []
+        """Requests of each call of `generate`."""
         self.version = 0
-        self._newest, self._is_self_test = -1, False
+        self._latest_version, self._is_self_test = -1, False
         self.asleep = self.partially_loaded = self.closed = False
         self._answer = answer
         self.delay_s = delay_s
@@ -66,6 +78,12 @@ class ScriptedEngine:
         self._generated_tokens = 0
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Return a completion for each request, after the delay of the slowest one. A paused engine waits for `resume`.
+
+        Raises:
+            UnsupportedParameter: The engine's capabilities lack a sampling parameter.
+            EngineError: The engine is partially loaded, asleep or closed.
+        """
         self._note("generate")
         self._check_serving()
         self.batches.append(list(requests))
@@ -81,7 +99,7 @@ class ScriptedEngine:
     async def _complete(self, request: SampleRequest) -> Completion:
         aborted = self._aborted[request.request_id]
         delay = self.delay_s(request) if callable(self.delay_s) else self.delay_s
-        begun = time.monotonic()
+        start_s = time.monotonic()
         work = asyncio.ensure_future(self._work(delay))
         stop = asyncio.ensure_future(aborted.wait())
         try:
@@ -95,7 +113,7 @@ class ScriptedEngine:
         self._generated_tokens += len(ids)
         logprobs = np.full(len(ids), -1.0, np.float32)
         spans = [VersionSpan(0, len(ids), self.version)] if ids else []
-        running_s = time.monotonic() - begun
+        running_s = time.monotonic() - start_s
         return Completion(
             request.request_id, to_token_array(ids), logprobs, logprobs, reason, spans, running_s=running_s
         )
@@ -105,17 +123,24 @@ class ScriptedEngine:
         await self._may_run.wait()
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Return -1 nat for all tokens but the first of each sequence.
+
+        Raises:
+            EngineError: The engine is partially loaded, asleep or closed.
+        """
         self._note("score")
         self._check_serving()
         return [[-1.0] * (len(ids) - 1) for ids in token_ids]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with an empty response and stop_reason "abort". Unknown ids are ignored."""
         self._note("abort")
         for request_id in request_ids:
             if request_id in self._aborted:
                 self._aborted[request_id].set()
 
     async def pause(self, mode: str = "keep") -> None:
+        """Hold requests back until `resume`. "abort" ends running requests, and "wait" waits for them first."""
         self._note("pause")
         if mode == "abort":
             await self.abort(list(self._aborted))
@@ -124,47 +149,62 @@ class ScriptedEngine:
         self._may_run.clear()
 
     async def resume(self) -> None:
+        """Continue after `pause`."""
         self._note("resume")
         self._may_run.set()
 
     async def sleep(self, level: int = 1) -> int:
+        """Reject requests until `wake_up`; return 0, because no memory is freed."""
         self._note("sleep")
         self.asleep = True
         return 0
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Accept requests again, unless `tags` is given and lacks "kv_cache"."""
         self._note("wake_up")
         self.asleep = tags is not None and "kv_cache" not in tags and self.asleep
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Accept weights of any version again. No connection is made."""
         self._note("connect_weights")
-        self._newest = -1
+        self._latest_version = -1
 
     async def begin_weights(self, manifest: Manifest) -> None:
+        """Begin a weight sync. Only the version of the manifest is checked.
+
+        Raises:
+            WeightSyncError: The version is not newer than the last committed one.
+        """
         self._note("begin_weights")
-        if manifest.version <= self._newest:
+        if manifest.version <= self._latest_version:
             raise WeightSyncError(f"engine {self.name}: version {manifest.version} is stale: {self.version} is served.")
         self._is_self_test = manifest.rehearsal
 
     async def receive_weights(self, bucket: Bucket) -> None:
+        """Mark the weights as partially loaded, and ignore the bucket."""
         self._note("receive_weights")
         self.partially_loaded = True
 
     async def commit_weights(self, version: int) -> None:
+        """Serve `version` from now on."""
         self._note("commit_weights")
         self.version, self.partially_loaded = version, False
-        self._newest = version - self._is_self_test
+        self._latest_version = version - self._is_self_test
 
     async def reset_prefix_cache(self) -> None:
+        """Record the call and do nothing else."""
         self._note("reset_prefix_cache")
 
     async def load_adapter(self, name: str, path: str) -> None:
+        """Record the call and do nothing else."""
         self._note("load_adapter")
 
     async def unload_adapter(self, name: str) -> None:
+        """Record the call and do nothing else."""
         self._note("unload_adapter")
 
     async def health(self) -> EngineHealth:
+        """Return the engine's state and the number of generated tokens."""
         self._note("health")
         return EngineHealth(
             name=self.name,
@@ -177,6 +217,7 @@ class ScriptedEngine:
         )
 
     async def close(self) -> None:
+        """Mark the engine as closed."""
         self._note("close")
         self.closed = True
 
@@ -190,4 +231,4 @@ class ScriptedEngine:
 
     def _check_serving(self) -> None:
         if self.partially_loaded or self.asleep:
-            raise EngineError(f"Engine {self.name!r} is {'torn' if self.partially_loaded else 'asleep'}.")
+            raise EngineError(f"Engine {self.name!r} is {'partially loaded' if self.partially_loaded else 'asleep'}.")

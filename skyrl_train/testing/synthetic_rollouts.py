@@ -1,4 +1,4 @@
-"""Rollouts that nobody sampled, as many as wanted, for trying what reads the files of a run."""
+"""Synthetic rollouts in any number, for tests of code that reads a run's files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ _SOURCES = ("gsm8k", "math", "tools")
 
 
 def synthetic_vocabulary(size: int = 4096) -> list[str]:
-    """Words with a leading space, of one to three syllables, by token id; that of 0 is the end of a response."""
-    syllables = [one + other for one in "bdfgklmnprstvz" for other in "aeiou"]
-    words = [*syllables, *(one + other for one in syllables for other in syllables)]
+    """Return the text of each token id: words of one to three syllables with a leading space.
+
+    Token 0 ends a response.
+
+    Args:
+        size: Number of tokens.
+    """
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    words = [*syllables, *(first + second for first in syllables for second in syllables)]
     words += [word + end for word in words for end in syllables[: 1 + size // len(words)]]
     return ["<end>", *(f" {word}" for word in words[: size - 1])]
 
@@ -33,14 +39,17 @@ def synthetic_rollouts(
     mean_tokens: int = 200,
     adversarial_texts: Sequence[str] = (),
 ) -> pa.Table:
-    """`count` rollouts of a step, `samples` of each prompt, with all columns of COLUMNS but "trained".
+    """Return rollouts of one step, with all columns of `rollout_files.COLUMNS` except "trained".
 
-    The same arguments give the same rollouts. Every 50th has failed; every 10th has two turns with a tool's answer
-    between them, which is not trained on.
+    The same arguments return the same rollouts. Every 50th rollout has failed. Every 10th has two turns with a tool
+    response between them, which is not trained on.
 
     Args:
-        mean_tokens: Of a response; the longest has about twice as many.
-        hostile: Texts that come in the responses, one after the other; they do not follow from the token ids.
+        num_rollouts: Number of rollouts.
+        step: The training step.
+        samples_per_prompt: Number of rollouts of each prompt.
+        mean_tokens: Mean number of tokens of a response. The longest response has about twice as many.
+        adversarial_texts: Texts that are inserted into evenly spaced responses, without matching token ids.
     """
     random = np.random.default_rng([step, num_rollouts])
     vocabulary = synthetic_vocabulary()
@@ -59,15 +68,15 @@ def synthetic_rollouts(
             for index, length in enumerate(lengths)]  # fmt: skip
     table = pa.Table.from_pylist(rows, pa.schema([field for field in COLUMNS if field.name in rows[0]]))
     sampled = np.ones(len(ids), bool)
-    for one, start in zip(rows, offsets.tolist(), strict=False):
-        sampled[start : start + one["response_tokens"]] = False
-        for span in one["loss_spans"]:
+    for rollout, start in zip(rows, offsets.tolist(), strict=False):
+        sampled[start : start + rollout["response_tokens"]] = False
+        for span in rollout["loss_spans"]:
             sampled[start + span["start"] : start + span["stop"]] = True
     advantages = np.repeat((rewards - rewards.mean()).astype(np.float32), lengths) * sampled
-    last = np.zeros(len(ids), np.float32)
-    last[offsets[1:] - 1] = rewards
+    token_rewards = np.zeros(len(ids), np.float32)
+    token_rewards[offsets[1:] - 1] = rewards
     per_token = {"rollout_logprobs": logprobs * sampled, "old_logprobs": old * sampled, "advantages": advantages}
-    columns = {"response_ids": ids, **per_token, "token_rewards": last}
+    columns = {"response_ids": ids, **per_token, "token_rewards": token_rewards}
     for name, values in columns.items():
         lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
         table = table.append_column(name, lists.cast(COLUMNS.field(name).type))
@@ -75,9 +84,13 @@ def synthetic_rollouts(
 
 
 def synthetic_run(run_folder: Path, num_steps: int, rollouts_per_step: int, **arguments: Any) -> None:
-    """Write `count` rollouts for each of `steps` steps, and the vocabulary, into a run's folder.
+    """Write the vocabulary and the synthetic rollouts of some steps to a run folder.
 
-    `arguments`: those of `made_up_rollouts`.
+    Args:
+        run_folder: The run folder.
+        num_steps: Number of steps, from 1 on.
+        rollouts_per_step: Number of rollouts of each step.
+        arguments: Further arguments of `synthetic_rollouts`.
     """
     write_vocabulary(run_folder, synthetic_vocabulary())
     for step in range(1, num_steps + 1):
@@ -87,8 +100,8 @@ def synthetic_run(run_folder: Path, num_steps: int, rollouts_per_step: int, **ar
 def _texts(ids: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any], vocabulary: list[str]) -> list[str]:
     words = pa.array(vocabulary, pa.string()).take(pa.array(ids))
     lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), words)
-    found: list[str] = pc.binary_join(lists, "").to_pylist()
-    return found
+    texts: list[str] = pc.binary_join(lists, "").to_pylist()
+    return texts
 
 
 def _row(

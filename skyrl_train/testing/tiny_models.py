@@ -1,4 +1,4 @@
-"""Models and tokenizers small enough for tests, created on the fly without the hub."""
+"""Models and tokenizers that are small enough for tests. They are created without the hub."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ _DEEPSEEK_V3: dict[str, object] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""Latent attention, and a layer without experts before those with them."""
+"""Settings for latent attention, and for one layer without experts before the layers with experts."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte plus ChatML's three: any text round-trips, and ids are 0-258."""
+    """Return a tokenizer with one token per byte and ChatML's three special tokens, with ids from 0 to 258.
+
+    Any text survives encoding and decoding. The chat template is ChatML.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -69,9 +72,18 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """A randomly initialised model of a real architecture: qwen2, qwen3, qwen3_moe, llama, gemma, mistral, gpt_oss...
+    """Return a randomly initialized model of a real architecture. This sets torch's global seed.
 
-    Weights are drawn from a wider distribution than usual, so that tokens' probabilities clearly differ.
+    Weights are drawn from a wider distribution than usual, so that the probabilities of tokens clearly differ.
+
+    Args:
+        kind: Model type of transformers, such as qwen2, qwen3_moe, llama, gemma, mistral or gpt_oss.
+        vocab_size: Number of tokens.
+        hidden_size: Width of the hidden states.
+        layers: Number of layers.
+        tied: True to use the embedding as the head.
+        seed: Seed of the weights.
+        dtype: Data type of the weights.
     """
     torch.manual_seed(seed)
     config = tiny_config(kind, vocab_size, hidden_size, layers, tied)
@@ -81,12 +93,13 @@ def tiny_model(
 def tiny_config(
     kind: str, vocab_size: int = 320, hidden_size: int = 64, layers: int = 2, tied: bool = True
 ) -> PreTrainedConfig:
+    """Return the configuration of `tiny_model` with the same arguments."""
     experts: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
-    own: dict[str, dict[str, object]] = {
+    special: dict[str, dict[str, object]] = {
         "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": hidden_size},
         "deepseek_v3": _DEEPSEEK_V3 | {"moe_intermediate_size": hidden_size},
     }
-    shape: dict[str, object] = own.get(kind, experts if kind.endswith("moe") else {})
+    shape: dict[str, object] = special.get(kind, experts if kind.endswith("moe") else {})
     common: dict[str, object] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -106,14 +119,29 @@ def tiny_config(
 
 
 def save_tiny_model(directory: Path, kind: str = "qwen2", **options: object) -> str:
-    """Save a model and the byte tokenizer as a Hugging Face folder; return its path."""
+    """Save a tiny model and the byte tokenizer as a Hugging Face folder; return the folder's path.
+
+    Args:
+        directory: The folder to write to.
+        kind: Model type of transformers.
+        options: Further arguments of `tiny_model`.
+    """
     tiny_model(kind, **options).save_pretrained(directory)  # type: ignore[arg-type]
     byte_tokenizer().save_pretrained(directory)
     return str(directory)
 
 
 def save_tiny_reward_model(directory: Path, kind: str = "qwen2", seed: int = 0, **config: object) -> str:
-    """Save a sequence classifier with one output and the byte tokenizer; `config` changes its configuration."""
+    """Save a sequence classifier with one output and the byte tokenizer; return the folder's path.
+
+    This sets torch's global seed.
+
+    Args:
+        directory: The folder to write to.
+        kind: Model type of transformers.
+        seed: Seed of the weights.
+        config: Changes of the model's configuration.
+    """
     torch.manual_seed(seed)
     settings = tiny_config(kind)
     settings.num_labels = 1

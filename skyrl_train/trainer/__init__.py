@@ -1,4 +1,4 @@
-"""The training loop; and SkyRL's trainer, by its name, over it."""
+"""The training loop and its parts. Also exports SkyRL's `RayPPOTrainer` under its import path."""
 
 from skyrl_train.lazy_imports import lazy_exports
 

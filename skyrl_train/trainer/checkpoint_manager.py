@@ -1,4 +1,4 @@
-"""A run's checkpoints and exports: what they contain, when they are written, and how a run resumes from one."""
+"""The contents of a run's checkpoints and exports, how they are written, and how a run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +24,65 @@ from skyrl_train.strategies.base import LearningRates
 from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoint, CheckpointStore
 
 MAX_FAILED_SAVES = 3
-"""After this many consecutive checkpoints that could not be written the run stops: all it learns may be lost."""
+"""Number of consecutive failed saves that end the run, because all progress since the last checkpoint is at risk."""
 RETRY_INTERVAL_S = 5.0
-"""Time after which what could not be written, and must be before the run goes on, is tried again."""
+"""Seconds between attempts of a write that must succeed before the run continues."""
 _POLL_INTERVAL_S = 0.2
-"""How often the ranks are asked whether they have written their files."""
+"""Seconds between two polls of the ranks for their written files."""
 SKIPPED_SUFFIX = "/skipped"
-"""How the metrics end that say which share of a model's updates was skipped, as the gradient was not finite."""
+"""Suffix of the metrics with the share of a model's updates that were skipped because of a non-finite gradient."""
 _log = logging.getLogger(__name__)
+
+
+class StepAction(StrEnum):
+    """An action that follows the update of a step, in the order of execution. Checkpoints contain these values."""
+
+    REFERENCE = "reference"
+    """Copy the policy to the reference."""
+    PUBLISH = "publish"
+    """Send the weights to the engines."""
+    EVALUATE = "evaluate"
+    LOG = "log"
+    """Send the metrics to the trackers."""
+    EXPORT = "export"
 
 
 @dataclass(frozen=True)
 class PendingActions:
-    """What was still to be done about the last step when it was saved, because the run had to end."""
+    """Actions of the last step that a run did not complete before it ended; saved with the checkpoint of that step."""
 
     actions: tuple[str, ...]
-    """Of "reference", "publish", "evaluate", "export"."""
+    """Values of `StepAction`."""
     row: dict[str, float]
-    """The step's metrics so far, to be completed by what is done."""
+    """The metrics of the step so far, without those of the pending actions."""
 
 
 class SkippedUpdates:
-    """Remembers the first of the latest consecutive steps with skipped updates: weights from then on may be damaged."""
+    """The start of the current series of steps with skipped updates. Weights since then may be damaged."""
 
     def __init__(self) -> None:
         self.since: int | None = None
+        """The first step of the series; None if the last step skipped no update."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in the metrics of a step's updates."""
+        """Update `since` with the metrics of `step`. Call it once per step, in order."""
         skipped = any(share for name, share in metrics.items() if name.endswith(SKIPPED_SUFFIX))
         self.since = (step if self.since is None else self.since) if skipped else None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state to save in a checkpoint."""
         return {"since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of `state_dict`. Raises KeyError, TypeError or ValueError if it is malformed."""
         self.since = None if state["since"] is None else int(state["since"])
 
 
 class CheckpointManager:
-    """Saves and restores everything a step depends on: weights, optimizer, schedule, step, controllers.
+    """Saves and restores everything that a step depends on: weights, optimizer, schedule, step and controllers.
 
-    Controllers are all other objects with `state()` and `load_state()`: the position in the data, the KL coefficient.
-    Sampling and the order of the data need no state: both are functions of the seed and of that position.
+    Controllers are the other stateful objects, with `state_dict()` and `load_state_dict()`: the position in the data,
+    the KL coefficient. Sampling and the order of the data are functions of the seed and that position.
     """
 
     def __init__(
@@ -84,21 +101,21 @@ class CheckpointManager:
         deadline_s: float = 1800.0,
         export_mirror: Mirror | None = None,
     ):
-        """Wrap a learner; nothing is read or written yet.
+        """Wrap a learner without reading or writing anything.
 
         Args:
             checkpoints: The checkpoints of this run.
-            learner: The ranks that are saved and restored.
+            learner: The ranks to save and restore.
             export_path: The folder of exports.
             resume_mode: trainer.resume_mode.
             resume_path: trainer.resume_path.
-            fingerprints: Fingerprints of the data; a checkpoint with others is refused.
-            controllers: Objects with `state()` and `load_state()`, by name.
+            fingerprints: Fingerprints of the data, by name. `resume` rejects checkpoints with different ones.
+            controllers: Objects with `state_dict()` and `load_state_dict()`, by name.
             chat_template: The chat template of the training, for exports; None for the tokenizer's own.
-            reference_folder: Used to copy the policy to the reference; None for a reference that never changes.
-            async_checkpoint: The ranks write checkpoints from a copy in memory while the run goes on.
-            deadline_s: Seconds within which a rank must have written what it has copied.
-            exports: The mirror of the folder of exports.
+            reference_folder: A folder for copying the policy to the reference; None if the reference never changes.
+            async_checkpoint: True if ranks write checkpoints from a copy in memory while training continues.
+            deadline_s: Seconds that the ranks may take to write a checkpoint.
+            export_mirror: The mirror of the export folder in remote storage.
         """
         self._checkpoints = checkpoints
         self._learner = learner
@@ -114,85 +131,94 @@ class CheckpointManager:
         self._deadline_s = deadline_s
         self._export_mirror = export_mirror
         self._bases: dict[str, BaseModelRecord] = {}
-        """The models that policy and critic started from, once `_base_models` has asked the ranks."""
+        """The models that policy and critic started from; filled by `_base_models`."""
         self._captured_state: dict[str, Any] = {}
-        """The controllers' states at the end of the last whole step."""
+        """The controllers' states at the end of the last complete step."""
         self._writing: asyncio.Task[None] | None = None
         self._consecutive_failures = 0
         self.saved_step = 0
-        """The step of the last checkpoint that was written or resumed from."""
+        """The step of the last checkpoint that was written or loaded; 0 if there is none."""
         self.resumed_from: Path | None = None
-        """The folder of the checkpoint that was resumed from."""
+        """The folder of the loaded checkpoint; None for a fresh run."""
 
     async def resume(self) -> tuple[int, PendingActions]:
-        """Load the checkpoint that the configuration asks for: the step to continue from, and what it left undone.
+        """Load the checkpoint that trainer.resume_mode selects into the ranks and the controllers.
 
-        The step is 0 for a fresh run.
+        Returns:
+            The step to continue from, 0 for a fresh run, and the actions that are pending for it.
 
         Raises:
             CheckpointMismatch: Data, base model or LoRA settings have changed since the checkpoint was written.
-            CheckpointError: The checkpoint's state is not what `save` writes.
+            CheckpointError: No checkpoint is intact, or the state of the selected one is malformed.
+            ConfigError: trainer.resume_path is not a checkpoint.
         """
-        found = await asyncio.to_thread(self._checkpoints.find_resumable, self._resume_mode, self._resume_path)
-        if found is None:
+        checkpoint = await asyncio.to_thread(self._checkpoints.find_resumable, self._resume_mode, self._resume_path)
+        if checkpoint is None:
             return 0, PendingActions((), {})
-        saved = SavedState.of(found)
+        saved = SavedState.of(checkpoint)
         for name, stored in saved.fingerprints.items():
             current = self._fingerprints.get(name)
             if current != stored:
                 raise CheckpointMismatch(
-                    f"{name} has changed since {found.path} was written (then {stored}, now {current}): "
-                    "the run cannot go on where it stopped. Restore the data, or start in another trainer.ckpt_path."
+                    f"{name} has changed since {checkpoint.path} was written (then {stored}, now {current}). "
+                    "The run cannot be resumed with other data. Restore it, or start in another trainer.ckpt_path."
                 )
-        await self._check_base_models(found, saved)
+        await self._check_base_models(checkpoint, saved)
         for role, group in self._learner.trained.items():
-            _log_changed_rate(role, (await group.call_all("load", str(found.path / role)))[0])
-        self._learner.set_version(found.step)
-        self.saved_step, self.resumed_from = found.step, found.path
-        if self._reference_folder is not None and (found.path / "reference").is_dir():
-            await self._call_reference("reload", found.path / "reference")
+            _log_changed_rate(role, (await group.call_all("load", str(checkpoint.path / role)))[0])
+        self._learner.set_version(checkpoint.step)
+        self.saved_step, self.resumed_from = checkpoint.step, checkpoint.path
+        if self._reference_folder is not None and (checkpoint.path / "reference").is_dir():
+            await self._call_reference("reload", checkpoint.path / "reference")
         for name, controller in self._controllers.items():
-            if name in saved.controllers:  # else it is of a version that did not have it
+            if name in saved.controllers:  # earlier versions do not have all controllers
                 try:
                     controller.load_state_dict(saved.controllers[name])
                 except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                     problem = f"{type(error).__name__}: {error}"
                     raise _malformed_state_error(
-                        found, f"controllers.{name}", saved.controllers[name], problem
+                        checkpoint, f"controllers.{name}", saved.controllers[name], problem
                     ) from error
         self.capture_state()
-        return found.step, saved.unfinished
+        return checkpoint.step, saved.unfinished
 
     async def _base_models(self) -> dict[str, BaseModelRecord]:
-        """Return the models that policy and critic started from."""
         for role, group in self._learner.trained.items():
             if role not in self._bases:
                 shares, adapters = zip(*await group.call_all("base_model_fingerprints"), strict=True)
                 self._bases[role] = BaseModelRecord.of(shares, adapters[0])
         return self._bases
 
-    async def _check_base_models(self, found: Checkpoint, saved: SavedState) -> None:
+    async def _check_base_models(self, checkpoint: Checkpoint, saved: SavedState) -> None:
         """Raise CheckpointMismatch if a checkpoint was trained from another model, or with other adapters."""
-        for role, now in (await self._base_models()).items():
+        for role, current in (await self._base_models()).items():
             if role in saved.base_models:
-                check_same_base_model(found.path, saved.base_models[role], now, f"trainer.{role}.model")
+                check_same_base_model(checkpoint.path, saved.base_models[role], current, f"trainer.{role}.model")
             else:
                 _log.warning(
-                    "%s does not record which model its %s was trained from: an earlier version has saved it. Make "
-                    "sure that trainer.%s.model.path and trainer.%s.model.lora have not changed since.",
-                    *(found.path, role, role, role),
+                    "%s was saved by an earlier version, which did not record the base model of its %s. Make sure that "
+                    "trainer.%s.model.path and trainer.%s.model.lora have not changed since.",
+                    *(checkpoint.path, role, role, role),
                 )
 
     def capture_state(self) -> None:
-        """Note the controllers' states: to be called at the end of every step, before the next one changes them."""
+        """Copy the controllers' states for the next `save`. Call it at the end of every step."""
         self._captured_state = {name: controller.state_dict() for name, controller in self._controllers.items()}
 
     async def save(self, step: int, unfinished: PendingActions | None = None) -> None:
         """Write a checkpoint atomically: it appears complete or not at all, even if this call is cancelled.
 
-        A disk that is full or fails costs this checkpoint only: a warning, and the next save tries again. Raises
-        CheckpointError when that has happened MAX_FAILED_SAVES times in a row. In the background it returns once the
-        weights are copied, and what is raised later is raised by the next call or by `written`.
+        Waits for the previous save and raises its error. If the disk is full or fails, the checkpoint is skipped with a
+        warning. With `async_checkpoint` the call returns once the ranks have copied their weights; errors are then
+        raised by the next `save` or `wait_until_written`.
+
+        Args:
+            step: The step of the checkpoint.
+            unfinished: Actions to execute when the run is resumed; None if there are none.
+
+        Raises:
+            CheckpointError: MAX_FAILED_SAVES saves in a row could not be written, or a rank's file is missing.
+            DeadlineExceeded: The ranks took longer than `deadline_s`.
         """
         await self.wait_until_written()
         copied = asyncio.Event()
@@ -210,23 +236,26 @@ class CheckpointManager:
             await self.wait_until_written()
 
     async def wait_until_written(self) -> None:
-        """Wait until the last save has ended, and raise what it raised."""
+        """Wait for the last save to end and raise its error."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
             writing, self._writing = self._writing, None
             writing.result()
 
     async def abandon_pending_save(self) -> None:
-        """Do not wait for the save that is under way any longer: a rank that writes it is gone."""
+        """Cancel the running save, if there is one, because a rank that writes it no longer responds."""
         if self._writing is None or self._writing.done():
             return
         writing, self._writing = mark_exception_retrieved(self._writing), None
         writing.cancel()
         await asyncio.wait([writing])
-        _log.error("The checkpoint that was being written is given up: a rank of the trainer does not answer.")
+        _log.error("The save in progress was abandoned because a rank of the trainer does not respond.")
 
     async def ensure_saved(self, step: int) -> None:
-        """Wait for the last save, and try again if it failed, up to MAX_FAILED_SAVES in a row (CheckpointError)."""
+        """Wait for the last save, and save `step` again every RETRY_INTERVAL_S seconds until it is written.
+
+        Raises CheckpointError if MAX_FAILED_SAVES saves in a row fail.
+        """
         await self.wait_until_written()
         while self.saved_step != step:
             await asyncio.sleep(RETRY_INTERVAL_S)
@@ -234,11 +263,15 @@ class CheckpointManager:
             await self.wait_until_written()
 
     def latest_before(self, before: int) -> Path | None:
-        """The newest checkpoint of a step before this one."""
+        """Return the newest checkpoint of a step smaller than `before`; None if there is none."""
         return self._checkpoints.latest_before(before)
 
     async def export(self, step: int) -> Path:
-        """Write the policy as a Hugging Face folder; returns its path. Raises CheckpointError, see `_to_disk`."""
+        """Write the policy as a Hugging Face folder and return its path. Replaces an existing export of the step.
+
+        If the disk is full or fails, the export is retried after RETRY_INTERVAL_S seconds. Raises CheckpointError after
+        MAX_FAILED_SAVES failed attempts.
+        """
         folder = self._export_path / f"global_step_{step}" / "policy"
         if self._export_mirror is not None:
             self._export_mirror.mark_unfinished(folder)
@@ -249,51 +282,46 @@ class CheckpointManager:
         return folder
 
     async def update_reference(self) -> None:
-        """Copy the policy's weights to the reference, if the reference follows the policy."""
+        """Copy the policy's weights to the reference, if it follows the policy. Raises CheckpointError as `export`."""
         folder = self._reference_folder
         if folder is None:
             return
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            await self._export_with_retries("The reference's new weights", folder)
+            await self._export_with_retries("Copy of the policy for the reference", folder)
             await self._call_reference("reload", folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _export_with_retries(self, what: str, folder: Path) -> None:
-        """Export the policy to `folder`, in place of what is there.
-
-        A disk that is full or fails leaves nothing there, and is tried again after RETRY_S. Raises CheckpointError when
-        that has happened MAX_FAILED_SAVES times in a row.
-        """
+    async def _export_with_retries(self, description: str, folder: Path) -> None:
         # Files of an export by another run would be read as part of this one: an index of other weights, an adapter.
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         for attempt in range(1, MAX_FAILED_SAVES + 1):
             try:
                 return await self._learner.policy.call_all("export", str(folder), self._chat_template)  # type: ignore[return-value]
             except OSError as error:
-                if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
+                if isinstance(error, SkyRLError):  # DeadlineExceeded is a TimeoutError, which is an OSError
                     raise
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-                tried = f"{what} COULD NOT BE WRITTEN ({type(error).__name__}: {error})."
+                failure = f"{description} COULD NOT BE WRITTEN ({type(error).__name__}: {error})."
                 if attempt == MAX_FAILED_SAVES:
                     raise CheckpointError(
-                        f"{tried} This is failure {attempt} in a row: make room at {folder.parent} and resume."
+                        f"{failure} This is failure {attempt} in a row. Free disk space at {folder.parent} and resume."
                     ) from error
-                _log.warning("%s It is tried again in %g s.", tried, RETRY_INTERVAL_S)
+                _log.warning("%s The next attempt starts in %g s.", failure, RETRY_INTERVAL_S)
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _write(self, step: int, state: Mapping[str, Any], copied: asyncio.Event) -> None:
-        """Write a checkpoint; `copied` is set once the ranks may change their weights again."""
+        """Write a checkpoint; sets `copied` once the ranks may change their weights again."""
         try:
             with trace.span("checkpoint", track="checkpoints"):
                 files = await self._write_files(step, copied)
                 await asyncio.to_thread(self._checkpoints.commit, step, state, files)
         except OSError as error:
-            if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
+            if isinstance(error, SkyRLError):  # DeadlineExceeded is a TimeoutError, which is an OSError
                 raise
             ranks = [worker for group in self._learner.trained.values() for worker in group.workers]
-            # Others may still write what this one could not.
+            # Other ranks may still be writing into the folder that is about to be deleted.
             await asyncio.gather(*(rank.wait_for_discarded_save() for rank in ranks), return_exceptions=True)
             await asyncio.to_thread(self._checkpoints.discard, step)
             self._record_failure(step, error)
@@ -306,7 +334,7 @@ class CheckpointManager:
             copied.set()
 
     async def _write_files(self, step: int, copied: asyncio.Event) -> dict[str, FileDigest]:
-        """Have the ranks write their parts; returns what they wrote, by path inside the checkpoint."""
+        """Have the ranks write their parts; returns the digests of the files by path inside the checkpoint."""
         folder = await asyncio.to_thread(self._checkpoints.begin, step)
         trained = self._learner.trained
         for role, group in trained.items():
@@ -317,77 +345,80 @@ class CheckpointManager:
         copied.set()
         try:
             async with asyncio.timeout(self._deadline_s):
-                files = {role: await _files_of(group) for role, group in trained.items()}
+                files = {role: await _wait_for_files(group) for role, group in trained.items()}
         except TimeoutError as error:
             raise DeadlineExceeded(f"writing of checkpoint {folder}", self._deadline_s) from error
-        return {f"{role}/{name}": held for role, of_role in files.items() for name, held in of_role.items()}
+        return {f"{role}/{name}": digest for role, digests in files.items() for name, digest in digests.items()}
 
     def _record_failure(self, step: int, error: OSError) -> None:
         self._consecutive_failures += 1
-        tried = f"Checkpoint of step {step} COULD NOT BE WRITTEN ({type(error).__name__}: {error})."
+        failure = f"Checkpoint of step {step} COULD NOT BE WRITTEN ({type(error).__name__}: {error})."
         if self._consecutive_failures >= MAX_FAILED_SAVES:
             raise CheckpointError(
-                f"{tried} This is failure {self._consecutive_failures} in a row: make room at trainer.ckpt_path and resume."
+                f"{failure} This is failure {self._consecutive_failures} in a row. "
+                "Free disk space at trainer.ckpt_path and resume."
             ) from error
         _log.warning(
-            "%s Training goes on, and the next save tries again; after %d failures in a row the run ends.",
-            tried,
+            "%s Training continues until the next save; the run ends after %d failures in a row.",
+            failure,
             MAX_FAILED_SAVES,
         )
 
     async def _call_reference(self, method: str, folder: Path) -> None:
-        """Export or reload the reference as a Hugging Face folder: its ranks and dtype may not be the policy's."""
+        """Export or reload the reference as a Hugging Face folder, which fits any number of ranks and any dtype."""
         assert self._learner.reference is not None
         await self._learner.reference.call_all(method, str(folder))
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What `save` writes to trainer_state.json. Earlier versions did not write what has a default here."""
+    """The content of trainer_state.json. Earlier versions did not write the fields that have defaults."""
 
     fingerprints: dict[str, str]
     controllers: dict[str, dict[str, Any]]
     base_models: dict[str, BaseModelRecord] = field(default_factory=dict)
     chat_template: str | None = None
-    """None for the tokenizer's own."""
+    """The chat template of the training; None for the tokenizer's own."""
     unfinished: PendingActions = PendingActions((), {})
 
     @classmethod
-    def of(cls, found: Checkpoint) -> SavedState:
-        """Read a checkpoint's. Raises CheckpointError: checksums say that it is whole, not who wrote it."""
+    def of(cls, checkpoint: Checkpoint) -> SavedState:
+        """Validate the state of a checkpoint and return it. Raises CheckpointError if a field is missing or wrong.
+
+        Checksums only prove that the file is intact, not that a run wrote it.
+        """
         try:
-            return TypeAdapter(cls).validate_python(found.state)
+            return TypeAdapter(cls).validate_python(checkpoint.state)
         except ValidationError as error:
             problem = error.errors()[0]
             raise _malformed_state_error(
-                found, ".".join(map(str, problem["loc"])), problem["input"], problem["msg"]
+                checkpoint, ".".join(map(str, problem["loc"])), problem["input"], problem["msg"]
             ) from error
 
 
 def _log_changed_rate(role: str, rates: LearningRates | None) -> None:
-    """Log what a changed schedule does, before the first step is taken with it."""
     if rates is not None and rates.in_checkpoint != rates.in_run:
         _log.warning(
-            "The learning rate of the %s's next update is %g by this run's schedule. It would have been %g by the "
-            "schedule of the run that saved the checkpoint. trainer.max_steps, trainer.epochs and "
-            "trainer.%s.optimizer_config decide it.",
+            "The learning rate of the %s's next update is %g in this run's schedule and %g in the schedule of the run "
+            "that saved the checkpoint. trainer.max_steps, trainer.epochs and trainer.%s.optimizer_config set the "
+            "schedule.",
             *(role, rates.in_run, rates.in_checkpoint, role),
         )
 
 
-def _malformed_state_error(found: Checkpoint, key: str, value: object, problem: str) -> CheckpointError:
+def _malformed_state_error(checkpoint: Checkpoint, key: str, value: object, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{found.path / STATE_FILE}: {key} is {value!r:.200}, which is not what a run saves there "
+        f"{checkpoint.path / STATE_FILE}: {key}={value!r:.200} is not a value that a run saves "
         f"({problem}). Resume from another checkpoint with trainer.resume_mode=from_path, or "
         "start over in another trainer.ckpt_path."
     )
 
 
-async def _files_of(group: WorkerGroup) -> dict[str, FileDigest]:
-    """What all ranks of a model have written, once they have."""
-    found: dict[str, FileDigest] = {}
+async def _wait_for_files(group: WorkerGroup) -> dict[str, FileDigest]:
+    """Wait until all ranks of a model have written their files, and return the digests by file name."""
+    digests: dict[str, FileDigest] = {}
     for worker in group.workers:
         while (files := await worker.poll_save()) is None:
             await asyncio.sleep(_POLL_INTERVAL_S)
-        found |= files
-    return found
+        digests |= files
+    return digests

@@ -1,11 +1,11 @@
-"""The checkpoints in the folder of a run, which are complete or absent.
+"""The checkpoints in the folder of a run. A checkpoint is either complete or not visible.
 
-    <root>/global_step_40/            committed: every file is listed with size and SHA-256 in manifest.json
-    <root>/global_step_50.partial/    a save that was interrupted; reported, never loaded, never deleted by loading
+    <root>/global_step_40/            committed: manifest.json lists every file with its size and SHA-256
+    <root>/global_step_50.partial/    an interrupted save: reported, never loaded, never deleted by loading
     <root>/latest_ckpt_global_step.txt
 
-Ranks write their files into the folder that `begin` returns; one process calls `begin` and `commit`. Nothing here
-unpickles or executes file contents: JSON and checksums only.
+Ranks write their files into the folder that `begin` returns; one process calls `begin` and `commit`. This module never
+unpickles or executes file contents: it reads JSON and compares checksums.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,22 @@ from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.uris import cache_folder, check_uri, resolve_local_folder
 
 STATE_FILE = "trainer_state.json"
-RESUME_MODES = ("none", "latest", "from_path")
 
 _COMMITTED = re.compile(r"global_step_(\d+)")
 _PARTIAL = re.compile(r"global_step_(\d+)\.partial")
 _STORED_SUFFIX = ".stored"
-"""What another run's checkpoint is called here if one of that step is here and is another one than at the address."""
+"""Suffix of the local folder of a checkpoint downloaded from another run, if a different one of that step is here."""
 _UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
-"""Raised by what is no JSON object: binary, too deep, a number of too many digits, an infinite size."""
+"""Errors of reading a file that is not a JSON object: binary, nested too deeply, a number with too many digits."""
 _log = logging.getLogger(__name__)
+
+
+class ResumeMode(StrEnum):
+    """The values of trainer.resume_mode."""
+
+    NONE = "none"
+    LATEST = "latest"
+    FROM_PATH = "from_path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,66 +66,84 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
-    """The state passed to `commit`, read from trainer_state.json."""
+    """The state that was passed to `commit`, read from trainer_state.json."""
 
     @property
     def run(self) -> Path:
-        """The folder of its run, with config.yaml and metrics.jsonl if the run has left them."""
+        """The folder of the checkpoint's run, which usually has config.yaml and metrics.jsonl."""
         return self.path.parent
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only the `max_ckpts_to_keep` newest are kept; -1 keeps all.
-
-    `mirror`: of `root` at an address, where there may be checkpoints that are not here.
-    """
+    """The checkpoints of one run: writes, lists, verifies and deletes them."""
 
     def __init__(self, root: Path, max_ckpts_to_keep: int = -1, mirror: Mirror | None = None):
+        """Open the checkpoints in a folder, which need not exist.
+
+        Args:
+            root: The folder of the run.
+            max_ckpts_to_keep: Number of the newest checkpoints that `commit` keeps; -1 keeps all.
+            mirror: Mirror of `root` in remote storage. It may have checkpoints that are missing locally.
+
+        Raises:
+            ConfigError: `max_ckpts_to_keep` is neither -1 nor at least 1.
+        """
         if max_ckpts_to_keep < 1 and max_ckpts_to_keep != -1:
             raise ConfigError(
-                f"trainer.max_ckpts_to_keep={max_ckpts_to_keep} is not allowed: -1 keeps all, 1 or more keeps so many."
+                f"trainer.max_ckpts_to_keep={max_ckpts_to_keep} is not allowed. Use -1 to keep all checkpoints, or a "
+                "number of at least 1."
             )
         self._root = Path(root)
         self._max_ckpts_to_keep = max_ckpts_to_keep
         self._mirror = mirror
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, oldest first."""
+        """Return the steps of the committed local checkpoints, in ascending order."""
         return sorted(step for step, _ in _by_recorded_step(self._root, None))
 
     def latest_before(self, before: int) -> Path | None:
-        """The newest committed checkpoint of a step before this one."""
+        """Return the newest committed local checkpoint of a step smaller than `before`; None if there is none."""
         return next((folder for step, folder in _by_recorded_step(self._root, None) if step < before), None)
 
     def begin(self, step: int) -> Path:
-        """Create an empty folder for the files of `step`; an interrupted save of the same step is deleted.
+        """Create and return an empty folder for the files of `step`.
 
-        So is what is left of checkpoints whose deletion was interrupted. Raises OSError.
+        Deletes an interrupted save of the same step and the remains of interrupted deletions. Raises OSError if that
+        fails or the folder cannot be created.
         """
         folder = self._partial(step)
-        for doomed in (folder, *self._root.glob(f"global_step_*{DELETING_SUFFIX}")):
-            _delete(doomed)
+        for leftover in (folder, *self._root.glob(f"global_step_*{DELETING_SUFFIX}")):
+            _delete(leftover)
         folder.mkdir(parents=True)
         return folder
 
     def discard(self, step: int) -> None:
-        """Delete the folder of `begin`, as far as that is possible: a failed save must not fill the disk as well."""
+        """Delete the folder of `begin` and ignore errors, so that a failed save does not occupy the disk."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def commit(self, step: int, state: Mapping[str, Any], files: Mapping[str, FileDigest] | None = None) -> Path:
-        """Make the folder of `begin` durable and visible, point `latest` at it, and delete the oldest of too many.
+        """Turn the folder of `begin` into a durable, committed checkpoint and return its path.
 
-        `files` (path inside the folder -> what it holds) are durable already and are not read again. Raises OSError if
-        the disk is full or fails, CheckpointError if one of `files` is not there; the existing checkpoints then stay as
-        they are.
+        Also renames checkpoints of later steps, updates latest_ckpt_global_step.txt, deletes the oldest checkpoints
+        above `max_ckpts_to_keep` and queues the upload to the mirror. If that fails after the checkpoint is committed,
+        a warning is logged.
+
+        Args:
+            step: The step of the checkpoint.
+            state: JSON values for trainer_state.json.
+            files: Digests of files that are already durable, by path inside the folder. They are not read again.
+
+        Raises:
+            OSError: The disk is full or fails. The existing checkpoints are unchanged.
+            CheckpointError: One of `files` is missing. The existing checkpoints are unchanged.
         """
         folder, final = self._partial(step), self._final(step)
         atomic_write_text(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
         written = list_files(folder)
         if missing := sorted((files or {}).keys() - written.keys()):
             raise CheckpointError(
-                f"{folder} does not contain {missing[0]}, which a rank has written there: trainer.ckpt_path must be on "
-                "a disk that all nodes share (SKYRL_CACHE, if it is an address)."
+                f"{folder} does not contain {missing[0]}, which a rank has written there. Set trainer.ckpt_path to a "
+                "folder on a disk that all nodes share (if trainer.ckpt_path is a URI, set SKYRL_CACHE instead)."
             )
         write_manifest(folder, files, global_step=step)
         for inner in {path.parent for path in written.values()}:
@@ -129,30 +155,49 @@ class CheckpointStore:
             fsync_folder(self._root)
             atomic_write_text(self._root / LATEST_FILE, str(step))
             self._prune()
-        except OSError as error:  # the checkpoint is there all the same, and is found without that file
-            _log.warning("%s is written, but not what follows it (%s).", final, error)
+        except OSError as error:  # the checkpoint is complete, and resuming does not need the file
+            _log.warning(
+                "%s was written, but %s was not updated or old checkpoints were not deleted (%s).",
+                final,
+                LATEST_FILE,
+                error,
+            )
         if self._mirror is not None:
             self._mirror.enqueue(final)
         return final
 
     def find_resumable(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:
-        """The checkpoint to resume from, verified; None if there is nothing to resume.
+        """Find the checkpoint to resume from and verify its files.
 
-        Mode "latest" takes the newest that verifies and logs an error for every damaged one that it skips; "from_path"
-        takes the given one, or the newest intact one before it in the same folder. Raises CheckpointError if there are
-        checkpoints but none is intact, ConfigError for an unknown mode or a missing path.
+        Downloads it from the mirror if it is missing or damaged locally. Logs an error for every damaged checkpoint
+        that is skipped, and a warning for every interrupted save.
+
+        Args:
+            mode: A value of trainer.resume_mode: "latest" takes the newest intact checkpoint, "from_path" the one at
+                `path` or else the newest intact one before it in the same folder. "none" and None take none.
+            path: trainer.resume_path: a folder or URI that ends in global_step_<number>. Only read in mode "from_path".
+
+        Returns:
+            The checkpoint; None if there is none to resume from.
+
+        Raises:
+            CheckpointError: There are checkpoints, but none of them is intact.
+            ConfigError: `mode` is unknown, or `path` is not a checkpoint.
+            StorageError: The mirror cannot be read.
         """
-        if mode is None or mode == "none":
+        if mode is None or mode == ResumeMode.NONE:
             return None
-        if mode not in RESUME_MODES:
-            raise ConfigError(f"trainer.resume_mode={mode!r} is not one of {', '.join(RESUME_MODES)}.")
+        if mode not in [*ResumeMode]:
+            raise ConfigError(
+                f"trainer.resume_mode={mode!r} is not a known mode. Choose one of: {', '.join(ResumeMode)}."
+            )
         root, newest, mirror = self._root, None, self._mirror
-        if mode == "from_path":
+        if mode == ResumeMode.FROM_PATH:
             root, newest, mirror = self._resolve_resume_path(path)
-        for torn in sorted(_steps(root, _PARTIAL)):
+        for interrupted in sorted(_steps(root, _PARTIAL)):
             _log.warning(
-                "Checkpoint %s is torn: its save was interrupted. It is not loaded.",
-                root / f"global_step_{torn}.partial",
+                "Checkpoint %s is incomplete because its save was interrupted. It is not loaded.",
+                root / f"global_step_{interrupted}.partial",
             )
         if root == self._root:
             self._recover_interrupted_replace()
@@ -168,28 +213,32 @@ class CheckpointStore:
                 folder = folder.with_name(f"{folder.name}{_STORED_SUFFIX}")
             problem = find_checkpoint_damage(folder)
             if problem is not None and mirror is not None and step in stored:
-                problem = _fetched(mirror, step, folder)
+                problem = _download(mirror, step, folder)
             if problem is None:
                 if folder.name.removesuffix(_STORED_SUFFIX) != f"global_step_{step}":
-                    _log.warning("Checkpoint %s is of step %d: its manifest decides, not its name.", folder, step)
+                    _log.warning(
+                        "Checkpoint %s is from step %d according to its manifest, which overrides its name.",
+                        folder,
+                        step,
+                    )
                 return Checkpoint(folder, step, _read(folder / STATE_FILE))
             _log.error("CHECKPOINT %s IS DAMAGED: %s. Falling back to the one before it.", folder, problem)
         if candidates:
             raise CheckpointError(
-                f"None of the checkpoints of steps {sorted(step for step, _ in candidates)} in {root} is whole (what "
-                "is wrong is named above). Restore one of them, or start over with trainer.resume_mode=none and "
-                "another trainer.ckpt_path."
+                f"None of the checkpoints of steps {sorted(step for step, _ in candidates)} in {root} is intact (the "
+                "errors above describe the damage). Restore one of them, or start over with trainer.resume_mode=none "
+                "and another trainer.ckpt_path."
             )
         return None
 
     def _resolve_resume_path(self, path: str | Path | None) -> tuple[Path, int, Mirror | None]:
-        """(folder with checkpoints, step, its mirror if there is one) of trainer.resume_path."""
+        """Return (folder with checkpoints, step, mirror of the folder or None) for trainer.resume_path."""
         if not is_uri(str(path)):
             root, step = _parse_path(path)
             return root, step, self._mirror if root == self._root.resolve() else None
-        address, _, name = str(path).rstrip("/").rpartition("/")
-        mine = self._mirror is not None and self._mirror.store.uri == address
-        mirror = self._mirror if mine else Mirror(resolve_local_folder(address), address)
+        uri, _, name = str(path).rstrip("/").rpartition("/")
+        is_own = self._mirror is not None and self._mirror.store.uri == uri
+        mirror = self._mirror if is_own else Mirror(resolve_local_folder(uri), uri)
         assert mirror is not None
         match = _COMMITTED.fullmatch(name)
         if match is None or not (int(match[1]) in mirror.remote_steps() or (mirror.local / name).is_dir()):
@@ -197,7 +246,11 @@ class CheckpointStore:
         return mirror.local, int(match[1]), mirror
 
     def _recover_interrupted_replace(self) -> None:
-        """A checkpoint is out of the way for a moment while its step is saved again: a kill may come just then."""
+        """Restore checkpoints that were renamed for a replacement that never finished.
+
+        Saving a step again first renames the existing checkpoint. If the process is killed before the new one takes
+        its place, the renamed checkpoint is the only copy.
+        """
         for moved in self._root.glob(f"global_step_*{DELETING_SUFFIX}"):
             original = moved.with_name(moved.name.removesuffix(DELETING_SUFFIX))
             if not original.exists() and find_checkpoint_damage(moved) is None:
@@ -210,17 +263,17 @@ class CheckpointStore:
         return self._root / f"global_step_{step}"
 
     def _set_aside_later(self, step: int) -> None:
-        """Rename later checkpoints: a run resumed from an older step must never resume from them by mistake."""
+        """Rename later checkpoints, so that a run that was resumed from an older step never resumes from them."""
         if self._mirror is not None:
             self._mirror.leave_behind(step)
         for later, old in _by_recorded_step(self._root, None):
             if later > step:
-                _log.warning("Checkpoint %s is from before this run went back to an earlier step; it is now %s.",
+                _log.warning("This run was resumed from a step before checkpoint %s, which was renamed to %s.",
                              old, set_aside_local(old))  # fmt: skip
 
     def _prune(self) -> None:
-        kept = self._max_ckpts_to_keep
-        for _, folder in _by_recorded_step(self._root, None)[kept:] if kept > 0 else ():
+        count = self._max_ckpts_to_keep
+        for _, folder in _by_recorded_step(self._root, None)[count:] if count > 0 else ():
             if self._mirror is not None and self._mirror.is_uploading(folder):
                 continue  # the next save deletes it
             with _atomic_removal(folder):
@@ -229,17 +282,20 @@ class CheckpointStore:
 
 @contextmanager
 def _atomic_removal(folder: Path) -> Iterator[None]:
-    """Rename first, delete afterwards: an interruption never leaves a committed name with half of its files."""
-    doomed = folder.with_name(f"{folder.name}{DELETING_SUFFIX}")
-    _delete(doomed, ignore_errors=True)
+    """Rename a folder before the body runs and delete it afterwards.
+
+    An interruption never leaves a folder with a committed name and only some of its files.
+    """
+    renamed = folder.with_name(f"{folder.name}{DELETING_SUFFIX}")
+    _delete(renamed, ignore_errors=True)
     if folder.exists():
-        folder.rename(doomed)
+        folder.rename(renamed)
     yield
-    _delete(doomed, ignore_errors=True)
+    _delete(renamed, ignore_errors=True)
 
 
 def _delete(path: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder, or whatever else has its name. Raises OSError unless errors are ignored."""
+    """Delete a folder, file or link. Raises OSError unless `ignore_errors` is True."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors)
         return
@@ -248,12 +304,15 @@ def _delete(path: Path, *, ignore_errors: bool = False) -> None:
 
 
 def find_checkpoint_damage(folder: Path) -> str | None:
-    """Describe the problem with a committed checkpoint; None if every file is present with its size and SHA-256."""
+    """Describe the problem with a committed checkpoint.
+
+    Returns None if every listed file has its size and SHA-256 and trainer_state.json is listed and readable.
+    """
     return find_damage(folder, verify_hashes=True) or _state_problem(folder)
 
 
 def _state_problem(folder: Path) -> str | None:
-    """Describe the problem with the state of a checkpoint whose files are verified."""
+    """Describe the problem with the state of a checkpoint whose files are verified; None if there is none."""
     try:
         if STATE_FILE not in _read(folder / MANIFEST_FILE)["files"]:
             return f"{MANIFEST_FILE} does not list {STATE_FILE}"
@@ -264,7 +323,7 @@ def _state_problem(folder: Path) -> str | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises one of _UNREADABLE."""
+    """Read a JSON object. Raises one of _UNREADABLE if the file does not contain one."""
     content = json.loads(file.read_text())
     if not isinstance(content, dict):
         raise TypeError(f"a JSON object is expected, not {type(content).__name__}")
@@ -272,7 +331,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _by_recorded_step(root: Path, newest: int | None) -> list[tuple[int, Path]]:
-    """(step, folder) of the committed checkpoints, latest step first; starting at the one named so, if it is given."""
+    """Return (step, folder) of the committed checkpoints, latest step first.
+
+    If `newest` is given, the list begins at the folder with that number in its name.
+    """
     named = {name: root / f"global_step_{name}" for name in _steps(root, _COMMITTED)}
     recorded = sorted(((_recorded_step(folder, name), name) for name, folder in named.items()), reverse=True)
     names = [name for _, name in recorded]
@@ -280,7 +342,7 @@ def _by_recorded_step(root: Path, newest: int | None) -> list[tuple[int, Path]]:
 
 
 def _recorded_step(folder: Path, named: int) -> int:
-    """The step that a checkpoint's manifest says, whatever its folder is called; its name's if that cannot be read."""
+    """Return the step in a checkpoint's manifest, or the step `named` by its folder if that cannot be read."""
     try:
         step = _read(folder / MANIFEST_FILE)["global_step"]
     except (*_UNREADABLE, KeyError):
@@ -298,28 +360,34 @@ def _parse_path(path: str | Path | None) -> tuple[Path, int]:
 
 def _no_checkpoint(path: str | Path | None, folder: Path | None) -> ConfigError:
     aside = [] if folder is None else sorted(folder.parent.glob(f"{folder.name}.set_aside_*"))
-    hint = f" {aside[-1]} was set aside: rename it to {aside[-1].stem} to go on from it." if aside else ""
+    hint = f" {aside[-1]} was set aside: rename it to {aside[-1].stem} to resume from it." if aside else ""
     return ConfigError(
-        f"trainer.resume_path={str(path)!r} is not a checkpoint: "
-        f"give the folder <ckpt_path>/global_step_<number> of a finished save.{hint}"
+        f"trainer.resume_path={str(path)!r} is not a checkpoint. "
+        f"Set it to the folder <ckpt_path>/global_step_<number> of a finished save.{hint}"
     )
 
 
 def _candidates(root: Path, stored: list[int], newest: int | None) -> list[tuple[int, Path]]:
-    """(step, folder) of all checkpoints up to the one named `newest`, latest first; `stored` need not be here."""
-    given = newest if newest is not None and (root / f"global_step_{newest}").is_dir() else None
-    here = _by_recorded_step(root, given)
-    if given is None and newest is not None:  # it is only at the address, and later ones may be here
-        here = [one for one in here if one[0] <= newest]
-    names = {folder.name for _, folder in here}
-    wanted = [step for step in stored if f"global_step_{step}" not in names and (newest is None or step <= newest)]
-    absent = [(step, root / f"global_step_{step}") for step in wanted]
-    return sorted((*here, *absent), key=lambda one: one[0], reverse=True)
+    """Return (step, folder) of all checkpoints up to the one named `newest`, latest first.
+
+    The folders of `stored` steps, which are in remote storage, need not exist.
+    """
+    start = newest if newest is not None and (root / f"global_step_{newest}").is_dir() else None
+    local = _by_recorded_step(root, start)
+    if start is None and newest is not None:  # it is only in remote storage, and later ones may be local
+        local = [(step, folder) for step, folder in local if step <= newest]
+    names = {folder.name for _, folder in local}
+    missing = [
+        (step, root / f"global_step_{step}")
+        for step in stored
+        if f"global_step_{step}" not in names and (newest is None or step <= newest)
+    ]
+    return sorted((*local, *missing), key=lambda candidate: candidate[0], reverse=True)
 
 
-def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:
-    """Download a checkpoint that is damaged here or not here at all; what is wrong with it then."""
-    _log.warning("Checkpoint %s comes from %s.", folder.name, mirror.store.uri)
+def _download(mirror: Mirror, step: int, folder: Path) -> str | None:
+    """Download a checkpoint that is missing or damaged locally; return the problem with it, or None."""
+    _log.warning("Downloading checkpoint %s from %s.", folder.name, mirror.store.uri)
     if folder.is_dir():
         return download_folder(mirror.store, f"global_step_{step}", folder) or find_checkpoint_damage(folder)
     partial = folder.with_name(f"{folder.name}.partial")
@@ -330,7 +398,7 @@ def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:
             return problem
         partial.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what a failed download left
+        shutil.rmtree(partial, ignore_errors=True)  # it exists only if the download failed
     fsync_folder(folder.parent)
     return _state_problem(folder)
 
@@ -342,58 +410,67 @@ def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:
             yield int(match.group(1))
 
 
-# -- a checkpoint that somebody names ----------------------------------------------------------------------------------
+# -- a single checkpoint -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def open_run_checkpoint(location: str, model_folders: tuple[str, ...]) -> Iterator[Checkpoint]:
-    """The checkpoint RUN/global_step_N of a folder or an address, verified by SHA-256.
+    """Open and verify the checkpoint at RUN/global_step_N; a context manager.
 
-    Of one at an address only `parts`, the folders of its models, are downloaded, and deleted on exit. Raises
-    ConfigError for a place that is no checkpoint, CheckpointError for a damaged one, StorageError.
+    Args:
+        location: The folder or URI of the checkpoint.
+        model_folders: Names of the checkpoint's model folders, such as "policy". Only these are downloaded from a URI;
+            the copy is deleted on exit. Ignored for a local folder.
+
+    Raises:
+        ConfigError: `location` is not a checkpoint.
+        CheckpointError: The checkpoint is damaged.
+        StorageError: Remote storage cannot be read.
     """
     if is_uri(location):
         check_uri(location)
         cache_folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="checkpoint-") as copy:
-            yield _downloaded(location.rstrip("/"), model_folders, Path(copy))
+            yield _open_remote(location.rstrip("/"), model_folders, Path(copy))
         return
     folder = Path(location).absolute()
     if not (folder / MANIFEST_FILE).is_file():
         raise _not_a_checkpoint(location, CheckpointStore(folder).steps())
     if (damage := find_checkpoint_damage(folder)) is not None:
-        raise CheckpointError(f"{folder} is damaged: {damage}. Name another checkpoint.")
-    yield _opened(folder)
+        raise CheckpointError(f"{folder} is damaged: {damage}. Choose another checkpoint.")
+    yield _open_local(folder)
 
 
-def _downloaded(address: str, model_folders: tuple[str, ...], copy: Path) -> Checkpoint:
-    run, _, name = address.rpartition("/")
+def _open_remote(uri: str, model_folders: tuple[str, ...], copy: Path) -> Checkpoint:
+    run, _, name = uri.rpartition("/")
     store = RemoteFolder(run)
     if store.read(f"{name}/{MANIFEST_FILE}") is None:
-        whole = {file.removesuffix(f"/{MANIFEST_FILE}") for file in RemoteFolder(address).find()}
+        complete = {file.removesuffix(f"/{MANIFEST_FILE}") for file in RemoteFolder(uri).find()}
         raise _not_a_checkpoint(
-            address, sorted(int(match[1]) for file in whole if (match := _COMMITTED.fullmatch(file)))
+            uri, sorted(int(match[1]) for folder in complete if (match := _COMMITTED.fullmatch(folder)))
         )
-    below = (STATE_FILE, *(f"{part}/" for part in model_folders))
-    if (problem := download_folder(store, name, copy / name, only=below)) is not None:
-        raise CheckpointError(f"{problem}. Name another checkpoint.")
+    prefixes = (STATE_FILE, *(f"{folder}/" for folder in model_folders))
+    if (problem := download_folder(store, name, copy / name, only=prefixes)) is not None:
+        raise CheckpointError(f"{problem}. Choose another checkpoint.")
     for file in (CONFIG_FILE, METRICS_FILE):
         store.get(file, copy / file)
-    return _opened(copy / name)
+    return _open_local(copy / name)
 
 
-def _opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint with the step that its state says, whatever its folder is called."""
+def _open_local(folder: Path) -> Checkpoint:
+    """Return a checkpoint with the step that its state records, which may differ from its folder's name."""
     try:
         state = _read(folder / STATE_FILE)
         return Checkpoint(folder, int(state["global_step"]), state)
     except (*_UNREADABLE, KeyError) as error:
-        raise CheckpointError(f"{folder / STATE_FILE} does not say which step it is of ({error!r}).") from error
+        raise CheckpointError(
+            f"{folder / STATE_FILE} has no valid global_step ({error!r}). Choose another checkpoint."
+        ) from error
 
 
-def _not_a_checkpoint(place: str, steps: list[int]) -> ConfigError:
-    there = ", ".join(f"global_step_{step}" for step in steps)
+def _not_a_checkpoint(location: str, steps: list[int]) -> ConfigError:
+    names = ", ".join(f"global_step_{step}" for step in steps)
     return ConfigError(
-        f"{place!r} is no checkpoint: give RUN/global_step_N of a finished save. "
-        + (f"There are {there}." if there else "There is none in it either.")
+        f"{location!r} is not a checkpoint. Give RUN/global_step_N of a finished save. "
+        + (f"This folder contains {names}." if names else "This folder contains no checkpoints.")
     )

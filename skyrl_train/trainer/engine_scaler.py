@@ -1,4 +1,4 @@
-"""Engines that join and leave a run while it trains, as a file in its folder asks."""
+"""Scaling of the number of inference engines of a running run, controlled by a file in its folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _report = partial(print_status, "engines")
 
 
 class EngineScaler:
-    """Brings the engines of a run to the number that is asked for, in the background.
+    """Adds and removes engines in the background until a run has the target number.
 
-    An engine that joins gets requests once the publisher gave it the current weights. One that leaves gets no more
-    requests, takes part in syncs as long as it has some, and ends with the last of them or at its deadline, when the
-    others get what it still has as if it had died. The engines that joined last leave first.
+    A new engine receives requests once the publisher has sent it the current weights. An engine that is removed
+    receives no new requests, takes part in weight syncs while it is draining, and stops after its last request or at
+    its deadline. At the deadline its remaining requests go to the other engines, as if it had died. The engines that
+    joined last are removed first.
     """
 
     def __init__(
@@ -41,17 +42,17 @@ class EngineScaler:
         fixed_reason: str | None = None,
         report: Callable[[str], None] = _report,
     ):
-        """Create the scaler; `begin` starts it.
+        """Create the scaler; the method `start` begins to watch the file.
 
         Args:
             client: The client of the engines.
-            publisher: Gives engines that join their weights.
-            start: Returns a new engine of that name.
-            stop: Ends the engine of that name.
-            folder: The run's folder, whose engines.json is followed.
-            drain_s: Seconds that an engine that leaves may take for the requests that it has.
-            fixed: Why the number cannot change, which is reported when the file changes; None if it can.
-            report: Called with a line for each event.
+            publisher: Sends new engines their weights.
+            start: Starts an engine with the given name and returns it.
+            stop: Stops the engine with the given name.
+            folder: The run's folder. Its file engines.json holds the target number.
+            drain_s: Seconds that an engine that is removed may take to finish its requests.
+            fixed_reason: The reason why the number cannot change, reported when the file changes; None if it can.
+            report: Called with a line of text for each event.
         """
         self._client = client
         self._publisher = publisher
@@ -65,43 +66,46 @@ class EngineScaler:
         self._joining: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._draining: set[str] = set()
-        """Those of `_leaving` that could still stay."""
+        """Names in `_leaving` that still serve requests, so that their removal can be canceled."""
         self._is_stopped = False
 
     def start(self) -> None:
-        """Follow the file from now on, on the running event loop. The engines must have weights."""
+        """Start to watch the file, as a task of the running event loop. Call it once the engines have weights."""
         if self._watch_task is None:
             self._watch_task = asyncio.ensure_future(self._watch())
 
     async def stop(self) -> None:
-        """Give up what is under way, and begin nothing more: engines that were starting are ended."""
+        """Stop watching and cancel all changes in progress. Stops engines that were starting. Can be called again."""
         self._is_stopped = True
-        under_way = [*self._joining.values(), *self._leaving.values()]
+        tasks = [*self._joining.values(), *self._leaving.values()]
         if self._watch_task is not None:
-            under_way.append(self._watch_task)
-        for task in under_way:
+            tasks.append(self._watch_task)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def wait_until_settled(self) -> None:
-        """Wait until no engine joins or leaves any more."""
-        while under_way := [*self._joining.values(), *self._leaving.values()]:
-            await asyncio.wait(under_way)
+        """Wait until no engine is being added or removed."""
+        while tasks := [*self._joining.values(), *self._leaving.values()]:
+            await asyncio.wait(tasks)
 
     @property
     def expected_count(self) -> int:
-        """How many engines there will be: dead ones are restarted, those that join counted, those that leave not."""
+        """Number of engines after the changes in progress. Dead engines count, because they are restarted."""
         return len(self._staying) + sum(not task.cancelling() for task in self._joining.values())
 
     @property
     def _staying(self) -> list[str]:
-        gone = self._client.retired_names
-        return [name for name in self._client.engine_names if name not in gone]
+        retired = self._client.retired_names
+        return [name for name in self._client.engine_names if name not in retired]
 
     def set_target(self, number: int) -> None:
-        """Begin whatever leads to this number of engines, at least 1; returns at once. The last call counts.
+        """Start the changes that lead to `number` engines, and return immediately. Replaces an earlier target.
 
-        An engine that does not start is reported, and not tried again before the next call.
+        Does nothing after `stop`. An engine that fails to start is reported, and retried only by the next call.
+
+        Args:
+            number: The target number of engines, at least 1.
         """
         assert number >= 1, "a run has at least one engine"
         if self._is_stopped:
@@ -111,14 +115,14 @@ class EngineScaler:
                 self._leaving.pop(name).cancel()
                 self._draining.discard(name)
                 self._client.unretire(name)
-                self._report(f"{name} stays after all")
+                self._report(f"the removal of {name} was canceled")
         while self.expected_count < number:
             name = self._free_name()
             self._joining[name] = self._start_task(self._join(name), self._joining, name)
         for name, task in reversed(self._joining.items()):
             if self.expected_count > number and not task.cancelling():
                 task.cancel()
-                self._report(f"{name} is no longer wanted, and had not started yet")
+                self._report(f"the start of {name} was canceled")
         while self.expected_count > number:
             dead = [name for name in self._staying if name in self._client.dead_engines]
             name = (dead or self._staying)[-1]
@@ -126,38 +130,38 @@ class EngineScaler:
             self._draining.add(name)
 
     async def _watch(self) -> None:
-        seen: tuple[int, int] | None = None
+        applied: tuple[int, int] | None = None
         while True:
             latest = await asyncio.to_thread(target_file_version, self._folder)
-            if latest is not None and latest != seen:
-                await self._follow_file()
-            seen = latest or seen
+            if latest is not None and latest != applied:
+                await self._apply_file()
+            applied = latest or applied
             await asyncio.sleep(CHECK_INTERVAL_S)
 
-    async def _follow_file(self) -> None:
+    async def _apply_file(self) -> None:
         if self._fixed_reason is not None:
-            self._report(f"{ENGINES_FILE} changes nothing: {self._fixed_reason}")
+            self._report(f"{ENGINES_FILE} is ignored: {self._fixed_reason}")
             return
         try:
             target = await asyncio.to_thread(read_target, self._folder)
         except (ConfigError, OSError) as error:
-            self._report(f"their number stays as it is: {error}")
+            self._report(f"the number of engines is unchanged: {error}")
             return
         before = self.expected_count
         self.set_target(target)
         if target != before:
-            self._report(f"{target} are wanted, there are {before}")
+            self._report(f"scaling from {before} to {target}")
 
     def _start_task(
-        self, work: Coroutine[Any, Any, None], under_way: dict[str, asyncio.Task[None]], name: str
+        self, work: Coroutine[Any, Any, None], tasks: dict[str, asyncio.Task[None]], name: str
     ) -> asyncio.Task[None]:
         task = mark_exception_retrieved(asyncio.ensure_future(work))
 
-        def ended(_: object) -> None:
-            if under_way.get(name) is task:
-                del under_way[name]
+        def remove(_: object) -> None:
+            if tasks.get(name) is task:
+                del tasks[name]
 
-        task.add_done_callback(ended)
+        task.add_done_callback(remove)
         return task
 
     def _free_name(self) -> str:
@@ -165,7 +169,7 @@ class EngineScaler:
         return next(name for name in map(engine_name, count()) if name not in taken)
 
     async def _join(self, name: str) -> None:
-        begun = now()
+        started_at = now()
         try:
             engine = await self._start(name)
             try:
@@ -174,15 +178,17 @@ class EngineScaler:
                 await self._stop(name, engine)
                 raise
         except Exception as error:
-            self._report(f"{name} did not join, and {len(self._staying)} go on: {type(error).__name__}: {error}")
+            self._report(f"{name} could not be added, {len(self._staying)} remain: {type(error).__name__}: {error}")
         else:
-            self._report(f"{name} joined with the current weights in {now() - begun:.1f} s: {len(self._staying)} now")
+            self._report(
+                f"{name} joined with the current weights in {now() - started_at:.1f} s: {len(self._staying)} now"
+            )
 
-    async def _leave(self, name: str, empty: asyncio.Event) -> None:
-        begun, finished = now(), True
+    async def _leave(self, name: str, drained: asyncio.Event) -> None:
+        started_at, finished = now(), True
         try:
             async with asyncio.timeout(self._drain_s):
-                await empty.wait()
+                await drained.wait()
         except TimeoutError:
             finished = False
         self._draining.discard(name)
@@ -190,7 +196,7 @@ class EngineScaler:
         try:
             await self._stop(name, engine)
         except Exception as error:
-            self._report(f"{name} gets nothing to do any more, but could not be ended: {type(error).__name__}: {error}")
+            self._report(f"{name} receives no more requests, but could not be stopped: {type(error).__name__}: {error}")
             return
-        what = "with all requests answered" if finished else "before all requests were answered: others get the rest"
-        self._report(f"{name} left after {now() - begun:.1f} s, {what}: {len(self._staying)} now")
+        outcome = "all its requests finished" if finished else "its unfinished requests go to other engines"
+        self._report(f"{name} left after {now() - started_at:.1f} s, {outcome}: {len(self._staying)} now")

@@ -1,4 +1,4 @@
-"""Evaluation: mean reward and pass@n of every data source."""
+"""Evaluation of the policy: mean reward and pass@n per data source."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import MIN_PASS_REWARD, OK, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import MetricNameLimit
-from skyrl_train.rollouts.conversation import DEADLINE_KIND
+from skyrl_train.rollouts.conversation import FailureKind
 from skyrl_train.terminal import escape_control_chars
 
 _log = logging.getLogger(__name__)
 ALL_SOURCES = "all"
-"""Stands for all data sources together in metric names."""
+"""Name in metrics for all data sources together."""
 OTHER_SOURCES = "other_sources"
-"""Stands for the data sources beyond the limits below."""
+"""Name in metrics and files for the data sources beyond the limits below."""
 MAX_SOURCES, MAX_SOURCE_LENGTH = 256, 128
-"""Data sources with metrics and a dump of their own, and characters of one: rows may have any number of them."""
+"""Number of data sources with separate metrics and files, and characters of a name: a dataset may have any number."""
 _MAX_FILE_NAME_BYTES = 200
-"""Bytes; file systems allow 255."""
+"""File systems allow 255."""
 
 
 class Evaluator:
@@ -46,9 +46,16 @@ class Evaluator:
         on_rollouts_done: Callable[[], Awaitable[None]] | None = None,
         require_single_version: bool = False,
     ):
-        """`after` is called once all rollouts have ended: evaluation leaves no trace in what is measured next.
+        """Create an evaluator; `run` starts an evaluation.
 
-        `one_version`: that the weights of the step evaluated, and no others, sampled every token is checked.
+        Args:
+            rollout: Generates and scores the group of a prompt. The integer is the prompt's position in `prompts`.
+            prompts: The evaluation prompts.
+            eval_batch_size: Number of prompts that are evaluated concurrently.
+            dump_folder: Folder for the trajectories of each evaluation; None writes no files.
+            max_failed_fraction: Largest fraction of failed episodes that `run` accepts.
+            on_rollouts_done: Awaited after the rollouts of an evaluation, to reset what they left in shared metrics.
+            require_single_version: True if `run` checks that the weights of the step sampled every token.
         """
         self._rollout = rollout
         self._prompts = prompts
@@ -59,23 +66,30 @@ class Evaluator:
         self._on_rollouts_done = on_rollouts_done
         self._require_single_version = require_single_version
         self.progress = 0, len(prompts)
-        """How many prompts of the evaluation under way are done, and how many there are."""
+        """Number of finished prompts of the current evaluation, and number of all prompts."""
 
     async def run(self, step: int) -> dict[str, float]:
-        """Returns eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/...
-
-        A data source of the name `all` is eval/source_all; those beyond MAX_SOURCES, and those with longer names than
-        MAX_SOURCE_LENGTH, are together eval/other_sources.
+        """Evaluate all prompts.
 
         A failed episode counts as reward 0: an evaluation has no mask, and leaving it out would flatter the model.
-        Raises RolloutsFailed if more than `max_failed_fraction` of the episodes failed: the numbers would then say
-        little about the model.
+
+        Args:
+            step: The finished step whose weights the engines serve.
+
+        Returns:
+            eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/... The metrics of
+            a data source named `all` begin with eval/source_all. Data sources beyond MAX_SOURCES, or with names longer
+            than MAX_SOURCE_LENGTH, are evaluated together as eval/other_sources.
+
+        Raises:
+            RolloutsFailed: More than `max_failed_fraction` of the episodes failed; the metrics would be misleading.
+            WeightSyncError: `require_single_version` is set and other weights sampled a token.
         """
         groups: list[TrajectoryGroup] = []
         self.progress = 0, len(self._prompts)
         for start in range(0, len(self._prompts), self._eval_batch_size):
             batch = self._prompts[start : start + self._eval_batch_size]
-            groups += await gather_all(self._counted(prompt, start + i) for i, prompt in enumerate(batch))
+            groups += await gather_all(self._run_prompt(prompt, start + i) for i, prompt in enumerate(batch))
         if self._on_rollouts_done is not None:
             await self._on_rollouts_done()
         if self._require_single_version:
@@ -84,35 +98,36 @@ class Evaluator:
             await asyncio.to_thread(self._dump, groups, self._dump_folder / f"global_step_{step}_evals")
         failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
         total = sum(len(group.trajectories) for group in groups)
-        if failed[DEADLINE_KIND]:
+        if failed[FailureKind.DEADLINE]:
             _log.warning(
-                "evaluation at step %d: %d of %d episodes were cut after trainer.timeouts.rollout_s and count as "
-                "reward 0. Raise it, or lower eval_sampling_params.max_generate_length.",
+                "evaluation at step %d: %d of %d episodes exceeded trainer.timeouts.rollout_s and count as reward 0. "
+                "Raise it, or lower generator.eval_sampling_params.max_generate_length.",
                 step,
-                failed[DEADLINE_KIND],
+                failed[FailureKind.DEADLINE],
                 total,
             )
         if failed.total() > self._max_failed_fraction * total:
-            raise RolloutsFailed(f"evaluation at step {step}: too many episodes failed: {dict(failed)}.")
+            raise RolloutsFailed(
+                f"evaluation at step {step}: too many episodes failed: {dict(failed)}. "
+                f"trainer.max_failed_fraction={self._max_failed_fraction:g} of {total} episodes may fail."
+            )
         by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
         for group in groups:
             by_source[self._source_names[group.prompt.data_source]].append(group)
-        found = {source: evaluation_metrics(of_source) for source, of_source in by_source.items()}
+        metrics = {source: evaluation_metrics(source_groups) for source, source_groups in by_source.items()}
         if len(by_source) > 1:
-            found[ALL_SOURCES] = evaluation_metrics(groups)
-        return {
-            f"eval/{source}/{name}": value for source, of_source in found.items() for name, value in of_source.items()
-        }
+            metrics[ALL_SOURCES] = evaluation_metrics(groups)
+        return {f"eval/{source}/{name}": value for source, values in metrics.items() for name, value in values.items()}
 
-    async def _counted(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+    async def _run_prompt(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         group = await self._rollout(prompt, position)
         self.progress = self.progress[0] + 1, self.progress[1]
         return group
 
     def _dump(self, groups: Sequence[TrajectoryGroup], folder: Path) -> None:
-        """Write one JSON line per trajectory, into one file per data source. What fails is a warning, not the run.
+        """Write one JSON line per trajectory, into one file per data source. Logs a warning if that fails.
 
-        Without the contents of credential variables, which a tool may have shown.
+        Contents of credential variables, which a tool may have printed, are redacted.
         """
         by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for group in groups:
@@ -139,9 +154,9 @@ class Evaluator:
 
 
 def _source_names(sources: Sequence[str]) -> dict[str, str]:
-    """Return what stands for each data source in names of metrics and files, and warn if some share OTHER_SOURCES.
+    """Map each data source to its name in metrics and files, and warn if some share OTHER_SOURCES.
 
-    That is the source itself, unless it is reserved or beyond the limits.
+    The name is the data source itself, unless that is reserved or beyond the limits.
     """
     limit, names = MetricNameLimit(MAX_SOURCES, MAX_SOURCE_LENGTH), dict.fromkeys(sources, OTHER_SOURCES)
     for source in names:
@@ -153,8 +168,8 @@ def _source_names(sources: Sequence[str]) -> dict[str, str]:
     others = [source for source, name in names.items() if name == OTHER_SOURCES]
     if others:
         _log.warning(
-            "%d of %d values of `data_source` in data.val_data, such as %s, are evaluated together as %s: at most %d "
-            "values, of at most %d characters, have metrics of their own. `data_source` should name a kind of task.",
+            "%d of %d values of `data_source` in data.val_data, such as %s, are evaluated together as %s: only %d "
+            "values with at most %d characters get separate metrics. `data_source` should name a kind of task.",
             len(others),
             len(names),
             escape_control_chars(f"{others[0]:.{MAX_SOURCE_LENGTH}}"),
@@ -166,7 +181,7 @@ def _source_names(sources: Sequence[str]) -> dict[str, str]:
 
 
 def _file_name(source: str) -> str:
-    """Return a file name that no other data source has: characters that files may not have are percent-encoded."""
+    """Return a unique file name for a data source. Characters that are not allowed in it are percent-encoded."""
     name = "".join(c if c.isalnum() or c in "-_." else quote(c, safe="", errors="surrogatepass") for c in source)
     if len(name.encode()) <= _MAX_FILE_NAME_BYTES:
         return name
@@ -175,16 +190,23 @@ def _file_name(source: str) -> str:
 
 
 def check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
-    """Raises WeightSyncError if other weights sampled a token."""
+    """Raise WeightSyncError if weights other than `version` sampled a token of a successful trajectory."""
     items = [item for group in groups for item in group.trajectories if item.status == OK]
     turns = [turn for item in items for turn in item.sampled_turns]
-    found = {turn.min_version for turn in turns} | {turn.max_version for turn in turns}
-    if found - {version}:
-        raise WeightSyncError(f"the evaluation of version {version} has tokens of versions {sorted(found)}.")
+    versions = {turn.min_version for turn in turns} | {turn.max_version for turn in turns}
+    if versions - {version}:
+        raise WeightSyncError(
+            f"the evaluation of weight version {version} has tokens that versions {sorted(versions)} sampled."
+        )
 
 
 def evaluation_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """avg_score (mean reward of all samples), pass_at_<n> (share of prompts with at least one pass) and num_failed."""
+    """Compute the metrics of a data source from its groups, of which there is at least one.
+
+    Returns:
+        avg_score, the mean reward of all samples; pass_at_<n>, the fraction of prompts with at least one sample whose
+        reward is at least MIN_PASS_REWARD; and num_failed, the number of failed episodes. These have reward 0.
+    """
     trajectories = [item for group in groups for item in group.trajectories]
     rewards = [item.reward if item.status == OK else 0.0 for item in trajectories]
     passed = [

@@ -1,4 +1,4 @@
-"""Says, or stops, when a run goes on without learning what it should."""
+"""Guards that warn, or stop the run, when metrics show that training makes no progress or diverges."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ _EQUAL: Mapping[ComparisonScope, tuple[str, float, str]] = {
     ComparisonScope.GROUP: ("reward/zero_variance_groups", 1.0, "samples of a prompt had the same reward"),
     ComparisonScope.STEP: ("reward/std", 0.0, "samples of a step had the same reward"),
 }
-"""The metric that says that all rewards compared are equal, its value then, and what to call that."""
+"""Per scope: the metric that shows that all compared rewards are equal, its value in that case, and a description."""
 _RATIOS = {
     "policy/ratio_max": (
-        "a token's probability in an update, over that before the step,",
-        "the policy moves far in one step. Lower the learning rate or the updates per step.",
+        "the ratio of a token's probability during the update to its probability before the step",
+        "the policy changes a lot in one step. Lower the learning rate or the number of updates per step.",
     ),
     "mismatch/ratio_max": (
-        "a sampled token's probability in the trainer, over that in the engine,",
-        "they disagree about the policy. Compare generator.model_dtype with trainer.bf16, prove what engines hold with "
-        "generator.weight_sync_check=probe, and keep such tokens out of the loss by "
+        "the ratio of a sampled token's probability in the trainer to its probability in the engine",
+        "trainer and engine compute different policies. Compare generator.model_dtype with trainer.bf16, verify the "
+        "engines' weights with generator.weight_sync_check=probe, and exclude such tokens from the loss with "
         "trainer.algorithm.off_policy_correction.",
     ),
 }
-"""The largest ratios between two policies: what they are, and what it means if they explode. An update that is one
-optimizer step starts at the policy from before it, so its own ratio is 1 and only the engine's tells anything."""
+"""Metric of a largest probability ratio -> a description of the ratio, and the advice if it is too large. An update of
+a single optimizer step starts at the policy of the rollouts, so its own ratio is 1 and only the engine's is useful."""
 _log = logging.getLogger(__name__)
 
 
 class Guards:
-    """Looks at the metrics of every step. A guard warns when its limit is first passed, and again after a recovery."""
+    """Checks the metrics of every step against the limits of trainer.guards.
+
+    A guard warns at the first step that exceeds its limit, and again when the limit is exceeded after a recovery.
+    """
 
     def __init__(self, settings: GuardsConfig, comparison_scope: ComparisonScope | None, end_of_turn: str = ""):
         """Create guards with these limits.
 
         Args:
             settings: The section trainer.guards.
-            compared: Among which samples an update compares rewards; None if it reads none.
-            end_of_turn: The token that ends an answer, for messages.
+            comparison_scope: The samples whose rewards an update compares: "group" or "step". None if the update reads
+                no rewards; the guard equal_rewards is then off.
+            end_of_turn: Text of the token that ends an answer, for messages.
         """
         self._settings = settings
         self._end_of_turn = end_of_turn
@@ -53,27 +57,39 @@ class Guards:
         self._next_skip_warning = 1
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run goes on counting from. What was said is said again: its reader may be another."""
+        """Return the number of consecutive steps with equal rewards.
+
+        Logged warnings are not part of the state, so a resumed run logs them again.
+        """
         return {"equal_steps": self._equal_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue counting from the result of `state_dict`. Raises KeyError if "equal_steps" is missing."""
         self._equal_steps = state["equal_steps"]
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
-        """Raises Unhealthy for the first guard in trainer.guards.stop whose limit is passed."""
+        """Check the metrics of a finished step: call once per step, in order. Logs a warning for each new finding.
+
+        Args:
+            metrics: The metrics of the step, by name.
+            step: The number of the step, for messages.
+
+        Raises:
+            GuardTriggered: A limit is exceeded and trainer.guards.stop names its guard.
+        """
         self._warn_about_skipped_updates(metrics, step)
-        passed = set()
-        for guard, metric, text in self._passed_limits(metrics):
+        exceeded = set()
+        for guard, metric, text in self._exceeded_limits(metrics):
             message = f"step {step}: {text}"
             if guard in self._settings.stop:
                 raise GuardTriggered(f"{message} trainer.guards.stop names {guard}.")
             if metric not in self._warned:
                 _log.warning("%s", message)
-            passed.add(metric)
-        self._warned = passed
+            exceeded.add(metric)
+        self._warned = exceeded
 
     def _warn_about_skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn at the 1st, 10th, 100th, ... step with skipped updates: a few do no harm, and a run may have many."""
+        """Warn at the 1st, 10th, 100th, ... step with skipped updates, because a few are harmless."""
         models = [name for name, share in metrics.items() if name.endswith(SKIPPED_SUFFIX) and share > 0]
         self._skipping_steps += bool(models)
         if not models or self._skipping_steps < self._next_skip_warning:
@@ -83,44 +99,44 @@ class Guards:
             f"{metrics[name]:.0%} of the {name.removesuffix(SKIPPED_SUFFIX)}'s updates" for name in models
         )
         _log.warning(
-            "step %d: %s were skipped, as their gradient was not finite; steps with such updates since the run was "
-            "started: %d. Lower the learning rate, or look for NaN in data, rewards and log-probs. %d in a row end the "
-            "run (trainer.guards.max_skipped_updates).",
+            "step %d: %s were skipped because their gradient was not finite. Steps with skipped updates since the run "
+            "started: %d. Lower the learning rate, or look for NaN in data, rewards and log-probs. The run ends after "
+            "%d consecutive skipped updates (trainer.guards.max_skipped_updates).",
             step,
             shares,
             self._skipping_steps,
             self._settings.max_skipped_updates,
         )
 
-    def _passed_limits(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-        """(guard, metric, what to say) of each limit that is passed."""
+    def _exceeded_limits(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+        """Yield (guard, metric, message) for each limit that is exceeded."""
         settings = self._settings
         yield from self._equal_rewards(metrics)
-        for metric, (what, advice) in _RATIOS.items():
+        for metric, (description, advice) in _RATIOS.items():
             ratio = metrics.get(metric, 0.0)
             if settings.max_ratio is not None and not ratio <= settings.max_ratio:
                 limit = f"{metric}, trainer.guards.max_ratio={settings.max_ratio:g}"
-                yield "ratio", metric, f"{what} was {ratio:.3g} ({limit}): {advice}"
-        cut = metrics.get("response/truncated_fraction", 0.0)
-        if settings.max_cut_fraction is not None and cut > settings.max_cut_fraction:
+                yield "ratio", metric, f"{description} was {ratio:.3g} ({limit}): {advice}"
+        truncated = metrics.get("response/truncated_fraction", 0.0)
+        if settings.max_cut_fraction is not None and truncated > settings.max_cut_fraction:
             yield (
                 "cut",
                 "response/truncated_fraction",
-                f"{cut:.0%} of the responses reached the length limit (trainer.guards.max_cut_fraction="
+                f"{truncated:.0%} of the responses reached the length limit (trainer.guards.max_cut_fraction="
                 f"{settings.max_cut_fraction:g}). {truncation_advice(self._end_of_turn)}",
             )
 
     def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
         if self._comparison_scope is None:
             return
-        metric, value, what = _EQUAL[self._comparison_scope]
+        metric, value, description = _EQUAL[self._comparison_scope]
         self._equal_steps = self._equal_steps + 1 if metrics.get(metric) == value else 0
-        most = self._settings.equal_rewards_steps
-        if most is not None and self._equal_steps >= most:
+        max_steps = self._settings.equal_rewards_steps
+        if max_steps is not None and self._equal_steps >= max_steps:
             yield (
                 "equal_rewards",
                 metric,
-                f"all {what} for {self._equal_steps} steps (trainer.guards.equal_rewards_steps={most}): no answer is "
-                "better than another, and nothing is learnt from them. Try the environment with `env try`, easier "
-                "prompts, or more samples.",
+                f"all {description} for {self._equal_steps} steps (trainer.guards.equal_rewards_steps={max_steps}): no "
+                "answer is better than another, so the rewards give no training signal. Test the environment with "
+                "`env try`, or use easier prompts or more samples per prompt.",
             )

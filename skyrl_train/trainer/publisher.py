@@ -1,4 +1,4 @@
-"""Weight syncs of a run: every engine serves the trainer's weights, those that died in between included."""
+"""Publishing of weights: every engine serves the trainer's weights, and dead engines are restarted with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 class WeightPublisher:
     """Sends each version of the weights to all engines, verifies it, and supervises the engines.
 
-    Dead engines are restarted, and engines may join. An engine gets requests only once it has the current weights.
+    Dead engines are restarted, and engines may be added and removed. An engine receives requests only once it has the
+    current weights.
     """
 
     def __init__(
@@ -35,19 +36,19 @@ class WeightPublisher:
         engines_colocated: bool = False,
         shares_accelerator: bool = False,
     ):
-        """Create the publisher of a run, which from now on restarts engines that die while they generate.
+        """Create the publisher and register it with the client, which then restarts engines that die during rollouts.
 
         Args:
-            learner: The weights to send.
+            learner: The ranks whose weights are sent.
             client: The client of the engines.
             weight_sync: The transfers from the learner to the client's engines.
-            restart_engine: Starts the dead engine of a name again, and returns it. Raises NoRoom if no node has room;
-                given True, it first waits for one.
-            max_engine_restarts: How often in the whole run, failed restarts included.
-            pause_mode: How rollouts are paused while weights are sent. They, and the trainer, go on while engines are
-                restarted. None if no rollouts run during a sync.
-            time_shared: Engines and learner take turns on the same slots.
-            shares_memory: These slots are accelerators, whose memory a starting engine needs.
+            restart_engine: Starts the dead engine of a name again and returns it. If its second argument is True, it
+                first waits for a node with enough resources. Raises InsufficientResources if there is none.
+            max_engine_restarts: Number of restarts allowed in the whole run, including failed ones.
+            pause_mode: How rollouts are paused while weights are sent; rollouts and training continue while engines
+                are restarted. None if no rollouts run during a sync.
+            engines_colocated: True if engines and learner share the same GPUs.
+            shares_accelerator: True if a starting engine needs the memory of an accelerator that the learner uses.
         """
         self._learner = learner
         self._client = client
@@ -59,10 +60,11 @@ class WeightPublisher:
         self._shares_accelerator = shares_accelerator
         self._restart_lock = asyncio.Lock()
         self._sync_lock = asyncio.Lock()
-        """Held while weights are sent: an engine may be started meanwhile, but gets its weights afterwards."""
+        """Held while weights are sent. An engine may start at the same time, but receives its weights afterwards."""
         self._engines_without_node: set[str] = set()
-        """Dead engines that have no node for now, which has been logged."""
+        """Dead engines that no node can run at present; this has been logged."""
         self.restarts = 0
+        """Number of restarts so far, including failed ones."""
         client.restart_dead_engines, client.restarts_immediately = (
             self._restart_while_generating,
             pause_mode is not None,
@@ -71,14 +73,27 @@ class WeightPublisher:
     # -- all engines -------------------------------------------------------------------------------------------------
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Send the learner's weights as this version, restart dead engines, and return the metrics of both."""
+        """Send the learner's weights to all engines and restart dead ones.
+
+        With a `pause_mode` dead engines are restarted in the background, as long as another engine is alive.
+
+        Args:
+            version: The version of the weights, which the engines report for tokens that they sample with them.
+
+        Returns:
+            The metrics of the last sync, of the engines and the number of restarts.
+
+        Raises:
+            SkyRLError: The sync of an engine that is still alive failed.
+            EnginesLost: An engine died and cannot be restarted.
+        """
         client, pause_mode = self._client, self._pause_mode
         async with nullcontext() if pause_mode else client.hold_requests():
             restarts_before = self.restarts
             async with self._sync_lock, self._learner.hold_version():
                 async with client.pause_requests(pause_mode) if pause_mode else nullcontext():
                     await self._send_to_all(version)
-            if pause_mode and client.engines:  # they go on meanwhile
+            if pause_mode and client.engines:  # these continue with rollouts during the restart
                 client.start_restart()
             elif pause_mode:
                 await client.wait_for_restart()
@@ -86,13 +101,13 @@ class WeightPublisher:
                 await self.restart_dead_engines()
             if self._engines_colocated and self.restarts > restarts_before:
                 await client.sleep()
-        # The metrics of the last sync: if a failed one was repeated, that is the one with the last engine.
+        # The metrics of the last sync. If a failed sync was repeated, these are the metrics of the last engine.
         metrics = self._weight_sync.metrics | await client.metrics() | {"engines/restarts": float(self.restarts)}
         idle, wasted = metrics.pop("engines/idle"), metrics.pop("engines/wasted_tokens")
         return metrics | ({"async/engines_idle": idle, "async/wasted_tokens": wasted} if pause_mode else {})
 
     async def _send_to_all(self, version: int) -> None:
-        """Sync all engines; if some died in a failed sync, sync each living one in turn.
+        """Sync all engines; if some died in a failed sync, sync each remaining one separately.
 
         After a failed sync an engine may still hold the altered weights of a self-test.
         """
@@ -114,33 +129,49 @@ class WeightPublisher:
                         raise
 
     async def stop_restarts(self) -> None:
-        """Restart no more engines: nothing takes part in calls of the ranks afterwards."""
+        """Cancel the restart in progress. Restarts call the ranks, which must be free for a final save."""
         await self._client.cancel_restart()
 
     # -- single engines ----------------------------------------------------------------------------------------------
 
     async def add(self, name: str, engine: Any) -> None:
-        """Give a new engine the current weights, and from then on requests. Raises what sending them raised."""
+        """Send the current weights to a new engine, and then let the client send it requests.
+
+        Args:
+            name: The name of the engine, which is not in use.
+            engine: The engine, which is not sampling.
+
+        Raises:
+            WorkerDied: The sync failed, and a rank of the trainer does not respond.
+            SkyRLError: The sync failed for another reason. The client does not use the engine.
+        """
         async with self._sync_lock:
             await self._send_current(engine)
             self._client.add(name, engine)
 
     async def remove(self, name: str) -> Any:
-        """Return a retired engine, which takes part in no sync and no restart from now on."""
+        """Remove a retired engine from the client and return it. It takes part in no further syncs or restarts.
+
+        Waits for a sync or restart in progress.
+        """
         async with self._restart_lock, self._sync_lock:
             self._engines_without_node.discard(name)
             return self._client.remove(name)
 
     async def restart_dead_engines(self) -> None:
-        """Restart every dead engine, those that die meanwhile too, except those that have no node while others live.
+        """Restart every dead engine, including those that die during the call.
 
-        Raises EnginesLost with the cause of the first one left if the budget is spent.
+        An engine that no node can run is skipped while another engine is alive; later calls retry it.
+
+        Raises:
+            EnginesLost: An engine cannot be restarted: `max_engine_restarts` is used up, the cluster is lost, a rank of
+                the trainer does not respond, or no node can run the last engine.
         """
         async with self._restart_lock:
             skipped: set[str] = set()
-            while left := {name: cause for name, cause in self._client.dead_engines.items() if name not in skipped}:
-                # Those that may well start come first: where no engine is left, one without a node would end the run.
-                name, cause = min(left.items(), key=lambda item: item[0] in self._engines_without_node)
+            while dead := {name: cause for name, cause in self._client.dead_engines.items() if name not in skipped}:
+                # Engines that probably have a node come first: if none is alive, one without a node ends the run.
+                name, cause = min(dead.items(), key=lambda item: item[0] in self._engines_without_node)
                 if not await self._restart_within_budget(name, cause):
                     skipped.add(name)
 
@@ -151,16 +182,16 @@ class WeightPublisher:
             await self._client.wake_up()
 
     async def _restart_within_budget(self, name: str, cause: str) -> bool:
-        """Try once. Returns False if there is no node for it and others live: it is tried again the next time."""
+        """Try to restart an engine once. Return False if no node can run it and other engines are alive."""
         if self.restarts >= self._max_engine_restarts:
             if name in self._engines_without_node and self._client.has_live_engine:
-                return False  # it stays away, as it did before the others spent the budget
+                return False  # it remains stopped, as before the other engines used up the restarts
             raise EnginesLost(
-                f"{name} died ({cause}), and the {self._max_engine_restarts} restarts of "
-                "generator.max_engine_restarts are spent."
+                f"{name} died ({cause}), and all {self._max_engine_restarts} restarts that "
+                "generator.max_engine_restarts allows are used up."
             )
         self.restarts += 1
-        begun = now()
+        started_at = now()
         try:
             await self._restart(name)
         except InsufficientResources as error:
@@ -171,7 +202,7 @@ class WeightPublisher:
             self.restarts -= 1
             log.log(
                 logging.DEBUG if name in self._engines_without_node else logging.WARNING,
-                "%s died (%s) and stays away: %s The run goes on without it; room is looked for after each step.",
+                "%s died (%s) and remains stopped: %s The run continues without it and retries after each step.",
                 name,
                 cause,
                 error,
@@ -182,25 +213,25 @@ class WeightPublisher:
             raise EnginesLost(f"{name} died ({cause}) and cannot be restarted: {error}") from error
         except WorkerDied as error:
             raise EnginesLost(
-                f"{name} died ({cause}) and cannot be restarted, as a rank of the trainer does not answer: {error}"
+                f"{name} died ({cause}) and cannot be restarted because a rank of the trainer does not respond: {error}"
             ) from error
         except SkyRLError as error:
-            log.warning("Restart %d of engines failed for %s: %s", self.restarts, name, error)
+            log.warning("Engine restart %d failed for %s: %s", self.restarts, name, error)
         else:
             self._engines_without_node.discard(name)
             log.warning(
-                "%s died (%s) and was restarted with the current weights in %.1f s, restart %d of the %d of "
-                "generator.max_engine_restarts.",
+                "%s died (%s) and was restarted with the current weights in %.1f s (restart %d of at most %d, see "
+                "generator.max_engine_restarts).",
                 name,
                 cause,
-                now() - begun,
+                now() - started_at,
                 self.restarts,
                 self._max_engine_restarts,
             )
         return True
 
     async def _restart(self, name: str) -> None:
-        # One engine waits for a node, for all that have none: requests may be held meanwhile.
+        # Only one engine waits for a node on behalf of all that have none, because requests may be held while it waits.
         wait_for_node = not (self._engines_without_node and self._client.has_live_engine)
         self._client.kill(name)
         if self._shares_accelerator:
@@ -211,13 +242,13 @@ class WeightPublisher:
                 await self._send_current(engine)
                 self._client.replace(name, engine)
         except BaseException:
-            await _end(engine)
+            await _kill_or_close(engine)
             raise
 
     async def _send_current(self, engine: Any) -> None:
-        """Sync one engine with the newest version, never with one in the making.
+        """Sync one engine with the newest complete version.
 
-        Raises WorkerDied if that fails and a rank of the trainer does not answer, else what it failed with.
+        Raises WorkerDied if the sync fails and a rank of the trainer does not respond, otherwise the original error.
         """
         if self._shares_accelerator:
             await engine.sleep()
@@ -232,8 +263,8 @@ class WeightPublisher:
                 raise
 
 
-async def _end(engine: Any) -> None:
-    """Kill an engine of the run's own, or close the connection to one that runs elsewhere."""
+async def _kill_or_close(engine: Any) -> None:
+    """Kill an engine that this run started, or close the connection to a remote one."""
     if hasattr(engine, "kill"):
         engine.kill()
     else:

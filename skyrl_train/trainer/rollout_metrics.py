@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts, and a few sample texts to read."""
+"""Metrics of a step's rollouts, and sample texts for the console and trackers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
 
 NUM_SAMPLES = 4
-"""How many completions are shown per step."""
+"""Number of completions shown per step."""
 TABLE_ROWS, TABLE_CHARACTERS = 32, 65_536
-"""Of a step's table for trackers, which keep one of every step: those of 1,000 steps have some 70 MB of ASCII text."""
+"""Limits of a step's table for trackers, which store a table per step: about 70 MB of ASCII text in 1,000 steps."""
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
-    """Add reward/*, response/*, episode/*, environment/*, rollouts/* and timing/response_s; `version` is the live one.
+    """Add the metrics reward/*, response/*, episode/*, environment/*, rollouts/* and timing/response_s of a step.
 
-    All but rollouts/tokens and rollouts/trajectories cover trajectories with status ok only. A group that dynamic
+    All except rollouts/tokens and rollouts/trajectories cover only trajectories with status ok. A group that dynamic
     sampling repeats counts once.
+
+    Args:
+        groups: The groups that the step trains on.
+        version: The current version of the weights, from which staleness is counted.
+        metrics: The metrics to add to.
     """
     groups = list({id(group): group for group in groups}.values())
     trajectories = list(chain.from_iterable(group.trajectories for group in groups))
-    kept = [item for item in trajectories if item.status == OK]
+    succeeded = [item for item in trajectories if item.status == OK]
     metrics.count("rollouts/tokens", sum(item.sampled_tokens for item in trajectories))
     metrics.count("rollouts/trajectories", len(trajectories))
-    for item in kept:
+    for item in succeeded:
         metrics.add("reward/mean", item.reward)
         if item.raw_reward is not None:
             metrics.add("reward/length_penalty", item.raw_reward - item.reward)
@@ -45,8 +50,8 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
             metrics.update_max("rollouts/max_staleness", version - item.min_version)
         for name, value in item.env_metrics.items():
             metrics.add(f"environment/{name}", value)
-    if len(kept) > 1:
-        metrics.add("reward/std", stdev(item.reward for item in kept))
+    if len(succeeded) > 1:
+        metrics.add("reward/std", stdev(item.reward for item in succeeded))
     for group in groups:
         valid = [item for item in group.trajectories if item.status == OK]
         if valid:
@@ -57,32 +62,38 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
 
 
 def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
-    """The first trajectory of each of the first NUM_SAMPLES groups."""
+    """Return the first trajectory of each of the first NUM_SAMPLES groups, as readable rows. Skips empty groups."""
     return [sample_row(group.trajectories[0]) for group in groups[:NUM_SAMPLES] if group.trajectories]
 
 
 def table_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
-    """The first groups, as many trajectories as a table takes; the middle of its longest texts is cut out."""
+    """Return the first TABLE_ROWS trajectories as rows of a tracker's table.
+
+    Removes the middle of the longest texts if all texts together exceed TABLE_CHARACTERS.
+    """
     items = islice(chain.from_iterable(group.trajectories for group in groups), TABLE_ROWS)
     rows = [sample_row(item) for item in items]
-    longest = _max_text_length([len(text) for row in rows for text in (row.prompt, row.response)], TABLE_CHARACTERS)
+    max_length = _max_text_length([len(text) for row in rows for text in (row.prompt, row.response)], TABLE_CHARACTERS)
     return [
-        replace(row, prompt=truncate_middle(row.prompt, longest), response=truncate_middle(row.response, longest))
+        replace(row, prompt=truncate_middle(row.prompt, max_length), response=truncate_middle(row.response, max_length))
         for row in rows
     ]
 
 
 def _max_text_length(lengths: Sequence[int], max_total: int) -> int:
-    """How long texts may be so that they have `most` characters together: short ones leave their share to others."""
-    for others, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
-        if length * others > max_total:
-            return max_total // others
+    """Return the length to truncate texts to, so that together they have at most `max_total` characters.
+
+    Shorter texts leave the rest of their share to longer ones.
+    """
+    for remaining, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
+        if length * remaining > max_total:
+            return max_total // remaining
         max_total -= length
     return max(lengths, default=0)
 
 
 def sample_row(item: Trajectory) -> SampleRow:
-    """A trajectory for people to read."""
+    """Return a trajectory as a readable row; its prompt is the last message of the conversation."""
     content = item.prompt.messages[-1]["content"] if item.prompt.messages else ""
     return SampleRow(
         prompt=str(content),

@@ -1,8 +1,7 @@
-"""What a run keeps of its rollouts: all that a step trained on, token by token, or a sample of it, in files to read.
+"""Files with the rollouts of each step: all tokens that a step trained on, or those of its first groups.
 
-consumes: a step's groups and its batch with advantages · produces: rollouts/step_N.parquet, written by a thread beside
-the update, or after it where the update tells the trainer's log-probs · waits for: nothing · the step waits for: the
-file, before it ends
+Input: a step's groups and its batch with advantages. Output: rollouts/step_N.parquet. A thread writes it during the
+update, or after the update if only the update computes the trainer's log-probs. The step waits for the file.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from skyrl_train.report.rollout_files import (
 )
 
 SAMPLED_GROUPS = 8
-"""Of a step, its first ones: the order of prompts is drawn by the seed, so they are a fair sample."""
+"""Number of groups to keep of a step if not all are kept. The first ones are a fair sample, as prompts are shuffled."""
 CHUNK_TOKENS = 1_000_000
-"""Of responses that become one table: what is held in memory meanwhile is some 40 bytes of each."""
+"""Approximate number of response tokens per table, which take about 40 bytes each in memory while it is written."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TURN_FIELDS = tuple(field.name for field in COLUMNS.field("turns").type.value_type)
 _log = logging.getLogger(__name__)
 
 
 class RolloutWriter:
-    """Writes the rollouts of each step. A failed write must not end the run: that step is left out, with one warning.
+    """Writes the rollouts of each step to a file. If a write fails, the step has no file, and the run continues.
 
-    Once the folder holds more than `most_bytes`, the files of the oldest steps are deleted.
+    Only the first failure logs a warning.
     """
 
     def __init__(
@@ -64,8 +63,15 @@ class RolloutWriter:
         vocabulary: Callable[[], Sequence[str]] | None = None,
         on_delete: Callable[[Path], None] | None = None,
     ):
-        """`groups`: how many of a step are kept; None keeps all, 0 none. `vocabulary`: the text of each token id.
-        `deleted`: is told of files that were."""
+        """Write to the folder `rollouts` of a run.
+
+        Args:
+            run: The folder of the run.
+            max_groups: Number of groups of a step to keep; None keeps all, 0 none.
+            max_bytes: Size of the folder above which the files of the oldest steps are deleted; None for no limit.
+            vocabulary: Returns the text of each token id, which is written once; None writes no texts.
+            on_delete: Called with the path of each file that was deleted, in the thread that deletes it.
+        """
         self._run = run
         self._max_groups = max_groups
         self._max_bytes = max_bytes
@@ -74,15 +80,20 @@ class RolloutWriter:
         self._failed = False
 
     def begin(self, step: int) -> None:
-        """The run continues after `step`: files of later steps are of another attempt, and are deleted."""
+        """Delete the files of steps after `step`, which an earlier attempt of the run wrote. Logs a warning on failure.
+
+        Args:
+            step: The step from which the run continues.
+        """
         try:
-            for later in (one for one in RolloutReader(self._run).steps() if one > step):
-                self._delete(step_file(self._run, later))
+            for later_step in RolloutReader(self._run).steps():
+                if later_step > step:
+                    self._delete(step_file(self._run, later_step))
         except OSError as error:
             _log.warning("trainer.keep_rollouts: files of steps after %d cannot be deleted (%s).", step, error)
 
     def num_sequences(self, groups: Sequence[TrajectoryGroup]) -> int:
-        """How many of their sequences are kept: the first ones of their batch."""
+        """Return the number of sequences of `groups` that are written: the first ones of their batch."""
         return sum(len(list(item.sequences())) for _, item in _numbered(groups[: self._max_groups]))
 
     @asynccontextmanager
@@ -93,36 +104,42 @@ class RolloutWriter:
         batch: TrainBatch,
         get_old_logprobs: Callable[[], Tensor | None] = lambda: None,
     ) -> AsyncIterator[None]:
-        """Inside, the rollouts that `step` trains on are being written; afterwards their file is there.
+        """Write the rollouts of a step while the body runs, and wait for the file on exit.
 
-        `batch`: of `groups`, in their order, with advantages. If it has no old log-probs they are what `learnt` tells
-        at the end, [T] of the batch, and the rollouts are written then.
+        Also writes the file if the body raises. If the batch has no old log-probs, the file has none in that case.
+
+        Args:
+            step: The step that trains on the rollouts.
+            groups: The groups of the step.
+            batch: The batch of `groups` in the same order, with advantages.
+            get_old_logprobs: Returns the old log-probs [T] of the batch, or None. It is called after the body if the
+                batch has no old log-probs; the file is then written after the body.
         """
         if self._max_groups == 0:
             yield
             return
-        partly = self._max_groups is not None and self._max_groups < len(groups)
-        groups = list(groups[: self._max_groups])  # whoever calls lets go of theirs
-        if partly:
+        is_sample = self._max_groups is not None and self._max_groups < len(groups)
+        groups = list(groups[: self._max_groups])  # a copy: the caller clears its list during the update
+        if is_sample:
             rows = range(self.num_sequences(groups))
-            unread = dict.fromkeys(("routing", "values", "returns", "importance_weights", "selected"))
-            batch = batch.with_tokens(**unread).select(rows)
+            unused = dict.fromkeys(("routing", "values", "returns", "importance_weights", "selected"))
+            batch = batch.with_tokens(**unused).select(rows)
         if batch.old_logprobs is None:
-            told = None
+            old_logprobs = None
             try:
                 yield
-                told = get_old_logprobs()
+                old_logprobs = get_old_logprobs()
             finally:
-                if told is not None:
-                    batch = batch.with_tokens(old_logprobs=told[: len(batch.input_ids)])
+                if old_logprobs is not None:
+                    batch = batch.with_tokens(old_logprobs=old_logprobs[: len(batch.input_ids)])
                 await finish_despite_cancellation(asyncio.to_thread(self._write, step, groups, batch))
             return
-        written = asyncio.create_task(asyncio.to_thread(self._write, step, groups, batch))
-        del groups, batch  # what the update does not read is the thread's alone
+        writing = asyncio.create_task(asyncio.to_thread(self._write, step, groups, batch))
+        del groups, batch  # the thread frees them as soon as it has written them
         try:
             yield
         finally:
-            await finish_despite_cancellation(_ended(written))
+            await finish_despite_cancellation(_wait_for(writing))
 
     def _write(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> None:
         try:
@@ -132,46 +149,50 @@ class RolloutWriter:
                     self._run, step, rollout_tables(step, groups, batch, RolloutReader(self._run).vocabulary)
                 )
                 self._delete_oldest(step)
-        except Exception as error:  # of the disk, or what an environment put into its messages
+        except Exception as error:  # from the disk, or from values that an environment put into its messages
             if not self._failed:
-                what = redact(f"{type(error).__name__}: {error}")
+                reason = redact(f"{type(error).__name__}: {error}")
                 _log.warning(
-                    "trainer.keep_rollouts: those of step %d are not kept (%s). Training goes on, and so does the "
-                    "attempt to keep those of later steps, without more such warnings.",
+                    "trainer.keep_rollouts: the rollouts of step %d were not written (%s). Training continues and "
+                    "still tries to write later steps. Further failures are not logged.",
                     step,
-                    what,
+                    reason,
                 )
             self._failed = True
 
     def _write_vocabulary(self) -> None:
-        """Once; without it, ids are shown."""
         if self._vocabulary is None or vocabulary_file(self._run).exists():
             return
         try:
             texts = self._vocabulary()
-        except Exception as error:  # of a tokenizer
+        except Exception as error:  # from a tokenizer
             self._vocabulary = None
-            what = redact(f"{type(error).__name__}: {error}")
-            _log.warning("trainer.keep_rollouts: the texts of token ids cannot be told (%s); ids are kept.", what)
+            reason = redact(f"{type(error).__name__}: {error}")
+            _log.warning(
+                "trainer.keep_rollouts: the texts of token ids are unknown (%s), so files show only the ids.", reason
+            )
             return
         write_vocabulary(self._run, texts)
 
     def _delete_oldest(self, step: int) -> None:
-        """Delete files of the oldest steps until the folder is within its bound."""
+        """Delete files of the oldest steps until the folder is within its limit.
+
+        Raises OSError, after deleting the new file, if the file of `step` alone exceeds it.
+        """
         if self._max_bytes is None:
             return
-        files = [step_file(self._run, one) for one in RolloutReader(self._run).steps()]
+        files = [step_file(self._run, written_step) for written_step in RolloutReader(self._run).steps()]
         newest, sizes = step_file(self._run, step), {file: _size(file) for file in files}
-        room = self._max_bytes - sum(sizes.values()) - _size(vocabulary_file(self._run))
+        free = self._max_bytes - sum(sizes.values()) - _size(vocabulary_file(self._run))
         others = [file for file in files if file != newest]
-        if room + sum(sizes[file] for file in others) < 0:
+        if free + sum(sizes[file] for file in others) < 0:
             self._delete(newest)
-            raise OSError(f"they take {sizes[newest]:,} bytes, for which trainer.keep_rollouts_gb has no room")
+            raise OSError(f"they take {sizes[newest]:,} bytes, more than trainer.keep_rollouts_gb allows")
         for oldest in others:
-            if room >= 0:
+            if free >= 0:
                 return
             self._delete(oldest)
-            room += sizes[oldest]
+            free += sizes[oldest]
 
     def _delete(self, file: Path) -> None:
         file.unlink(missing_ok=True)
@@ -180,15 +201,14 @@ class RolloutWriter:
 
 
 def _size(file: Path) -> int:
-    """Bytes; 0 of one that is not there, perhaps because somebody has just deleted it."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
         return 0
 
 
-async def _ended(written: asyncio.Task[None]) -> None:
-    await written
+async def _wait_for(task: asyncio.Task[None]) -> None:
+    await task
 
 
 def rollout_tables(
@@ -197,11 +217,16 @@ def rollout_tables(
     batch: TrainBatch,
     vocabulary: Callable[[], Mapping[int, str]] = dict,
 ) -> Iterator[pa.Table]:
-    """Tables with the columns of report/rollout_files.py: the trajectories of `groups` in their order.
+    """Yield tables with the columns of report/rollout_files.py and one row per trajectory, in order.
 
-    `batch` has their sequences, from its first one on. Messages are packed, and texts hold no secrets. Ids of tokens
-    that spell one are HIDDEN_TOKEN. `vocabulary` gives the text of each token id, and is called if a rollout holds a
-    secret; all ids of that rollout are hidden where their texts do not show which ones spell it.
+    Secrets are removed from texts and messages, and ids of tokens that spell a secret are replaced by HIDDEN_TOKEN. If
+    the texts of a rollout's tokens do not show which tokens spell its secret, all of its ids are replaced.
+
+    Args:
+        step: The step that trains on the groups.
+        groups: The groups to write.
+        batch: A batch that begins with the sequences of `groups`, in the same order.
+        vocabulary: Returns the text of each token id. It is only called if a rollout contains a secret.
     """
     items = list(_numbered(groups))
     rows = [0, *accumulate(1 + len(item.restarts) for _, item in items)]
@@ -219,24 +244,24 @@ def _numbered(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[int, Trajecto
 
 
 class _ResponseTokens:
-    """The response tokens of some sequences of a batch, one after the other."""
+    """The concatenated response tokens of some sequences of a batch."""
 
     def __init__(self, batch: TrainBatch, first: int, last: int):
         self._batch = batch.select(range(first, last), copy=False)
         offsets = self._batch.offsets.tolist()
         prompts = self._batch.prompt_lengths.tolist()
-        self._places = [
+        self._responses = [
             slice(start + prompt, stop)
             for start, prompt, stop in zip(offsets, prompts, offsets[1:], strict=False)
         ]  # fmt: skip
 
     def of(self, name: str) -> NDArray[Any] | None:
-        """[tokens] a token-level tensor of the batch, if there is one."""
+        """Return the values [tokens] of a token-level tensor of the batch; None if the batch does not have it."""
         tensor = getattr(self._batch, name)
         if tensor is None:
             return None
         values = tensor.numpy()
-        return np.concatenate([values[place] for place in self._places])
+        return np.concatenate([values[response] for response in self._responses])
 
 
 def _table(
@@ -246,10 +271,10 @@ def _table(
     vocabulary: Callable[[], Mapping[int, str]],
 ) -> pa.Table:
     items = [item for _, item in numbered]
-    said = [[item.text, item.messages or item.prompt.messages] for item in items]
-    unsafe = [place for place, one in enumerate(said) if contains_secret(one)]
+    texts = [[item.text, item.messages or item.prompt.messages] for item in items]
+    unsafe = [row for row, text in enumerate(texts) if contains_secret(text)]
     token_texts = vocabulary() if unsafe else {}
-    hidden = {place: _spelling([*items[place].prompt_ids, *items[place].response_ids], token_texts) for place in unsafe}
+    hidden = {row: _secret_mask([*items[row].prompt_ids, *items[row].response_ids], token_texts) for row in unsafe}
     offsets = np.concatenate(([0], np.cumsum([len(item.response_ids) for item in items]))).astype(np.int32)
     columns: dict[str, Any] = {
         "step": np.full(len(items), step),
@@ -257,18 +282,18 @@ def _table(
         **_scalars(items),
         **_texts(items),
         "turns": _turns(items),
-        "prompt_ids": _lists([_hide(item.prompt_ids, hidden.get(place)) for place, item in enumerate(items)]),
+        "prompt_ids": _lists([_hide(item.prompt_ids, hidden.get(row)) for row, item in enumerate(items)]),
         "restarts": _restarts(items, token_texts, hidden),
-        "loss_spans": _spans(tokens.of("loss_mask"), offsets),
-        "scored_spans": _scored(items),
+        "loss_spans": _loss_spans(tokens.of("loss_mask"), offsets),
+        "scored_spans": _uncorrected_loss_spans(items),
     }
     for name, source in _TOKEN_COLUMNS.items():
         values = tokens.of(source)
         if values is not None:
             if name == "response_ids" and hidden:
                 values = values.copy()
-                for place, mask in hidden.items():
-                    values[offsets[place] : offsets[place + 1]][mask[len(items[place].prompt_ids) :]] = HIDDEN_TOKEN
+                for row, mask in hidden.items():
+                    values[offsets[row] : offsets[row + 1]][mask[len(items[row].prompt_ids) :]] = HIDDEN_TOKEN
             columns[name] = pa.ListArray.from_arrays(
                 pa.array(offsets), pa.array(values.astype(_dtype(name), copy=False))
             )
@@ -287,7 +312,7 @@ _TOKEN_COLUMNS = {
     "advantages": "token_advantages",
     "token_rewards": "token_rewards",
 }
-"""Columns, and what they are called in a batch."""
+"""Column -> field of TrainBatch."""
 
 
 def _dtype(name: str) -> Any:
@@ -314,38 +339,38 @@ def _scalars(items: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 
 def _texts(items: Sequence[Trajectory]) -> dict[str, list[str]]:
-    """What people read, without the contents of credential variables, which a tool may have shown."""
-    shown = redact(
+    """Return the text columns, without the contents of credential variables, which a tool may have printed."""
+    redacted = redact(
         [(item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics) for item in items]
     )
-    texts = [_clean(text) for text, *_ in shown]
-    extras: dict[int, str] = {}  # of a prompt, which its samples share
+    texts = [_clean(text) for text, *_ in redacted]
+    extras: dict[int, str] = {}  # by prompt, because its samples share them
     for item in items:
         if id(item.prompt) not in extras:
             extras[id(item.prompt)] = dump_json(redact(item.prompt.env_extras))
     return {
         "text": texts,
-        "detail": [_clean(detail) for _, detail, *_ in shown],
-        "messages": list(_conversations([messages for *_, messages, _ in shown], texts)),
-        "env_metrics": [dump_json(metrics) for *_, metrics in shown],
+        "detail": [_clean(detail) for _, detail, *_ in redacted],
+        "messages": list(_pack_conversations([messages for *_, messages, _ in redacted], texts)),
+        "env_metrics": [dump_json(metrics) for *_, metrics in redacted],
         "env_extras": [extras[id(item.prompt)] for item in items],
     }
 
 
-def _conversations(conversations: Sequence[Sequence[Message]], texts: Sequence[str]) -> Iterator[str]:
-    """As they are stored; an opening that is as in the conversation before is made into JSON once."""
-    opening: Sequence[Message] = ()
-    known: list[str] = []
+def _pack_conversations(conversations: Sequence[Sequence[Message]], texts: Sequence[str]) -> Iterator[str]:
+    """Pack conversations for the file. A prompt that equals the one before is converted to JSON only once."""
+    last_prompt: Sequence[Message] = ()
+    prompt_json: list[str] = []
     for messages, text in zip(conversations, texts, strict=True):
-        answered = (n for n, one in enumerate(messages) if one.get("role") == "assistant")
-        begins = messages[: next(answered, len(messages))]
-        if begins != opening:
-            opening, known = begins, [dump_json(message) for message in begins]
-        yield pack_messages(messages, text, known)
+        answers = (index for index, message in enumerate(messages) if message.get("role") == "assistant")
+        prompt = messages[: next(answers, len(messages))]
+        if prompt != last_prompt:
+            last_prompt, prompt_json = prompt, [dump_json(message) for message in prompt]
+        yield pack_messages(messages, text, prompt_json)
 
 
 def _clean(text: str) -> str:
-    """Text that Parquet takes: half a surrogate pair is none."""
+    """Replace lone surrogates, which Parquet does not accept."""
     return _SURROGATE.sub("\ufffd", str(text))
 
 
@@ -361,38 +386,42 @@ def _turns(items: Sequence[Trajectory]) -> pa.Array:
 
 
 def _redact_tool_call(call: ToolCallRecord) -> ToolCallRecord:
-    """Without secrets, also those that JSON writes otherwise."""
+    """Remove secrets from a call, including those that its JSON arguments write with escapes."""
     try:
-        given = json.loads(call["arguments"])
-        shown = redact(given)
-        return redact(call if shown == given else call | {"arguments": json.dumps(shown, ensure_ascii=False)})
-    except (ValueError, RecursionError):  # what can be read need not be shallow enough for what follows
+        arguments = json.loads(call["arguments"])
+        redacted = redact(arguments)
+        return redact(call if redacted == arguments else call | {"arguments": json.dumps(redacted, ensure_ascii=False)})
+    except (ValueError, RecursionError):  # JSON may be nested too deeply for redaction even if it can be parsed
         return redact(call)
 
 
-def _spelling(ids: Sequence[int], token_texts: Mapping[int, str]) -> NDArray[np.bool_]:
-    """[tokens] those that spell a secret; all of them if none does by itself, as where one has half a character."""
-    mask = np.array(find_secret_pieces([token_texts.get(one, "") for one in ids]), bool)
+def _secret_mask(ids: Sequence[int], token_texts: Mapping[int, str]) -> NDArray[np.bool_]:
+    """Return a mask [tokens] of the tokens that spell a secret.
+
+    It covers all tokens if no secret is found in their texts, for example because a token is part of a character.
+    """
+    mask = np.array(find_secret_pieces([token_texts.get(token_id, "") for token_id in ids]), bool)
     return mask if mask.any() else np.ones(len(ids), bool)
 
 
 def _hide(ids: NDArray[np.int32], mask: NDArray[np.bool_] | None) -> NDArray[np.int32]:
-    """Ids without those of `mask`, which may go on beyond them."""
+    """Replace the ids that are True in `mask`, which may be longer than `ids`."""
     return ids if mask is None else np.where(mask[: len(ids)], HIDDEN_TOKEN, ids).astype(np.int32)
 
 
 def _restarts(items: Sequence[Trajectory], token_texts: Mapping[int, str], hidden: Collection[int]) -> pa.Array:
-    restarts = [(place in hidden, restart) for place, item in enumerate(items) for restart in item.restarts]
-    starts = pa.array([one.start for _, one in restarts], pa.int32())
+    restarts = [(row in hidden, restart) for row, item in enumerate(items) for restart in item.restarts]
+    starts = pa.array([restart.start for _, restart in restarts], pa.int32())
     prompts = [
-        _hide(one.prompt_ids, _spelling([*one.prompt_ids], token_texts) if hides else None) for hides, one in restarts
+        _hide(restart.prompt_ids, _secret_mask([*restart.prompt_ids], token_texts) if has_secret else None)
+        for has_secret, restart in restarts
     ]
     fields = [starts, _lists(prompts)]
     return _structs([len(item.restarts) for item in items], fields, COLUMNS.field("restarts").type)
 
 
-def _spans(mask: NDArray[np.bool_] | None, offsets: NDArray[np.int32]) -> pa.Array:
-    """The stretches of each rollout that are in the loss, which are the batch's: none of a failed one."""
+def _loss_spans(mask: NDArray[np.bool_] | None, offsets: NDArray[np.int32]) -> pa.Array:
+    """Return the spans of each rollout that are in the loss mask of the batch; failed rollouts have none."""
     assert mask is not None
     edge = np.zeros(len(mask) + 1, bool)
     edge[offsets] = True
@@ -401,19 +430,19 @@ def _spans(mask: NDArray[np.bool_] | None, offsets: NDArray[np.int32]) -> pa.Arr
     stops = np.flatnonzero(mask & (~after | edge[1:])) + 1
     counts = np.diff(np.searchsorted(starts, offsets))
     begin = np.repeat(offsets[:-1], counts)
-    fields = [pa.array((one - begin).astype(np.int32)) for one in (starts, stops)]
+    fields = [pa.array((bound - begin).astype(np.int32)) for bound in (starts, stops)]
     return _structs(counts.tolist(), fields, COLUMNS.field("loss_spans").type)
 
 
-def _scored(items: Sequence[Trajectory]) -> pa.Array:
-    """What was in the loss of each rollout before an off-policy correction."""
+def _uncorrected_loss_spans(items: Sequence[Trajectory]) -> pa.Array:
+    """Return the spans of each rollout that were in the loss before an off-policy correction."""
     spans = [item.loss_spans if item.status == OK else [] for item in items]
-    fields = [pa.array([one[end] for of_one in spans for one in of_one], pa.int32()) for end in (0, 1)]
-    return _structs([len(of_one) for of_one in spans], fields, COLUMNS.field("scored_spans").type)
+    fields = [pa.array([span[end] for item_spans in spans for span in item_spans], pa.int32()) for end in (0, 1)]
+    return _structs([len(item_spans) for item_spans in spans], fields, COLUMNS.field("scored_spans").type)
 
 
 def _structs(counts: Sequence[int], fields: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
-    """Lists of so many structs of these fields."""
+    """Return a list array whose lists have `counts` structs each, with the values of `fields`."""
     structs = pa.StructArray.from_arrays(fields, fields=list(kind.value_type))
     return pa.ListArray.from_arrays(pa.array([0, *accumulate(counts)], pa.int32()), structs).cast(kind)
 

@@ -1,4 +1,4 @@
-"""The folder of a run: which run it belongs to, and the lock that keeps other runs out.
+"""The folder of a run: a record of the run that owns it, and a lock that keeps other runs out.
 
 <root>/run.json     project, name, model and fingerprints of the data
 <root>/.lock        held while a run uses the folder
@@ -31,30 +31,30 @@ _KEYS = {
     "adapters": "trainer.policy.model.lora",
     "data_order": "the order of the data (trainer.seed, trainer.train_batch_size)",
 }
-"""Entry of run.json -> the keys that decide it."""
+"""Maps each entry of run.json to the configuration keys that determine it."""
 
 
 class RunFolder:
-    """The folder of a run, locked from enter to exit.
+    """The folder of a run: a context manager that locks it, checks that it belongs to the run and writes run.json.
 
-    Entering raises RunDirectoryError if the folder cannot be written, is locked by another process, belongs to another
-    run, or contains checkpoints that may not be continued.
+    Entering raises RunFolderError if the folder cannot be written, is locked by another process, belongs to another
+    run, or contains checkpoints while `allow_resume` is False.
 
     Example:
-        with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
+        with RunFolder(Path("runs/a"), {"run_name": "a"}, allow_resume=True) as run:
             (run.path / "config.yaml").write_text(...)
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], allow_resume: bool, mirror: Mirror | None = None):
-        """Nothing is read or written before the folder is entered.
+        """Describe the folder; it is read and written only when it is entered.
 
         Args:
             path: The folder.
-            identity: What makes two runs the same one (project, run name, model path, fingerprints of the data) as
-                plain JSON values, stored in run.json. The model's path may change once there are checkpoints: loading
-                one compares the fingerprints of the weights.
-            resuming: True if checkpoints in the folder may be continued.
-            mirror: Mirror of the folder at an address, for which all of this holds as well.
+            identity: JSON values that identify the run (project, run name, model path, fingerprints of the data). They
+                are stored in run.json. The model's path may change once the folder has checkpoints, because loading a
+                checkpoint compares the fingerprints of the weights.
+            allow_resume: True if the run may continue from checkpoints in the folder.
+            mirror: Mirror of the folder in remote storage. It is locked, downloaded and checked as well.
         """
         self.path = Path(path)
         self._identity: dict[str, Any] = json.loads(json.dumps(identity))
@@ -62,10 +62,10 @@ class RunFolder:
         self._mirror = mirror
         self._lock: IO[str] | None = None
         self._original_files: dict[Path, bytes | None] = {}
-        """The files that say which run the folder belongs to, as they were found; None for a missing one."""
+        """Contents of run.json and config.yaml when the folder was entered; None for a missing file."""
 
     def __enter__(self) -> RunFolder:
-        self._lock = _locks.pop(self.path, None) or _locked(self.path)
+        self._lock = _held_locks.pop(self.path, None) or _acquire_lock(self.path)
         try:
             if self._mirror is not None:
                 self._mirror.acquire_and_pull()
@@ -85,10 +85,10 @@ class RunFolder:
 
     @contextmanager
     def restored_on_mismatch(self) -> Iterator[None]:
-        """Restore run.json and config.yaml if a checkpoint of another run is refused inside.
+        """Restore run.json and config.yaml if the body raises CheckpointMismatch.
 
-        Otherwise they would describe the refused run: the right configuration would be refused next, and exports would
-        take another model's tokenizer.
+        Otherwise they would describe the rejected run: the folder would then reject the right configuration, and
+        exports would use the tokenizer of another model.
         """
         try:
             yield
@@ -105,49 +105,64 @@ class RunFolder:
         if self._mirror is not None:
             self._mirror.lease.release()
         assert self._lock is not None
-        self._lock.close()  # releases the lock; the system does the same when the process dies
+        self._lock.close()  # releases the lock; the operating system also does this when the process dies
 
     def _check(self) -> None:
         steps = sorted({*CheckpointStore(self.path).steps(), *(self._mirror.remote_steps() if self._mirror else ())})
-        kept = _saved_identity(self.path)
-        if kept is None:
+        saved = _saved_identity(self.path)
+        if saved is None:
             if steps:
                 raise RunFolderError(
                     f"trainer.ckpt_path={str(self.path)!r} holds checkpoints (steps {steps}) but no {IDENTITY_FILE} "
-                    "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one."
+                    "that identifies their run. Choose another folder. To start from one of these checkpoints, also "
+                    "set trainer.resume_mode=from_path and trainer.resume_path."
                 )
             return
         _check_no_differences(
-            self.path, kept, self._identity, {*kept, *self._identity} - ({"model"} if steps else set())
+            self.path, saved, self._identity, {*saved, *self._identity} - ({"model"} if steps else set())
         )
         if steps and not self._allow_resume:
             raise RunFolderError(
-                f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and "
-                "trainer.resume_mode is none: set trainer.resume_mode=latest to continue, or choose another folder."
+                f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}), but "
+                "trainer.resume_mode is none. Set trainer.resume_mode=latest to continue, or choose another folder."
             )
 
 
 def check_same_run(path: Path | str, known: Mapping[str, Any], stored: bytes | None = None) -> None:
-    """Raise RunDirectoryError for a folder of a run that differs in what is `known` before anything is started.
+    """Check before a run starts that its folder does not belong to another run.
 
-    The model's path is not compared here, see RunDirectory. `stored`: its run.json, if `path` is an address.
+    Does nothing if the folder has no run.json. The path of the model is not compared, see `RunFolder`.
+
+    Args:
+        path: The folder of the run, or its URI.
+        known: The entries of the run's identity that are known so far.
+        stored: Content of the folder's run.json if `path` is a URI; None reads it from the folder.
+
+    Raises:
+        RunFolderError: run.json cannot be read, or differs from `known` in one of its entries or in the adapters.
     """
-    kept = _saved_identity(path, stored)
-    if kept is not None:
-        keys = {*known, *({"adapters"} & kept.keys())} - {"model"}
-        _check_no_differences(path, kept, json.loads(json.dumps(known)), keys)
+    saved = _saved_identity(path, stored)
+    if saved is not None:
+        keys = {*known, *({"adapters"} & saved.keys())} - {"model"}
+        _check_no_differences(path, saved, json.loads(json.dumps(known)), keys)
 
 
-def _check_no_differences(path: Path | str, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:
-    different = [_difference(key, kept.get(key), now.get(key)) for key in sorted(keys) if kept.get(key) != now.get(key)]
-    if different:
+def _check_no_differences(
+    path: Path | str, saved: Mapping[str, Any], current: Mapping[str, Any], keys: Set[str]
+) -> None:
+    differences = [
+        _describe_difference(key, saved.get(key), current.get(key))
+        for key in sorted(keys)
+        if saved.get(key) != current.get(key)
+    ]
+    if differences:
         raise RunFolderError(
-            f"trainer.ckpt_path={str(path)!r} holds another run: {'; '.join(different)}. "
-            "Give back what changed to resume that run, or choose another folder."
+            f"trainer.ckpt_path={str(path)!r} holds another run: {'; '.join(differences)}. "
+            "Restore the changed settings to resume that run, or choose another folder."
         )
 
 
-def _difference(key: str, before: Any, after: Any) -> str:
+def _describe_difference(key: str, before: Any, after: Any) -> str:
     if key == "train_data":
         return "data.train_data had other rows"
     if isinstance(before, dict) and isinstance(after, dict):  # adapters
@@ -157,48 +172,54 @@ def _difference(key: str, before: Any, after: Any) -> str:
 
 
 def _saved_identity(path: Path | str, stored: bytes | None = None) -> dict[str, Any] | None:
-    """Return what run.json says of a folder's run; None if there is none. `stored`: its content at an address."""
     file = f"{path}/{IDENTITY_FILE}"
     try:
-        kept = json.loads(Path(file).read_bytes() if stored is None else stored)
-        if not isinstance(kept, dict):
+        identity = json.loads(Path(file).read_bytes() if stored is None else stored)
+        if not isinstance(identity, dict):
             raise ValueError("not a JSON object")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise RunFolderError(f"{file} cannot be read ({error}); it says which run the folder belongs to.") from error
-    return kept
+        raise RunFolderError(
+            f"{file} cannot be read ({error}). It records which run the folder belongs to: restore it, or choose "
+            "another trainer.ckpt_path."
+        ) from error
+    return identity
 
 
-_locks: dict[Path, IO[str]] = {}
-"""Locks of folders of which this process is between two attempts of a run."""
+_held_locks: dict[Path, IO[str]] = {}
+"""Locks that this process holds between two attempts of a run."""
 
 
 def hold_run_lock(path: Path) -> None:
-    """Lock the folder of a run that starts over, for the next RunDirectory of it in this process, or until `unlock`.
+    """Lock the folder of a run between two attempts of the run in this process.
 
-    Raises RunDirectoryError as RunDirectory.
+    The next `RunFolder` of `path` takes the lock over when it is entered; `release_run_lock` releases it otherwise.
+    Does nothing if the lock is already held.
+
+    Raises:
+        RunFolderError: The folder cannot be written, or another process uses it.
     """
-    if path not in _locks:
-        _locks[path] = _locked(path)
+    if path not in _held_locks:
+        _held_locks[path] = _acquire_lock(path)
 
 
 def release_run_lock(path: Path) -> None:
-    """What `keep_locked` has locked and nobody has entered since."""
-    if lock := _locks.pop(path, None):
+    """Release the lock of `hold_run_lock`, unless a `RunFolder` has taken it over or there is none."""
+    if lock := _held_locks.pop(path, None):
         lock.close()
 
 
-def _locked(path: Path) -> IO[str]:
+def _acquire_lock(path: Path) -> IO[str]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = open_lock(path / LOCK_FILE)
     except OSError as error:
         raise RunFolderError(
-            f"trainer.ckpt_path={str(path)!r} cannot be written ({error.strerror}); choose a folder you may write to."
+            f"trainer.ckpt_path={str(path)!r} cannot be written ({error.strerror}). Choose a writable folder."
         ) from error
-    with ExitStack() as opened:
-        opened.enter_context(lock)
+    with ExitStack() as stack:
+        stack.enter_context(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -210,5 +231,5 @@ def _locked(path: Path) -> IO[str]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
-        opened.pop_all()
+        stack.pop_all()
     return lock

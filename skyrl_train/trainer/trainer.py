@@ -1,7 +1,7 @@
-"""The training loop: collect rollouts, score them, compute advantages, update the model, publish its weights.
+"""The training loop: collect rollouts, compute log-probs and advantages, update the model, publish its weights.
 
-`Trainer._step` is one step of reinforcement learning and `SFTTrainer._step` one of fine-tuning. `TrainingLoop` repeats
-steps, records each of them once, and saves the last complete one whatever ends the run.
+`Trainer._step` is one step of reinforcement learning and `SFTTrainer._step` one step of supervised fine-tuning.
+`TrainingLoop` repeats steps, logs each of them once, and saves the last complete step however the run ends.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.data.batch import TRIM_MEMORY_TOKENS, SFTExample, TrainBatch, collate, collate_sft_examples
 from skyrl_train.data.token_arrays import trim_memory
 from skyrl_train.data.trajectory import TrajectoryGroup
+from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
 from skyrl_train.learner.learner import RESPONSE_TIMEOUT_S, Learner
 from skyrl_train.log_rotation import archive_previous_attempt
@@ -32,7 +33,7 @@ from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.batch_dump import BatchDump
-from skyrl_train.trainer.checkpoint_manager import CheckpointManager, PendingActions
+from skyrl_train.trainer.checkpoint_manager import CheckpointManager, PendingActions, StepAction
 from skyrl_train.trainer.engine_scaler import EngineScaler
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
@@ -41,20 +42,21 @@ from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows
 from skyrl_train.trainer.rollout_writer import RolloutWriter
 
 _SLEEP_ON_EXIT_TIMEOUT_S = 30.0
-"""Time for engines to fall asleep when a run ends early."""
+"""Seconds that engines may take to go to sleep when a run ends early."""
 PROFILE_TABLE_FILE = "slowest.txt"
 _log = logging.getLogger(__name__)
 TrajectoryTransform = Callable[[Sequence[TrajectoryGroup], Metrics], None]
-"""Changes rewards or loss masks of a step's groups in place, before they become a batch."""
+"""A function that changes rewards or loss masks of a step's groups in place, before they become a batch."""
 BatchTransform = Callable[[TrainBatch, Metrics], TrainBatch]
-"""Adds to a scored batch what the update needs: advantages, off-policy corrections."""
+"""A function that adds tensors for the update to a batch with log-probs: advantages, off-policy corrections."""
 
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """Steps of at most `train_batch_size` prompts. None crosses the end of an epoch, whose last one may be smaller.
+    """The division of epochs into steps of at most `train_batch_size` prompts.
 
-    Example: 10 prompts, batches of 4, 2 epochs: steps of 4, 4, 2, 4, 4, 2 prompts.
+    No step crosses the end of an epoch, so the last step of an epoch may be smaller. Example: 10 prompts, batches of 4
+    and 2 epochs give steps of 4, 4, 2, 4, 4, 2 prompts.
     """
 
     num_prompts: int
@@ -64,27 +66,32 @@ class StepSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of steps per epoch."""
         return -(-self.num_prompts // self.train_batch_size)
 
     @property
     def total_steps(self) -> int:
+        """Number of steps of the run: those of all epochs, but at most `max_steps`."""
         steps = self.steps_per_epoch * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def num_prompts_in_step(self, step: int) -> int:
-        """Number of prompts in the 0-based `step`; 0 for steps past the end of the run."""
+        """Return the number of prompts in the 0-based `step`; 0 for steps past the end of the run."""
         if step >= self.total_steps:
             return 0
         start = (step % self.steps_per_epoch) * self.train_batch_size
         return min(self.train_batch_size, self.num_prompts - start)
 
     def first_prompt_of_step(self, step: int) -> int:
-        """Position in the run's order of prompts at which `step` begins, if no prompt is skipped or dropped."""
+        """Return the position in the run's order of prompts at which the 0-based `step` begins.
+
+        Assumes that no prompt is skipped or dropped.
+        """
         epoch, rest = divmod(step, self.steps_per_epoch)
         return epoch * self.num_prompts + rest * self.train_batch_size
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch is complete after `step` finished steps."""
+        """True if an epoch is complete after `step` finished steps."""
         return step % self.steps_per_epoch == 0
 
     def is_due(self, interval: int, step: int) -> bool:
@@ -96,12 +103,12 @@ class StepSchedule:
 
 
 class TrainingLoop(ABC):
-    """Takes steps until there are no more, and leaves in good order.
+    """A loop that trains until the last step of the schedule, and saves the last complete step if it ends early.
 
-    `step` is the number of finished steps: of updates whose weights all ranks hold. A step is logged exactly once.
-    Whatever ends the run, the last whole step is recorded and saved, unless its weights are lost: an update ended in
-    its middle, they are not finite, or a rank that holds them died or hangs. What was still to be done about that step
-    is saved with it, and done first when the run is resumed.
+    `step` is the number of finished steps, that is, of updates whose weights all ranks hold. Each step is logged once.
+    If an exception or a signal ends the run, the last complete step is logged and saved, unless its weights are
+    lost: an update was interrupted, they are not finite, or a rank that holds them died or hangs. Pending actions of
+    that step are saved with it, and executed first when the run is resumed.
     """
 
     def __init__(
@@ -115,7 +122,17 @@ class TrainingLoop(ABC):
         guards: Guards | None = None,
         step_profiler: StepProfiler | None = None,
     ):
-        """`cfg`: its intervals decide when the run is evaluated, saved and exported. `profiles`: of some steps."""
+        """Create the loop; `fit` runs it.
+
+        Args:
+            schedule: The steps of the run.
+            cfg: The section trainer. Its intervals determine when the run evaluates, saves and exports.
+            learner: The ranks of all models.
+            checkpoint_manager: Saves, resumes and exports.
+            trackers: Receive the metrics and samples of each step.
+            guards: Check the metrics of each step; None for no checks.
+            step_profiler: Profiles some steps; None for none.
+        """
         self.schedule = schedule
         self.cfg = cfg
         self.learner = learner
@@ -126,16 +143,24 @@ class TrainingLoop(ABC):
         self.metrics = Metrics()
         self.step = 0
         self.restarts = 0
-        """How often the ranks were started again in this run; then each row says so, and how many ranks there are."""
+        """Number of restarts of the ranks in this run. If not 0, each row has it and the number of ranks."""
         self._weights_are_complete = True
-        """Whether the ranks hold the weights of `step`; False during an update."""
-        self._pending_actions: list[str] = []
-        """What is still to be done about `step`: "reference", "publish", "evaluate", "log", "export", in this order."""
+        """True if the ranks hold the weights of `step`; False during an update."""
+        self._pending_actions: list[StepAction] = []
+        """Actions that `step` still requires, in order of execution."""
         self._samples: Sequence[SampleRow] = ()
         self._table_rows: Sequence[SampleRow] = ()
 
     async def fit(self) -> None:
-        """Train up to the last step, from the checkpoint to resume or else from the start."""
+        """Resume from a checkpoint if there is one, and train until the last step of the schedule.
+
+        Saves the last step if checkpoints are enabled. An exception is raised again after the last complete step has
+        been logged and saved.
+
+        Raises:
+            GuardTriggered: A guard in trainer.guards.stop ended the run.
+            SkyRLError: A rank, an engine, a rollout or a checkpoint failed.
+        """
         self._weights_are_complete, self._pending_actions = True, []
         try:
             await self._start()
@@ -160,14 +185,15 @@ class TrainingLoop(ABC):
                 async with profiled:
                     await self._step()
         except Exception as error:
-            with suppress(Exception):  # a class of exceptions may take none
+            with suppress(Exception):  # some exception classes do not support notes
                 total = self.schedule.total_steps
-                error.add_note(f"It ended in {name} of {total}." if total < sys.maxsize else f"It ended in {name}.")
+                place = f"{name} of {total}" if total < sys.maxsize else name
+                error.add_note(f"The run ended in {place}.")
             raise
 
     @abstractmethod
     async def _start(self) -> None:
-        """Resume."""
+        """Resume from a checkpoint and prepare the first step."""
 
     @abstractmethod
     async def _step(self) -> None:
@@ -175,16 +201,16 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def _derived_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """More numbers that follow from those of a step, such as throughput/tokens_per_s."""
+        """Compute metrics from those of a step, such as throughput/tokens_per_s."""
 
     def _describe_progress(self) -> str:
-        """What the step is at: asked by another thread."""
+        """Describe the current phase of the step. Another thread calls it."""
         if self.metrics.current_phase == "update" and (progress := self.learner.optimizer_progress) is not None:
             return "update, {} of {} optimizer steps".format(*progress)
         return self.metrics.current_phase or "checkpoints and records"
 
     async def _update(self, batch: TrainBatch) -> None:
-        """Take a step's optimizer steps, after which it counts; to its end, even if the run is asked to stop."""
+        """Take all optimizer steps of a step and increment `step`. Cancellation takes effect only afterwards."""
         with self.metrics.timed("update"):
             await finish_despite_cancellation(self._take_updates(batch))
 
@@ -201,29 +227,32 @@ class TrainingLoop(ABC):
         self._pending_actions = self._actions_due()
         self._add_metrics(values)
         if self.schedule.ends_epoch(self.step):
-            self._pending_actions.insert(0, "reference")
+            self._pending_actions.insert(0, StepAction.REFERENCE)
             await self.checkpoint_manager.update_reference()
-            self._complete_action("reference")
+            self._complete_action(StepAction.REFERENCE)
 
-    def _actions_due(self) -> list[str]:
-        """What is to be done about a step that was just learnt."""
+    def _actions_due(self) -> list[StepAction]:
+        """Return the actions that the step requires after its update, in order of execution."""
         exports = self.schedule.is_due(self.cfg.hf_save_interval, self.step)
-        return ["log", *(["export"] if exports else [])]
+        return [StepAction.LOG, *([StepAction.EXPORT] if exports else [])]
 
     def _last_finite_checkpoint_hint(self) -> str:
-        """Names the newest checkpoint whose weights are known to be good: an update of theirs was finite."""
+        """Name the newest checkpoint whose weights are known to be good, because an update of them was finite."""
         first_bad = (
             self.step + 1
             if self.checkpoint_manager.skipped_updates.since is None
             else self.checkpoint_manager.skipped_updates.since
         )
-        found = self.checkpoint_manager.latest_before(first_bad - 1)
-        if found is None:
-            return "There is no checkpoint from before that."
-        return f"The newest checkpoint from before that is {found}: resume from it with trainer.resume_mode=from_path."
+        checkpoint = self.checkpoint_manager.latest_before(first_bad - 1)
+        if checkpoint is None:
+            return "There is no earlier checkpoint with finite updates."
+        return (
+            f"The newest earlier checkpoint with finite updates is {checkpoint}. To resume from it, set "
+            "trainer.resume_mode=from_path and trainer.resume_path."
+        )
 
     def _log_step(self) -> None:
-        """Give the step's numbers and completions to the trackers."""
+        """Send the step's metrics and samples to the trackers, and check them with the guards."""
         values = self.metrics.flush()
         values |= self._derived_metrics(values)
         if self.restarts:
@@ -231,35 +260,35 @@ class TrainingLoop(ABC):
         self._record(values)
         if self.guards is not None:
             self.guards.check(values, self.step)
-            self.checkpoint_manager.capture_state()  # guards, too, count this step
+            self.checkpoint_manager.capture_state()  # the guards' counters have changed
 
     def _record(self, values: Mapping[str, float]) -> None:
         self.trackers.log(values, self.step)
         self.trackers.samples(self._samples, self.step)
         self.trackers.table(self._table_rows, self.step)
-        self._complete_action("log")
+        self._complete_action(StepAction.LOG)
 
     async def _export_and_save(self) -> None:
-        """Export first: a run killed in between does it again, while one that saved its last step has nothing to do."""
-        if "export" in self._pending_actions:
+        # The export comes first: if the run is killed before the save, the resumed run repeats the step and exports it.
+        if StepAction.EXPORT in self._pending_actions:
             await finish_despite_cancellation(self.checkpoint_manager.export(self.step))
-            self._complete_action("export")
+            self._complete_action(StepAction.EXPORT)
         if self.schedule.is_due(self.cfg.ckpt_interval, self.step):
             await self.checkpoint_manager.save(self.step)
 
-    def _complete_action(self, action: str) -> None:
+    def _complete_action(self, action: StepAction) -> None:
         if action in self._pending_actions:
             self._pending_actions.remove(action)
 
     @abstractmethod
     async def _release_ranks(self) -> None:
-        """End what else takes part in calls of the ranks, before the last step is saved."""
+        """Stop everything else that calls the ranks, before the last step is saved."""
 
     async def _save_on_exit(self, error: BaseException, started_at: int) -> None:
-        """Record and save the last whole step of a run that ends early."""
+        """Log and save the last complete step of a run that ends early."""
         await self.learner.attach_stall_report(error)
         await self._release_ranks()
-        # A rank that writes in the background takes other calls: one that is stopped would hold up the writing.
+        # Ranks answer pings while they write a checkpoint in the background. If one hangs, the write never ends.
         if self.checkpoint_manager.async_checkpoint and not await self.learner.is_responsive(RESPONSE_TIMEOUT_S):
             await self.checkpoint_manager.abandon_pending_save()
         try:
@@ -267,23 +296,23 @@ class TrainingLoop(ABC):
         except Exception as failure:
             _log.error("The last checkpoint could not be written: %s", failure)
         row: dict[str, float] = {}
-        if "log" in self._pending_actions:
+        if StepAction.LOG in self._pending_actions:
             row = {name: float(value) for name, value in self.metrics.flush().items()}
             self._record(row)
         if self.step == started_at or (self.step == self.checkpoint_manager.saved_step and not self._pending_actions):
             return
         if not self._weights_are_complete or isinstance(error, NonFiniteWeights):
-            return  # nobody has the weights of this step
-        # Asked also of a run that is told to end: with a rank that is stopped a save would pass its deadline, and a
-        # scheduler kills long before that. None is merely busy: scores, updates and exports are taken to their end.
+            return  # the weights of this step are lost
+        # Also checked after a signal: with a hung rank a save would wait for its deadline, and a scheduler kills the
+        # run long before that. No rank is merely busy, as forward passes, updates and exports have run to completion.
         if not await self.learner.is_responsive(RESPONSE_TIMEOUT_S):
-            _log.error("Step %d is not saved: a rank of the trainer does not answer.", self.step)
+            _log.error("Step %d is not saved because a rank of the trainer does not respond.", self.step)
             return
         try:
             await self.checkpoint_manager.save(self.step, PendingActions(tuple(self._pending_actions), row))
             await self.checkpoint_manager.wait_until_written()
         except Exception as failure:
-            _log.error("Step %d, the last whole one, could not be saved: %s", self.step, failure)
+            _log.error("Step %d, the last complete step, could not be saved: %s", self.step, failure)
 
     def _add_metrics(self, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -291,7 +320,7 @@ class TrainingLoop(ABC):
 
 
 class Trainer(TrainingLoop):
-    """Decides the order of events and nothing else: all of its parts are built by `experiment` and passed in.
+    """The loop of reinforcement learning. It only orders events; the package `experiment` builds its parts.
 
     `step` is the number of finished steps, and also the version of the weights that the engines serve.
     """
@@ -308,10 +337,23 @@ class Trainer(TrainingLoop):
         batch_dump: BatchDump | None = None,
         rollout_writer: RolloutWriter | None = None,
         trajectory_transforms: Sequence[TrajectoryTransform] = (),
-        **parts: Any,
+        **kwargs: Any,
     ):
-        """`parts`: those of every TrainingLoop."""
-        super().__init__(**parts)
+        """Create the trainer; `fit` runs it.
+
+        Args:
+            collector: Provides the groups that a step trains on.
+            batch_transforms: Applied to the batch of a step in order, after its log-probs and values are computed.
+            publisher: Sends weights to the engines.
+            offload_manager: Moves engines and learner onto or off shared accelerators.
+            evaluator: Evaluates the policy; None for no evaluation.
+            scaler: Adds and removes engines during the run; None if their number is fixed.
+            batch_dump: Writes the batch of each step; None writes nothing.
+            rollout_writer: Writes the rollouts of each step; None writes nothing.
+            trajectory_transforms: Applied to the groups of a step in order, before they become a batch.
+            **kwargs: Arguments of `TrainingLoop`.
+        """
+        super().__init__(**kwargs)
         self.collector = collector
         self.trajectory_transforms = trajectory_transforms
         self.batch_transforms = batch_transforms
@@ -322,10 +364,10 @@ class Trainer(TrainingLoop):
         self.batch_dump = batch_dump
         self.rollout_writer = rollout_writer
         self.sample_ids: list[tuple[str, int]] = []
-        """Of the batch under way, by its group_ids."""
+        """(uid of the prompt, index of the sample) of each sequence in the current batch, [B]."""
 
     async def _step(self) -> None:
-        self.offload_manager.pop_transfer_s()  # those of an evaluation, or of the start, are not this step's
+        self.offload_manager.pop_transfer_s()  # discards the time of transfers before this step
         with self.metrics.timed("step"):
             async with self.offload_manager.generating(before_sync=True):
                 with self.metrics.timed("generate"):
@@ -335,50 +377,54 @@ class Trainer(TrainingLoop):
                 await self._train_on(groups)
                 await self._publish()
             self.collector.on_weights_published(self.step)
-        if moved := self.offload_manager.pop_transfer_s():
-            self.metrics.count("timing/move_s", moved)
-        if "evaluate" in self._pending_actions:
+        if transfer_s := self.offload_manager.pop_transfer_s():
+            self.metrics.count("timing/offload_s", transfer_s)
+        if StepAction.EVALUATE in self._pending_actions:
             await self._evaluate()
         self._log_step()
         await self._export_and_save()
 
     async def _train_on(self, groups: list[TrajectoryGroup]) -> None:
-        """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps.
+        """Train on `groups`: compute log-probs and values, add advantages, take the optimizer steps.
 
-        The list is empty afterwards: conversations are let go of before the update, unless they are being written.
+        Clears the list to free the conversations before the update.
         """
-        for change in self.trajectory_transforms:
-            change(groups, self.metrics)
+        for transform in self.trajectory_transforms:
+            transform(groups, self.metrics)
         self.sample_ids = await asyncio.to_thread(_sample_ids, groups)
         batch = await asyncio.to_thread(collate, groups, token_rewards=self._reads_token_rewards(groups))
         with self.metrics.timed("score"):
             batch = await finish_despite_cancellation(self.learner.add_logprobs_and_values(batch))
-        for add in self.batch_transforms:
-            batch = await asyncio.to_thread(add, batch, self.metrics)
+        for batch_transform in self.batch_transforms:
+            batch = await asyncio.to_thread(batch_transform, batch, self.metrics)
         if self.batch_dump is not None:
             uids = [uid for uid, _ in self.sample_ids]
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         self._samples, self._table_rows = sample_rows(groups), table_rows(groups)
-        kept = self.rollout_writer
-        if kept is not None:
-            self.learner.num_sequences_with_logprobs = kept.num_sequences(groups)
+        writer = self.rollout_writer
+        if writer is not None:
+            self.learner.num_sequences_with_logprobs = writer.num_sequences(groups)
         learner = self.learner
         async with (
-            kept.writing(self.step + 1, groups, batch, lambda: learner.update_logprobs) if kept else nullcontext()
+            writer.writing(self.step + 1, groups, batch, lambda: learner.update_logprobs) if writer else nullcontext()
         ):
             groups.clear()
-            batch = batch.with_tokens(token_rewards=None)  # no update reads them
+            batch = batch.with_tokens(token_rewards=None)  # updates do not read them
             if len(batch.input_ids) > TRIM_MEMORY_TOKENS:
                 await asyncio.to_thread(trim_memory)
             await self._update(batch)
 
     def _reads_token_rewards(self, groups: Sequence[TrajectoryGroup]) -> bool:
-        """Of a step that does not say it is assumed. Rollouts are kept with them unless they follow from turns."""
-        steps = any(getattr(step, "needs_token_rewards", True) for step in self.batch_transforms)
-        told = self.rollout_writer is not None and any(
+        """True if a batch transform, the batch dump or the rollout files need the rewards of single tokens.
+
+        A transform without the attribute `needs_token_rewards` is assumed to need them. Rollout files need them unless
+        they can be derived from the rewards of turns.
+        """
+        transforms_need = any(getattr(transform, "needs_token_rewards", True) for transform in self.batch_transforms)
+        writer_needs = self.rollout_writer is not None and any(
             item.token_rewards is not None for group in groups for item in group.trajectories
         )
-        return steps or told or self.batch_dump is not None
+        return transforms_need or writer_needs or self.batch_dump is not None
 
     async def _publish(self) -> None:
         with self.metrics.timed("publish"):
@@ -388,7 +434,7 @@ class Trainer(TrainingLoop):
                 except NonFiniteWeights as error:
                     raise NonFiniteWeights(f"{error} {self._last_finite_checkpoint_hint()}") from error
         self._add_metrics(values)
-        self._complete_action("publish")
+        self._complete_action(StepAction.PUBLISH)
 
     async def _release_ranks(self) -> None:
         if self.scaler is not None:
@@ -396,7 +442,7 @@ class Trainer(TrainingLoop):
         await self.publisher.stop_restarts()
 
     async def close(self) -> None:
-        """End the rollouts that are under way, and the engines that are starting."""
+        """Cancel the rollouts in progress, and stop engines that are being started."""
         try:
             await self.collector.close()
         finally:
@@ -410,15 +456,15 @@ class Trainer(TrainingLoop):
             async with self.offload_manager.generating():
                 with report_progress("evaluation", lambda: "sampling, {} of {} prompts".format(*evaluator.progress)):
                     self._add_metrics(await evaluator.run(self.step))
-        self._complete_action("evaluate")
+        self._complete_action(StepAction.EVALUATE)
 
     async def _start(self) -> None:
         """Resume, publish the trainer's weights to the engines, and evaluate them if configured."""
-        with startup_phase("weights", "the checkpoint, if there is one, and weights on their way to the engines"):
+        with startup_phase("weights", "loading the checkpoint, if there is one, and sending weights to the engines"):
             async with self.offload_manager.training():
                 self.step, unfinished = await self.checkpoint_manager.resume()
                 await self._publish()
-        if self.scaler is not None:  # engines may join once the others have weights
+        if self.scaler is not None:  # engines may be added once the others have weights
             self.scaler.start()
         self.trackers.begin(self.step, self.schedule.total_steps)
         if self.rollout_writer is not None:
@@ -433,22 +479,27 @@ class Trainer(TrainingLoop):
         self.collector.start(self.step)
 
     async def _run_pending_actions(self, unfinished: PendingActions, published: dict[str, float]) -> None:
-        """Do what a run that ended early left undone of its last step; its row is replaced by the complete one."""
-        if "reference" in unfinished.actions:
+        """Execute the pending actions of a run that ended early, and replace the last row of metrics by a complete one.
+
+        Args:
+            unfinished: The pending actions, from the checkpoint.
+            published: The metrics of publishing the weights of the resumed step.
+        """
+        if StepAction.REFERENCE in unfinished.actions:
             await self.checkpoint_manager.update_reference()
-        row = unfinished.row | (published if "publish" in unfinished.actions else {})
-        if "evaluate" in unfinished.actions and self.evaluator is not None:
+        row = unfinished.row | (published if StepAction.PUBLISH in unfinished.actions else {})
+        if StepAction.EVALUATE in unfinished.actions and self.evaluator is not None:
             await self._evaluate()
             row |= self.metrics.flush()
         if row:
             self.trackers.log(row, self.step)
-        if "export" in unfinished.actions:
+        if StepAction.EXPORT in unfinished.actions:
             await finish_despite_cancellation(self.checkpoint_manager.export(self.step))
         await self.checkpoint_manager.save(self.step)
 
-    def _actions_due(self) -> list[str]:
+    def _actions_due(self) -> list[StepAction]:
         evaluates = self.evaluator is not None and self.schedule.is_due(self.cfg.eval_interval, self.step)
-        return ["publish", *(["evaluate"] if evaluates else []), *super()._actions_due()]
+        return [StepAction.PUBLISH, *([StepAction.EVALUATE] if evaluates else []), *super()._actions_due()]
 
     def _derived_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         derived = {"throughput/tokens_per_s": values.get("rollouts/tokens", 0.0) / values["timing/step_s"]}
@@ -457,8 +508,8 @@ class Trainer(TrainingLoop):
         return derived
 
     def _describe_progress(self) -> str:
-        done, wanted = self.collector.progress
-        groups = f", {done} of {wanted} groups" if wanted and self.metrics.current_phase == "generate" else ""
+        done, needed = self.collector.progress
+        groups = f", {done} of {needed} groups" if needed and self.metrics.current_phase == "generate" else ""
         return f"{super()._describe_progress()}{groups}"
 
 
@@ -469,10 +520,7 @@ def _sample_ids(groups: Sequence[TrajectoryGroup]) -> list[tuple[str, int]]:
 
 
 class SFTTrainer(TrainingLoop):
-    """Minimises the negative log-likelihood of demonstrations.
-
-    `index_at` maps a position in the run to the index of the demonstration trained on there.
-    """
+    """The loop of supervised fine-tuning: it minimizes the negative log-likelihood of demonstrations."""
 
     def __init__(
         self,
@@ -480,29 +528,40 @@ class SFTTrainer(TrainingLoop):
         sft_examples: Sequence[SFTExample],
         index_at: Callable[[int], int],
         batch_dump: BatchDump | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ):
-        """`parts`: those of every TrainingLoop."""
-        super().__init__(**parts)
+        """Create the trainer; `fit_and_export` runs it.
+
+        Args:
+            sft_examples: The demonstrations.
+            index_at: Maps a position in the run to the index of the demonstration that is trained on there.
+            batch_dump: Writes the batch of each step; None writes nothing.
+            **kwargs: Arguments of `TrainingLoop`.
+        """
+        super().__init__(**kwargs)
         self.sft_examples = sft_examples
         self.index_at = index_at
         self.batch_dump = batch_dump
         self._step_tokens = 0
 
     async def fit_and_export(self) -> Path:
-        """Train up to the last step; returns the exported Hugging Face folder, which is whole even if told to end."""
+        """Train until the last step, export the policy as a Hugging Face folder, and return its path.
+
+        Cancellation during the export takes effect only after the folder is complete. Raises as `fit` and
+        `CheckpointManager.export` do.
+        """
         await self.fit()
         return await finish_despite_cancellation(self.checkpoint_manager.export(self.step))
 
     async def _release_ranks(self) -> None:
-        """Nothing else calls them."""
+        pass  # nothing else calls them
 
     async def _start(self) -> None:
-        with startup_phase("weights", "the checkpoint, if there is one"):
+        with startup_phase("weights", "loading the checkpoint, if there is one"):
             self.step, unfinished = await self.checkpoint_manager.resume()
-        if "reference" in unfinished.actions:
+        if StepAction.REFERENCE in unfinished.actions:
             await self.checkpoint_manager.update_reference()
-        if "export" in unfinished.actions:
+        if StepAction.EXPORT in unfinished.actions:
             await finish_despite_cancellation(self.checkpoint_manager.export(self.step))
         self.trackers.begin(self.step, self.schedule.total_steps)
 
@@ -523,45 +582,59 @@ class SFTTrainer(TrainingLoop):
     def _derived_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         return {"throughput/tokens_per_s": self._step_tokens / values["timing/step_s"]}
 
-    def _actions_due(self) -> list[str]:
-        return ["log"]  # the model is exported when the run ends
+    def _actions_due(self) -> list[StepAction]:
+        return [StepAction.LOG]  # the model is exported when the run ends
 
 
-# -- who holds the accelerator -----------------------------------------------------------------------------------------
+# -- sharing of accelerators -------------------------------------------------------------------------------------------
 
 
 class OffloadManager:
-    """The phases of a step, as context managers: an exception leaves the right owner of the accelerator.
+    """Context managers for the phases of a step, which move engines and learner onto or off the accelerators.
 
-    Entering a phase moves engines and learner onto or off the accelerator as it needs. Here they have dedicated GPUs,
-    and nothing moves.
+    This class is for engines and learner on dedicated GPUs: it moves nothing.
     """
 
     @asynccontextmanager
     async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
-        """While inside, the engines accept requests. `before_sync`: they get new weights before they do so again."""
+        """Let the engines accept requests while the body runs.
+
+        Args:
+            before_sync: True if the engines receive new weights before they sample again.
+        """
         yield
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """While inside, the learner may compute."""
+        """Let the learner compute while the body runs. It stays on the accelerators afterwards."""
         yield
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
-        """While inside, the engines can receive weights; to be entered within `training`."""
+        """Let the engines receive weights while the body runs. Enter it within `training`."""
         yield
 
     def pop_transfer_s(self) -> float:
-        """Seconds that moving has taken since the last call, apart from what `syncing` moves: that is a sync's time."""
+        """Return the seconds of transfers since the last call, without those of `syncing`, and reset them to 0."""
         return 0.0
 
 
 class ColocatedOffloadManager(OffloadManager):
-    """Engines and learner take turns on the same GPUs; at first the learner holds them and the engines are asleep."""
+    """The phases of engines and learner that share the same GPUs.
 
-    def __init__(self, engines: Any, learner: Learner, sleep_level_before_sync: int = 1):
-        """`level_before_sync`: how deeply engines sleep until a sync; at 2 they give up weights that it replaces."""
+    Expects that the learner is on the GPUs at first and the engines are asleep. `generating` raises what offloading or
+    waking the engines raises. If its body raises, it tries for a limited time to put the engines to sleep.
+    """
+
+    def __init__(self, engines: EngineClient, learner: Learner, sleep_level_before_sync: int = 1):
+        """Create the manager.
+
+        Args:
+            engines: The client of the engines.
+            learner: The ranks of all models.
+            sleep_level_before_sync: Sleep level of the engines until the next sync. At level 2 they discard their
+                weights, which the sync replaces.
+        """
         self._engines = engines
         self._learner = learner
         self._sleep_level_before_sync = sleep_level_before_sync
@@ -576,7 +649,7 @@ class ColocatedOffloadManager(OffloadManager):
                 await self._engines.wake_up()
             yield
         except BaseException:
-            # The run ends: an engine that hangs must not keep it from saving, which needs no accelerator.
+            # The run ends. An engine that hangs must not prevent the final save, which needs no accelerator.
             with suppress(SkyRLError, TimeoutError):
                 async with asyncio.timeout(_SLEEP_ON_EXIT_TIMEOUT_S):
                     await self._engines.sleep()
@@ -592,13 +665,13 @@ class ColocatedOffloadManager(OffloadManager):
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
-        await self._learner.onload_weights_only()  # first: the engines' weights take the room that the rest had
+        await self._learner.onload_weights_only()  # frees the memory that the engines' weights need
         await self._engines.wake_up(["weights"])
         yield
 
     def pop_transfer_s(self) -> float:
-        taken, self._transfer_s = self._transfer_s, 0.0
-        return taken
+        transfer_s, self._transfer_s = self._transfer_s, 0.0
+        return transfer_s
 
     @contextmanager
     def _timed_transfer(self) -> Iterator[None]:
@@ -613,32 +686,38 @@ class ColocatedOffloadManager(OffloadManager):
 
 
 class StepProfiler:
-    """Has processes profile themselves during some steps.
-
-    `processes`: those of a moment; objects with a `name` and the coroutines `start_profile()` and `stop_profile(file)`,
-    which returns a table. What goes wrong with a profile is a warning: the run goes on without it.
-    """
+    """Profiles the processes of a run during some steps. If a profile fails, a warning is logged."""
 
     def __init__(self, steps: Collection[int], folder: Path, processes: Callable[[], Sequence[Any]]):
-        """`steps`: as metrics.jsonl counts them, 1 is the first; `folder` gets a folder for each."""
+        """Create the profiler.
+
+        Args:
+            steps: The steps to profile, as metrics.jsonl counts them; 1 is the first.
+            folder: The folder that receives one folder per profiled step.
+            processes: Returns the current processes: objects with a `name` and the coroutines `start_profile()` and
+                `stop_profile(file)`. The latter returns a table of the slowest operations as text.
+        """
         self._steps = frozenset(steps)
         self._folder = folder
         self._processes = processes
 
     @asynccontextmanager
     async def profile_step(self, step: int) -> AsyncIterator[None]:
-        """Inside, `step` is taken; it is profiled if it is one of those. If it raises, there is no profile of it."""
+        """Profile the body, which takes `step`, if the step is selected. Writes no files if the body raises."""
         folder = self._folder / f"step_{step}"
         if step not in self._steps or not _make_profile_folder(folder):
             yield
             return
         processes = self._processes()
-        await gather_all(_profile_of(one, one.start_profile()) for one in processes)
+        await gather_all(_try_call(process, process.start_profile()) for process in processes)
         yield
-        files = [folder.absolute() / f"{one.name.replace(' ', '_')}.json.gz" for one in processes]
-        stops = [_profile_of(one, one.stop_profile(str(file))) for one, file in zip(processes, files, strict=True)]
+        files = [folder.absolute() / f"{process.name.replace(' ', '_')}.json.gz" for process in processes]
+        stops = [
+            _try_call(process, process.stop_profile(str(file)))
+            for process, file in zip(processes, files, strict=True)
+        ]  # fmt: skip
         tables = await gather_all(stops)
-        sections = [f"{one.name}\n{table}\n" for one, table in zip(processes, tables, strict=True) if table]
+        sections = [f"{process.name}\n{table}\n" for process, table in zip(processes, tables, strict=True) if table]
         try:
             (folder / PROFILE_TABLE_FILE).write_text("\n".join(sections))
         except OSError as error:
@@ -646,17 +725,17 @@ class StepProfiler:
 
 
 def _make_profile_folder(folder: Path) -> bool:
-    """Whether there is a folder for a profile; one of an earlier attempt at the step is set apart."""
+    """Create the folder for a profile and archive one of an earlier attempt. Return False if that fails."""
     try:
         archive_previous_attempt(folder)
     except OSError as error:
-        _log.warning("%s cannot be written (%s): there is no profile of this step.", folder, error.strerror)
+        _log.warning("%s cannot be written (%s), so this step is not profiled.", folder, error.strerror)
         return False
     return True
 
 
-async def _profile_of(process: Any, call: Awaitable[Any]) -> Any:
-    """The result of a call; None if it fails, as where the process died or the disk is full."""
+async def _try_call(process: Any, call: Awaitable[Any]) -> Any:
+    """Return the result of a call; None if it fails, for example because the process died or the disk is full."""
     try:
         return await call
     except Exception as error:

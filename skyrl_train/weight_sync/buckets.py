@@ -1,4 +1,4 @@
-"""The bytes of weights, for both ends of a weight sync: their layout in buckets, fingerprints, and finiteness."""
+"""Layout of weights in buckets, fingerprints of tensors, and checks for NaN and infinity, for both ends of a sync."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 from skyrl_train.weight_sync.protocol import Bucket, Manifest, TensorSpec, dtype_of
 
 ALIGNMENT = 16
-"""Bytes. Every tensor starts at a multiple of it, so that bytes can be viewed as any dtype, and are whole words."""
+"""Bytes. Every tensor starts at a multiple of it, so that its bytes can be viewed as any dtype and as int64 words."""
 _LARGE_TENSOR_BYTES = 1 << 20
-"""Bytes. For smaller tensors one call per tensor costs more than summing their bytes."""
+"""Bytes. For smaller tensors, one call per tensor costs more than summing their bytes."""
 WORD_BYTES = 8
-"""Bytes of the words that a fingerprint sums."""
+"""Bytes of the int64 words that a fingerprint sums."""
 CACHE_BYTES = 1 << 20
-"""Bytes that a CPU looks at for one thing after the other, which are read from memory once."""
+"""Bytes that a CPU processes at a time, so that several passes read them from the cache."""
 
 # -- layout
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    """Bytes of a tensor in its wire dtype."""
+    """Return the bytes of a tensor in its wire dtype, without padding."""
     return _num_bytes(spec.shape, spec.dtype)
 
 
@@ -36,56 +36,71 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def plan_buckets(manifest: Manifest) -> list[Bucket]:
-    """The manifest's tensors in order, in buckets of at most `bucket_bytes`; a larger tensor has its own bucket."""
-    cut: list[list[TensorSpec]] = []
+    """Return the manifest's tensors in order, in buckets of at most `bucket_bytes`. A larger tensor has its own
+    bucket.
+    """
+    groups: list[list[TensorSpec]] = []
     used = 0
     for spec in manifest.tensors:
         size = _aligned(num_bytes(spec))
-        if not cut or used + size > manifest.bucket_bytes:
-            cut.append([])
+        if not groups or used + size > manifest.bucket_bytes:
+            groups.append([])
             used = 0
-        cut[-1].append(spec)
+        groups[-1].append(spec)
         used += size
     return [
         Bucket(index, tuple(spec.name for spec in specs), tuple(spec.fingerprint for spec in specs))
-        for index, specs in enumerate(cut)
+        for index, specs in enumerate(groups)
     ]
 
 
 def buffer_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Bytes of a buffer for these tensors."""
+    """Return the bytes of a buffer for these tensors, with padding."""
     return sum(_aligned(num_bytes(spec)) for spec in specs)
 
 
 def tensor_views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-    """Views of a uint8 buffer as these tensors, in their dtypes and shapes, for writing or reading."""
+    """Yield views of a buffer as these tensors, in their dtypes and shapes, for writing or reading.
+
+    Args:
+        buffer: uint8 [bytes], at least `buffer_bytes(specs)`.
+        specs: Tensors in the order of the buffer.
+    """
     start = 0
     for name, run in groupby(specs, key=lambda spec: spec.dtype):
-        same = list(run)
+        same_dtype = list(run)
         dtype = dtype_of(name)
-        end = start + buffer_bytes(same)
-        places = buffer[start:end].view(dtype).split([_aligned(num_bytes(spec)) // dtype.itemsize for spec in same])
-        for spec, place in zip(same, places, strict=True):
-            padded = num_bytes(spec) % ALIGNMENT
-            yield (place[: math.prod(spec.shape)] if padded else place).view(spec.shape)
+        end = start + buffer_bytes(same_dtype)
+        chunks = (
+            buffer[start:end].view(dtype).split([_aligned(num_bytes(spec)) // dtype.itemsize for spec in same_dtype])
+        )
+        for spec, chunk in zip(same_dtype, chunks, strict=True):
+            is_padded = num_bytes(spec) % ALIGNMENT
+            yield (chunk[: math.prod(spec.shape)] if is_padded else chunk).view(spec.shape)
         start = end
 
 
 def pack(buffer: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
-    """Copy tensors, in their wire dtypes, into a buffer that may have been used before."""
-    whole_words = all(num_bytes(spec) % ALIGNMENT == 0 and spec.dtype == specs[0].dtype for spec in specs)
-    if buffer.is_cpu and whole_words:
+    """Copy tensors into a buffer, which may have been used before.
+
+    Args:
+        buffer: uint8 [bytes], at least `buffer_bytes(specs)`.
+        specs: The tensors' specs, in order.
+        tensors: The tensors, in their wire dtypes.
+    """
+    needs_no_padding = all(num_bytes(spec) % ALIGNMENT == 0 and spec.dtype == specs[0].dtype for spec in specs)
+    if buffer.is_cpu and needs_no_padding:
         tensors = list(tensors)
-        if all(tensor.is_cpu for tensor in tensors):  # one call instead of one for each
+        if all(tensor.is_cpu for tensor in tensors):  # one call instead of one per tensor
             torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer.view(dtype_of(specs[0].dtype)))
             return
     zero_padding(buffer, specs)
-    for place, tensor in zip(tensor_views(buffer, specs), tensors, strict=True):
-        place.copy_(tensor)
+    for view, tensor in zip(tensor_views(buffer, specs), tensors, strict=True):
+        view.copy_(tensor)
 
 
 def zero_padding(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
-    """Zero the gaps between the tensors of a reused buffer, as fingerprints include them."""
+    """Zero the padding between the tensors of a reused buffer, because fingerprints include it."""
     start = 0
     for spec in specs:
         size = num_bytes(spec)
@@ -95,7 +110,7 @@ def zero_padding(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
 
 
 def packed_fingerprints(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[int]:
-    """The fingerprint of each tensor in a buffer whose gaps are zero."""
+    """Return the fingerprint of each tensor in a buffer whose padding is zero."""
     if not buffer.is_cpu or buffer.numel() > len(specs) * _LARGE_TENSOR_BYTES:
         return fingerprints(tensor_views(buffer, specs))
     words = [_aligned(num_bytes(spec)) // WORD_BYTES for spec in specs]
@@ -105,18 +120,18 @@ def packed_fingerprints(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[int
 
 
 def zeroed_buffer(specs: Sequence[TensorSpec], device: torch.device | str) -> Tensor:
-    """A new uint8 buffer, zeroed so that gaps between tensors contain no old memory of this process."""
+    """Return a new uint8 buffer for these tensors, zeroed so that its padding has no old memory of this process."""
     return torch.zeros(buffer_bytes(specs), dtype=torch.uint8, device=device)
 
 
 class DoubleBuffer:
-    """Two buffers that are used in turn: allocating new memory costs more than the copy into it."""
+    """Two buffers that are used alternately, because allocating memory costs more than copying into it."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
 
     def take(self, index: int, size: int, device: torch.device | str) -> Tensor:
-        """A buffer uint8 [size], which still contains bucket `index` - 2."""
+        """Return the buffer for bucket `index`, uint8 [size], which still has bucket `index` - 2."""
         buffer = self._buffers[index % 2]
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[index % 2] = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -131,51 +146,57 @@ def _aligned(size: int) -> int:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """The wrapping sum of the tensor's bytes as int64 words, padded with zeros.
+    """Return the wrapping sum of the tensor's bytes as int64 words, padded with zeros.
 
-    Any flipped bit changes it, and it is additive over shards and over fused parameters of whole words. It cannot
-    detect swapped words, nor an even number of flips of the words' highest bit; the probe can.
+    Any flipped bit changes it. It is additive over shards, and over fused parameters of complete words. It cannot
+    detect swapped words, nor an even number of flips of the highest bits of words; the probe can.
     """
     return int(_int64_words(tensor, 0).sum().item())
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """The fingerprint of each, in their order. Tensors and accelerators are as those of `inspect_parts`."""
+    """Return the fingerprint of each tensor, in order.
+
+    Tensors may be on several devices. Accelerators are synchronized once, at the end.
+    """
     return [total for total, _ in _scan(((tensor, 0) for tensor in tensors), also_finite=False)]
 
 
 def scan_shards(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
-    """In their order: fingerprints of parts of tensors, and 1 for one that holds NaN or infinity, else 0.
+    """Return the fingerprint of each shard, and 1 if it has NaN or infinity, else 0, in order.
 
-    A part is its elements [...] and the position of its first byte in the tensor. The fingerprints of all parts of a
-    tensor add up to its own. Parts may lie on several devices; accelerators are waited for once, at the end.
+    The fingerprints of all shards of a tensor add up to that of the tensor. Shards may be on several devices.
+    Accelerators are synchronized once, at the end.
+
+    Args:
+        parts: Elements of a shard [...], and the position of its first byte in the tensor.
     """
     return _scan(parts, also_finite=True)
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor holds neither NaN nor infinity."""
-    if math.isfinite(tensor.sum().item()):  # neither can cancel out in a sum
+    """Return True if a floating-point tensor has neither NaN nor infinity."""
+    if math.isfinite(tensor.sum().item()):  # NaN and infinity cannot cancel out in a sum
         return True
     low, high = tensor.aminmax()  # a sum of finite values may overflow; aminmax propagates NaN, too
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _scan(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    queued: dict[int, Tensor] = {}
+    results: list[tuple[int, int]] = []
+    pending: dict[int, Tensor] = {}
     device: torch.device | None = None
     for elements, position in parts:
         if elements.is_cpu:
-            found.append(_scan_on_cpu(elements, position, also_finite))
+            results.append(_scan_on_cpu(elements, position, also_finite))
         else:
             device = device or elements.device
-            queued[len(found)] = inspect_on_device(elements, position, also_finite).to(device)
-            found.append((0, 0))
-    if queued:
-        for place, (total, *non_finite) in zip(queued, torch.stack([*queued.values()]).tolist(), strict=True):
-            found[place] = total, sum(non_finite)
-    return found
+            pending[len(results)] = scan_on_device(elements, position, also_finite).to(device)
+            results.append((0, 0))
+    if pending:
+        for index, (total, *non_finite) in zip(pending, torch.stack([*pending.values()]).tolist(), strict=True):
+            results[index] = total, sum(non_finite)
+    return results
 
 
 def _scan_on_cpu(elements: Tensor, position: int, also_finite: bool) -> tuple[int, int]:
@@ -184,12 +205,20 @@ def _scan_on_cpu(elements: Tensor, position: int, also_finite: bool) -> tuple[in
     if elements.nbytes <= CACHE_BYTES:
         return int(_int64_words(elements, position).sum().item()), int(not all_finite(elements))
     pieces = elements.reshape(-1).split(CACHE_BYTES // elements.itemsize)
-    found = [_scan_on_cpu(piece, position + index * CACHE_BYTES, also_finite) for index, piece in enumerate(pieces)]
-    return _wrap_int64(sum(total for total, _ in found)), max(wrong for _, wrong in found)
+    results = [_scan_on_cpu(piece, position + index * CACHE_BYTES, also_finite) for index, piece in enumerate(pieces)]
+    return _wrap_int64(sum(total for total, _ in results)), max(non_finite for _, non_finite in results)
 
 
-def inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
-    """The sum of the words and, if asked for, whether something is not finite. Nothing is waited for."""
+def scan_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
+    """Return the sum of a shard's words and, if requested, 1 if it is not finite, as int64 [1 or 2] on its device.
+
+    Does not synchronize the device.
+
+    Args:
+        elements: Elements of the shard [...].
+        position: Position of the first byte in the tensor.
+        also_finite: True to check for NaN and infinity, too.
+    """
     bits = _int64_words(elements, position).sum()
     if not also_finite:
         return bits.view(1)
@@ -200,21 +229,23 @@ def inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Ten
 
 
 def _int64_words(tensor: Tensor, position: int) -> Tensor:
-    """The int64 words that a tensor's bytes lie in, from byte `position` on, among zeros."""
+    """Return the int64 words that a tensor's bytes occupy from byte `position` on, padded with zeros."""
     flat = tensor.detach().contiguous().view(-1)
     if not flat.numel():
         return flat.new_zeros(0, dtype=torch.int64)
-    skipped = position % WORD_BYTES
-    alone = flat.numel() == 1  # may have any stride, with which it cannot be viewed as another dtype
-    if alone or skipped or flat.nbytes % WORD_BYTES or flat.storage_offset() * flat.itemsize % WORD_BYTES:
+    offset = position % WORD_BYTES
+    is_scalar = (
+        flat.numel() == 1
+    )  # a single element may have any stride, with which it cannot be viewed as another dtype
+    if is_scalar or offset or flat.nbytes % WORD_BYTES or flat.storage_offset() * flat.itemsize % WORD_BYTES:
         padded = torch.zeros(
-            -(-(skipped + flat.nbytes) // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8, device=flat.device
+            -(-(offset + flat.nbytes) // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8, device=flat.device
         )
-        padded[skipped : skipped + flat.nbytes].view(flat.dtype).copy_(flat)
+        padded[offset : offset + flat.nbytes].view(flat.dtype).copy_(flat)
         flat = padded
     return flat.view(torch.int64)
 
 
 def _wrap_int64(value: int) -> int:
-    """As int64 arithmetic wraps."""
+    """Return the value as int64 arithmetic wraps it."""
     return (value + 2**63) % 2**64 - 2**63

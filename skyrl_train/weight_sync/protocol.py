@@ -1,9 +1,10 @@
-"""The messages between trainer and engines in a weight sync."""
+"""Messages between trainer and engines in a weight sync."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -11,19 +12,35 @@ from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
 
-WEIGHT_ROUTES = frozenset({"in_process", "broadcast", "ipc", "checkpoint"})
+
+class WeightRoute(StrEnum):
+    """Ways in which weights travel from the trainer to engines."""
+
+    IN_PROCESS = "in_process"
+    """Tensors are passed in the call."""
+    BROADCAST = "broadcast"
+    """A process group of the trainer's rank 0 and all engines; see broadcast.py."""
+    IPC = "ipc"
+    """Memory that trainer and engines of one node map; see ipc.py."""
+    CHECKPOINT = "checkpoint"
+    """Files in a shared folder; see checkpoint_route.py."""
+
+
+WEIGHT_ROUTES = frozenset(route.value for route in WeightRoute)
+"""Names of all routes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One full (unsharded) parameter, under its Hugging Face name."""
+    """Name, shape and dtype of one full (unsharded) parameter in a sync."""
 
     name: str
+    """Hugging Face name."""
     shape: tuple[int, ...]
     dtype: str
-    """torch's name of the wire dtype, e.g. "float32"."""
+    """torch's name of the dtype in which it is sent, e.g. "float32"."""
     fingerprint: int = 0
-    """Of the tensor in that dtype; see buckets.fingerprint."""
+    """Fingerprint of the tensor in that dtype; see buckets.fingerprint."""
 
     def __reduce__(self) -> tuple[type[TensorSpec], tuple[Any, ...]]:
         return TensorSpec, (self.name, self.shape, self.dtype, self.fingerprint)  # compact: thousands are sent
@@ -36,49 +53,54 @@ class AdapterSpec:
     rank: int
     scaling: float
     layers: tuple[str, ...]
-    """Names of the linear layers that it changes; `adapter_names` gives the names of their A and B."""
+    """Names of the linear layers that the adapter changes. `adapter_names` gives the names of their A and B."""
 
 
 def adapter_names(layer: str) -> tuple[str, str]:
-    """The names of a layer's A [rank, in] and B [out, rank] among the tensors of a sync."""
+    """Return the names of a layer's A [rank, in] and B [out, rank] among the tensors of a sync."""
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that a sync will send, announced before the first byte; it also determines the buckets."""
+    """Announcement of everything that a sync will send. It also determines the buckets."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
     non_finite: tuple[str, ...] = ()
-    """Names of tensors with NaN or infinity; a sync with any is refused."""
+    """Names of tensors with NaN or infinity. Engines reject a sync with any."""
     bucket_bytes: int = 1 << 28
+    """Maximum size of a bucket of several tensors."""
     base_version: int | None = None
-    """Only tensors that changed since this version are sent; None: all tensors."""
+    """If not None, the sync sends only tensors that changed since this version."""
     rehearsal: bool = False
-    """The weights are altered on purpose, to test the probe; the true weights of the same version follow."""
+    """True if the weights are perturbed to test the probe. The true weights of the same version follow."""
     adapter: AdapterSpec | None = None
-    """The adapter whose tensors are among those sent, besides its model's. None: no adapter is to be served."""
+    """Adapter whose tensors are sent in addition to its model's, and which engines then serve. None means no
+    adapter.
+    """
     updates: int = 0
-    """The optimizer steps that made these weights: the same for one version, whoever sends it, and whenever."""
+    """Number of optimizer steps that made these weights. It is the same whenever one version is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedHandle:
-    """Memory of another process on this machine; see handover.py."""
+    """Memory of another process of the same node; see ipc.py."""
 
     slot: int
-    """The slot of the trainer rank that offers it: an engine takes the one in its own slot."""
+    """Slot of the trainer rank that shares the memory. An engine reads that of its own slot if there is one."""
     size: int
-    """Bytes."""
+    """Number of bytes to read."""
     file: str | None = None
-    """CPU: the path of a file in memory."""
+    """CPU: path of a file in memory."""
     cuda: tuple[Any, ...] | None = None
-    """CUDA: torch's data for mapping another process's tensor."""
+    """CUDA: torch's data for mapping a tensor of another process."""
     place: int = 0
-    """Which of the pages this is that a rank shares in turn: 0 or 1."""
+    """Index of the buffer among the two that a rank uses alternately: 0 or 1."""
     key: str = ""
-    """Of this page: another one in its place has another."""
+    """Unique id of this buffer. It changes when the sender reallocates the buffer, so that the receiver maps it
+    again.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +111,20 @@ class Bucket:
     names: tuple[str, ...]
     fingerprints: tuple[int, ...]
     payload: Tensor | None = None
-    """uint8 [bytes], if the route passes them in the call (`in_process`); else None."""
+    """Route `in_process`: the bytes, uint8 [bytes]."""
     handles: tuple[SharedHandle, ...] = ()
-    """`ipc`: the bytes in memory, one handle per trainer rank that offers them."""
+    """Route `ipc`: the bytes in shared memory, one handle per trainer rank that shares them."""
     file: str | None = None
-    """`checkpoint`: a safetensors file in a folder that trainer and engines share."""
+    """Route `checkpoint`: path of a safetensors file in the shared folder."""
 
 
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of a name such as "bfloat16".
+
+    Raises:
+        WeightSyncError: There is no such dtype.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightSyncError(f"{name!r} is not the name of a torch dtype.")
@@ -106,4 +133,5 @@ def dtype_of(name: str) -> torch.dtype:
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,6 @@
-"""An engine's end of a weight sync: checks the manifest before loading, verifies what arrived and what was loaded."""
+"""An engine's end of a weight sync: checks the manifest, verifies the buckets that arrive, and the tensors that it
+loads.
+"""
 
 from __future__ import annotations
 
@@ -17,109 +19,130 @@ from skyrl_train.weight_sync.buckets import (
     packed_fingerprints,
     tensor_views,
 )
-from skyrl_train.weight_sync.handover import MappedBuffers, read_bucket
+from skyrl_train.weight_sync.checkpoint_route import read_bucket
+from skyrl_train.weight_sync.ipc import MappedBuffers
 from skyrl_train.weight_sync.protocol import (
     WEIGHT_ROUTES,
     AdapterSpec,
     Bucket,
     Manifest,
     TensorSpec,
+    WeightRoute,
     adapter_names,
     dtype_name,
 )
 
 
 class WeightReceiver:
-    """Receives weights: begin(manifest), receive(bucket) for all buckets in order, commit(version).
+    """Receiver of weight syncs: begin(manifest), receive(bucket) for all buckets in order, commit(version).
 
-    A failure before the first tensor is overwritten leaves the old weights serving; with `checkpoint` nothing is
-    overwritten before `commit`. From then until the end of `commit` the model is a mixture of two versions: `torn` is
-    True and, if the transfer fails, stays so until a complete sync. With `broadcast` a bucket is verified and loaded
-    while the next one arrives, so its errors are raised by the next call.
-    Not thread-safe: one call at a time. `receive` blocks (broadcast: until the bytes arrive, at most `timeout_s`).
+    After a failure before the first tensor is overwritten, the engine still serves the old weights. With the route
+    `checkpoint` nothing is overwritten before `commit`. From then until the end of `commit` the model is a mixture of
+    two versions: `partially_loaded` is True and, if the transfer fails, stays True until a complete sync. With
+    `broadcast` a bucket is verified and loaded while the next one arrives, so its errors are raised by the next call.
+
+    Not thread-safe: one call at a time. `receive` blocks (`broadcast`: until the bytes arrive, at most `timeout_s`).
     """
 
     def __init__(self, store: WeightStore, name: str, device: torch.device | str = "cpu", slot: int = 0, rank: int = 0):
-        """`slot`: the engine's placement slot; `ipc` takes the bytes of the trainer rank in the same slot.
+        """Create a receiver that is not connected.
 
-        `rank`: the receiver's among those of its engine.
+        Args:
+            store: Storage of the engine's weights.
+            name: Name of the engine in errors.
+            device: Device on which tensors are received.
+            slot: Placement slot of the engine. `ipc` reads the memory of the trainer rank in the same slot.
+            rank: Rank of this receiver among those of its engine.
         """
         self._store = store
         self._name = name
         self._device = torch.device(device)
         self._slot = slot
         self._rank = rank
-        self._route = "in_process"
+
         self._group: BroadcastGroup | None = None
         self._buffers = DoubleBuffer()
         self._shared_buffers = MappedBuffers(self._device)
         self._manifest: Manifest | None = None
         self._specs_by_name: dict[str, TensorSpec] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        """The engine's dtypes of the announced tensors."""
+        """Dtypes of the announced tensors in the engine."""
         self._pending: tuple[Bucket, Tensor] | None = None
-        """The last bucket and its bytes, if it is neither verified nor loaded yet."""
+        """Last bucket and its bytes, if it is neither verified nor loaded yet."""
         self._received_fingerprints: dict[str, int] = {}
         """Fingerprints of the loaded tensors, in the engine's dtypes."""
         self._staged: list[Bucket] = []
-        """`checkpoint`: verified files, to be loaded by `commit`."""
+        """Route `checkpoint`: buckets whose files are verified, to be loaded by `commit`."""
         self._next = 0
         self._loading = False
-        """Whether the store has been started."""
+        """True if the store has been started in this sync."""
         self._has_trainer_weights = False
-        """Whether the weights are the trainer's, and not those of a rehearsal."""
+        """True if the weights are the trainer's true weights, and not those of the disk or a self-test."""
         self._latest_version = -1
-        """The last version over this connection: a sync must be newer. A new connection resets it."""
+        """Last version over this connection. A sync must be newer. A new connection resets it."""
         self.partially_loaded = False
-        """Whether the model is a mixture of two versions."""
+        """True if the model is a mixture of two versions."""
         self.version = 0
-        """The version last committed; 0 for the weights loaded from disk."""
+        """Last committed version; 0 for the weights loaded from disk."""
 
     def connect(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Use `route`; for `broadcast` join the trainer's group. `rank` (1 to world_size - 1): the engine's first."""
+        """Close the previous connection and use a route. For `broadcast`, block until all ranks have joined the
+        trainer's group.
+
+        Args:
+            route: Name of the route, from `WeightRoute`.
+            address: Address of the group ("host:port"), for `broadcast`.
+            rank: Rank of the engine's first receiver in the group, from 1 to world_size - 1.
+            world_size: Number of ranks of the group.
+            timeout_s: Seconds for joining, and for each later transfer.
+
+        Raises:
+            WeightSyncError: The route is unknown, or not all ranks joined in time.
+        """
         if route not in WEIGHT_ROUTES:
             raise WeightSyncError(
-                f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(WEIGHT_ROUTES))}."
+                f"{self._name} does not support weight route {route!r}. "
+                f"Choose one of: {', '.join(sorted(WEIGHT_ROUTES))}."
             )
         self.close()
-        self._route = route
         self._latest_version = -1
-        if route == "broadcast":
+        if route == WeightRoute.BROADCAST:
             self._group = BroadcastGroup(address, rank + self._rank, world_size, self._device, timeout_s)
 
     def begin(self, manifest: Manifest) -> None:
-        """Check version, finiteness, names, shapes and dtypes, without loading anything.
+        """Begin a sync: check version, finiteness, names, shapes and dtypes, without loading anything.
 
-        Raises WeightSyncError naming the tensor.
+        Raises:
+            WeightSyncError: The sync cannot be served. The message names the tensor.
         """
         self._manifest = None
         if manifest.version <= self._latest_version:
             raise self._error(f"version {manifest.version} is stale: version {self.version} is being served.")
         if manifest.non_finite:
-            raise self._error(f"{_shorten(manifest.non_finite)} holds NaN or infinity; nothing was sent.")
+            raise self._error(f"{_shorten(manifest.non_finite)} contains NaN or infinity, so nothing was sent.")
         self._check_base(manifest)
-        held = self._layout(manifest.adapter)
+        layout = self._layout(manifest.adapter)
         specs = {spec.name: spec for spec in manifest.tensors}
         if len(specs) != len(manifest.tensors):
             raise self._error("a tensor is announced twice.")
-        if extra := [name for name in specs if name not in held]:
-            hint = " (the trainer's model is untied, the engine's tied?)" if "lm_head.weight" in extra else ""
-            raise self._error(f"{_shorten(extra)} was announced, but the engine holds no such tensor{hint}.")
-        places: dict[tuple[int, tuple[int, ...]], str] = {}
+        if extra := [name for name in specs if name not in layout]:
+            hint = " (is the trainer's model untied and the engine's tied?)" if "lm_head.weight" in extra else ""
+            raise self._error(f"{_shorten(extra)} was announced, but the engine has no such tensor{hint}.")
+        name_by_storage: dict[tuple[int, tuple[int, ...]], str] = {}
         for name in specs:
-            if (other := places.setdefault(_storage_key(held[name]), name)) != name:
+            if (other := name_by_storage.setdefault(_storage_key(layout[name]), name)) != name:
                 raise self._error(
-                    f"{other} and {name} are two tensors of the trainer, but the engine's model ties them: set "
-                    "tie_word_embeddings to false in the config.json that it reads."
+                    f"{other} and {name} are two tensors of the trainer, but the engine's model ties them. Set "
+                    "tie_word_embeddings to false in the config.json that the engine reads."
                 )
-        missing = [name for name in held if _storage_key(held[name]) not in places]
+        missing = [name for name in layout if _storage_key(layout[name]) not in name_by_storage]
         if missing and manifest.base_version is None:
-            raise self._error(f"{_shorten(missing)} is held by the engine, but the trainer does not send it.")
+            raise self._error(f"the engine has {_shorten(missing)}, but the trainer does not send it.")
         for name, spec in specs.items():
-            self._check_fit(spec, held[name])
+            self._check_fit(spec, layout[name])
         self._manifest = manifest
         self._specs_by_name = specs
-        self._dtypes = {name: held[name].dtype for name in specs}
+        self._dtypes = {name: layout[name].dtype for name in specs}
         self._pending = None
         self._loading = False
         self._received_fingerprints = {}
@@ -127,10 +150,17 @@ class WeightReceiver:
         self._next = 0
 
     def receive(self, bucket: Bucket) -> None:
-        """Take one bucket, verify the bytes of all of its tensors, then load them. Raises WeightSyncError."""
+        """Take the next bucket, verify the bytes of its tensors, then load them.
+
+        With `broadcast` this verifies and loads the previous bucket while the bytes arrive. With `checkpoint` it only
+        verifies.
+
+        Raises:
+            WeightSyncError: The bucket is not the next one, was not announced, or its bytes did not arrive intact.
+        """
         manifest = self._require_manifest(f"bucket {bucket.index}")
         if bucket.index != self._next:
-            raise self._error(f"bucket {self._next} is missing: bucket {bucket.index} came instead.")
+            raise self._error(f"bucket {self._next} is missing: bucket {bucket.index} was sent instead.")
         if extra := [name for name in bucket.names if name not in self._specs_by_name]:
             raise self._error(f"{_shorten(extra)} was sent but not announced.")
         if bucket.file is not None:
@@ -148,27 +178,28 @@ class WeightReceiver:
     def commit(self, version: int) -> None:
         """Verify that all announced tensors arrived and were loaded, then serve `version`.
 
-        Raises WeightSyncError naming the tensor.
+        Raises:
+            WeightSyncError: Another version was begun, or a tensor is missing or differs. The message names it.
         """
         manifest = self._require_manifest(f"commit of version {version}")
         if version != manifest.version:
             raise self._error(f"commit of version {version}, but version {manifest.version} was begun.")
         self._load_pending()
-        came = self._received_fingerprints.keys() | {name for bucket in self._staged for name in bucket.names}
-        if lost := [spec.name for spec in manifest.tensors if spec.name not in came]:
-            raise self._error(f"{_shorten(lost)} never arrived.")
+        arrived = self._received_fingerprints.keys() | {name for bucket in self._staged for name in bucket.names}
+        if missing := [spec.name for spec in manifest.tensors if spec.name not in arrived]:
+            raise self._error(f"{_shorten(missing)} never arrived.")
         for bucket in self._staged:
             self._load(bucket, self._read(bucket))
         if self._loading:
             self._store.finish()
-        held = {
+        loaded = {
             name: tensor
             for name in self._received_fingerprints
             if (tensor := self._store.loaded_tensor(name)) is not None
         }
-        for name, found in zip(held, fingerprints(held.values()), strict=True):
-            if found != self._received_fingerprints[name]:
-                raise self._error(f"{name} was received but is not what the engine holds.")
+        for name, fingerprint in zip(loaded, fingerprints(loaded.values()), strict=True):
+            if fingerprint != self._received_fingerprints[name]:
+                raise self._error(f"{name} was received, but the engine has loaded something else.")
         self._manifest = None
         self._staged = []
         self._loading = False
@@ -196,14 +227,14 @@ class WeightReceiver:
         if manifest.base_version is None:
             return
         if self.partially_loaded or not self._has_trainer_weights or manifest.base_version != self.version:
-            state = "is torn" if self.partially_loaded else f"serves version {self.version}"
+            state = "is partially loaded" if self.partially_loaded else f"serves version {self.version}"
             raise self._error(
-                f"version {manifest.version} was announced as what changed since version {manifest.base_version}, "
+                f"version {manifest.version} only has what changed since version {manifest.base_version}, "
                 f"but this engine {state}: a complete sync is needed."
             )
 
     def _load_pending(self) -> None:
-        """Verify and load the pending bucket."""
+        """Verify and load the pending bucket, if there is one."""
         pending, self._pending = self._pending, None
         if pending is not None:
             bucket, buffer = pending
@@ -212,9 +243,9 @@ class WeightReceiver:
             self._load(bucket, list(tensor_views(buffer, specs)))
 
     def _verify(self, bucket: Bucket, arrived: Sequence[int]) -> None:
-        for name, found, expected in zip(bucket.names, arrived, bucket.fingerprints, strict=True):
-            if found != expected:
-                raise self._error(f"{name} arrived altered: its fingerprint is not the trainer's.")
+        for name, actual, expected in zip(bucket.names, arrived, bucket.fingerprints, strict=True):
+            if actual != expected:
+                raise self._error(f"{name} changed in transit: its fingerprint is not the trainer's.")
 
     def _load(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
         if not self._loading:
@@ -231,23 +262,23 @@ class WeightReceiver:
         return [self._specs_by_name[name] for name in bucket.names]
 
     def _read(self, bucket: Bucket) -> list[Tensor]:
-        """Read and verify the tensors of a bucket in a file, on this engine's device."""
+        """Read and verify the tensors of a bucket's file, on this engine's device."""
         if bucket.file is None:
-            raise self._error(f"{_shorten(bucket.names)} did not arrive: the bucket names no file")
+            raise self._error(f"{_shorten(bucket.names)} did not arrive: the bucket has no file.")
         try:
-            found = read_bucket(bucket.file, self._device)
+            tensors_by_name = read_bucket(bucket.file, self._device)
         except WeightSyncError as error:
             raise self._error(f"{_shorten(bucket.names)} did not arrive: {error}") from error
-        if absent := [name for name in bucket.names if name not in found]:
+        if absent := [name for name in bucket.names if name not in tensors_by_name]:
             raise self._error(f"{_shorten(absent)} is not in {bucket.file}.")
         for spec in self._specs(bucket):
-            self._check_fit(spec, found[spec.name])
-        tensors = [found[name] for name in bucket.names]
+            self._check_fit(spec, tensors_by_name[spec.name])
+        tensors = [tensors_by_name[name] for name in bucket.names]
         self._verify(bucket, fingerprints(tensors))
         return tensors
 
     def _open_buffer(self, bucket: Bucket) -> Tensor:
-        """The bytes of a bucket passed in the call or in shared memory, on this engine's device."""
+        """Return the bytes of a bucket that was passed in the call or in shared memory, on this engine's device."""
         size = buffer_bytes(self._specs(bucket))
         try:
             if bucket.payload is not None:
@@ -262,21 +293,21 @@ class WeightReceiver:
             raise self._error(f"{_shorten(bucket.names)} did not arrive: {error}") from error
 
     def _broadcast(self, version: int, bucket: Bucket) -> Tensor:
-        """Receive a bucket's bytes from the group; meanwhile verify and load the pending bucket."""
+        """Receive the bytes of a bucket from the group. Verify and load the pending bucket during the transfer."""
         group = self._group
         failures: list[Exception] = []
 
-        def settle() -> None:
+        def load_pending() -> None:
             try:
                 self._load_pending()
-            except Exception as error:  # it concerns the pending bucket, so this transfer must not be interrupted
+            except Exception as error:  # an error of the pending bucket must not interrupt this transfer
                 failures.append(error)
 
         buffer = self._buffers.take(bucket.index, buffer_bytes(self._specs(bucket)), self._device)
         try:
             if group is None:
                 raise WeightSyncError("no transfer group is connected")
-            group.receive_bucket(version, bucket.index, buffer, settle)
+            group.receive_bucket(version, bucket.index, buffer, load_pending)
         except WeightSyncError as error:
             if self._group is group:
                 self.close()  # later transfers would be out of sync
@@ -285,18 +316,22 @@ class WeightReceiver:
             raise failures[0]
         return buffer
 
-    def _check_fit(self, spec: TensorSpec, held: Tensor) -> None:
-        if spec.shape != tuple(held.shape):
-            raise self._error(f"{spec.name} is announced as {list(spec.shape)}, the engine's is {list(held.shape)}.")
-        wire = getattr(torch, spec.dtype, None)
+    def _check_fit(self, spec: TensorSpec, loaded: Tensor) -> None:
+        if spec.shape != tuple(loaded.shape):
+            raise self._error(
+                f"{spec.name} is announced with shape {list(spec.shape)}, but the engine's is {list(loaded.shape)}."
+            )
+        wire_dtype = getattr(torch, spec.dtype, None)
         # Floating-point values are cast to the engine's dtype; any other cast would change their meaning.
-        both_float = isinstance(wire, torch.dtype) and wire.is_floating_point and held.is_floating_point()
-        if wire != held.dtype and not both_float:
-            raise self._error(f"{spec.name} is announced as {spec.dtype}, the engine's is {dtype_name(held.dtype)}.")
+        both_float = isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point and loaded.is_floating_point()
+        if wire_dtype != loaded.dtype and not both_float:
+            raise self._error(
+                f"{spec.name} is announced as {spec.dtype}, but the engine's is {dtype_name(loaded.dtype)}."
+            )
 
     def _require_manifest(self, what: str) -> Manifest:
         if self._manifest is None:
-            raise self._error(f"{what} came without a manifest; begin a sync first.")
+            raise self._error(f"{what} was sent without a manifest. Begin a sync first.")
         return self._manifest
 
     def _error(self, detail: str) -> WeightSyncError:
@@ -304,12 +339,12 @@ class WeightReceiver:
 
 
 def _storage_key(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """A key that is equal for tied tensors."""
+    """Return a key that is equal for tied tensors."""
     return (id(tensor) if tensor.is_meta else tensor.data_ptr()), tuple(tensor.shape)
 
 
 def _shorten(names: tuple[str, ...] | list[str]) -> str:
-    """The first names of a possibly long list."""
+    """Return the first names of a possibly long list as text."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
@@ -318,35 +353,46 @@ def _shorten(names: tuple[str, ...] | list[str]) -> str:
 
 
 class WeightStore(Protocol):
-    """Loads full Hugging Face tensors into an engine, which may fuse, split and repack them.
+    """Storage of an engine's weights, which loads full Hugging Face tensors and may fuse, split and repack them.
 
-    A sync is start(), load() for every bucket, finish(); in between the engine has a mixture of two versions.
+    A sync calls start(), load() for every bucket, then finish(). In between the engine has a mixture of two versions.
     """
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        """Hugging Face name -> tensor, the engine's own or one on the meta device; tied ones under one or both names.
+        """Return the tensors that a sync must send, by Hugging Face name.
 
-        It includes the tensors of the sync's `adapter`, which is served once `finish` returns; None: from then on no
-        adapter is served. Raises WeightSyncError for an adapter that cannot be served, e.g. by `refuse_adapter`.
+        Args:
+            adapter: Adapter of the sync, whose tensors are included. It is served once `finish` returns. None: no
+                adapter is served then.
+
+        Returns:
+            Name -> the engine's tensor, or one on the meta device of its shape and dtype. Tied tensors are under one
+            or both names.
+
+        Raises:
+            WeightSyncError: The adapter cannot be served; see `reject_adapter`.
         """
 
     def start(self) -> None:
         """Prepare to load, even if an earlier sync was not finished."""
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Load full tensors, on the receiver's device and in the wire dtype; their memory is reused after the call."""
+        """Load full tensors by name, on the receiver's device and in the wire dtype. Their memory is reused after the
+        call.
+        """
 
     def finish(self) -> None:
-        """All tensors of the sync were loaded: use them."""
+        """Start to use the loaded tensors: all tensors of the sync were loaded."""
 
     def loaded_tensor(self, name: str) -> Tensor | None:
-        """The loaded tensor of this name, no copy of it; None if the engine does not keep it as such."""
+        """Return the loaded tensor of this name without a copy, or None if the engine does not keep it in this form."""
 
 
-class InPlaceWeightStore:
-    """A WeightStore for a plain model: overwrites the tensors of the same names."""
+class InPlaceWeightStore(WeightStore):
+    """A WeightStore for a plain model that overwrites the tensors of the same names."""
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]):
+        """Create a store of the tensors that `parameters` returns, by name."""
         self._parameters = parameters
         self._tensors: Mapping[str, Tensor] = {}
 
@@ -362,26 +408,37 @@ class InPlaceWeightStore:
         torch._foreach_copy_([self._tensors[name] for name, _ in tensors], [tensor for _, tensor in tensors])
 
     def finish(self) -> None:
-        self._tensors = self._parameters()  # read again: the model must still use the tensors that were loaded into
+        self._tensors = (
+            self._parameters()
+        )  # read again, to check that the model still uses the tensors that were overwritten
 
     def loaded_tensor(self, name: str) -> Tensor | None:
         return self._tensors[name]
 
 
 def reject_adapter(adapter: AdapterSpec | None) -> None:
-    """Raises WeightSyncError if there is an adapter."""
+    """Raise WeightSyncError if there is an adapter."""
     if adapter is not None:
         raise WeightSyncError(
-            "this engine takes no adapter apart from its model; set trainer.policy.model.lora.sync=merged."
+            "this engine does not support an adapter separate from its model. "
+            "Set trainer.policy.model.lora.sync=merged."
         )
 
 
 def adapter_layout(adapter: AdapterSpec, linears: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
-    """Name -> A and B of every layer on the meta device, in the layer's dtype. Raises WeightSyncError."""
+    """Return A and B of every layer of an adapter by name, on the meta device and in the layer's dtype.
+
+    Args:
+        adapter: The adapter.
+        linears: Linear layers of the engine's model, by name.
+
+    Raises:
+        WeightSyncError: The adapter changes a layer that the model does not have.
+    """
     layout = {}
     for layer in adapter.layers:
         if layer not in linears:
-            raise WeightSyncError(f"the adapter changes {layer}, which is no linear layer of the engine's model.")
+            raise WeightSyncError(f"the adapter changes {layer}, which is not a linear layer of the engine's model.")
         linear = linears[layer]
         shapes = ((adapter.rank, linear.in_features), (linear.out_features, adapter.rank))
         for name, shape in zip(adapter_names(layer), shapes, strict=True):

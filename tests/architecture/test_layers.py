@@ -15,7 +15,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
-    "errors clock imports trace atomic_files log_rotation terminal aio lazy_imports registry metrics listeners http_server",
+    "errors clock imports trace atomic_files log_rotation terminal aio lazy_imports registry metrics listeners "
+    "http_server",
     "config",
     "cluster storage data",
     "algorithms environments report models strategies weight_sync",

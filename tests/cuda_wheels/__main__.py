@@ -1,4 +1,4 @@
-"""`scripts/check_cuda_wheels`: see docs/gpu.md. Needs uv, a C compiler and 15 GB, and neither a GPU nor a driver."""
+"""Check the CUDA wheels of the engines; see docs/gpu.md. Requires uv, a C compiler and 15 GB, but no GPU or driver."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 ENGINES = ("vllm", "sglang")
-ROOM_GB = 15
-"""Of an environment and its download."""
+MIN_FREE_GB = 15
+"""Disk space for an environment and its download."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/check_cuda_wheels", description=__doc__)
     parser.add_argument("engine", nargs="?", choices=(*ENGINES, "both"), default="both")
-    parser.add_argument("--python", default="3.11", help="of the environments: 3.11 or 3.12")
-    given = parser.parse_args()
-    results = {engine: check(engine, given.python) for engine in ENGINES if given.engine in (engine, "both")}
-    for engine, good in results.items():
-        print(f"{engine}: {'all as it must be' if good else 'see MISS above'}")
+    parser.add_argument("--python", default="3.11", help="Python version of the environments: 3.11 or 3.12")
+    arguments = parser.parse_args()
+    results = {engine: check(engine, arguments.python) for engine in ENGINES if arguments.engine in (engine, "both")}
+    for engine, has_passed in results.items():
+        print(f"{engine}: {'all checks passed' if has_passed else 'some checks failed, see MISS above'}")
     return 0 if all(results.values()) else 1
 
 
 def check(engine: str, python: str) -> bool:
-    """Make an environment, check in it, and delete it."""
+    """Create an environment, run the checks in it, and delete it; return True if all passed."""
     with tempfile.TemporaryDirectory(prefix="skyrl-cuda-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         free = shutil.disk_usage(folder).free / 1e9
-        if free < ROOM_GB:
-            print(f"{folder} has {free:.0f} GB left, and needs {ROOM_GB}: set TMPDIR to a larger disk.")
+        if free < MIN_FREE_GB:
+            print(
+                f"{folder} has {free:.0f} GB of free space, but {MIN_FREE_GB} are needed. Set TMPDIR to a larger disk."
+            )
             return False
         interpreter = make_environment(folder / "environment", engine, python)
         make_driver(folder / "driver")
@@ -41,7 +43,7 @@ def check(engine: str, python: str) -> bool:
         environment = os.environ | {
             "PYTHONPATH": str(REPOSITORY),
             "LD_LIBRARY_PATH": str(folder / "driver"),
-            "TMPDIR": str(folder / "tmp"),  # for what engines leave
+            "TMPDIR": str(folder / "tmp"),  # Engines leave files there.
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "offline",
         }
@@ -52,7 +54,7 @@ def check(engine: str, python: str) -> bool:
 
 
 def make_environment(folder: Path, engine: str, python: str) -> str:
-    """What `uv run --extra` installs where only the package index can be reached; returns its Python."""
+    """Install what `uv run --extra` installs from the package index alone; return the environment's Python."""
     environment = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "PIP_FIND_LINKS")}
     interpreter = str(folder / "bin" / "python")
     commands = (

@@ -1,5 +1,6 @@
-/* A driver for a machine without one, under two names. As libcuda.so.1 it lets the libraries of CUDA wheels load, and
-   says to every call that there is no device. As libnvidia-ml.so.1 it lists one H100, so that engines plan for it. */
+/* A stub driver for machines without one, which is built under two names. As libcuda.so.1 it lets the libraries of CUDA
+   wheels load and returns "no device" from every call. As libnvidia-ml.so.1 it lists one H100, so that engines plan for
+   it. */
 #include <string.h>
 
 #define NO_DEVICE(name) int name(void) { return 100; }
@@ -21,18 +22,18 @@ NO_DEVICE(cuModuleLoadDataEx) NO_DEVICE(cuModuleUnload) NO_DEVICE(cuOccupancyMax
 NO_DEVICE(cuPointerGetAttribute) NO_DEVICE(cuStreamCreate) NO_DEVICE(cuTensorMapEncodeTiled)
 
 struct memory { unsigned long long total, free, used; };
-static int copied(char *text, const char *value, unsigned size) { strncpy(text, value, size); return 0; }
+static int copy_text(char *text, const char *value, unsigned size) { strncpy(text, value, size); return 0; }
 int nvmlInit(void) { return 0; }
 int nvmlInit_v2(void) { return 0; }
 int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
 const char *nvmlErrorString(int code) { return "not in this driver"; }
-int nvmlSystemGetDriverVersion(char *text, unsigned size) { return copied(text, "580.0", size); }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { return copy_text(text, "580.0", size); }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = "device"; return index ? 2 : 0; }
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
-int nvmlDeviceGetName(void *device, char *text, unsigned size) { return copied(text, "NVIDIA H100 80GB HBM3", size); }
-int nvmlDeviceGetUUID(void *device, char *text, unsigned size) { return copied(text, "GPU-0", size); }
+int nvmlDeviceGetName(void *device, char *text, unsigned size) { return copy_text(text, "NVIDIA H100 80GB HBM3", size); }
+int nvmlDeviceGetUUID(void *device, char *text, unsigned size) { return copy_text(text, "GPU-0", size); }
 int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory) {
   memory->total = memory->free = 80ull << 30;
   memory->used = 0;

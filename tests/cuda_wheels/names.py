@@ -1,13 +1,13 @@
-"""What our code touches of vLLM, SGLang and torch beyond what it imports, by the file of skyrl_train that does.
+"""Names of vLLM, SGLang, torch and transformers that skyrl_train uses without importing them, by file of skyrl_train.
 
 A row is a Python expression:
 
-- `package.Class.name`: exists, as an attribute of the class or one that its methods assign;
-- `package.function(_, second, key=_)`: can be called so; a positional argument other than `_` is its parameter's name,
-  and `...` at the beginning stands for other arguments;
-- `"name" in package.TABLE`: one of its entries is, or begins with, that name.
+- `package.Class.name`: the attribute exists in the class, or its methods assign it.
+- `package.function(_, second, key=_)`: the function can be called in this way. A positional argument other than `_` is
+  the name of the parameter, and `...` at the beginning stands for further arguments.
+- `"name" in package.TABLE`: an entry of the table is this name or starts with it.
 
-What files import is read from them: see touched.py.
+Imported names are read from the files; see touched.py.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ TORCH = {
     "weight_sync/receiver.py": """
         torch._foreach_copy_
     """,
-    "weight_sync/handover.py": """
+    "weight_sync/ipc.py": """
         torch.multiprocessing.reductions.reduce_tensor(tensor)
         torch.multiprocessing.reductions.rebuild_cuda_tensor(_, _, _, _, _, _, storage_device, _, _, _, _, _, _, _, _)
     """,
@@ -504,13 +504,14 @@ CUDA = {
         torch._C._cudart.cudaHostUnregister
     """,
 }
-"""What only a CUDA build of torch has."""
+"""Names that only a CUDA build of torch has."""
 
+_REQ = "sglang.srt.managers.schedule_batch.Req"
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 REPLACED = {
     "skyrl_train.engines.sglang.sampler._on_create_batch": f"{_BATCH_INFO}.adjusted_from_schedule_batch",
     "skyrl_train.engines.sglang.sampler._on_merge_batch": f"{_BATCH_INFO}.adjusted_merge_batch",
     "skyrl_train.engines.sglang.sampler._on_filter_batch": f"{_BATCH_INFO}.adjusted_filter_batch",
-    "skyrl_train.engines.sglang.sampler._update_finish_state": "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+    "skyrl_train.engines.sglang.sampler._update_finish_state": f"{_REQ}.update_finish_state",
 }
-"""Functions of ours that are put in the place of others."""
+"""Third-party functions by the function of skyrl_train that replaces them."""

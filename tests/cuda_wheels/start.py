@@ -1,4 +1,4 @@
-"""`python -m tests.cuda_wheels.start ENGINE CASE`: an engine on CUDA as a run starts it; the driver has no device."""
+"""Start an engine on CUDA as a run does, with a driver that has no device: python -m tests.cuda_wheels.start."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CASES: dict[str, dict[str, Any]] = {
     "with adapters": {"max_lora_rank": 16},
     "batch-invariant": {"batch_invariant": True},
 }
-"""More arguments for the engine."""
+"""Additional arguments of the engine."""
 NO_DRIVER = "Found no NVIDIA driver"
 REACHED = {"vllm": "in init_device", "sglang": "in run_scheduler_process"}
-"""The function of the engine's worker that asks for the device."""
+"""The function in the engine's worker that accesses the device."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "vllm": {
         "model_config.enable_sleep_mode": True,
@@ -41,11 +41,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sleep_on_idle": True,
     },
 }
-"""What the engine makes of our arguments by default: engines drop in silence what does not go together."""
+"""Settings that the engine must derive from our default arguments. Engines silently drop conflicting arguments."""
 
 
 def reaches_the_driver(engine: str, case: str) -> None:
-    """Raises RuntimeError if a start ends earlier, or otherwise, than for want of a driver."""
+    """Start an engine; raise RuntimeError if the start fails for another reason than the missing driver."""
     command = [sys.executable, "-m", __name__, engine, case]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
@@ -71,33 +71,33 @@ def main(engine: str, case: str) -> None:
 
 
 def check_settings(engine: str, arguments: dict[str, Any]) -> None:
-    """Raises AssertionError for a setting that the engine has made something else of."""
-    found = (of_vllm if engine == "vllm" else of_sglang)(dict(arguments))
-    wrong = {name: attrgetter(name)(found) for name in SETTINGS[engine]}
-    wrong = {name: value for name, value in wrong.items() if value != SETTINGS[engine][name]}
+    """Raise AssertionError if the engine derives other settings than SETTINGS."""
+    config = (make_vllm_config if engine == "vllm" else make_sglang_config)(dict(arguments))
+    actual = {name: attrgetter(name)(config) for name in SETTINGS[engine]}
+    wrong = {name: value for name, value in actual.items() if value != SETTINGS[engine][name]}
     assert not wrong, f"{wrong} instead of {SETTINGS[engine]}"
 
 
-def of_vllm(given: dict[str, Any]) -> Any:
+def make_vllm_config(kwargs: dict[str, Any]) -> Any:
     from vllm import EngineArgs
 
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
-    model = given.pop("model")
+    model = kwargs.pop("model")
     for name in ("device", "name", "pipeline_parallel_size", "batch_invariant"):
-        del given[name]
-    return EngineArgs(**engine_arguments(model, False, 0, given)).create_engine_config()
+        del kwargs[name]
+    return EngineArgs(**engine_arguments(model, False, 0, kwargs)).create_engine_config()
 
 
-def of_sglang(given: dict[str, Any]) -> Any:
+def make_sglang_config(kwargs: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     from skyrl_train.engines.sglang.arguments import engine_arguments
 
-    given.pop("pipeline_parallel_size")
-    own = {name: given.pop(name) for name in ("name", "device", "dtype", "max_num_seqs", "max_model_len")}
-    rope = {name: given.pop(name) for name in ("rope_scaling", "rope_theta")}
-    return ServerArgs(**engine_arguments(given.pop("model"), **own, **rope, max_lora_rank=0, options=given))
+    kwargs.pop("pipeline_parallel_size")
+    own = {name: kwargs.pop(name) for name in ("name", "device", "dtype", "max_num_seqs", "max_model_len")}
+    rope = {name: kwargs.pop(name) for name in ("rope_scaling", "rope_theta")}
+    return ServerArgs(**engine_arguments(kwargs.pop("model"), **own, **rope, max_lora_rank=0, options=kwargs))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether what our code touches of other packages is there: rows of names.py, imports, methods that we override."""
+"""Checks that third-party names used by skyrl_train exist: rows of names.py, imports, and overridden methods."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import skyrl_train
 
 PACKAGE = Path(skyrl_train.__file__).parent
 _PLAIN = {"torch", "torch.Tensor", "torch.nn"}
-"""What every file imports."""
+"""Names that every file imports."""
 
 
 class Missing(Exception):
-    """A name is not there, or cannot be called as we do."""
+    """A third-party name does not exist, or cannot be called as skyrl_train calls it."""
 
 
 def rows(table: Mapping[str, str]) -> Iterator[tuple[str, ast.expr]]:
-    """(file, expression) of every row."""
+    """Yield the file and the expression of every row."""
     for file, text in table.items():
         for statement in ast.parse(textwrap.dedent(text)).body:
             assert isinstance(statement, ast.Expr), ast.unparse(statement)
@@ -32,7 +32,7 @@ def rows(table: Mapping[str, str]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def imported(root: str) -> Iterator[tuple[str, ast.expr]]:
-    """(file, expression) of every name that skyrl_train imports from package `root`, as rows."""
+    """Yield every name that skyrl_train imports from package `root`, as (file, expression)."""
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         names: set[str] = set()
@@ -45,7 +45,7 @@ def imported(root: str) -> Iterator[tuple[str, ast.expr]]:
 
 
 def check(row: ast.expr) -> None:
-    """Raises Missing, with what is wrong."""
+    """Raise Missing with the problem if a row is wrong."""
     if isinstance(row, ast.Compare):
         assert isinstance(row.left, ast.Constant)
         if row.left.value not in _entries(find(ast.unparse(row.comparators[0]))):
@@ -57,36 +57,36 @@ def check(row: ast.expr) -> None:
 
 
 def find(path: str) -> Any:
-    """The object at a dotted path; None for an attribute that only instances have. Raises Missing."""
+    """Return the object at a dotted path; None for an attribute that only instances have. Raise Missing otherwise."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
+            target: Any = importlib.import_module(".".join(parts[:count]))
         except ModuleNotFoundError as error:
             if not path.startswith(f"{error.name}.") and path != error.name:
                 raise Missing(f"{'.'.join(parts[:count])} needs {error.name}, which is not installed") from error
             continue
-        for place, name in enumerate(parts[count:], count):
-            if hasattr(found, name):
-                found = getattr(found, name)
-            elif isinstance(found, type) and name in _assigned(found):
+        for index, name in enumerate(parts[count:], count):
+            if hasattr(target, name):
+                target = getattr(target, name)
+            elif isinstance(target, type) and name in _assigned(target):
                 return None
             else:
-                raise Missing(f"{'.'.join(parts[:place])} has no {name}")
-        return found
+                raise Missing(f"{'.'.join(parts[:index])} has no {name}")
+        return target
     raise Missing(f"no module {parts[0]}")
 
 
 @cache
 def _assigned(kind: type) -> frozenset[str]:
-    """Attributes that a class or its bases annotate, or that their methods assign to `self`."""
+    """Return the attributes that a class or its bases annotate, or that their methods assign to `self`."""
     names: set[str] = set()
-    for one in kind.__mro__:
-        names |= set(getattr(one, "__annotations__", {}))
+    for base in kind.__mro__:
+        names |= set(getattr(base, "__annotations__", {}))
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except (OSError, TypeError, SyntaxError):
-            continue  # not written in Python
+            continue  # The class is not written in Python.
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Attribute)
@@ -98,28 +98,28 @@ def _assigned(kind: type) -> frozenset[str]:
 
 
 def _entries(table: Any) -> set[Any]:
-    """Of a router its paths, of a table the first items of its entries."""
+    """Return the paths of a router, or the first items of a table's entries."""
     if hasattr(table, "routes"):
         return {getattr(route, "path", None) for route in table.routes}
     return {entry[0] if isinstance(entry, tuple) else entry for entry in table}
 
 
 def _check_call(function: Any, row: ast.Call) -> None:
-    """The call must fit one of the function's signatures."""
-    given = [ast.unparse(argument) for argument in row.args]
+    """Raise Missing if the call fits none of the function's signatures."""
+    arguments = [ast.unparse(argument) for argument in row.args]
     keywords = dict.fromkeys(keyword.arg for keyword in row.keywords if keyword.arg is not None)
-    some = given[:1] == ["..."]
-    given = given[1:] if some else given
+    is_partial = arguments[:1] == ["..."]
+    arguments = arguments[1:] if is_partial else arguments
     problems = []
     for signature in signatures(function):
         try:
-            (signature.bind_partial if some else signature.bind)(*given, **keywords)
+            (signature.bind_partial if is_partial else signature.bind)(*arguments, **keywords)
         except TypeError as error:
             problems.append(f"{error}: {signature}")
             continue
-        wrong = [f"{want} is {name}" for want, name in zip(given, signature.parameters, strict=False) if want != name]
-        wrong = [one for one in wrong if not one.startswith("_ is ")]
-        fields = getattr(function, "model_fields", keywords)  # of pydantic, which may let any other keyword pass
+        pairs = zip(arguments, signature.parameters, strict=False)
+        wrong = [f"{expected} is {name}" for expected, name in pairs if expected not in (name, "_")]
+        fields = getattr(function, "model_fields", keywords)  # pydantic models may accept any other keyword, too.
         wrong += [f"no {name}" for name in keywords if name not in fields]
         if not wrong:
             return
@@ -128,36 +128,36 @@ def _check_call(function: Any, row: ast.Call) -> None:
 
 
 def signatures(function: Any) -> list[inspect.Signature]:
-    """One, or those that the documentation of a function in C++ lists. Raises Missing if there is none."""
+    """Return the function's signature, or those that the docstring of a C++ function lists; raise Missing if none."""
     try:
         return [inspect.signature(function)]
     except (ValueError, TypeError):
         pass
     source = function.__init__ if inspect.isclass(function) else function
     lines = re.findall(r"^(?:\d+\. )?\w+\((.*)\) -> ", getattr(source, "__doc__", None) or "", re.MULTILINE)
-    found = [_documented(line) for line in lines if not line.startswith("*args")]
-    if not found:
+    documented = [_parse_signature(line) for line in lines if not line.startswith("*args")]
+    if not documented:
         raise Missing("its signature is not known")
     if inspect.isclass(function):
-        found = [one.replace(parameters=list(one.parameters.values())[1:]) for one in found]
-    return found
+        return [signature.replace(parameters=list(signature.parameters.values())[1:]) for signature in documented]
+    return documented
 
 
-def _documented(line: str) -> inspect.Signature:
-    """From pybind11's `self: Store, port: int, world_size: int | None = None`."""
+def _parse_signature(line: str) -> inspect.Signature:
+    """Parse pybind11's form of a signature: `self: Store, port: int, world_size: int | None = None`."""
     flat = line
     while flat != (flat := re.sub(r"\[[^\[\]]*\]|\([^()]*\)|<[^<>]*>", "", flat)):
         pass
     parameters = []
-    for one in filter(None, flat.split(", ")):
-        name, _, rest = one.partition(":")
+    for parameter in filter(None, flat.split(", ")):
+        name, _, rest = parameter.partition(":")
         default = None if "=" in rest else inspect.Parameter.empty
         parameters.append(inspect.Parameter(name.strip(), inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default))
     return inspect.Signature(parameters)
 
 
 def overridden(kind: type, root: str) -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any]]]:
-    """(name, ours, theirs) of every method of a subclass of ours that replaces one of its bases in package `root`."""
+    """Yield (name, override, overridden method) of a class's methods that override those of bases in package `root`."""
     bases = [base for base in kind.__mro__[1:] if base.__module__.partition(".")[0] == root]
     for name, ours in vars(kind).items():
         theirs = next((vars(base)[name] for base in bases if name in vars(base)), None)
@@ -166,16 +166,22 @@ def overridden(kind: type, root: str) -> Iterator[tuple[str, Callable[..., Any],
 
 
 def check_override(ours: Callable[..., Any], theirs: Callable[..., Any], by_name: bool = True) -> None:
-    """Ours must take every call that theirs takes, positional and, unless not `by_name`, by keyword. Raises Missing."""
-    own, base = (inspect.signature(one) for one in (ours, theirs))
+    """Raise Missing if our override does not accept every call that the overridden function accepts.
+
+    Args:
+        ours: The override.
+        theirs: The function that it overrides.
+        by_name: True to also check calls with keyword arguments.
+    """
+    own, base = inspect.signature(ours), inspect.signature(theirs)
     if by_name:
         own, base = _without_self(own), _without_self(base)
-    plain = [one for one in base.parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    positional = [one.name for one in plain if one.kind is not one.KEYWORD_ONLY]
-    others = {one.name: None for one in plain if one.kind is one.KEYWORD_ONLY}
-    named = {one.name: None for one in plain if one.kind is not one.POSITIONAL_ONLY}
+    plain = [p for p in base.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positional = [p.name for p in plain if p.kind is not p.KEYWORD_ONLY]
+    keyword_only = {p.name: None for p in plain if p.kind is p.KEYWORD_ONLY}
+    named = {p.name: None for p in plain if p.kind is not p.POSITIONAL_ONLY}
     try:
-        own.bind(*positional, **others)
+        own.bind(*positional, **keyword_only)
         if by_name:
             own.bind(**named)
     except TypeError as error:
@@ -183,4 +189,4 @@ def check_override(ours: Callable[..., Any], theirs: Callable[..., Any], by_name
 
 
 def _without_self(signature: inspect.Signature) -> inspect.Signature:
-    return signature.replace(parameters=[one for one in signature.parameters.values() if one.name != "self"])
+    return signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "self"])

@@ -10,12 +10,12 @@ import pytest
 pytestmark = pytest.mark.gpu
 KERNEL_ASSERTION = """
 import torch
-from skyrl_train.engines.step_loop import DeviceMonitor, compute
+from skyrl_train.engines.step_loop import DeviceMonitor, check_device
 from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.errors import EngineError
 device = torch.device("cuda")
 lifecycle = Lifecycle("a")
-monitor = DeviceMonitor(lifecycle, lambda: compute(device))
+monitor = DeviceMonitor(lifecycle, lambda: check_device(device))
 monitor.check()
 lifecycle.check_alive()
 def step():

@@ -64,6 +64,6 @@ class DeferredCopyMode(TorchDispatchMode):
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """In place of that of weight_sync/handover.py."""
+    """Replace the function of weight_sync/ipc.py in tests."""
     assert device.type == "cpu"
     DeferredCopyMode.entered[-1].synchronize()

@@ -1,4 +1,4 @@
-"""An engine of any kind with everything at hand to hold it to the protocol: see tests/integration/engines."""
+"""A harness that tests engines of any kind against the engine protocol; see tests/integration/engines."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from tests.support.weight_targets import AdaptedTrainer, LocalTrainer
 
 T = TypeVar("T")
 TOLERANCE = 1e-4
-"""nats, between an engine in float32 and the reference."""
+"""Maximum difference of log-probs, in nats, between an engine in float32 and the reference."""
 MAX_MODEL_LEN = 1024
-"""What the engines of the suite are started with."""
+"""max_model_len of the suite's engines."""
 MAX_NUM_SEQS = 16
 PROMPT = (50, 60, 70, 80, 90)
 LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))
 LONGEST = 500
-"""Tokens of a request that is still running when something happens to it."""
+"""Response length of a request that must still be running when a test disturbs it."""
 PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250], list(range(20, 60))]
 TOKENIZER = byte_tokenizer()
-_EASIEST_FIRST = ("in_process", "ipc", "checkpoint", "broadcast")
+_CHEAPEST_FIRST = ("in_process", "ipc", "checkpoint", "broadcast")
 END_OF_SEQUENCE, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 
 
 def save_as_base_model(model: PreTrainedModel, folder: Path) -> None:
-    """Save a model whose configurations and tokenizer name another end than that of the turns in its chat template."""
+    """Save a model whose configurations and tokenizer have another end token than the turns of its chat template."""
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = END_OF_SEQUENCE
     assert model.generation_config is not None
@@ -50,7 +50,7 @@ def save_as_base_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 class BackgroundLoop:
-    """One event loop for engines that live longer than a test."""
+    """An event loop on a thread, for engines that outlive a test."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -58,7 +58,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 240.0) -> T:
-        """Wait for a coroutine on the loop. TimeoutError after `timeout_s`, when it is cancelled."""
+        """Run a coroutine on the loop and wait. It is cancelled with a TimeoutError after `timeout_s`."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
@@ -72,7 +72,7 @@ class BackgroundLoop:
 
 
 class EngineHarness:
-    """An engine, a model with the weights that it serves, and the loop that both are used on."""
+    """An engine, a model with the weights that it serves, and the loop on which both run."""
 
     _names = itertools.count()
 
@@ -84,9 +84,14 @@ class EngineHarness:
         folder: Path,
         head_start_s: float = 0.05,
     ):
-        """`model` has the shape of the engine's; `folder` is for the `checkpoint` route.
+        """Create a harness.
 
-        `head_start_s`: from when the engine counts a request as running until it has some tokens.
+        Args:
+            engine: The engine.
+            model: A model with the architecture of the engine's.
+            loop: The loop on which the engine is used.
+            folder: Folder for the `checkpoint` route.
+            head_start_s: Time from when the engine counts a request as running until the request has some tokens.
         """
         self._head_start_s = head_start_s
         self.engine = engine
@@ -96,7 +101,7 @@ class EngineHarness:
         self.run = loop.run
         self.folder = folder
         self._served: object = None
-        """Which weights it has; None when that is not known."""
+        """Name of the weights that the engine serves; None if unknown."""
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +116,7 @@ class EngineHarness:
         adapter: str | None = None,
         **sampling: Any,
     ) -> SampleRequest:
-        """Like a rollout's, 16 tokens unless said otherwise, not ended by the model; ids are never used twice."""
+        """Return a request with a unique id, by default for 16 tokens and with ignore_eos."""
         params = SamplingParams(**({"max_tokens": 16, "ignore_eos": True} | sampling))
         request_id = f"{name or 'request'}-{next(self._names)}"
         return SampleRequest(request_id, to_token_array(prompt), params, seed, "", group, deadline_s, adapter)
@@ -120,16 +125,16 @@ class EngineHarness:
         return self.run(self.engine.generate(requests))
 
     def start(self, *requests: SampleRequest) -> asyncio.Task[list[Completion]]:
-        """On the loop: requests under way, each in a call of its own; the task ends when all have."""
+        """Start each request in a separate call, and return a task of all completions. Runs on the harness's loop."""
 
-        async def all_of_them() -> list[Completion]:
-            answers = await asyncio.gather(*(self.engine.generate([request]) for request in requests))
-            return [completion for (completion,) in answers]
+        async def generate_all() -> list[Completion]:
+            results = await asyncio.gather(*(self.engine.generate([request]) for request in requests))
+            return [completion for (completion,) in results]
 
-        return asyncio.ensure_future(all_of_them())
+        return asyncio.ensure_future(generate_all())
 
     async def wait_until_running(self, count: int = 1) -> None:
-        """Until that many requests have begun and had time for some tokens."""
+        """Wait until `count` requests are running and have had time for some tokens."""
         async with asyncio.timeout(60):
             while (await self.engine.health()).running < count:
                 await asyncio.sleep(0.002)
@@ -137,18 +142,18 @@ class EngineHarness:
 
     @property
     def pause_mode(self) -> str:
-        """One that lets requests go on afterwards, the gentlest that there is."""
+        """A supported pause mode after which requests continue: "keep" if possible."""
         return "keep" if "keep" in self.capabilities.pause_modes else "retract"
 
     def refusal_reason(self, feature: str) -> str:
-        """Why the engine refuses `feature`. AssertionError where its capabilities do not say."""
-        found = [why for name, why in self.capabilities.refusals.items() if feature in name]
-        assert found, f"{self.capabilities.name} lacks {feature}, and its capabilities.refusals do not say why"
-        return found[0]
+        """Return the reason why the engine does not support `feature`; fail if its capabilities give none."""
+        reasons = [reason for name, reason in self.capabilities.refusals.items() if feature in name]
+        assert reasons, f"{self.capabilities.name} lacks {feature}, but its capabilities.refusals give no reason"
+        return reasons[0]
 
     @property
     def model(self) -> PreTrainedModel:
-        """What the trainer has; the engine has it after a sync."""
+        """The trainer's model, whose weights the engine serves after a sync."""
         return self._model
 
     @model.setter
@@ -161,18 +166,18 @@ class EngineHarness:
         return tiny_model(self.model.config.model_type, tied=self.tied, seed=seed)
 
     def spelling_model(self, text: str) -> PreTrainedModel:
-        """Whatever character of `text` it read last, it goes on with the next one, round and round, almost surely."""
+        """Return a model that almost surely repeats the characters of `text` in a cycle."""
         return spelling_model([*TOKENIZER.encode(text, add_special_tokens=False)], tied=self.tied)
 
     def serve(self, model: PreTrainedModel, name: object = None) -> Reference:
-        """Give the engine these weights, unless weights of this `name` are there already; returns what is right now."""
+        """Sync these weights, unless the engine already serves weights of this name; return their reference."""
         if name is None or name != self._served:
             self.run(self.publish(model))
             self._served = name
         return Reference(self.model)
 
     async def publish(self, model: PreTrainedModel, route: str = "", *, probed: bool = False) -> dict[str, float]:
-        """One sync as the version after the one that is served."""
+        """Sync a model as the version after the served one, and return the sync's metrics."""
         self.model = model
         async with self.syncing(route, probed=probed) as weight_sync:
             return await weight_sync.sync_all(await self.next_version())
@@ -190,7 +195,15 @@ class EngineHarness:
         probed: bool = True,
         deadline_s: float = 60.0,
     ) -> AsyncIterator[WeightSync]:
-        """Syncs of `self.model`; `trainer` and `engine` may stand in between. Leaves no connection behind."""
+        """Yield a WeightSync of `self.model`, and close its connections afterwards.
+
+        Args:
+            route: The weight route; empty for the cheapest one.
+            trainer: Replacement of the trainer.
+            engine: Replacement of the engine.
+            probed: True to verify each sync with a probe.
+            deadline_s: Deadline of a sync, in seconds.
+        """
         trainer = trainer or LocalTrainer(self.model, bucket_bytes=1 << 14)
 
         async def trainer_score(token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -213,10 +226,10 @@ class EngineHarness:
 
     @property
     def cheapest_route(self) -> str:
-        return next(route for route in _EASIEST_FIRST if route in self.capabilities.weight_routes)
+        return next(route for route in _CHEAPEST_FIRST if route in self.capabilities.weight_routes)
 
     async def restore(self) -> None:
-        """Whatever a test did: awake, whole, not paused."""
+        """Wake the engine, complete its weights and resume it, whatever a test did to it."""
         health = await self.engine.health()
         if health.asleep:
             await self.engine.wake_up()
@@ -230,7 +243,7 @@ def long_requests(bench: EngineHarness, count: int = 4, **options: Any) -> list[
 
 
 def spelling_model(tokens: Sequence[int], *, tied: bool) -> PreTrainedModel:
-    """Each of `tokens` is followed by the next one in a ring: the first layer's feed-forward maps code to code."""
+    """Return a model that repeats `tokens` in a cycle: its first feed-forward layer maps each code to the next one."""
     model: Any = tiny_model("qwen3", tied=tied)
     hidden = model.config.hidden_size
     with torch.no_grad():
@@ -248,7 +261,7 @@ def spelling_model(tokens: Sequence[int], *, tied: bool) -> PreTrainedModel:
 
 
 def assert_spans(completion: Completion, allowed: Sequence[int]) -> list[VersionSpan]:
-    """Versions cover the tokens without gap, in the order of `allowed`; returns the spans."""
+    """Check that the spans cover all tokens without a gap, with versions in the order of `allowed`; return them."""
     spans = completion.versions
     edges = [0, *(span.stop for span in spans)]
     assert [span.start for span in spans] == edges[:-1], spans
@@ -258,25 +271,25 @@ def assert_spans(completion: Completion, allowed: Sequence[int]) -> list[Version
     return spans
 
 
-def largest_difference(got: ArrayLike, wanted: ArrayLike) -> float:
-    """In nats; of one length."""
-    one, other = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    assert one.shape == other.shape
-    return float(np.abs(one - other).max(initial=0.0))
+def largest_difference(actual: ArrayLike, expected: ArrayLike) -> float:
+    """Return the largest absolute difference of two arrays of the same shape; 0 if they are empty."""
+    actual_array, expected_array = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual_array.shape == expected_array.shape
+    return float(np.abs(actual_array - expected_array).max(initial=0.0))
 
 
 def assert_logprobs(
     reference: Reference, request: SampleRequest, completion: Completion, *, tolerance: float = TOLERANCE
 ) -> None:
-    """Both log-probs of every token are the reference's."""
+    """Check both log-probs of every token against the reference."""
     prompt, sampled, sampling = request.token_ids, completion.token_ids.tolist(), request.sampling
     truncated, full = reference.logprobs(prompt, sampled, sampling)
     assert largest_difference(completion.full_logprobs.tolist(), full) <= tolerance
     allowed = [truncated]
     if sampling.temperature and (sampling.top_p < 1 or sampling.min_p):
-        # Rounding decides whether a token that lies at a threshold is kept, and with it the share of all others.
-        for more in (1 - tolerance, 1 + tolerance):
-            moved = replace(sampling, top_p=min(1.0, sampling.top_p * more), min_p=sampling.min_p / more)
-            allowed.append(reference.logprobs(prompt, sampled, moved)[0])
-    for got, *wanted in zip(completion.logprobs.tolist(), *allowed, strict=True):
-        assert min(abs(got - one) for one in wanted) <= tolerance
+        # Rounding decides if a token at a threshold is kept, which changes the probabilities of all other tokens.
+        for factor in (1 - tolerance, 1 + tolerance):
+            shifted = replace(sampling, top_p=min(1.0, sampling.top_p * factor), min_p=sampling.min_p / factor)
+            allowed.append(reference.logprobs(prompt, sampled, shifted)[0])
+    for actual, *expected in zip(completion.logprobs.tolist(), *allowed, strict=True):
+        assert min(abs(actual - logprob) for logprob in expected) <= tolerance

@@ -55,7 +55,7 @@ class FakeTrainerParts:
 
     async def publish(self, version: int) -> dict[str, float]:
         if version == self.fail_at_version:
-            raise WeightSyncError("torn")
+            raise WeightSyncError("incomplete")
         self.version = version
         self.events.append(f"publish {version}")
         return {"weights/version": float(version)}
@@ -95,7 +95,7 @@ class FakeTrainerParts:
 
     async def attach_stall_report(self, error: BaseException) -> None:
         if isinstance(error, DeadlineExceeded):
-            error.explanation = "policy rank 1 does not answer"
+            error.explanation = "policy rank 1 does not respond"
 
     async def export(self, step: int) -> None:
         self.events.append(f"export {step}")

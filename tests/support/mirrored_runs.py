@@ -1,4 +1,4 @@
-"""Runs at an address without a trainer: machines that save checkpoints, and what a server saw of them."""
+"""Mirrored runs without a trainer: machines that save checkpoints, and the uploads that a server received."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ URI = f"s3://{BUCKET}/team/run"
 
 
 class MirroredMachine:
-    """A folder with checkpoints, and its mirror."""
+    """A machine of a run: a local folder with checkpoints, and its mirror."""
 
     def __init__(self, folder: Path, uri: str = URI, keep: int = -1):
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ class MirroredMachine:
         self.mirror.lease.release()
 
     def stop_renewals(self) -> None:
-        """Stop the renewals of the claim, like those of a process that is stopped or killed."""
+        """Stop renewing the lease, like a process that is stopped or killed."""
         self.mirror.lease.stop()
         self.mirror.lease._renewal.join(10)
 
@@ -50,9 +50,9 @@ class MirroredMachine:
 
 
 def puts(server: S3Server, name: str) -> list[str]:
-    """What was uploaded under this name, each time."""
+    """Return the names of all uploads that match a pattern, in order and with repetitions."""
     names = (line.rpartition("run/")[2] for line in server.seen if line.startswith("PUT"))
-    return [one for one in names if re.match(name, one)]
+    return [uploaded for uploaded in names if re.match(name, uploaded)]
 
 
 def wait_until(condition: object, seconds: float = 20.0) -> None:

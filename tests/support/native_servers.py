@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's own servers on CPUs, started as docs/engines.md says."""
+"""vLLM's and SGLang's own servers on CPUs, started as documented in docs/engines.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 import skyrl_train.engines
 from skyrl_train.cluster.addresses import free_address
 
-STAND_INS = Path(skyrl_train.engines.__file__).parent / "sglang" / "stand_ins"
+STUBS = Path(skyrl_train.engines.__file__).parent / "sglang" / "stubs"
 TOKEN = "a-token-of-the-tests"
 
 _VLLM = """
@@ -33,19 +33,29 @@ _SGLANG = """
 """
 _ENVIRONMENT = {
     "vllm": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"},
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STAND_INS), "PYTHONWARNINGS": "ignore"},
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STUBS), "PYTHONWARNINGS": "ignore"},
 }
 SPARE = 6
-"""Places that SGLang wants beyond the longest request."""
+"""Number of positions that SGLang needs in addition to the longest request."""
 
 
 class NativeServerProcess:
-    """A server that is starting; `stop` ends it with everything that it started."""
+    """A server process. It may still be starting, and `stop` kills it with all its descendants."""
 
     def __init__(
         self, kind: str, model: str, *, log: Path, length: int = 1024, seqs: int = 16, plain: bool = False, **env: str
     ):
-        """`kind` is vllm or sglang; `plain`: vLLM's without what training wants of it. `log`: a file for its output."""
+        """Start a server.
+
+        Args:
+            kind: "vllm" or "sglang".
+            model: Folder of the model.
+            log: File for the server's output.
+            length: Maximum length of a prompt with its response, in tokens.
+            seqs: Maximum number of running requests.
+            plain: True to start vLLM without the options that training requires.
+            env: Additional environment variables.
+        """
         _, port = free_address()
         self.address = f"127.0.0.1:{port}"
         command = _SGLANG if kind == "sglang" else _VLLM + ("" if plain else _VLLM_FOR_TRAINING)
@@ -62,26 +72,26 @@ class NativeServerProcess:
             )
 
     def stop(self) -> None:
-        """At once. Stopping twice is harmless."""
+        """Kill the server and its descendants. Stopping twice is harmless."""
         end(self._process)
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill a process with everything that it started; what their resource trackers know of is gone from /dev/shm.
+    """Kill a process and its descendants. Their resource trackers remove files from /dev/shm.
 
-    SGLang's slot files (sglang_loads_*.shm, 16 KiB each) are in no tracker: a killed server leaves its own.
+    No tracker knows SGLang's files sglang_loads_*.shm (16 KiB each), so a killed server leaves them behind.
     """
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    trackers = [member for member in family if _is_resource_tracker(member)]
+    descendants = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    trackers = [descendant for descendant in descendants if _is_resource_tracker(descendant)]
     process.kill()
     process.wait()
-    for member in family:
-        if member not in trackers and member.is_running():
-            member.kill()
-    # A tracker removes what those it served left in shared memory once they are gone, and then ends by itself.
-    _, alive = psutil.wait_procs(family, timeout=10)
-    for member in alive:
-        member.kill()
+    for descendant in descendants:
+        if descendant not in trackers and descendant.is_running():
+            descendant.kill()
+    # When its processes have ended, a tracker removes their files from shared memory and then exits.
+    _, alive = psutil.wait_procs(descendants, timeout=10)
+    for descendant in alive:
+        descendant.kill()
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

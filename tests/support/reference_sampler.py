@@ -1,4 +1,4 @@
-"""What an engine must agree with: a Hugging Face model in fp32, one plain forward at a time."""
+"""The reference for engines: a Hugging Face model in float32, with one plain forward pass per sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.weight_targets import score
 
 
 class Reference:
-    """Holds a copy of the model as it is now, with eager attention."""
+    """A copy of a model, in float32 and with eager attention."""
 
     def __init__(self, model: PreTrainedModel):
         self.model: Any = copy.deepcopy(model).float().eval()
@@ -31,23 +31,23 @@ class Reference:
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int] | Tokens, count: int) -> list[int]:
-        """The `count` likeliest next tokens; ends of sequence do not end it."""
+        """Return `count` greedily sampled tokens. End-of-sequence tokens do not end the response."""
         ids = np.asarray(prompt).tolist()
         for _ in range(count):
             ids.append(int(self._logits(ids)[-1].argmax()))
         return ids[len(prompt) :]
 
     def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probs (nats) of every token after its first."""
+        """Return the log-probs in nats of all tokens but the first, for each sequence."""
         return score(self.model, token_ids, temperature)
 
     @torch.no_grad()
     def logprobs(
         self, prompt: Sequence[int] | Tokens, sampled: Sequence[int] | Tokens, sampling: SamplingParams
     ) -> tuple[list[float], list[float]]:
-        """Log-probs (nats) of `sampled`: of the distribution sampled from, and of the one before truncation.
+        """Return the log-probs in nats of `sampled`, in the distribution sampled from and before truncation.
 
-        The order is Hugging Face's: repetition penalty, temperature, top_k, top_p, min_p.
+        Parameters apply in Hugging Face's order: repetition penalty, temperature, top_k, top_p, min_p.
         """
         sampled = np.asarray(sampled).tolist()
         tokens = torch.tensor([[*np.asarray(prompt).tolist(), *sampled]])
@@ -64,9 +64,16 @@ class Reference:
     def full_logprobs_after(
         self, old: Reference, prompt: Sequence[int] | Tokens, sampled: Sequence[int] | Tokens, change: int
     ) -> list[float]:
-        """Of sampled[change:] (nats, temperature 1) where weights changed from `old` under a running request.
+        """Return the log-probs (nats, temperature 1) of sampled[change:] after a change of weights.
 
-        Keys and values of all that was read before stay those of `old`; the newest token was sampled, not yet read.
+        Keys and values of earlier tokens are those of `old`. At the change, the newest token had been sampled but not
+        yet processed.
+
+        Args:
+            old: The reference of the old weights.
+            prompt: The prompt's tokens.
+            sampled: The sampled tokens.
+            change: Index of the first token sampled with the new weights.
         """
         ids = torch.tensor([[*np.asarray(prompt).tolist(), *np.asarray(sampled).tolist()]])
         read = len(prompt) + change - 1
@@ -75,12 +82,12 @@ class Reference:
         return logits.float().log_softmax(-1).gather(-1, ids[0, read + 1 :, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
     def _logits(self, ids: Sequence[int]) -> Tensor:
-        """[L, V]"""
+        """Return the logits of a sequence, [L, V]."""
         return self.model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
 
 def _truncate(seen: Any, logits: Any, sampling: SamplingParams) -> Tensor:
-    """[1, V] -> [1, V], -inf where a token cannot be sampled."""
+    """Return logits [1, V] with -inf for tokens that cannot be sampled."""
     if sampling.repetition_penalty != 1:
         logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(seen, logits)
     steps = LogitsProcessorList()

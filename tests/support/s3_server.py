@@ -1,4 +1,4 @@
-"""A real S3 server (moto) on a free port of 127.0.0.1, whose uploads a test can hold up."""
+"""A real S3 server (moto) on a free port of 127.0.0.1, whose requests a test can block or reject."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ class S3Server:
 
     port: int
     reject_pattern: str = ""
-    """Requests whose "METHOD /path" matches it are answered with `refused_as`, as with a token that has expired."""
+    """Requests whose "METHOD /path" matches this are answered with `reject_status`, like an expired token."""
     reject_status: str = "403 Forbidden"
     reject_condition: str = ""
-    """Those with a header that begins so (`HTTP_IF_`) are, too."""
+    """Requests with a header whose name starts with this (`HTTP_IF_`) are rejected, too."""
     lose_answer_pattern: str = ""
-    """The first that matches it is done, and answered with 500, as if the answer had been lost."""
+    """The first request that matches this is executed and answered with 500, as if the response had been lost."""
     block_pattern: str = ""
-    """Those that match it wait until `let_go`."""
+    """Requests that match this wait until `unblock`."""
     is_blocking: threading.Event = field(default_factory=threading.Event)
     """Set once a request waits."""
     seen: list[str] = field(default_factory=list)
-    _let_go: threading.Event = field(default_factory=threading.Event)
+    """All requests so far, as "METHOD /path"."""
+    _unblocked: threading.Event = field(default_factory=threading.Event)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to reach it, all of it AWS's own variables."""
+        """The AWS variables with which a process reaches the server."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -49,7 +50,7 @@ class S3Server:
         }
 
     def objects(self) -> dict[str, bytes]:
-        """Key -> content of all objects of the bucket."""
+        """Return the content of all objects of the bucket by key."""
         keys = self._keys()
         return {key: keys[key].value for key in keys}
 
@@ -61,30 +62,30 @@ class S3Server:
 
     def unblock(self) -> None:
         self.block_pattern = ""
-        self._let_go.set()
+        self._unblocked.set()
 
     def empty(self) -> None:
-        """Forget all objects, and what was asked of it."""
+        """Delete all objects, and reset the patterns and the recorded requests."""
         self.block_pattern = self.reject_pattern = self.reject_condition = self.lose_answer_pattern = ""
         self.reject_status = "403 Forbidden"
         keys = self._keys()
         for key in [*keys]:
-            keys.pop(key)  # which closes its file
+            keys.pop(key)  # This closes the object's file.
         self.seen.clear()
-        self.is_blocking, self._let_go = threading.Event(), threading.Event()
+        self.is_blocking, self._unblocked = threading.Event(), threading.Event()
 
     def pass_through(self, request: str) -> bool:
-        """Note a request, and hold it up if that was asked for; whether the server shall answer it."""
+        """Record a request and block it if it matches; return False if it must be rejected."""
         self.seen.append(request)
         if self.block_pattern and re.search(self.block_pattern, request):
             self.is_blocking.set()
-            self._let_go.wait()
+            self._unblocked.wait()
         return not (self.reject_pattern and re.search(self.reject_pattern, request))
 
 
 @contextmanager
 def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """Serve, with the variables of this process set so that it is reached."""
+    """Run a server, with the environment variables of this process set to reach it."""
     from moto.s3.models import s3_backends
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
@@ -101,7 +102,7 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
             return []
         if state.lose_answer_pattern and re.search(state.lose_answer_pattern, request):
             state.lose_answer_pattern = ""
-            list(application(environ, lambda *answer: None))
+            list(application(environ, lambda *response: None))
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return []
         return application(environ, start_response)

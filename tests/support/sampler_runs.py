@@ -1,7 +1,7 @@
-"""The three engines' samplers over the same logits and seeds, in batches that requests join and leave.
+"""The samplers of all three engines with the same logits and seeds, in batches that requests join and leave.
 
-`python -m tests.support.sampler_runs vllm|sglang` prints what that engine's sampler said, as `sampled_by_rows` tells it
-of the transformers engine's; vLLM's also counts the operations of a step.
+`python -m tests.support.sampler_runs vllm|sglang` prints the samples of that engine in the form of `sampled_by_rows`,
+which returns those of the transformers engine. For vLLM it also prints the number of operations of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.token_sampler import RowSampler, SampledTokens
 
 VOCABULARY = 700
-WAYS: list[dict[str, Any]] = [
+SAMPLING_OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
     {"temperature": 0.6},
@@ -35,26 +35,26 @@ WAYS: list[dict[str, Any]] = [
 ]
 SEEDS = (0, 7, 2**63 - 1, 2**63, 2**64 - 1)
 REQUESTS = [
-    SampleRequest(f"{way}.{number}", to_token_array((1, 2, 3)), SamplingParams(max_tokens=99, **options), seed)
+    SampleRequest(f"{index}.{number}", to_token_array((1, 2, 3)), SamplingParams(max_tokens=99, **options), seed)
     for number, seed in enumerate(SEEDS)
-    for way, options in enumerate(WAYS)
+    for index, options in enumerate(SAMPLING_OPTIONS)
 ]
 STEPS = 40
-"""More than random numbers are made for at once."""
+"""Number of tokens, more than the sampler generates random numbers for at once."""
 ReportedTokens = dict[str, list[tuple[int, float, float]]]
-"""By request: the id and the two log-probs of every token."""
+"""The id and both log-probs of every token, by request."""
 Plan = list[tuple[frozenset[int], frozenset[int]]]
-"""Of every step: which requests are in the batch, and which of these read a part of their prompt: no token of them."""
+"""For every step, the requests in the batch, and those that are in a prefill and sample no token."""
 
 
 def logits_of(index: int, generated: int) -> Tensor:
-    """[V] float32 with many ties, by request and number of its tokens so far."""
+    """Return logits [V] in float32 with many ties, which depend on the request and its number of tokens."""
     generator = torch.Generator().manual_seed(1000 * index + generated)
     return (torch.randn(VOCABULARY, generator=generator) * 8).round() / 4
 
 
 def plans() -> dict[str, Plan]:
-    """Every request gets `STEPS` tokens: alone, beside all others, and among others that come and go."""
+    """Return plans in which every request gets `STEPS` tokens: alone, with all others, and with changing others."""
     count, none = len(REQUESTS), frozenset[int]()
     alone = [(frozenset([index]), none) for index in range(0, count, 3) for _ in range(STEPS)]
     starts = [3 * (index * 7 % count) for index in range(count)]
@@ -66,7 +66,7 @@ def plans() -> dict[str, Plan]:
 
 
 class Batch:
-    """An engine's sampler; requests are named by their place in `REQUESTS`."""
+    """An engine's sampler and its batch. Requests are identified by their index in `REQUESTS`."""
 
     def join(self, index: int) -> None:
         raise NotImplementedError
@@ -75,26 +75,26 @@ class Batch:
         raise NotImplementedError
 
     def order(self) -> list[int]:
-        """The requests in the rows of the batch."""
+        """Return the requests in the rows of the batch."""
         raise NotImplementedError
 
-    def sample(self, logits: Tensor, reading: frozenset[int]) -> list[tuple[int, float, float]]:
+    def sample(self, logits: Tensor, prefilling: frozenset[int]) -> list[tuple[int, float, float]]:
         raise NotImplementedError
 
 
 def run(make: Callable[[], Batch], plan: Plan) -> ReportedTokens:
-    batch, said, present = make(), defaultdict[str, list[Any]](list), frozenset[int]()
-    for wanted, reading in plan:
-        for index in sorted(present - wanted):
+    batch, samples, present = make(), defaultdict[str, list[Any]](list), frozenset[int]()
+    for members, prefilling in plan:
+        for index in sorted(present - members):
             batch.leave(index)
-        for index in sorted(wanted - present):
+        for index in sorted(members - present):
             batch.join(index)
-        present, order = wanted, batch.order()
-        logits = torch.stack([logits_of(index, len(said[REQUESTS[index].request_id])) for index in order])
-        for index, told in zip(order, batch.sample(logits, reading), strict=True):
-            if index not in reading:
-                said[REQUESTS[index].request_id].append(told)
-    return {name: tokens for name, tokens in said.items() if tokens}
+        present, order = members, batch.order()
+        logits = torch.stack([logits_of(index, len(samples[REQUESTS[index].request_id])) for index in order])
+        for index, token in zip(order, batch.sample(logits, prefilling), strict=True):
+            if index not in prefilling:
+                samples[REQUESTS[index].request_id].append(token)
+    return {name: tokens for name, tokens in samples.items() if tokens}
 
 
 def run_all(make: Callable[[], Batch]) -> dict[str, ReportedTokens]:
@@ -102,7 +102,7 @@ def run_all(make: Callable[[], Batch]) -> dict[str, ReportedTokens]:
 
 
 class RowBatch(Batch):
-    """As the transformers engine uses it."""
+    """The sampler of the transformers engine."""
 
     def __init__(self) -> None:
         self._generated: dict[int, int] = {}
@@ -118,25 +118,25 @@ class RowBatch(Batch):
     def order(self) -> list[int]:
         return list(self._generated)
 
-    def sample(self, logits: Tensor, reading: frozenset[int]) -> list[tuple[int, float, float]]:
-        rows = [row for row, index in enumerate(self.order()) if index not in reading]
-        chosen = [self.order()[row] for row in rows]
-        if self._sampler is None or reading:
-            params, seeds = [REQUESTS[i].sampling for i in chosen], [REQUESTS[i].seed for i in chosen]
-            generated = [self._generated[index] for index in chosen]
-            self._sampler = RowSampler(params, seeds, generated, torch.device("cpu")) if chosen else None
-        said = [(0, 0.0, 0.0)] * len(logits)
+    def sample(self, logits: Tensor, prefilling: frozenset[int]) -> list[tuple[int, float, float]]:
+        rows = [row for row, index in enumerate(self.order()) if index not in prefilling]
+        indices = [self.order()[row] for row in rows]
+        if self._sampler is None or prefilling:
+            params, seeds = [REQUESTS[i].sampling for i in indices], [REQUESTS[i].seed for i in indices]
+            generated = [self._generated[index] for index in indices]
+            self._sampler = RowSampler(params, seeds, generated, torch.device("cpu")) if indices else None
+        tokens = [(0, 0.0, 0.0)] * len(logits)
         if self._sampler is not None:
-            for row, told in zip(rows, _told(self._sampler(logits[rows])), strict=True):
-                said[row] = told
-        for index in chosen:
+            for row, token in zip(rows, _to_rows(self._sampler(logits[rows])), strict=True):
+                tokens[row] = token
+        for index in indices:
             self._generated[index] += 1
-        if reading:
+        if prefilling:
             self._sampler = None
-        return said
+        return tokens
 
 
-def _told(sampled: SampledTokens) -> list[tuple[int, float, float]]:
+def _to_rows(sampled: SampledTokens) -> list[tuple[int, float, float]]:
     columns = (sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.full_logprobs.tolist())
     return list(zip(*columns, strict=True))
 
@@ -146,7 +146,7 @@ def sampled_by_rows() -> dict[str, ReportedTokens]:
 
 
 class SGLangBatch(Batch):
-    """A request that SGLang reads the prompt of is a batch of its own, and joins the others with its first token."""
+    """SGLang's batches. A request in its prefill is a separate batch that joins the others with its first token."""
 
     def __init__(self) -> None:
         from skyrl_train.engines.sglang import sampler as module
@@ -169,32 +169,32 @@ class SGLangBatch(Batch):
         self._indices = [*self._indices, index]
 
     def leave(self, index: int) -> None:
-        keep = [row for row, one in enumerate(self._indices) if one != index]
+        keep = [row for row, member in enumerate(self._indices) if member != index]
         self._module._on_filter_batch(self._info, keep, torch.tensor(keep))
         self._indices = [self._indices[row] for row in keep]
 
     def order(self) -> list[int]:
         return self._indices
 
-    def sample(self, logits: Tensor, reading: frozenset[int]) -> list[tuple[int, float, float]]:
-        info, keep = self._info, [row for row, index in enumerate(self._indices) if index not in reading]
-        if reading:
+    def sample(self, logits: Tensor, prefilling: frozenset[int]) -> list[tuple[int, float, float]]:
+        info, keep = self._info, [row for row, index in enumerate(self._indices) if index not in prefilling]
+        if prefilling:
             info = SimpleNamespace(device="cpu", custom_params=info.custom_params)
             self._module._on_filter_batch(info, keep, torch.tensor(keep))
-        said = [(0, 0.0, 0.0)] * len(logits)
+        tokens = [(0, 0.0, 0.0)] * len(logits)
         if keep:
             if self._batch is None or self._batch.rows is not info.custom_params:
                 self._batch = self._module._Batch(info.custom_params, torch.device("cpu"))
             output: Any = SimpleNamespace()
             ids = self._batch.sample(logits[keep], output).tolist()
             columns = (output.sampling_mask_output.selected_logprobs, output.next_token_logprobs)
-            for row, *told in zip(keep, ids, *(column.tolist() for column in columns), strict=True):
-                said[row] = tuple(told)
-        return said
+            for row, *token in zip(keep, ids, *(column.tolist() for column in columns), strict=True):
+                tokens[row] = tuple(token)
+        return tokens
 
 
 class VLLMBatch(Batch):
-    """vLLM's own batch of rows, which tells its logits processors, and so our sampler, what changes."""
+    """vLLM's InputBatch, which reports changes to its logits processors and thereby to our sampler."""
 
     def __init__(self, rows: int = len(REQUESTS), vocabulary: int = VOCABULARY) -> None:
         from vllm.config import VllmConfig
@@ -233,67 +233,73 @@ class VLLMBatch(Batch):
         self.refresh()
         return [int(name) for name in self.batch.req_ids]
 
-    def sample(self, logits: Tensor, reading: frozenset[int]) -> list[tuple[int, float, float]]:
+    def sample(self, logits: Tensor, prefilling: frozenset[int]) -> list[tuple[int, float, float]]:
         output = self.runner.sampler(logits, self.batch.sampling_metadata)
         for name in self.batch.req_ids:
-            if int(name) not in reading:
-                self.outputs[name].append(-1)  # what async scheduling has there until the token is known
-        ids = output.sampled_token_ids.flatten().tolist()
-        return [(token, *both) for token, both in zip(ids, output.logprobs_tensors.logprobs.tolist(), strict=True)]
+            if int(name) not in prefilling:
+                self.outputs[name].append(-1)  # the placeholder of async scheduling for an unknown token
+        ids, logprobs = output.sampled_token_ids.flatten().tolist(), output.logprobs_tensors.logprobs.tolist()
+        return [(token, *columns) for token, columns in zip(ids, logprobs, strict=True)]
 
     def refresh(self) -> None:
-        """As vLLM's runner does before a step."""
+        """Prepare the batch for a step, as vLLM's model runner does."""
         self.batch.condense()
         self.batch.refresh_metadata()
 
 
-class Operations(TorchDispatchMode):
-    """Counts what would each be a kernel on an accelerator; views are none."""
+class OperationCounter(TorchDispatchMode):
+    """A counter of operations that would be kernels on an accelerator, which views are not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counted = Counter[str]()
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            self.counted[str(func)] += 1
+            self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def operations(rows: int, params: Sequence[Any], generators: bool = False) -> list[int]:
-    """Of 40 steps of a batch without changes, after the first: vLLM's own sampler if each row has a generator."""
+def count_operations(rows: int, params: Sequence[Any], generators: bool = False) -> list[int]:
+    """Return the number of operations of each of 40 steps of an unchanged batch, without its first step.
+
+    Args:
+        rows: Number of rows of the batch.
+        params: Sampling parameters of the rows, in turn.
+        generators: True to use vLLM's own sampler, with one generator per row.
+    """
     batch, logits = VLLMBatch(rows), torch.stack([logits_of(0, 0)] * rows)
     for row in range(rows):
         generator = torch.Generator().manual_seed(row) if generators else None
         batch.add(str(row), params[row % len(params)], generator)
     if generators:
         batch.runner.sampler = batch.own
-    found = []
+    totals = []
     with torch.inference_mode():
         for _ in range(STEPS + 1):
-            with Operations() as seen:
+            with OperationCounter() as counter:
                 batch.refresh()
                 batch.runner.sampler(logits.clone(), batch.batch.sampling_metadata)
-            found.append(seen.counted.total())
+            totals.append(counter.counts.total())
             for output in batch.outputs.values():
                 output.append(-1)
-    return found[1:]
+    return totals[1:]
 
 
-def _of_vllm() -> Iterator[tuple[str, Any]]:
+def _vllm_output() -> Iterator[tuple[str, Any]]:
     from vllm import SamplingParams as VLLMParams
 
     from skyrl_train.engines.vllm.arguments import sampling_params
 
-    yield "said", run_all(VLLMBatch)
+    yield "samples", run_all(VLLMBatch)
     plain = [sampling_params(request) for request in REQUESTS[:1]]
-    mixed = [sampling_params(request) for request in REQUESTS[: len(WAYS)]]
+    mixed = [sampling_params(request) for request in REQUESTS[: len(SAMPLING_OPTIONS)]]
     own = [VLLMParams(seed=1, logprobs=0)]
     for name, params, generators in (("plain", plain, False), ("mixed", mixed, False), ("vLLM's own", own, True)):
-        sizes = (len(WAYS), 256) if name == "mixed" else (4, 256)
-        yield name, [operations(rows, params, generators) for rows in sizes]
+        sizes = (len(SAMPLING_OPTIONS), 256) if name == "mixed" else (4, 256)
+        yield name, [count_operations(rows, params, generators) for rows in sizes]
 
 
 if __name__ == "__main__":
     engine = sys.argv[1]
-    print(json.dumps(dict(_of_vllm()) if engine == "vllm" else {"said": run_all(SGLangBatch)}))
+    print(json.dumps(dict(_vllm_output()) if engine == "vllm" else {"samples": run_all(SGLangBatch)}))

@@ -21,7 +21,7 @@ _VARYING: tuple[tuple[str, str], ...] = (
     (r"(?m)^  (prompt|answer)   .*", r"  \1   TEXT"),
     (r"stopped by \w+", "stopped by REASON"),
     (r"process \d+", "process N"),
-    (r"died during \w+: .*?(?= What it printed)", "died during CALL: HOW."),
+    (r"died during \w+: .*?(?= Its output is in)", "died during CALL: HOW."),
     (r"[0-9a-f]{16,}", "ID"),
 )
 

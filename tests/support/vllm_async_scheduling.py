@@ -1,4 +1,4 @@
-"""vLLM's async scheduling on a CPU, whose platform turns it off: the queue of steps under way is the same."""
+"""vLLM's async scheduling on a CPU, whose platform turns it off. The queue of pending steps is that of a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class _NoStream:
-    """What vLLM uses of a stream and of an event; on a CPU every step has ended when it returns."""
+    """A stand-in for a CUDA stream and event. On a CPU every step has ended when it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -26,7 +26,7 @@ class _NoStream:
 
 
 def enable_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines started from now on begin a step before they have the tokens of the one before."""
+    """Make engines that start later begin a step before they have the tokens of the previous step."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import pytest
 from skyrl_train.aio import EventLoopThrottle, finish_despite_cancellation, gather_all, with_timeout
 
 
-def test_results_come_in_the_order_of_the_calls():
+def test_gather_all_keeps_order():
     async def after(seconds: float) -> float:
         await asyncio.sleep(seconds)
         return seconds
@@ -49,7 +49,7 @@ def test_work_within_seconds_has_result_or_timeout():
 
 
 @pytest.mark.defect("tracebacks-of-what-nobody-awaits")
-def test_the_first_error_is_raised_once_the_others_have_ended_and_theirs_are_printed_nowhere():
+def test_first_error_is_raised_after_cleanup():
     ended: list[str] = []
     reported: list[dict[str, Any]] = []
 
@@ -59,7 +59,7 @@ def test_the_first_error_is_raised_once_the_others_have_ended_and_theirs_are_pri
             raise ValueError(name)
         except asyncio.CancelledError:
             await asyncio.sleep(0.01)
-            raise KeyError(name) from None  # of its own cleanup
+            raise KeyError(name) from None  # from its cleanup
         finally:
             ended.append(name)
 
@@ -77,7 +77,7 @@ def test_the_first_error_is_raised_once_the_others_have_ended_and_theirs_are_pri
     assert reported == []
 
 
-def test_what_is_cancelled_is_taken_to_its_end_and_what_it_raises_then_is_raised():
+def test_cancelled_work_runs_to_its_end():
     async def run(error: Exception | None) -> list[str]:
         done: list[str] = []
 
@@ -99,48 +99,48 @@ def test_what_is_cancelled_is_taken_to_its_end_and_what_it_raises_then_is_raised
         assert asyncio.run(run(error)) == ["all of it"]
 
 
-def test_so_many_go_through_in_a_turn_of_the_loop_in_the_order_in_which_they_came():
-    passes = EventLoopThrottle(3)
+def test_throttle_limits_calls_per_iteration_in_order():
+    throttle = EventLoopThrottle(3)
 
     async def run() -> list[list[int]]:
-        turns: list[list[int]] = [[]]
+        iterations: list[list[int]] = [[]]
 
         async def goes(number: int) -> None:
-            await passes()
-            turns[-1].append(number)
+            await throttle()
+            iterations[-1].append(number)
 
         tasks = [asyncio.ensure_future(goes(number)) for number in range(11)]
         await asyncio.sleep(0)
         tasks[4].cancel()
-        turns.append([])
+        iterations.append([])
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
-            turns.append([])
-        return [turn for turn in turns if turn]
+            iterations.append([])
+        return [turn for turn in iterations if turn]
 
-    for _ in (1, 2):  # in a loop of its own each
+    for _ in (1, 2):  # a new event loop each time
         assert asyncio.run(run()) == [[0, 1, 2], [3, 5, 6], [7, 8, 9], [10]]
 
 
-def test_loops_of_several_threads_do_not_hold_each_other_up():
-    passes = EventLoopThrottle(1)
+def test_throttle_is_independent_per_loop():
+    throttle = EventLoopThrottle(1)
 
     async def run() -> None:
         async with asyncio.timeout(10):
-            await asyncio.gather(*(passes() for _ in range(2000)))
+            await asyncio.gather(*(throttle() for _ in range(2000)))
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(lambda _: asyncio.run(run()), range(3)))
 
 
-def test_a_loop_that_ended_while_some_waited_holds_up_no_other():
-    passes = EventLoopThrottle(1)
+def test_closed_loop_does_not_block_throttle():
+    throttle = EventLoopThrottle(1)
     loop = asyncio.new_event_loop()
     for _ in range(3):
-        loop.create_task(passes()).add_done_callback(lambda task: task.cancelled())
+        loop.create_task(throttle()).add_done_callback(lambda task: task.cancelled())
     loop.call_soon(loop.stop)
     loop.run_forever()
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.close()
-    asyncio.run(asyncio.wait_for(passes(), 5))
+    asyncio.run(asyncio.wait_for(throttle(), 5))

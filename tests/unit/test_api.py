@@ -28,7 +28,7 @@ class Size(IntEnum):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "wanted"),
+    ("key", "value", "expected"),
     [
         ("trainer.max_steps", 5, 5),
         ("trainer.max_steps", Size.SMALL, 3),
@@ -43,26 +43,26 @@ class Size(IntEnum):
         ("data.train_data", ["one.jsonl", "a,b.parquet"], ("one.jsonl", "a,b.parquet")),
     ],
 )
-def test_values_of_python_arrive_as_they_are(key: str, value: Any, wanted: Any):
-    found: Any = load_config({key: value})
+def test_python_values_pass_through_hydra(key: str, value: Any, expected: Any):
+    actual: Any = load_config({key: value})
     for name in key.split("."):
-        found = getattr(found, name)
-    assert found == (value if isinstance(value, dict) else wanted)
+        actual = getattr(actual, name)
+    assert actual == (value if isinstance(value, dict) else expected)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"trainer.max_steps": {1, 2}}, "not set"),
         ({"trainer.project_name": b"bytes"}, "not bytes"),
         ({"generator.engine_init_kwargs": {"a,b": 1}}, "the name 'a,b'"),
         ({"generator.engine_init_kwargs": {None: 1}}, "the name None"),
-        (["--help"], "flags are arguments here"),
-        ([3], "3: must be text"),
+        (["--help"], "Pass flags as arguments"),
+        ([3], "3: must be a string"),
     ],
 )
-def test_what_no_command_line_can_say_is_refused_by_its_key(overrides: Any, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_override_values_are_rejected(overrides: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
         load_config(overrides)
 
 
@@ -70,12 +70,12 @@ def test_one_text_is_one_override():
     assert load_config("trainer.max_steps=7").trainer.max_steps == 7
 
 
-def test_an_experiment_with_a_run_of_its_own_is_not_trained_by_mistake():
-    with pytest.raises(ConfigError, match="EvaluationExp has a run of its own"):
+def test_train_rejects_experiment_that_overrides_run():
+    with pytest.raises(ConfigError, match="EvaluationExp overrides run"):
         train(load_config(), EvaluationExp)
 
 
-def test_check_names_everything_that_is_missing():
+def test_check_lists_everything_that_is_missing():
     with pytest.raises(ConfigError) as refused:
         check(load_config({"data.train_data": ["/none/a.jsonl"], "trainer.policy.model.path": "/none/model"}))
     assert "/none/a.jsonl" in str(refused.value) and "/none/model" in str(refused.value)
@@ -89,7 +89,7 @@ async def answer(ended: list[str], seconds: float = 0.01) -> str:
         ended.append("ended")
 
 
-def test_without_a_loop_it_waits_in_the_caller_s_thread_and_a_failure_is_the_only_one():
+def test_without_event_loop_runs_in_callers_thread():
     assert _run_blocking(answer([])) == threading.current_thread().name
 
     async def fail() -> None:
@@ -100,7 +100,7 @@ def test_without_a_loop_it_waits_in_the_caller_s_thread_and_a_failure_is_the_onl
     assert failed.value.__context__ is None
 
 
-def test_in_a_notebook_it_waits_in_a_thread_of_its_own():
+def test_with_event_loop_runs_in_thread():
     async def cell() -> str:
         return _run_blocking(answer([]))
 
@@ -108,18 +108,18 @@ def test_in_a_notebook_it_waits_in_a_thread_of_its_own():
 
 
 class TimeLimit(Exception):
-    """What a notebook raises when a cell takes too long."""
+    """Exception that a notebook raises when a cell takes too long."""
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeLimit])
-def test_whatever_interrupts_a_cell_ends_the_task_first(kind: type[BaseException]):
+def test_interrupted_cell_ends_task_first(kind: type[BaseException]):
     ended: list[str] = []
 
     def interrupt(number: int, frame: Any) -> None:
         raise kind
 
     async def interrupted() -> str:
-        os.kill(os.getpid(), signal.SIGUSR1)  # heard by the main thread, which waits
+        os.kill(os.getpid(), signal.SIGUSR1)  # handled by the main thread, which waits
         return await answer(ended, 60.0)
 
     async def cell() -> str:
@@ -137,7 +137,7 @@ def test_whatever_interrupts_a_cell_ends_the_task_first(kind: type[BaseException
 
 
 @pytest.mark.defect("a-program-is-told-less")
-def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatch: pytest.MonkeyPatch):
+def test_train_raises_root_cause(monkeypatch: pytest.MonkeyPatch):
     class Cluster:
         left = 0
 
@@ -157,33 +157,33 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
     class OwnRun(Experiment):
         def __init__(self, cfg: Any):
             self.cluster: Any = Cluster()
-            made.append(self)
+            experiments.append(self)
 
         def session(self) -> Any:
             raise WorkerDied("rank 0 died, which follows from it")
 
-    made: list[Experiment] = []
+    experiments: list[Experiment] = []
     monkeypatch.setattr("skyrl_train.api.find_missing_resources", lambda cfg, uses: [])
     with pytest.raises(ClusterLost, match="gcs_server"):
         train(load_config(["device=cpu"]), OwnRun)
-    assert vars(made[0])["cluster"].left == 1
+    assert vars(experiments[0])["cluster"].left == 1
 
 
 def test_rollouts_of_a_run_are_a_dataset(tmp_path: Path):
     synthetic_run(tmp_path, 3, 16)
-    whole = read_rollouts(tmp_path)
-    assert whole.num_rows == 48 and whole.unique("step") == [1, 2, 3]
-    some = TrainingResult(tmp_path, 3).rollouts(steps=[2], columns=["uid", "old_logprobs"])
-    assert some.column_names == ["uid", "old_logprobs"]
-    assert some[5]["old_logprobs"] == synthetic_rollouts(16, 2)["old_logprobs"][5].as_py()
-    assert len(some.to_pandas()) == 16
+    dataset = read_rollouts(tmp_path)
+    assert dataset.num_rows == 48 and dataset.unique("step") == [1, 2, 3]
+    subset = TrainingResult(tmp_path, 3).rollouts(steps=[2], columns=["uid", "old_logprobs"])
+    assert subset.column_names == ["uid", "old_logprobs"]
+    assert subset[5]["old_logprobs"] == synthetic_rollouts(16, 2)["old_logprobs"][5].as_py()
+    assert len(subset.to_pandas()) == 16
 
 
 def test_rollouts_that_cannot_be_read_are_explained(tmp_path: Path):
-    with pytest.raises(DataError, match="no rollouts are kept here"):
+    with pytest.raises(DataError, match="this folder has no rollouts"):
         read_rollouts(tmp_path)
     synthetic_run(tmp_path, 1, 4)
-    with pytest.raises(ConfigError, match="the columns of rollouts are step, uid"):
+    with pytest.raises(ConfigError, match=r"not columns of rollouts\. Choose from step, uid"):
         read_rollouts(tmp_path, columns=["reward", "tokens"])
     step_file(tmp_path, 1).write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match="its rollouts cannot be read"):

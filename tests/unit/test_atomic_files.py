@@ -1,4 +1,4 @@
-"""Files that replace others: what a full disk or somebody else's link does to them."""
+"""Replaced files: behavior on full disks and with links of other users."""
 
 from __future__ import annotations
 

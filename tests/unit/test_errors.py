@@ -39,7 +39,7 @@ def test_module_docstring_names_every_error():
     assert [kind.__name__ for kind in CLASSES if kind.__name__ not in str(errors.__doc__)] == []
 
 
-def test_errors_are_what_the_standard_library_calls_them_too():
+def test_errors_subclass_standard_exceptions():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(DeadlineExceeded, TimeoutError)
     assert issubclass(DataError, ConfigError)
@@ -47,7 +47,7 @@ def test_errors_are_what_the_standard_library_calls_them_too():
     assert not issubclass(CheckpointError, ConfigError), "damage on disk is not a typing mistake"
 
 
-def test_a_deadline_names_who_was_waited_for_and_how_long():
+def test_deadline_message_names_operation_and_limit():
     assert str(DeadlineExceeded("engine 0", 2.5)) == "engine 0 did not finish within 2.5 s"
 
 

@@ -1,4 +1,4 @@
-"""Modules come in without garbage collection."""
+"""Imports run without garbage collection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ after = gc.get_stats()
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_nothing_is_collected_meanwhile(collects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_imports_run_without_garbage_collection(collects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imported_garbage.py").write_text(GARBAGE)
     (gc.enable if collects else gc.disable)()
@@ -33,7 +33,7 @@ def test_nothing_is_collected_meanwhile(collects: bool, tmp_path: Path, monkeypa
         gc.enable()
 
 
-def test_a_module_that_fails_leaves_the_collector_on():
+def test_failed_import_reenables_garbage_collection():
     with pytest.raises(ModuleNotFoundError):
         import_without_gc(["a_module_that_nobody_has"])
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""Log files: attempts apart, kept short under whoever appends to them, never a reason to fail."""
+"""Log files: archived attempts, rotation of open files, and failures that must not end a run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ def test_attempts_are_kept_in_their_order(tmp_path: Path):
         (folder / "driver.log").write_text(str(attempt))
     archive_previous_attempt(folder)
     archive_previous_attempt(folder)
-    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.log")}
-    assert found == {f"attempt_{number + 1}/driver.log": str(number) for number in range(3)}
+    files = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.log")}
+    assert files == {f"attempt_{number + 1}/driver.log": str(number) for number in range(3)}
 
 
-def test_a_file_that_others_have_open_is_emptied_and_its_last_parts_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_open_file_is_rotated_with_backups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(log_rotation, "MAX_LOG_BYTES", 100)
     path = tmp_path / "engine_0.log"
     with path.open("ab", buffering=0) as file:
@@ -52,15 +50,15 @@ def test_files_are_watched_until_the_block_ends(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "a.log"
     with LogRotator(path, tmp_path / "never.log"):
         path.write_bytes(b"x" * 100)
-        until = time.monotonic() + 20
+        deadline = time.monotonic() + 20
         while path.stat().st_size:
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.01)
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
 
 
 needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-PRINTS = """
+PRINTER = """
 import os, subprocess, sys
 from contextlib import suppress
 from pathlib import Path
@@ -75,10 +73,10 @@ print("to stderr \\x1b[2J\\x07 and a\\ttab", file=sys.stderr)
 """
 
 
-def printed(path: str) -> subprocess.CompletedProcess[str]:
+def run_printer(path: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"A_TOKEN": "0123456789abcdef"}
     return subprocess.run(
-        [sys.executable, "-c", PRINTS, path],
+        [sys.executable, "-c", PRINTER, path],
         capture_output=True,
         text=True,
         errors="replace",
@@ -88,10 +86,10 @@ def printed(path: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_all_that_a_process_and_its_children_print_goes_to_its_file(tmp_path: Path):
+def test_output_of_process_and_children_is_redirected(tmp_path: Path):
     path = tmp_path / "engine_0.log"
     for _ in range(2):
-        done = printed(str(path))
+        done = run_printer(str(path))
         assert done.stdout == done.stderr == ""
     lines = path.read_text().splitlines()
     assert lines[0].startswith("--- engine 0, ") and lines[:5][1:] == lines[6:]
@@ -99,22 +97,22 @@ def test_all_that_a_process_and_its_children_print_goes_to_its_file(tmp_path: Pa
 
 
 @needs_full_disk
-def test_nobody_fails_for_a_full_disk():
-    printed("/dev/full")
+def test_full_disk_does_not_end_process():
+    run_printer("/dev/full")
 
 
-def test_without_the_folder_on_this_machine_output_stays_where_it_was(tmp_path: Path):
-    assert "by a child" in printed(str(tmp_path / "elsewhere" / "engine_0.log")).stdout
+def test_missing_folder_leaves_output_unchanged(tmp_path: Path):
+    assert "by a child" in run_printer(str(tmp_path / "elsewhere" / "engine_0.log")).stdout
 
 
-def test_a_folder_that_cannot_be_written_costs_the_logs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unwritable_folder_disables_logs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "logs").write_text("")
     with run_logs(tmp_path):
         logging.getLogger("skyrl_train").warning("said")
-    assert "this run has no logs" in capsys.readouterr().err
+    assert "This run has no logs" in capsys.readouterr().err
 
 
-def test_what_was_set_up_before_is_there_afterwards(tmp_path: Path):
+def test_logging_setup_is_restored(tmp_path: Path):
     root, ours = logging.getLogger(), logging.getLogger("skyrl_train")
     before = root.handlers[:], ours.level, root.level
     with pytest.raises(ZeroDivisionError) as raised, run_logs(tmp_path):
@@ -144,7 +142,7 @@ with run_logs(Path(sys.argv[1])):
 """
 
 
-def test_the_terminal_has_no_warnings_of_libraries_and_the_file_has_all(tmp_path: Path):
+def test_library_warnings_go_to_file_only(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", LIBRARY_AND_USER, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
     )
@@ -155,7 +153,7 @@ def test_the_terminal_has_no_warnings_of_libraries_and_the_file_has_all(tmp_path
         r"of a server: \x1b[2J",
     ]
     text = (tmp_path / "logs" / "driver.log").read_text()
-    for said in (
+    for message in (
         "of a library",
         "UserWarning: of a library, too",
         "of the user",
@@ -163,11 +161,11 @@ def test_the_terminal_has_no_warnings_of_libraries_and_the_file_has_all(tmp_path
         "of ours, to be looked up",
         r"of a server: \x1b[2J",
     ):
-        assert f": {said}\n" in text
+        assert f": {message}\n" in text
 
 
 @needs_full_disk
-def test_a_full_disk_costs_the_log_alone_and_an_error_is_not_said_to_be_in_it(tmp_path: Path):
+def test_full_disk_leaves_errors_without_log_note(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "driver.log").symlink_to("/dev/full")
     with run_logs(tmp_path):
@@ -177,13 +175,13 @@ def test_a_full_disk_costs_the_log_alone_and_an_error_is_not_said_to_be_in_it(tm
     assert not hasattr(raised.value, "__notes__") and raised.value.__context__ is None
 
 
-def test_runs_at_once_leave_what_was_there_and_a_program_s_own_handler_gets_no_more_than_before(tmp_path: Path):
-    root, ours, got = logging.getLogger(), logging.getLogger("skyrl_train"), []
+def test_concurrent_runs_restore_logging_setup(tmp_path: Path):
+    root, ours, messages = logging.getLogger(), logging.getLogger("skyrl_train"), []
     handler = logging.Handler()
-    handler.emit = lambda record: got.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     root.addHandler(handler)
     level = root.level
-    root.setLevel(logging.WARNING)  # as a program has it that sets none, whatever ran before in this process
+    root.setLevel(logging.WARNING)  # the default of a program, whatever ran before in this process
     before = root.handlers[:], ours.level
     try:
         first, second = run_logs(tmp_path / "a"), run_logs(tmp_path / "b")
@@ -194,7 +192,7 @@ def test_runs_at_once_leave_what_was_there_and_a_program_s_own_handler_gets_no_m
         ours.info("of the second")
         ours.warning("of both")
         second.__exit__(None, None, None)
-        assert (root.handlers, ours.level) == before and got == ["of both"] and not handler.filters
+        assert (root.handlers, ours.level) == before and messages == ["of both"] and not handler.filters
     finally:
         root.setLevel(level)
         root.removeHandler(handler)
@@ -202,13 +200,13 @@ def test_runs_at_once_leave_what_was_there_and_a_program_s_own_handler_gets_no_m
     assert "of the second" in (tmp_path / "b" / "logs" / "driver.log").read_text()
 
 
-def test_a_copy_that_finds_no_room_costs_no_earlier_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_copy_keeps_earlier_backups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(log_rotation, "MAX_LOG_BYTES", 100)
     path = tmp_path / "a.log"
     for letter in "abc":
         path.write_text(letter * 100)
         rotate(path)
-    monkeypatch.setattr(log_rotation.shutil, "copyfileobj", _half_a_copy)
+    monkeypatch.setattr(log_rotation.shutil, "copyfileobj", _copy_half)
     path.write_text("d" * 100)
     rotate(path)
     assert {part.name: part.read_text()[0] for part in tmp_path.iterdir()} == {
@@ -218,6 +216,6 @@ def test_a_copy_that_finds_no_room_costs_no_earlier_part(tmp_path: Path, monkeyp
     }
 
 
-def _half_a_copy(source: BinaryIO, target: BinaryIO) -> None:
+def _copy_half(source: BinaryIO, target: BinaryIO) -> None:
     target.write(b"half")
-    raise OSError("no room")
+    raise OSError("no space")

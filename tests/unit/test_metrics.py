@@ -13,11 +13,11 @@ from skyrl_train.metrics import MetricNameLimit, Metrics
 observations = st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 100)), min_size=1, max_size=30)
 
 
-@given(values=observations, cut=st.integers(0, 30))
-def test_a_mean_does_not_depend_on_how_values_were_cut_over_processes(values: list[tuple[int, int]], cut: int):
+@given(values=observations, split=st.integers(0, 30))
+def test_mean_is_independent_of_split_over_processes(values: list[tuple[int, int]], split: int):
     whole, left, right = Metrics(), Metrics(), Metrics()
     for index, (value, weight) in enumerate(values):
-        for metrics in (whole, left if index < cut else right):
+        for metrics in (whole, left if index < split else right):
             metrics.add("m", value, weight)
             metrics.add_sum("s", value * weight, weight)
             metrics.count("c", value)
@@ -33,32 +33,32 @@ def test_a_mean_does_not_depend_on_how_values_were_cut_over_processes(values: li
 
 @pytest.mark.defect("nan-lost-in-a-maximum")
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [2.0, math.nan, 1.0], [math.nan, math.inf]])
-def test_a_nan_stays_the_maximum_wherever_it_comes_from(values: list[float]):
-    one, merged = Metrics(), Metrics()
+def test_nan_stays_the_maximum(values: list[float]):
+    metrics, merged = Metrics(), Metrics()
     for value in values:
-        one.update_max("ratio", value)
-        of_a_rank = Metrics()
-        of_a_rank.update_max("ratio", value)
-        merged.merge(of_a_rank.to_dict())
-    assert math.isnan(one.flush()["ratio"])
+        metrics.update_max("ratio", value)
+        rank_metrics = Metrics()
+        rank_metrics.update_max("ratio", value)
+        merged.merge(rank_metrics.to_dict())
+    assert math.isnan(metrics.flush()["ratio"])
     assert math.isnan(merged.flush()["ratio"])
 
 
-def test_flush_forgets():
+def test_flush_resets_metrics():
     metrics = Metrics()
     for add in (metrics.add, metrics.count, metrics.update_max):
         add(add.__name__, 1.0)
-    assert metrics.flush() == {"add": 1.0, "count": 1.0, "maximum": 1.0}
+    assert metrics.flush() == {"add": 1.0, "count": 1.0, "update_max": 1.0}
     assert metrics.flush() == {}
 
 
-def test_a_mean_over_no_weight_is_absent_not_a_division_by_zero():
+def test_mean_without_weight_is_absent():
     metrics = Metrics()
     metrics.add_sum("policy/kl", 0.0, 0.0)
     assert metrics.flush() == {}
 
 
-def test_a_timed_block_counts_also_when_it_raises_and_adds_up():
+def test_timed_block_counts_even_if_it_raises():
     metrics = Metrics()
     for _ in range(2):
         with suppress(KeyError), metrics.timed("phase"):
@@ -67,6 +67,6 @@ def test_a_timed_block_counts_also_when_it_raises_and_adds_up():
     assert 0.04 <= metrics.flush()["timing/phase_s"] < 1.0
 
 
-def test_names_beyond_a_limit_are_not_admitted_and_known_ones_stay():
+def test_metric_name_limit_rejects_excess_names():
     limit = MetricNameLimit(max_names=2, max_length=5)
     assert [limit.admits(name) for name in ("a", "too long", "bbbbb", "c", "a")] == [True, False, True, False, True]

@@ -19,7 +19,7 @@ def test_a_registered_name_gives_the_object_back():
     assert registry.get("square") is square
 
 
-def test_a_table_entry_is_imported_when_it_is_asked_for_and_not_before(monkeypatch: pytest.MonkeyPatch):
+def test_builtin_is_imported_on_first_use(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     registry: Registry = Registry("function", {"hsv": "colorsys:rgb_to_hsv"})
     assert registry.names() == ["hsv"]
@@ -27,7 +27,7 @@ def test_a_table_entry_is_imported_when_it_is_asked_for_and_not_before(monkeypat
     assert registry.get("hsv") is sys.modules["colorsys"].rgb_to_hsv
 
 
-def test_an_unknown_name_lists_what_there_is_and_the_nearest():
+def test_unknown_name_lists_known_names():
     registry: Registry = Registry("reward", {"gsm8k": "a:b", "arithmetic": "c:d"})
     with pytest.raises(ConfigError, match=r"Unknown reward 'gsm8'; known: arithmetic, gsm8k\. Did you mean 'gsm8k'\?"):
         registry.get("gsm8")
@@ -44,13 +44,13 @@ def test_a_name_is_never_silently_replaced():
     assert registry.get("square") is square
 
 
-def test_a_module_imported_twice_may_register_its_own_again():
+def test_same_object_may_register_twice():
     registry: Registry = Registry("function")
     registry.register("square")(square)
     registry.register("square")(square)
 
 
-def test_the_builtin_may_register_itself_under_its_name_in_the_table():
+def test_builtin_may_register_itself():
     registry: Registry = Registry("function", {"sq": f"{__name__}:square"})
     registry.register("sq")(square)
     assert registry.get("sq") is square
@@ -69,7 +69,7 @@ def test_a_target_names_a_module_and_an_object():
         load_object("math:no_such_thing")
 
 
-def test_functions_without_a_name_are_told_apart_by_their_code():
+def test_unnamed_functions_are_compared_by_code():
     registry: Registry = Registry("function")
     registry.register("own")(lambda x: x + 1)
     with pytest.raises(ConfigError, match="'own' is already registered"):
@@ -79,7 +79,7 @@ def test_functions_without_a_name_are_told_apart_by_their_code():
         registry.register("part")(partial(square, 3.0))
 
 
-def test_code_that_is_run_again_registers_again():
+def test_rerun_code_may_register_again():
     registry: Registry = Registry("function")
     cell = "@registry.register('own')\ndef own(x): return x\nregistry.register('more')(lambda x: x + 1)\n"
     for _ in range(2):
@@ -88,12 +88,12 @@ def test_code_that_is_run_again_registers_again():
 
 
 @pytest.mark.parametrize("name", ["", None, square])
-def test_a_decorator_wants_a_name(name: object):
-    with pytest.raises(ConfigError, match="a name must be a text"):
+def test_register_requires_a_name(name: object):
+    with pytest.raises(ConfigError, match="the name must be a non-empty string"):
         Registry("function").register(name)  # type: ignore[arg-type]
 
 
-def test_what_is_users_own_is_what_is_not_built_in_or_no_longer():
+def test_user_items_exclude_unchanged_builtins():
     registry: Registry = Registry("function", {"hsv": "colorsys:rgb_to_hsv", "hls": "colorsys:rgb_to_hls"})
     registry.get("hsv")
     assert registry.user_items() == {}

@@ -1,4 +1,4 @@
-"""The time line of a run: its format, also after a cut, and what it costs when nobody asks for it."""
+"""A run's trace file: its format, also after a kill, and its absence if nobody asks for it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ with trace.write_trace(Path(sys.argv[1])):
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as one of those that hand over their spans."""
-    monkeypatch.setattr(trace, "_note", None)
+    """Make this process record spans in a buffer, as actors do."""
+    monkeypatch.setattr(trace, "_record", None)
     trace.start_buffering()
     yield
     trace.drain_spans()
@@ -46,7 +46,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] != "M"]
 
 
-def test_a_time_line_is_json_with_names_of_processes_and_rows_and_spans_that_nest(tmp_path: Path):
+def test_trace_file_has_processes_tracks_and_spans(tmp_path: Path):
     path, metrics, before = tmp_path / "trace.json", Metrics(), time.time()
     with trace.write_trace(path):
         with metrics.timed("update"), trace.span("inside"):
@@ -64,17 +64,15 @@ def test_a_time_line_is_json_with_names_of_processes_and_rows_and_spans_that_nes
     assert metrics.flush()["timing/update_s"] >= 0.01
 
 
-def test_after_a_kill_only_the_closing_bracket_is_missing(tmp_path: Path):
+def test_killed_process_leaves_readable_trace(tmp_path: Path):
     path = tmp_path / "trace.json"
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=os.environ, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=os.environ, check=False)
+    assert process.returncode == -signal.SIGKILL
     events = json.loads(path.read_text() + "]")
     assert [event["name"] for event in events if event["ph"] == "X"] == [f"step {n}" for n in range(100)]
 
 
-def test_a_time_line_of_the_largest_size_ends_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_trace_ends_at_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(trace, "MAX_TRACE_BYTES", 1000)
     path = tmp_path / "trace.json"
     with trace.write_trace(path):
@@ -85,16 +83,14 @@ def test_a_time_line_of_the_largest_size_ends_and_says_so_once(
     assert path.stat().st_size <= 1003 and len(caplog.records) == 1
 
 
-def test_what_a_full_disk_cuts_off_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_partial_write_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "trace.json"
     file = trace.TraceFile(path)
     whole = trace.Span("whole", 0.0, 1.0, "calls", "driver", False, {})
     file.add([whole])
 
     class Full:
-        """The file on a disk that takes half of what it is given, and then no more."""
+        """A file on a disk that accepts half of a write, and then nothing more."""
 
         def __init__(self, real: Any):
             self.real, self.full = real, False
@@ -115,21 +111,21 @@ def test_what_a_full_disk_cuts_off_is_taken_back(
     assert "ends here" in caplog.text
 
 
-def test_another_attempt_has_a_file_of_its_own_and_the_earlier_one_is_with_its_logs(tmp_path: Path):
+def test_earlier_trace_is_archived_with_logs(tmp_path: Path):
     for attempt in range(3):
         with run_logs(tmp_path), trace.write_trace(tmp_path / trace.TRACE_FILE):
             trace.add_span(f"attempt {attempt}", time.time(), track="trainer")
     with run_logs(tmp_path):
-        pass  # without a time line
+        pass  # without a trace
     found = [tmp_path / "logs" / f"attempt_{number}" / trace.TRACE_FILE for number in (1, 2, 3)]
     assert [events_of(path)[0]["name"] for path in found] == [f"attempt {number}" for number in range(3)]
     assert not (tmp_path / trace.TRACE_FILE).exists()
 
 
-def test_a_file_that_cannot_be_written_costs_the_time_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unwritable_trace_does_not_fail_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with trace.write_trace(tmp_path / "absent" / "trace.json"), trace.span("step"):
         assert not trace.is_enabled()
-    assert "trainer.trace" in caplog.text and "no time line" in caplog.text
+    assert "trainer.trace" in caplog.text and "no timeline" in caplog.text
 
 
 @pytest.mark.usefixtures("collected")
@@ -139,7 +135,7 @@ def test_spans_of_another_process_get_its_name(tmp_path: Path):
     clock.remove("never ran")
     clock.remove("runs")
     spans = trace.drain_spans()
-    assert [(one.name, one.track, one.details) for one in spans] == [("request", "requests", {"id": "runs"})]
+    assert [(span.name, span.track, span.details) for span in spans] == [("request", "requests", {"id": "runs"})]
     assert trace.drain_spans() == []
     with trace.write_trace(tmp_path / "trace.json"):
         trace.ingest_spans(spans, "engine 0")
@@ -147,7 +143,7 @@ def test_spans_of_another_process_get_its_name(tmp_path: Path):
     assert names == ["driver", "engine 0", "requests"]
 
 
-def test_nothing_is_noted_unless_somebody_asks():
+def test_spans_are_recorded_only_on_request():
     assert not trace.is_enabled()
     with trace.span("step"):
         trace.add_span("call", 0.0, track="calls")

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every class of error, its messages are those of the source, and its keys exist."""
+"""docs/troubleshooting.md has all error classes, its messages are those of the source, and its keys exist."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | 
 ROW = re.compile(r"^\| (`.*?`(?:, `.*?`)*) \| ", re.MULTILINE)
 GAP = "…"
 OTHERS = ("SkyRLError", "ToolError")
-"""No message of theirs ends a run."""
+"""Classes whose messages do not end a run."""
 BY_FORM = {"ConfigError", "DataError", "DeadlineExceeded", "EngineError", "EnvironmentFailure", "WeightSyncError"}
-"""Of these only the messages that people meet most have a row: there are hundreds."""
+"""Classes with hundreds of messages, of which only the frequent ones have a row."""
 
 
 @cache
 def raised() -> dict[str, list[str]]:
-    """The messages of each class as the source makes them, with a gap for each value."""
-    found: dict[str, list[str]] = {}
+    """Return the messages of each class as templates of the source, with a gap for each value."""
+    messages_by_class: dict[str, list[str]] = {}
     for path in (REPOSITORY / "skyrl_train").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name | ast.Attribute):
                 name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-                found.setdefault(name, []).append("".join(template(node.args[0])))
-    return found
+                messages_by_class.setdefault(name, []).append("".join(template(node.args[0])))
+    return messages_by_class
 
 
 def template(node: ast.expr) -> Iterator[str]:
-    """The text of an expression, with a gap for what is only known when it runs."""
+    """Yield the text of an expression, with a gap for values that are only known at run time."""
     if isinstance(node, ast.Constant):
         yield str(node.value)
     elif isinstance(node, ast.JoinedStr):
@@ -50,13 +50,13 @@ def template(node: ast.expr) -> Iterator[str]:
 
 
 def messages(title: str) -> list[str]:
-    """What the rows of a class quote."""
+    """Return the messages that the rows of a class quote."""
     rows = ROW.findall(SECTIONS[title])
     return [text for row in rows for text in re.findall(r"`(.*?)`", row) if GAP in text or " " in text]
 
 
 def fits(quoted: str, text: str) -> bool:
-    """Whether all that is quoted stands in a message, in this order."""
+    """Return True if all parts of a quoted message occur in a text, in this order."""
     parts = [re.escape(part.strip()) for part in quoted.split(GAP) if part.strip(" .,;:()=")]
     return bool(parts) and re.search(".*?".join(parts), text, re.DOTALL) is not None
 
@@ -68,20 +68,20 @@ def test_every_class_of_error_has_a_section():
 
 
 def test_every_message_has_a_row():
-    without = []
+    missing = []
     for title in sorted(set(SECTIONS) - BY_FORM - set(OTHERS)):
         texts = [text for text in raised().get(title, []) if re.search(r"\w{4}", text)]
-        without += [f"{title}: {text}" for text in texts if not any(fits(quoted, text) for quoted in messages(title))]
-    assert not without, "\n".join(without)
+        missing += [f"{title}: {text}" for text in texts if not any(fits(quoted, text) for quoted in messages(title))]
+    assert not missing, "\n".join(missing)
 
 
 def test_quoted_messages_are_in_the_source():
     by_variable = {"WorkerDied": raised()["_death_error"], "StorageError": [f". {CREDENTIALS_ADVICE}"]}
-    wrong = []
+    missing = []
     for title in sorted(set(SECTIONS) - {"RunInterrupted", "OutOfMemory", "ConfigError"}):
         texts = raised().get(title, []) + by_variable.get(title, [])
-        wrong += [f"{title}: {quoted}" for quoted in messages(title) if not any(fits(quoted, text) for text in texts)]
-    assert not wrong, "\n".join(wrong)
+        missing += [f"{title}: {quoted}" for quoted in messages(title) if not any(fits(quoted, text) for text in texts)]
+    assert not missing, "\n".join(missing)
 
 
 def test_keys_on_the_page_exist():

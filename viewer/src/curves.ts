@@ -1,7 +1,7 @@
-/** Which metrics are drawn where, and how they are smoothed. */
+/** The charts of the page and the data of their lines. */
 import type { Column, Metrics } from "./data";
 
-/** What a first look needs, in this order; names may end in *. */
+/** Metrics of the main section, in this order; "*" stands for any data source. */
 const MAIN = [
   "reward/mean",
   "eval/*/avg_score",
@@ -18,8 +18,8 @@ const MAIN = [
   "memory/learner_peak_gib",
 ];
 
-/** Parts of timing/step_s that follow each other. */
-const STEP_PARTS = ["generate", "score", "update", "publish", "move"];
+/** Consecutive parts of timing/step_s. */
+const STEP_PARTS = ["generate", "score", "update", "publish", "offload"];
 const QUANTILE = /^(.*\/)p(\d+)$/;
 const EVALUATION = /^eval\/(.+)\/avg_score$/;
 
@@ -32,16 +32,16 @@ export type ChartPlan =
   | { kind: "curve"; title: string; columns: string[]; bands: [string, string][] }
   | { kind: "parts"; title: string; run: string };
 
-/** Sections of charts: the main ones, then all by what stands before the slash; `find` keeps those with it in their name. */
+/** Sections of charts: the main section, then one for each prefix before the slash. Names must contain `find`. */
 export function sectionsOf(names: string[], runs: string[], find: string): Section[] {
-  const wanted = names.filter((name) => name.toLowerCase().includes(find.toLowerCase()));
-  const main: ChartPlan[] = MAIN.flatMap((pattern) => mainChart(pattern, wanted, names));
+  const matching = names.filter((name) => name.toLowerCase().includes(find.toLowerCase()));
+  const main: ChartPlan[] = MAIN.flatMap((pattern) => mainChart(pattern, matching, names));
   if ("timing/step_s".includes(find.toLowerCase()) && names.includes("timing/step_s"))
     main.push(...runs.map((run) => ({ kind: "parts" as const, title: "time of a step by part, s", run })));
-  const prefixes = [...new Set(wanted.map(prefixOf))].sort();
+  const prefixes = [...new Set(matching.map(prefixOf))].sort();
   const rest = prefixes.map((prefix) => ({
     title: prefix,
-    charts: wanted
+    charts: matching
       .filter((name) => prefixOf(name) === prefix && !QUANTILE.test(name))
       .sort()
       .map((name) => curve(name, names)),
@@ -49,13 +49,13 @@ export function sectionsOf(names: string[], runs: string[], find: string): Secti
   return [{ title: "main", charts: main }, ...rest].filter((section) => section.charts.length);
 }
 
-function mainChart(pattern: string, wanted: string[], names: string[]): ChartPlan[] {
-  if (!pattern.includes("*")) return wanted.includes(pattern) ? [curve(pattern, names)] : [];
-  const columns = wanted.filter((name) => EVALUATION.test(name)).sort();
+function mainChart(pattern: string, matching: string[], names: string[]): ChartPlan[] {
+  if (!pattern.includes("*")) return matching.includes(pattern) ? [curve(pattern, names)] : [];
+  const columns = matching.filter((name) => EVALUATION.test(name)).sort();
   return columns.length ? [{ kind: "curve", title: "evaluation by source", columns, bands: [] }] : [];
 }
 
-/** A metric; around a mean the quantiles beside it: reward/p10 to reward/p90 around reward/mean. */
+/** The chart of a metric. A mean has its quantiles as bands: reward/p10 to reward/p90 around reward/mean. */
 function curve(name: string, names: string[]): ChartPlan {
   const quantiles = name.endsWith("/mean")
     ? names
@@ -70,7 +70,7 @@ function curve(name: string, names: string[]): ChartPlan {
 const percent = (name: string): number => Number(QUANTILE.exec(name)?.[2]);
 const prefixOf = (name: string): string => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "others");
 
-/** What a line is called beside the run's name: the source of an evaluation. */
+/** The name of a line beside the run's name: the data source of an evaluation, else the metric. */
 export const shortName = (column: string): string => EVALUATION.exec(column)?.[1] ?? column;
 
 export const isEvaluation = (column: string): boolean => EVALUATION.test(column);
@@ -80,7 +80,7 @@ export interface Points {
   y: number[];
 }
 
-/** Where a column has numbers. Hours are those since the run's first row. */
+/** The points at which a column has a value. x is the step or the hours since the run's first row. */
 export function pointsOf(metrics: Metrics, column: string, axis: string): Points {
   const values: Column = Object.hasOwn(metrics.columns, column) ? (metrics.columns[column] ?? []) : [];
   const start = metrics.times[0] ?? 0;
@@ -93,7 +93,7 @@ export function pointsOf(metrics: Metrics, column: string, axis: string): Points
   return points;
 }
 
-/** Exponential moving average, corrected for its start, as TensorBoard's; weight 0 leaves the numbers as they are. */
+/** Exponential moving average with bias correction, like TensorBoard's. Weight 0 leaves the values unchanged. */
 export function smoothed(values: number[], weight: number): number[] {
   let [sum, scale] = [0, 0];
   return values.map((value) => {
@@ -103,21 +103,21 @@ export function smoothed(values: number[], weight: number): number[] {
   });
 }
 
-/** The parts of every step's time, s, and what is left of it as "other". */
+/** The parts of each step's time in seconds, with the rest as "other". */
 export function partsOf(metrics: Metrics, axis: string): { x: number[]; parts: { label: string; values: number[] }[] } {
-  const whole = pointsOf(metrics, "timing/step_s", axis);
-  const at = new Map(whole.x.map((x, index) => [x, index]));
+  const total = pointsOf(metrics, "timing/step_s", axis);
+  const rows = new Map(total.x.map((x, index) => [x, index]));
   const parts = STEP_PARTS.map((label) => {
-    const values = whole.x.map(() => 0);
+    const values = total.x.map(() => 0);
     const points = pointsOf(metrics, `timing/${label}_s`, axis);
     points.x.forEach((x, index) => {
-      const row = at.get(x);
+      const row = rows.get(x);
       if (row !== undefined) values[row] = points.y[index] ?? 0;
     });
     return { label, values };
   }).filter(({ values }) => values.some((value) => value > 0));
-  const other = whole.y.map((total, row) =>
-    Math.max(0, total - parts.reduce((sum, part) => sum + (part.values[row] ?? 0), 0)),
+  const other = total.y.map((seconds, row) =>
+    Math.max(0, seconds - parts.reduce((sum, part) => sum + (part.values[row] ?? 0), 0)),
   );
-  return { x: whole.x, parts: [...parts, { label: "other", values: other }] };
+  return { x: total.x, parts: [...parts, { label: "other", values: other }] };
 }

@@ -1,4 +1,4 @@
-/** What the page shows, and where it comes from: a server's /api, or data inside the page. */
+/** Types of the page's data, and its two sources: the API of a server, or data embedded in the page. */
 
 export interface Run {
   id: string;
@@ -22,7 +22,7 @@ export interface Metrics {
   steps: number[];
   /** Unix seconds. */
   times: number[];
-  /** Points stand for so many steps in a row. */
+  /** Number of consecutive steps that a point stands for. */
   steps_per_point?: number;
   columns: Record<string, Column>;
   described: Record<string, string>;
@@ -35,11 +35,11 @@ export interface Finding {
   text: string;
 }
 
-/** Names a sample of a run. */
+/** Identifies a sample of a run. */
 export interface Key {
   step: number;
   uid: string;
-  /** The prompt's place in the step, which can have it twice. */
+  /** Index of the group in the step, which can have a prompt more than once. */
   group: number;
   sample: number;
 }
@@ -71,19 +71,19 @@ export interface Turn {
   max_version: number;
   running_s: number | null;
   environment_s?: number | null;
-  /** The calls that the environment read from its text: name, arguments as text, and error if it failed. */
+  /** Calls that the environment parsed from the text: name, arguments as text, and error if the call failed. */
   tool_calls?: Message[];
-  /** Tokens between start and stop that were not sampled. */
+  /** Number of tokens between start and stop that were not sampled. */
   observation_tokens?: number | null;
 }
 
-/** Columns over the tokens of prompt and response; null where there is no number. */
+/** Columns over the tokens of prompt and response; null for a token without a value. */
 export interface Tokens {
-  /** Where the model saw another prompt from then on. */
+  /** Tokens from which on the model saw a different prompt. */
   restarts?: { start: number }[];
   ids: number[];
   texts: string[];
-  /** So many of them are the prompt's. */
+  /** Number of prompt tokens. */
   prompt: number;
   trained: boolean[];
   logprobs: Column;
@@ -101,13 +101,13 @@ export interface Sample extends Omit<Row, "tokens" | "turns"> {
   detail?: string;
   temperature?: number;
   env_metrics: Record<string, unknown>;
-  /** What else the environment was given, such as the right answer. */
+  /** Further inputs of the environment, such as the correct answer. */
   env_extras?: Record<string, unknown>;
   messages: Message[];
-  /** The response, where there are no messages. */
+  /** Text of the response; missing in a report if there are messages. */
   text?: string;
   turns: Turn[];
-  /** Not of every sample of a report. */
+  /** null for some samples of a report, to limit its size. */
   tokens: Tokens | null;
 }
 
@@ -116,7 +116,7 @@ export interface Group {
   prompt: Message[];
 }
 
-/** The names of the query of /api/rollouts; all values as text, "" for no limit. */
+/** Query parameters of /api/rollouts as text; "" for no restriction. */
 export interface Query {
   step_from: string;
   step_to: string;
@@ -135,11 +135,11 @@ export interface Query {
 export const PAGE_ROWS = 50;
 const TOKEN = "skyrl-watch-token";
 
-export const isSame = (one: Key, other: Key): boolean =>
-  one.step === other.step && one.uid === other.uid && one.group === other.group && one.sample === other.sample;
+export const isSame = (a: Key, b: Key): boolean =>
+  a.step === b.step && a.uid === b.uid && a.group === b.group && a.sample === b.sample;
 
 export interface Source {
-  /** Whether it can have more the next time it is asked. */
+  /** True if the data can change: it comes from a server. */
   live: boolean;
   runs(): Promise<Runs>;
   metrics(run: string): Promise<Metrics>;
@@ -149,23 +149,23 @@ export interface Source {
   group(run: string, key: Key): Promise<Group>;
 }
 
-/** Data inside the page, if there is any; else the server that sent the page. */
+/** The data embedded in the page, if any; else the server that sent the page. */
 export function openSource(): Source {
-  const inside = document.getElementById("data")?.textContent?.trim();
-  return inside ? embedded(JSON.parse(inside) as Embedded) : served();
+  const embeddedJson = document.getElementById("data")?.textContent?.trim();
+  return embeddedJson ? embeddedSource(JSON.parse(embeddedJson) as Embedded) : serverSource();
 }
 
-// -- from a server -----------------------------------------------------------------------------------------------------
+// -- from a server ----------------------------------------------------------------------------------------------------
 
-function served(): Source {
-  keepToken();
-  addEventListener("hashchange", () => keepToken() && location.reload()); // a new address, pasted over an old one
-  const get = async <T>(what: string, query: Record<string, string> = {}): Promise<T> => {
-    const given = Object.entries(query).filter(([, value]) => value !== "");
+function serverSource(): Source {
+  storeToken();
+  addEventListener("hashchange", () => storeToken() && location.reload()); // the user pasted the URL of a new server
+  const get = async <T>(endpoint: string, query: Record<string, string> = {}): Promise<T> => {
+    const params = Object.entries(query).filter(([, value]) => value !== "");
     const headers = { Authorization: `Bearer ${localStorage.getItem(TOKEN) ?? ""}` };
-    const answer = await fetch(`/api/${what}?${new URLSearchParams(given)}`, { credentials: "omit", headers });
-    if (!answer.ok) throw new Error(`${what}: ${answer.status} ${(await answer.text()).slice(0, 300)}`);
-    return (await answer.json()) as T;
+    const response = await fetch(`/api/${endpoint}?${new URLSearchParams(params)}`, { credentials: "omit", headers });
+    if (!response.ok) throw new Error(`${endpoint}: ${response.status} ${(await response.text()).slice(0, 300)}`);
+    return (await response.json()) as T;
   };
   const prompt = ({ step, uid, group }: Key) => ({ step: String(step), uid, group: String(group) });
   return {
@@ -180,22 +180,22 @@ function served(): Source {
 }
 
 /**
- * Keep the token of the printed address for all tabs at this host and port, and out of the address: links are copied
- * from there. It is worth nothing once its server has ended; the next one at this port has another.
+ * Store the token in the URL for all tabs of this host and port, and remove it from the URL, because users copy links
+ * from there. Returns false if the URL has no token. A token is valid until its server ends.
  */
-function keepToken(): boolean {
+function storeToken(): boolean {
   const view = new URLSearchParams(location.hash.slice(1));
-  const given = view.get("access_token");
-  if (!given) return false;
-  localStorage.setItem(TOKEN, given);
+  const token = view.get("access_token");
+  if (!token) return false;
+  localStorage.setItem(TOKEN, token);
   view.delete("access_token");
   history.replaceState(null, "", view.size ? `#${view}` : "/");
   return true;
 }
 
-// -- inside the page ---------------------------------------------------------------------------------------------------
+// -- embedded in the page ---------------------------------------------------------------------------------------------
 
-/** By run's id what the server would answer, and of rollouts all that it would show one by one. */
+/** The server's responses by run id, and the rollouts of a run with all details. */
 interface Embedded {
   runs: Runs;
   metrics: Record<string, Metrics>;
@@ -203,33 +203,33 @@ interface Embedded {
   rollouts: Record<string, Sample[]>;
 }
 
-function embedded(data: Embedded): Source {
+function embeddedSource(data: Embedded): Source {
   const samples = (run: string) => data.rollouts[run] ?? [];
-  const one = async <T>(table: Record<string, T>, run: string): Promise<T> => {
-    const found = table[run];
-    if (found === undefined) throw new Error(`this report has no run ${run}`);
-    return found;
+  const dataOf = async <T>(table: Record<string, T>, run: string): Promise<T> => {
+    const data = table[run];
+    if (data === undefined) throw new Error(`this report has no run ${run}`);
+    return data;
   };
   return {
     live: false,
     runs: async () => data.runs,
-    metrics: (run) => one(data.metrics, run),
-    diagnosis: (run) => one(data.diagnosis, run),
-    rollouts: async (run, query) => choose(samples(run), query),
+    metrics: (run) => dataOf(data.metrics, run),
+    diagnosis: (run) => dataOf(data.diagnosis, run),
+    rollouts: async (run, query) => search(samples(run), query),
     rollout: async (run, key) => {
-      const found = samples(run).find((sample) => isSame(sample, key));
-      if (!found) throw new Error(`this report has no sample ${key.sample} of row ${key.uid} at step ${key.step}`);
-      return found;
+      const match = samples(run).find((sample) => isSame(sample, key));
+      if (!match) throw new Error(`this report has no sample ${key.sample} of row ${key.uid} at step ${key.step}`);
+      return match;
     },
     group: async (run, key) => {
-      const found = samples(run).filter((sample) => isSame(sample, { ...key, sample: sample.sample }));
-      found.sort((a, b) => a.sample - b.sample);
-      return { rows: found.map(rowOf), prompt: commonStart(found.map((sample) => sample.messages)) };
+      const group = samples(run).filter((sample) => isSame(sample, { ...key, sample: sample.sample }));
+      group.sort((a, b) => a.sample - b.sample);
+      return { rows: group.map(rowOf), prompt: commonStart(group.map((sample) => sample.messages)) };
     },
   };
 }
 
-/** The number of tokens that the model sampled in these turns. */
+/** Number of tokens that the model sampled in these turns. */
 export const sampledTokens = (...turns: Turn[]): number =>
   turns.reduce((sum, turn) => sum + turn.stop - turn.start - (turn.observation_tokens ?? 0), 0);
 
@@ -239,20 +239,20 @@ const rowOf = (sample: Sample): Row => ({
   turns: sample.turns.length,
 });
 
-/** The messages before the first answer that all conversations begin with: as the server's, also if all answer alike. */
+/** The prompt of a group: the messages that all conversations begin with, up to the first one of the assistant. */
 export function commonStart(conversations: Message[][]): Message[] {
-  const [first = [], ...others] = conversations.map((messages) => messages.map((one) => JSON.stringify(one)));
+  const [first = [], ...others] = conversations.map((messages) => messages.map((message) => JSON.stringify(message)));
   let length = 0;
-  while (length < first.length && others.every((one) => one[length] === first[length])) length++;
+  while (length < first.length && others.every((other) => other[length] === first[length])) length++;
   const answer = conversations[0]?.findIndex((message) => message.role === "assistant") ?? -1;
   return conversations[0]?.slice(0, answer < 0 ? length : Math.min(length, answer)) ?? [];
 }
 
-function choose(samples: Sample[], query: Query): Rows {
-  const within = (value: number | null, least: string, most: string) =>
-    (least === "" || (value !== null && value >= Number(least))) &&
-    (most === "" || (value !== null && value <= Number(most)));
-  const same = (value: string, wanted: string) => wanted === "" || value === wanted;
+function search(samples: Sample[], query: Query): Rows {
+  const within = (value: number | null, min: string, max: string) =>
+    (min === "" || (value !== null && value >= Number(min))) &&
+    (max === "" || (value !== null && value <= Number(max)));
+  const matches = (value: string, filter: string) => filter === "" || value === filter;
   const text = query.text.toLowerCase();
   const rows = samples
     .filter((sample) => text === "" || textOf(sample).includes(text))
@@ -262,21 +262,21 @@ function choose(samples: Sample[], query: Query): Rows {
         within(row.step, query.step_from, query.step_to) &&
         within(row.reward, query.reward_min, query.reward_max) &&
         within(row.tokens, query.tokens_min, query.tokens_max) &&
-        same(row.source, query.source) &&
-        same(row.status, query.status) &&
-        same(row.stop_reason, query.stop_reason),
+        matches(row.source, query.source) &&
+        matches(row.status, query.status) &&
+        matches(row.stop_reason, query.stop_reason),
     );
   sort(rows, query.order);
   const offset = Number(query.offset) || 0;
-  const all = <T>(pick: (sample: Sample) => T) => [...new Set(samples.map(pick))];
+  const distinct = <T>(pick: (sample: Sample) => T) => [...new Set(samples.map(pick))];
   return {
     total: rows.length,
     rows: rows.slice(offset, offset + PAGE_ROWS),
     facets: {
-      steps: all((sample) => sample.step).sort((a, b) => a - b),
-      sources: all((sample) => sample.source).sort(),
-      statuses: all((sample) => sample.status).sort(),
-      stop_reasons: all((sample) => sample.stop_reason).sort(),
+      steps: distinct((sample) => sample.step).sort((a, b) => a - b),
+      sources: distinct((sample) => sample.source).sort(),
+      statuses: distinct((sample) => sample.status).sort(),
+      stop_reasons: distinct((sample) => sample.stop_reason).sort(),
     },
   };
 }
@@ -284,15 +284,16 @@ function choose(samples: Sample[], query: Query): Rows {
 function sort(rows: Row[], order: string): void {
   const sign = order.startsWith("-") ? -1 : 1;
   const by = order.replace("-", "") as "step" | "reward" | "tokens";
-  const value = (row: Row) => row[by] ?? sign * Infinity; // those without a number come last, either way
+  const value = (row: Row) => row[by] ?? sign * Infinity; // rows without a value come last in both orders
   rows.sort((a, b) => sign * (value(a) - value(b)) || a.step - b.step || a.group - b.group || a.sample - b.sample);
 }
 
-const textOf = (sample: Sample): string => [...said(sample.messages), sample.text ?? ""].join("\n").toLowerCase();
+const textOf = (sample: Sample): string =>
+  [...contentTexts(sample.messages), sample.text ?? ""].join("\n").toLowerCase();
 
-/** The texts in the JSON of a conversation, without names: answers, and also calls and reasoning. */
-function said(value: unknown): string[] {
+/** All texts in the JSON of a conversation, including calls and reasoning, without keys and roles. */
+function contentTexts(value: unknown): string[] {
   if (typeof value === "string") return [value];
   if (typeof value !== "object" || value === null) return [];
-  return Object.entries(value).flatMap(([name, one]) => (name === "role" ? [] : said(one)));
+  return Object.entries(value).flatMap(([name, item]) => (name === "role" ? [] : contentTexts(item)));
 }

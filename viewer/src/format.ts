@@ -1,7 +1,7 @@
-/** Numbers as people read them. */
+/** Numbers and times as text. */
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
 
-/** Of curves: four digits. */
+/** A number with four significant digits, for curves; "–" for none. */
 export function short(value: number | null | undefined): string {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";
@@ -10,7 +10,7 @@ export function short(value: number | null | undefined): string {
   return size < 0.001 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
-/** Of tokens: nine digits, which tell every float32 from its neighbours. */
+/** A number with nine significant digits, which distinguish all float32 values, for tokens; "–" for none. */
 export const exact = (value: number | null | undefined): string =>
   value === null || value === undefined ? "–" : String(Number(value.toPrecision(9)));
 

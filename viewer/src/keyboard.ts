@@ -1,6 +1,6 @@
-/** What keys do. Letters do nothing while someone types. */
-import { helpShown, move } from "./state";
-import { go, NO_SAMPLE, view } from "./view";
+/** Keyboard shortcuts. They are off while the user types in a field. */
+import { helpShown, moveSelection } from "./state";
+import { updateView, NO_SAMPLE, view } from "./view";
 
 interface Binding {
   key: string;
@@ -9,24 +9,24 @@ interface Binding {
 }
 
 const show = (how: string) => {
-  if (view.value.tab === "rollouts" && view.value.sample !== "") go({ how });
+  if (view.value.tab === "rollouts" && view.value.sample !== "") updateView({ how });
 };
 
 export const KEYS: Binding[] = [
-  { key: "j", what: "next sample", run: () => void onRollouts(() => move(1)) },
-  { key: "k", what: "previous sample", run: () => void onRollouts(() => move(-1)) },
-  { key: "c", what: "the sample as a conversation", run: () => show("conversation") },
-  { key: "t", what: "the sample as tokens", run: () => show("tokens") },
-  { key: "g", what: "its group side by side", run: () => show("group") },
+  { key: "j", what: "next sample", run: () => void onRollouts(() => moveSelection(1)) },
+  { key: "k", what: "previous sample", run: () => void onRollouts(() => moveSelection(-1)) },
+  { key: "c", what: "show the sample as a conversation", run: () => show("conversation") },
+  { key: "t", what: "show the sample as tokens", run: () => show("tokens") },
+  { key: "g", what: "show the samples of its group side by side", run: () => show("group") },
   { key: "/", what: "search", run: () => document.querySelector<HTMLInputElement>("input[type=search]")?.focus() },
-  { key: "?", what: "these keys", run: () => (helpShown.value = !helpShown.value) },
-  { key: "Escape", what: "leave the search, the help, the sample", run: leave },
+  { key: "?", what: "show or hide this help", run: () => (helpShown.value = !helpShown.value) },
+  { key: "Escape", what: "leave the search, close the help or the sample", run: leave },
 ];
 
-/** What the help says: also of keys that only an element with the focus takes. */
+/** Shortcuts in the help, including those that only a focused element handles. */
 export const HELP: Pick<Binding, "key" | "what">[] = [
   ...KEYS,
-  { key: "← →", what: "in the token view, once it is clicked: the token before, the next one" },
+  { key: "← →", what: "previous or next token, after a click in the token view" },
 ];
 
 export function onKeyDown(event: KeyboardEvent): void {
@@ -41,12 +41,12 @@ export function onKeyDown(event: KeyboardEvent): void {
 
 function onRollouts(run: () => Promise<void>): void {
   if (view.value.tab === "rollouts") void run();
-  else go({ tab: "rollouts" });
+  else updateView({ tab: "rollouts" });
 }
 
 function leave(): void {
   const focused = document.activeElement;
   if (helpShown.value) helpShown.value = false;
   else if (focused instanceof HTMLElement && focused.matches("input, select")) focused.blur();
-  else if (view.value.sample !== "") go(NO_SAMPLE);
+  else if (view.value.sample !== "") updateView(NO_SAMPLE);
 }

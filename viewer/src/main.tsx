@@ -3,8 +3,8 @@ import "./style.css";
 import { render } from "preact";
 import { App } from "./components/app";
 import { onKeyDown } from "./keyboard";
-import { follow } from "./state";
+import { pollRuns } from "./state";
 
 document.addEventListener("keydown", onKeyDown);
 render(<App />, document.getElementById("page") as HTMLElement);
-void follow();
+void pollRuns();

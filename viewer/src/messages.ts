@@ -1,7 +1,7 @@
-/** Chat messages as text. */
+/** Texts and tool calls of chat messages. */
 import type { Message, Sample, Turn } from "./data";
 
-/** The content as text; parts that are no text as JSON. */
+/** The content of a message as text; other parts than text are JSON. */
 export function contentOf(message: Message): string {
   const { content } = message;
   if (content === null || content === undefined) return "";
@@ -12,46 +12,52 @@ export function contentOf(message: Message): string {
 
 export interface ToolCall {
   name: string;
-  /** Names and values; of what is no object the whole, without a name. */
+  /** Names and values; one value without a name if the arguments are not an object. */
   arguments: [string, string][];
-  /** The kind of its failure, or nothing. */
+  /** Kind of the call's failure; "" if it succeeded. */
   error: string;
 }
 
 /**
- * A message's calls, in the form of chat templates: {"function": {"name", "arguments"}}, or name and arguments by
- * themselves; without any, those that the environment read from its text.
+ * The tool calls of a message, in the forms of chat templates: {"function": {"name", "arguments"}} or {"name",
+ * "arguments"}. If the message has none, the calls that the environment parsed from its text.
  */
 export function toolCallsOf(message: Message, turn?: Turn): ToolCall[] {
-  const own = Array.isArray(message.tool_calls) ? (message.tool_calls as Message[]) : [];
-  return (own.length ? own : (turn?.tool_calls ?? [])).map((call) => {
-    const made = (call?.function ?? call ?? {}) as Message;
-    return { name: String(made.name ?? ""), arguments: argumentsOf(made.arguments), error: String(made.error ?? "") };
+  const messageCalls = Array.isArray(message.tool_calls) ? (message.tool_calls as Message[]) : [];
+  return (messageCalls.length ? messageCalls : (turn?.tool_calls ?? [])).map((call) => {
+    const { name, arguments: args, error } = (call?.function ?? call ?? {}) as Message;
+    return { name: String(name ?? ""), arguments: argumentsOf(args), error: String(error ?? "") };
   });
 }
 
-/** By the index of a message the names of the calls that it answers: one each, or all where their numbers differ. */
+/**
+ * Index of a message -> names of the calls whose results it holds. If there are as many messages as calls, each holds
+ * one result; otherwise each is listed with all calls.
+ */
 export function answeredBy(sample: Sample): Map<number, string[]> {
-  const found = new Map<number, string[]>();
+  const callNames = new Map<number, string[]>();
   for (const [index, turn] of turnsOf(sample)) {
     const names = toolCallsOf(sample.messages[index] ?? {}, sample.turns[turn]).map(({ name }) => name || "unreadable");
     const after = sample.messages.slice(index + 1);
     const next = after.findIndex((message) => message.role === "assistant");
-    const answers = next < 0 ? after.length : next;
-    for (let place = 0; names.length && place < answers; place++)
-      found.set(index + 1 + place, answers === names.length ? names.slice(place, place + 1) : names);
+    const results = next < 0 ? after.length : next;
+    for (let i = 0; names.length && i < results; i++)
+      callNames.set(index + 1 + i, results === names.length ? names.slice(i, i + 1) : names);
   }
-  return found;
+  return callNames;
 }
 
-/** Whatever else a message has, such as reasoning_content, a tool's name or the id of the call that it answers. */
+/** All other fields of a message, such as reasoning_content, a tool's name or the id of a call. */
 export function otherFields(message: Message): [string, string][] {
   return Object.entries(message)
     .filter(([name, value]) => !["role", "content", "tool_calls"].includes(name) && value !== null && value !== "")
     .map(([name, value]) => [name, typeof value === "string" ? value : asJson(value)]);
 }
 
-/** The index of the turn that a message is the answer of; the last answers are the turns', earlier ones examples. */
+/**
+ * Index of an assistant message -> index of its turn. The last assistant messages are those of the turns; earlier ones
+ * are examples in the prompt.
+ */
 export function turnsOf(sample: Sample): Map<number, number> {
   const answers = sample.messages.flatMap((message, index) => (message.role === "assistant" ? [index] : []));
   const first = answers.length - sample.turns.length;
@@ -63,15 +69,15 @@ function isTextPart(part: unknown): part is { text: string } {
 }
 
 function argumentsOf(value: unknown): [string, string][] {
-  let known = value;
+  let parsed = value;
   try {
-    if (typeof value === "string") known = JSON.parse(value); // engines hand them on as the text that the model wrote
+    if (typeof value === "string") parsed = JSON.parse(value); // engines return arguments as the model's text
   } catch {
-    // it is text
+    // not JSON: shown as text
   }
-  if (typeof known !== "object" || known === null || Array.isArray(known))
+  if (typeof parsed !== "object" || parsed === null || Array.isArray(parsed))
     return [["", typeof value === "string" ? value : asJson(value)]];
-  return Object.entries(known).map(([name, one]) => [name, typeof one === "string" ? one : asJson(one)]);
+  return Object.entries(parsed).map(([name, item]) => [name, typeof item === "string" ? item : asJson(item)]);
 }
 
 const asJson = (value: unknown): string => JSON.stringify(value, null, 2) ?? "";

@@ -1,4 +1,4 @@
-/** All that the page knows. Components read these signals, and change them through `go` and the functions here. */
+/** The page's state. Components read these signals, and change them through `updateView` and the functions here. */
 import { computed, effect, type ReadonlySignal, type Signal, signal } from "@preact/signals";
 import {
   type Finding,
@@ -11,46 +11,46 @@ import {
   type Runs,
   type Sample,
 } from "./data";
-import { plain } from "./visible";
-import { asView, go, openKey, queryOf, view } from "./view";
+import { escapeInvisible } from "./invisibleCharacters";
+import { asView, updateView, openKey, queryOf, view } from "./view";
 
 const POLL_MS = 3000;
 const source = openSource();
 
 export const live = source.live;
 export const runs = signal<Runs>({ runs: [], differing: [] });
-/** In words, of everything that is asked; "" where the last answer came. */
-const troubles: Signal<string>[] = [];
-export const problem = computed(() => troubles.find((trouble) => trouble.value !== "")?.value ?? "");
-/** When the server last answered, Unix milliseconds. */
-export const heard = signal(0);
+/** The error message of each kind of request; "" if its last response was successful. */
+const errorSignals: Signal<string>[] = [];
+export const problem = computed(() => errorSignals.find((error) => error.value !== "")?.value ?? "");
+/** Time of the server's last response, Unix milliseconds; 0 before the first. */
+export const lastResponseMs = signal(0);
 export const helpShown = signal(false);
 
 effect(() => {
-  document.title = runs.value.runs.map((run) => plain(run.name)).join(" · ") || "skyrl-train";
+  document.title = runs.value.runs.map((run) => escapeInvisible(run.name)).join(" · ") || "skyrl-train";
 });
 
 export const hiddenRuns = computed(() => new Set(view.value.hidden.split(",")));
 export const shownRuns = computed(() => runs.value.runs.filter((run) => !hiddenRuns.value.has(run.id)));
-/** The run whose rollouts are shown. */
+/** The run whose rollouts are shown: the one in the view, else the first with rollouts. */
 export const viewedRun = computed(() => {
   const all = runs.value.runs;
   return all.find((run) => run.id === view.value.run) ?? all.find((run) => run.has_rollouts) ?? all[0];
 });
 
-// -- what is fetched ---------------------------------------------------------------------------------------------------
+// -- fetched data -----------------------------------------------------------------------------------------------------
 
 const progress = computed(() => runs.value.runs.map((run) => `${run.id}:${run.step}:${run.state}`).join());
 
-/** Of every run; asked for again as runs go on. */
-export const metrics = ofEveryRun<Metrics>(source.metrics);
-export const findings = ofEveryRun<Finding[]>(source.diagnosis);
+/** Metrics by run, fetched again when a run advances. */
+export const metrics = fetchForAllRuns<Metrics>(source.metrics);
+export const findings = fetchForAllRuns<Finding[]>(source.diagnosis);
 
 const query = computed(() => JSON.stringify(queryOf(view.value)));
 const onRollouts = computed(() => view.value.tab === "rollouts");
 const viewedId = computed(() => viewedRun.value?.id);
 const opened = computed(() => JSON.stringify(openKey(view.value)));
-/** Any sample of it stands for a group. */
+/** Key of the open group, without a sample, so that selecting another sample of the group fetches nothing. */
 const openedGroup = computed(() => {
   const key = view.value.how === "group" ? openKey(view.value) : null;
   return JSON.stringify(key && { ...key, sample: 0 });
@@ -67,89 +67,98 @@ export const sample = latest<Sample | null>(null, () => {
   return run !== undefined && key && onRollouts.value ? source.rollout(run, key) : undefined;
 });
 
-/** The samples beside the open one, in full. */
+/** The samples of the open sample's group, with all details. */
 export const group = latest<(Group & { samples: Sample[] }) | null>(null, () => {
   const [run, key] = [viewedId.value, JSON.parse(openedGroup.value)];
   if (run === undefined || !key || !onRollouts.value) return undefined;
-  return source.group(run, key).then(async (found) => ({
-    ...found,
-    samples: await Promise.all(found.rows.map((row) => source.rollout(run, row))),
+  return source.group(run, key).then(async (response) => ({
+    ...response,
+    samples: await Promise.all(response.rows.map((row) => source.rollout(run, row))),
   }));
 });
 
-/** The answer to what was asked last; answers to older questions are dropped. undefined: nothing is asked now. */
-function latest<T>(first: T, ask: () => Promise<T> | undefined): ReadonlySignal<T> {
-  const found = signal(first);
-  const trouble = newTrouble();
-  let asked = 0;
+/**
+ * A signal with the response to the latest request. `fetch` runs again when a signal that it reads changes. Responses to
+ * earlier requests are dropped. If it returns undefined, nothing is requested, and the signal keeps its value.
+ */
+function latest<T>(initial: T, fetch: () => Promise<T> | undefined): ReadonlySignal<T> {
+  const result = signal(initial);
+  const error = newErrorSignal();
+  let lastRequest = 0;
   effect(() => {
-    const mine = ++asked;
-    const answer = ask();
-    if (!answer) trouble.value = "";
-    answer?.then(
+    const request = ++lastRequest;
+    const response = fetch();
+    if (!response) error.value = "";
+    response?.then(
       (value) => {
-        if (mine !== asked) return;
-        found.value = value;
-        trouble.value = "";
+        if (request !== lastRequest) return;
+        result.value = value;
+        error.value = "";
       },
-      (error: unknown) => {
-        if (mine === asked) trouble.value = String(error);
+      (reason: unknown) => {
+        if (request === lastRequest) error.value = String(reason);
       },
     );
   });
-  return found;
+  return result;
 }
 
-/** By the ids of runs, without those whose files cannot be read: they hide no others. */
-function ofEveryRun<T>(ask: (run: string) => Promise<T>): ReadonlySignal<Record<string, T>> {
-  const trouble = newTrouble();
+/** Responses by run id, fetched again when a run advances. A run whose request fails is missing and sets the error. */
+function fetchForAllRuns<T>(fetch: (run: string) => Promise<T>): ReadonlySignal<Record<string, T>> {
+  const error = newErrorSignal();
   return latest<Record<string, T>>({}, async () => {
     const ids = progress.value === "" ? [] : runs.peek().runs.map((run) => run.id);
-    const answers: Record<string, T> = {};
-    const failed: string[] = [];
-    const one = (id: string) => ask(id).then((answer) => void (answers[id] = answer), (error) => failed.push(String(error)));
-    await Promise.all(ids.map(one));
-    trouble.value = failed[0] ?? "";
-    return answers;
+    const responses: Record<string, T> = {};
+    const failures: string[] = [];
+    const fetchRun = async (id: string) => {
+      try {
+        responses[id] = await fetch(id);
+      } catch (reason) {
+        failures.push(String(reason));
+      }
+    };
+    await Promise.all(ids.map(fetchRun));
+    error.value = failures[0] ?? "";
+    return responses;
   });
 }
 
-function newTrouble(): Signal<string> {
-  const trouble = signal("");
-  troubles.push(trouble);
-  return trouble;
+function newErrorSignal(): Signal<string> {
+  const error = signal("");
+  errorSignals.push(error);
+  return error;
 }
 
-const lost = newTrouble();
+const connectionError = newErrorSignal();
 
-/** Ask for the runs, and again every few seconds if they can go on. */
-export async function follow(): Promise<void> {
+/** Fetch the runs now and, from a server, every POLL_MS while the page is visible. */
+export async function pollRuns(): Promise<void> {
   if (!document.hidden) {
     try {
-      const found = await source.runs();
-      if (JSON.stringify(found) !== JSON.stringify(runs.value)) runs.value = found;
-      heard.value = Date.now();
-      lost.value = "";
+      const response = await source.runs();
+      if (JSON.stringify(response) !== JSON.stringify(runs.value)) runs.value = response;
+      lastResponseMs.value = Date.now();
+      connectionError.value = "";
     } catch (error) {
-      lost.value = String(error);
+      connectionError.value = String(error);
     }
   }
-  if (live) setTimeout(follow, POLL_MS);
+  if (live) setTimeout(pollRuns, POLL_MS);
 }
 
-// -- moving through the list -------------------------------------------------------------------------------------------
+// -- navigation in the list -------------------------------------------------------------------------------------------
 
-/** Open the next sample of the list (+1) or the one before (-1), over the ends of its pages. */
-export async function move(by: 1 | -1): Promise<void> {
+/** Open the next sample of the list (+1) or the previous one (-1), also across the ends of pages. */
+export async function moveSelection(by: 1 | -1): Promise<void> {
   const [run, list, key] = [viewedRun.value, rows.value, openKey(view.value)];
   if (!run || !list) return;
-  const at = key ? list.rows.findIndex((row) => isSame(row, key)) : -1;
-  const next = at < 0 ? 0 : at + by;
+  const index = key ? list.rows.findIndex((row) => isSame(row, key)) : -1;
+  const next = index < 0 ? 0 : index + by;
   const offset = Number(view.value.offset) || 0;
-  if (list.rows[next]) return go(asView(list.rows[next]), true);
-  const turned = offset + by * PAGE_ROWS;
-  if (turned < 0 || turned >= list.total) return;
-  const page = await source.rollouts(run.id, { ...queryOf(view.value), offset: String(turned) });
+  if (list.rows[next]) return updateView(asView(list.rows[next]), true);
+  const nextOffset = offset + by * PAGE_ROWS;
+  if (nextOffset < 0 || nextOffset >= list.total) return;
+  const page = await source.rollouts(run.id, { ...queryOf(view.value), offset: String(nextOffset) });
   const row = page.rows.at(by > 0 ? 0 : -1);
-  if (row) go({ ...asView(row), offset: turned ? String(turned) : "" }, true);
+  if (row) updateView({ ...asView(row), offset: nextOffset ? String(nextOffset) : "" }, true);
 }

@@ -1,8 +1,8 @@
-/** What is shown, as it stands behind the # of the address: a link reopens the same view. */
+/** The current view, which the fragment of the URL stores: a link opens the same view. */
 import { signal } from "@preact/signals";
 import type { Key, Query } from "./data";
 
-export const FIRST_FILTERS = {
+export const DEFAULT_FILTERS = {
   step_from: "",
   step_to: "",
   source: "",
@@ -17,42 +17,42 @@ export const FIRST_FILTERS = {
   offset: "",
 } satisfies Query;
 
-const FIRST = {
+const DEFAULT_VIEW = {
   tab: "curves", // or rollouts, diagnosis, runs
-  /** Ids of runs whose curves are off, with commas. */
+  /** Ids of runs whose curves are hidden, separated by commas. */
   hidden: "",
   smooth: "0.6",
   axis: "step", // or hours
-  /** Part of metrics' names. */
+  /** Text that metric names must contain. */
   find: "",
-  /** Steps or hours from-to. */
+  /** Range of steps or hours, "from~to". */
   zoom: "",
   /** The run whose rollouts are shown. */
   run: "",
-  ...FIRST_FILTERS,
-  /** The sample that is open. */
+  ...DEFAULT_FILTERS,
+  /** Key of the open sample; `sample` is "" if none is open. */
   step: "",
   uid: "",
   group: "",
   sample: "",
   how: "conversation", // or tokens, group
   shade: "logprob", // or gap, advantage
-  /** The token whose numbers are shown. */
+  /** Index of the selected token. */
   token: "",
 };
 
-export type View = typeof FIRST;
+export type View = typeof DEFAULT_VIEW;
 
 export const view = signal<View>(read(location.hash));
 addEventListener("popstate", () => (view.value = read(location.hash)));
 
-/** Show something else. `still`: the way back leads past it, as for every move of a slider. */
-export function go(change: Partial<View>, still = false): void {
+/** Change the view and the URL. With `replaceHistory` the browser's back button skips the change. */
+export function updateView(change: Partial<View>, replaceHistory = false): void {
   const next = { ...view.value, ...change };
-  const written = new URLSearchParams(
-    Object.entries(next).filter(([name, value]) => value !== FIRST[name as keyof View]),
+  const params = new URLSearchParams(
+    Object.entries(next).filter(([name, value]) => value !== DEFAULT_VIEW[name as keyof View]),
   );
-  history[still ? "replaceState" : "pushState"](null, "", `#${written}`);
+  history[replaceHistory ? "replaceState" : "pushState"](null, "", `#${params}`);
   view.value = next;
 }
 
@@ -71,12 +71,12 @@ export const asView = ({ step, uid, group, sample }: Key) => ({
 export const NO_SAMPLE = { step: "", uid: "", group: "", sample: "", token: "" };
 
 export function queryOf(shown: View): Query {
-  const names = Object.keys(FIRST_FILTERS) as (keyof Query)[];
+  const names = Object.keys(DEFAULT_FILTERS) as (keyof Query)[];
   return Object.fromEntries(names.map((name) => [name, shown[name]])) as unknown as Query;
 }
 
 function read(hash: string): View {
-  const given = new URLSearchParams(hash.slice(1));
-  const known = Object.keys(FIRST).filter((name) => given.has(name));
-  return { ...FIRST, ...Object.fromEntries(known.map((name) => [name, given.get(name) ?? ""])) };
+  const params = new URLSearchParams(hash.slice(1));
+  const names = Object.keys(DEFAULT_VIEW).filter((name) => params.has(name));
+  return { ...DEFAULT_VIEW, ...Object.fromEntries(names.map((name) => [name, params.get(name) ?? ""])) };
 }

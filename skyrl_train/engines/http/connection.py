@@ -1,4 +1,4 @@
-"""HTTP to an engine server of any kind: deadlines, repeated attempts, and errors that name the engine."""
+"""HTTP connections to an engine server of any kind, with deadlines, retries, and errors that name the engine."""
 
 from __future__ import annotations
 
@@ -17,40 +17,50 @@ from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""How often a call is sent at most if its connection breaks and repeating it is safe."""
+"""Maximum number of attempts of a call whose connection breaks, if repeating the call is safe."""
 _BACKOFF_S = 0.2
-"""Wait before the second attempt; it doubles for every further attempt."""
+"""Seconds before the second attempt; doubled for every further attempt."""
 _RETRY_AFTER_S = 1.0
-"""Wait where a server says "503, Retry-After": it has all connections that it may have, and did not read the call."""
-_CONNECT_S = 10.0
-"""Timeout of a TCP connection."""
+"""Seconds before a call is sent again after "503, Retry-After": the server has no free connection and did not read
+it."""
+_CONNECT_TIMEOUT_S = 10.0
+"""Timeout for opening a TCP connection."""
 _NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-"""After these errors the server has not seen the call, so any call can be repeated."""
+"""Errors after which the server has not seen the call, so that every call can be repeated."""
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 T = TypeVar("T")
 
 
 class Connection:
-    """Connections to one server. Open it on the event loop that uses it, and close it."""
+    """A pool of HTTP connections to one server. Open it on the event loop that uses it, and close it."""
 
     def __init__(self, url: str, token: str, name: str = ""):
-        """Raises ConfigError for an invalid address."""
+        """Create a closed pool.
+
+        Args:
+            url: host:port or http(s)://host:port.
+            token: Bearer token sent with every request.
+            name: Name of the engine in error messages; the URL by default.
+
+        Raises:
+            ConfigError: `url` is not an address of this form.
+        """
         self.url = _checked_url(url)
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Make the session on the current event loop; nothing is sent yet."""
+        """Create the session on the current event loop, without sending anything."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )
 
     async def close(self) -> None:
-        """Closing twice is harmless."""
+        """Close the connections. A second call does nothing."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -58,10 +68,18 @@ class Connection:
     async def request(
         self, verb: str, route: str, body: bytes = b"", params: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Send one request; returns status and body of the answer. Waits for a server that says to come again later.
+        """Send one request and return status and body of the response. Send it again after "503, Retry-After".
 
-        Raises EngineError for an answer that is not HTTP. aiohttp's errors of a broken connection are raised as they
-        are, for `attempts` and `until_there`.
+        Args:
+            verb: HTTP method.
+            route: Path of the URL.
+            body: JSON to send.
+            params: Query parameters.
+
+        Raises:
+            EngineError: The pool is not open, or the response is not HTTP.
+            aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError: The connection broke. `retry`
+                and `wait_until_ready` handle these errors.
         """
         if self._session is None:
             raise EngineError(f"Engine {self.name!r} is closed or was never connected.")
@@ -71,19 +89,30 @@ class Connection:
                 async with self._session.request(
                     verb, self.url + route, data=body or None, params=params, allow_redirects=False
                 ) as response:
-                    answer = response.status, await response.read()
+                    result = response.status, await response.read()
                 if not (response.status == 503 and hdrs.RETRY_AFTER in response.headers):
-                    return answer
+                    return result
                 await asyncio.sleep(_RETRY_AFTER_S)
         except aiohttp.ClientError as error:
             if isinstance(error, _CONNECTION_ERRORS):
                 raise
-            raise EngineError(f"Engine {self.name!r} at {self.url} does not speak HTTP: {error}") from error
+            raise EngineError(
+                f"Engine {self.name!r} at {self.url} does not speak HTTP: {error}. Check that the URL is an engine's."
+            ) from error
 
     async def retry(self, what: str, attempt: Callable[[int], Awaitable[T]], *, repeatable: bool) -> T:
-        """Run `attempt(0)`; if the connection breaks and repeating is safe, also `attempt(1)` and `attempt(2)`.
+        """Run `attempt(0)`. While the connection breaks and repeating is safe, also run `attempt(1)` and `attempt(2)`.
 
-        Raises EngineError if none of them succeeds.
+        Args:
+            what: Name of the call, for messages.
+            attempt: Coroutine function that sends the call; its argument is the number of the attempt.
+            repeatable: True if the call may be repeated although the server may have received it.
+
+        Returns:
+            The result of the first attempt that succeeds.
+
+        Raises:
+            EngineError: The connection broke in the last attempt, or in one that must not be repeated.
         """
         for number in range(MAX_ATTEMPTS):
             try:
@@ -95,43 +124,57 @@ class Connection:
                         f"Engine {self.name!r} at {self.url} was lost during {what} "
                         f"(attempt {number + 1}): {type(error).__name__}: {error}"
                     ) from error
-                log.warning("Engine %r: %s broke off (%s); trying again.", self.name, what, error)
+                log.warning("Engine %r: the connection broke during %s (%s); retrying.", self.name, what, error)
                 await asyncio.sleep(_BACKOFF_S * 2**number)
         raise AssertionError("unreachable")
 
     async def with_timeout(self, what: str, seconds: float, work: Awaitable[T]) -> T:
-        """Await `work` for at most `seconds`. Raises DeadlineExceeded naming engine and `what`."""
+        """Return the result of `work`.
+
+        Raises:
+            DeadlineExceeded: `work` took longer than `seconds`. The message names the engine and `what`.
+        """
         async with deadline(f"engine {self.name!r}: {what}", seconds):
             return await work
 
     async def wait_until_ready(self, probe: Callable[[], Awaitable[T | None]], deadline_s: float) -> T:
-        """Call `probe` until a server answers and the result is not None. Raises DeadlineExceeded."""
-        last: Exception | None = None
+        """Call `probe` repeatedly until the server responds and the result is not None; return that result.
+
+        Raises:
+            DeadlineExceeded: No result after `deadline_s`. The message includes the last connection error.
+            Exception: `probe` raised an error that is not a connection error.
+        """
+        last_error: Exception | None = None
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 while True:
                     try:
-                        found = await probe()
-                        if found is not None:
-                            return found
+                        result = await probe()
+                        if result is not None:
+                            return result
                     except _CONNECTION_ERRORS as error:
-                        last = error
+                        last_error = error
                     await asyncio.sleep(_BACKOFF_S)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            what = f"connecting to engine {self.name!r} at {self.url}" + (f" (last: {last})" if last else "")
+            cause = f" (last error: {last_error})" if last_error else ""
+            what = f"connecting to engine {self.name!r} at {self.url}{cause}"
             raise DeadlineExceeded(what, deadline_s) from error
 
 
 def _checked_url(url: str) -> str:
-    """The URL with its scheme, without a final slash; "host:port" means http."""
+    """Return the URL with its scheme and without a final slash; "host:port" stands for http.
+
+    Raises:
+        ConfigError: The URL has another form, or contains credentials, a query or a fragment.
+    """
     full = url if "://" in url else f"http://{url}"
     parts = urlsplit(full)
     try:
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        good = False
-    if not good or parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r} is not the address of an engine: give host:port or http(s)://host:port.")
+        is_valid = False
+    if not is_valid or parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} is not the address of an engine: use host:port or http(s)://host:port.")
     return full.rstrip("/")

@@ -1,6 +1,6 @@
-"""HTTP bodies as dataclasses: pydantic reads and describes them by the types of their fields.
+"""HTTP bodies as dataclasses, which pydantic parses and describes by the types of their fields.
 
-Reading is strict: an unknown member, a wrong type, a number that is not finite is an error that names its place.
+Parsing is strict: an unknown member, a wrong type or a number that is not finite raises an error that names the member.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator, to_json
 
 MAX_MEMBERS = 4096
-"""Members of one JSON object. Every unknown member costs an error of its own."""
+"""Maximum number of members of one JSON object. pydantic reports every unknown member, which takes time."""
 FEW = Field(max_length=1 << 16)
-"""Annotation of a list of lists or objects: pydantic lets no other thread run while it makes a million of them."""
+"""Annotation of a list of lists or objects, whose length is limited: pydantic blocks all threads while it parses
+one."""
 
 
 class Body:
-    """Base class of the dataclasses that are bodies. null stands for the default of a member."""
+    """The base class of dataclasses that are HTTP bodies. A member that is null takes its default."""
 
     __slots__ = ()
     __pydantic_config__ = ConfigDict(
@@ -36,10 +37,16 @@ class Body:
 
 
 class InvalidBodyError(Exception):
-    """Received data is invalid; `param` is the path of the faulty member, empty for the whole body."""
+    """An error in received data. `param` is the path of the invalid member, or empty for the whole body."""
 
     def __init__(self, param: str, problem: str, *, message: str | None = None):
-        """`problem` continues a sentence that begins with the path; `message` replaces the whole sentence."""
+        """Create the error.
+
+        Args:
+            param: Path of the member, such as "messages[0].role"; empty for the whole body.
+            problem: The rest of a sentence that begins with the path.
+            message: Complete message that replaces this sentence.
+        """
         super().__init__(message or f"{param or 'The body'} {problem}")
         self.param = param
 
@@ -48,10 +55,19 @@ class InvalidBodyError(Exception):
 
 
 def read_json(body: bytes) -> Any:
-    """Parse UTF-8 JSON, and drop members that are null. Raises Malformed, also for NaN, infinities and 1e999."""
+    """Parse UTF-8 JSON, and drop the members of objects that are null.
+
+    Raises:
+        InvalidBodyError: The body is not UTF-8 or not JSON, contains NaN, infinity or a number that overflows, is
+            nested
+            too deeply, or has an object with more than MAX_MEMBERS members.
+    """
     try:
         return json.loads(
-            body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_hook=_members
+            body.decode("utf-8"),
+            parse_constant=_reject_constant,
+            parse_float=_parse_finite,
+            object_hook=_drop_null_members,
         )
     except UnicodeDecodeError as error:
         raise InvalidBodyError("", f"is not UTF-8: byte {error.start} is {body[error.start]:#04x}.") from error
@@ -61,29 +77,32 @@ def read_json(body: bytes) -> Any:
         raise InvalidBodyError("", f"is not JSON: {error}.") from error
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is too large for a number")
+        raise ValueError(f"the number {text[:40]} is too large")
     return number
 
 
-def _members(found: dict[str, Any]) -> dict[str, Any]:
-    if len(found) > MAX_MEMBERS:
-        raise InvalidBodyError("", f"holds an object of {len(found)} members; {MAX_MEMBERS} are allowed.")
-    return {name: value for name, value in found.items() if value is not None} if None in found.values() else found
+def _drop_null_members(members: dict[str, Any]) -> dict[str, Any]:
+    if len(members) > MAX_MEMBERS:
+        raise InvalidBodyError("", f"holds an object of {len(members)} members; at most {MAX_MEMBERS} are allowed.")
+    if None not in members.values():
+        return members
+    return {name: value for name, value in members.items() if value is not None}
 
 
 def write_json(value: Any) -> bytes:
-    """Return dataclasses, arrays and plain values as JSON in ASCII; numbers that are not finite become null.
+    """Return dataclasses, arrays and plain values as ASCII JSON. Numbers that are not finite become null.
 
-    ASCII, because readers of streams may take U+2028 for the end of a line.
+    The output is ASCII because readers of streams may treat U+2028 as the end of a line.
 
-    Raises PydanticSerializationError for values without a JSON form, such as tensors.
+    Raises:
+        PydanticSerializationError: A value has no JSON form, for example a tensor.
     """
     return to_json(value, ensure_ascii=True, inf_nan_mode="null", fallback=_plain)
 
@@ -97,46 +116,47 @@ def _plain(value: Any) -> Any:
 # -- types -----------------------------------------------------------------------------------------------------------
 
 
-_READING: dict[str, dict[str, Any]] = {
-    "list": {"fail_fast": True},  # one error, not one for each of a million items
-    "tuple": {"fail_fast": True, "strict": False},  # JSON has lists only
+_PARSING_OPTIONS: dict[str, dict[str, Any]] = {
+    "list": {"fail_fast": True},  # report one error and not one for each of a million items
+    "tuple": {"fail_fast": True, "strict": False},  # JSON has only lists
     "frozenset": {"fail_fast": True, "strict": False},
-    "dataclass": {"strict": False},  # or only instances would do
-    "str": {"max_length": 1 << 40},  # to count its characters is to check that it is Unicode
+    "dataclass": {"strict": False},  # strict mode would accept only instances
+    "str": {"max_length": 1 << 40},  # counting the characters checks that the string is valid Unicode
 }
 
 
-def _for_reading(schema: Any) -> Any:
-    """Return a core schema of pydantic's with what _READING adds to each type, however deep."""
+def _with_parsing_options(schema: Any) -> Any:
+    """Return a pydantic core schema with _PARSING_OPTIONS added to each type at every depth."""
     if isinstance(schema, dict):
-        return {name: _for_reading(part) for name, part in schema.items()} | _READING.get(schema.get("type", ""), {})
-    return [_for_reading(part) for part in schema] if isinstance(schema, list) else schema
+        options = _PARSING_OPTIONS.get(schema.get("type", ""), {})
+        return {name: _with_parsing_options(part) for name, part in schema.items()} | options
+    return [_with_parsing_options(part) for part in schema] if isinstance(schema, list) else schema
 
 
 @cache
 def _validator(kind: Any) -> SchemaValidator:
-    return SchemaValidator(_for_reading(TypeAdapter(kind).core_schema))
+    return SchemaValidator(_with_parsing_options(TypeAdapter(kind).core_schema))
 
 
-def parse_body(kind: Any, given: Any) -> Any:
-    """Convert `given` to a dataclass of the type `kind`.
+def parse_body(kind: Any, body: Any) -> Any:
+    """Convert a body to an instance of the type `kind`.
 
     Args:
         kind: A subclass of Body.
-        given: Parsed JSON, or JSON as bytes.
+        body: Parsed JSON, or JSON as bytes.
 
     Raises:
-        Malformed: A member is wrong. The text says which one, what is allowed and what was given.
+        InvalidBodyError: A member is invalid. The message names the member, what is allowed and its value.
     """
-    is_json = isinstance(given, bytes)
+    is_json = isinstance(body, bytes)
     try:
-        return _validator(kind).validate_json(given) if is_json else _validator(kind).validate_python(given)
+        return _validator(kind).validate_json(body) if is_json else _validator(kind).validate_python(body)
     except ValidationError as error:
-        raise _malformed(error, kind, read_json(given) if is_json else given) from error
+        raise _to_invalid_body_error(error, kind, read_json(body) if is_json else body) from error
 
 
 _EXPECTED = {
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a finite number",
     "finite_number": "a finite number",
     "string_type": "a string",
@@ -153,23 +173,28 @@ _EXPECTED = {
 }
 
 
-def _malformed(error: ValidationError, kind: Any, given: Any) -> InvalidBodyError:
-    """Describe the first member that is wrong; one that is not known comes first, as it explains more."""
+def _to_invalid_body_error(error: ValidationError, kind: Any, body: Any) -> InvalidBodyError:
+    """Describe the first invalid member. Unknown members come first, because they often explain the other errors."""
     details: list[Any] = error.errors(include_url=False)
-    if details[0]["type"] == "json_invalid":  # Python's parser takes more than pydantic's
+    if details[0]["type"] == "json_invalid":  # Python's parser, which made `body`, accepts more than pydantic's
         return InvalidBodyError("", f"is not JSON: {details[0]['ctx']['error']}.")
-    details.sort(key=lambda one: one["type"] != "unexpected_keyword_argument")
-    details = [one for one in details if one["type"] == "too_long"] or details  # it was refused for nothing else
+    details.sort(key=lambda detail: detail["type"] != "unexpected_keyword_argument")
+    # A list that is too long is the actual error: it fits one of the alternatives otherwise.
+    details = [detail for detail in details if detail["type"] == "too_long"] or details
     member = details[0]["loc"][:1]
-    placed = [(_path(one["loc"], given, one["type"] == "missing"), one) for one in details if one["loc"][:1] == member]
-    param = max((path for path, _ in placed), key=len)  # of several alternatives the one that fits furthest
-    alternatives = [one for path, one in placed if path == param]
+    located = [
+        (_path(detail["loc"], body, detail["type"] == "missing"), detail)
+        for detail in details
+        if detail["loc"][:1] == member
+    ]
+    param = max((path for path, _ in located), key=len)  # the alternative that fits best fails at the longest path
+    alternatives = [detail for path, detail in located if path == param]
     first = alternatives[0]
     if first["type"] == "unexpected_keyword_argument":
         known = getattr(kind, "__dataclass_fields__", ()) if len(first["loc"]) == 1 else ()
         close = difflib.get_close_matches(param[:100], known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "/openapi.json describes what is taken."
-        return InvalidBodyError(param, f"is not known here. {hint}")
+        hint = f"Did you mean {close[0]!r}?" if close else "See /openapi.json for the known members."
+        return InvalidBodyError(param, f"is not a known member. {hint}")
     if first["type"] == "missing":
         return InvalidBodyError(param, "is missing.")
     if first["type"] == "value_error":
@@ -177,42 +202,42 @@ def _malformed(error: ValidationError, kind: Any, given: Any) -> InvalidBodyErro
     if first["type"] == "string_unicode" and param:
         return InvalidBodyError(param, "is not valid Unicode: it holds half of a surrogate pair.")
     if first["type"] == "is_instance_of":
-        return InvalidBodyError(param, "does not travel over HTTP; leave it out.")
+        return InvalidBodyError(param, "cannot be sent over HTTP; leave it out.")
     allowed = " or ".join(
-        dict.fromkeys(_EXPECTED.get(one["type"], "valid").format(**one.get("ctx", {})) for one in alternatives)
+        dict.fromkeys(_EXPECTED.get(detail["type"], "valid").format(**detail.get("ctx", {})) for detail in alternatives)
     )
-    return InvalidBodyError(param, f"must be {allowed}, got {_shown(first['input'])}.")
+    return InvalidBodyError(param, f"must be {allowed}, got {_shorten(first['input'])}.")
 
 
-def _path(places: Sequence[int | str], given: Any, missing: bool) -> str:
+def _path(location: Sequence[int | str], body: Any, missing: bool) -> str:
     """Return ("messages", 0, "content", "list[TextPart]", 1, "text") as messages[0].content[1].text.
 
     Args:
-        places: Where pydantic found an error, names of alternatives included.
-        given: What was read.
-        missing: True if the last place is a member that `given` lacks.
+        location: Location of an error as pydantic reports it, including the names of alternatives.
+        body: The value that was parsed.
+        missing: True if the last part of the location is a member that `body` lacks.
     """
     path = ""
-    for number, place in enumerate(places):
-        if isinstance(place, int) and isinstance(given, list):
-            path, given = f"{path}[{place}]", given[place]
+    for number, part in enumerate(location):
+        if isinstance(part, int) and isinstance(body, list):
+            path, body = f"{path}[{part}]", body[part]
         elif (
-            isinstance(place, str)
-            and isinstance(given, dict)
-            and (place in given or (missing and number == len(places) - 1))
+            isinstance(part, str)
+            and isinstance(body, dict)
+            and (part in body or (missing and number == len(location) - 1))
         ):
-            path, given = join_path(path, place), given.get(place)
+            path, body = join_path(path, part), body.get(part)
     return path
 
 
 def join_path(path: str, name: str) -> str:
-    """Return the path of a member of the value at `path`."""
+    """Return the path of the member `name` of the value at `path`; long names are shortened."""
     name = name if len(name) <= 100 else name[:97] + "..."
     return f"{path}.{name}" if path else name
 
 
-def _shown(value: Any) -> str:
-    """Return a value for an error message: short, and without traversing values that may be nested a thousand times."""
+def _shorten(value: Any) -> str:
+    """Return a short text of a value for an error message, without traversing objects or lists."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = json.dumps(value)

@@ -1,8 +1,9 @@
-"""An engine whose server is vLLM's or SGLang's own (native_servers.py) instead of ours.
+"""An engine whose server is vLLM's or SGLang's own server (native_servers.py) instead of an HttpEndpoint.
 
-A paused server of these does not answer, and cannot tell the state of its requests. So this end does the pausing: it
-aborts running requests at the server, keeps their tokens here, and later sends them again to continue from there. No
-request runs at the server when its weights change, so the version of every token is known.
+Such a server does not respond while it is paused, and does not report the state of its requests. So the client
+implements pausing: it aborts running requests at the server, keeps their tokens, and later sends new requests that
+continue from these tokens. No request runs at the server while its weights change, so the version of every token is
+known.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from transformers import PreTrainedModel
 from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
-from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
+from skyrl_train.engines.base import (
+    PAUSE_MODES,
+    Capabilities,
+    Completion,
+    EngineHealth,
+    PauseMode,
+    SampleRequest,
+    StopReason,
+    VersionSpan,
+)
 from skyrl_train.engines.http.native_servers import NativeServer, ServerCompletion
 from skyrl_train.engines.http.protocol import DEADLINE_MARGIN_S
 from skyrl_train.engines.lifecycle import (
@@ -56,35 +66,35 @@ from skyrl_train.weight_sync.receiver import WeightReceiver, reject_adapter
 
 
 class _NativeRequest:
-    """One request, from submission to completion."""
+    """The state of one request, from submission to completion."""
 
     def __init__(self, request: SampleRequest):
         self.request = request
         self.rid = ""
-        """The request's id at the server: a new one each time that it is sent."""
+        """The request's id at the server, which is new each time that the request is sent."""
         self.call_task: asyncio.Task[ServerCompletion] | None = None
-        """The call to the server, while there is one."""
+        """The running call to the server, or None."""
         self.abort_requested = asyncio.Event()
-        """Set if it was aborted, by its caller or its deadline: it is not sent again."""
+        """Set if the caller or the deadline aborted the request, which is then not sent again."""
         self.retracted = False
         self.started_at = math.inf
-        """time.monotonic() at which its clock started."""
+        """time.monotonic() at which the request's time toward its deadline started."""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[VersionSpan] = []
 
-    def continuation(self, room: int) -> SampleRequest:
-        """The request for the remaining tokens, `room` at most."""
-        request, done = self.request, len(self.token_ids)
+    def continuation(self, max_tokens: int) -> SampleRequest:
+        """Return the request for the remaining tokens, at most `max_tokens`."""
+        request, num_sampled = self.request, len(self.token_ids)
         return replace(
             request,
             token_ids=np.concatenate((request.token_ids, to_token_array(self.token_ids))),
-            sampling=replace(request.sampling, max_tokens=room),
-            seed=request_seed(request.seed, "rest", 0, 0, done) if done else request.seed,
+            sampling=replace(request.sampling, max_tokens=max_tokens),
+            seed=request_seed(request.seed, "rest", 0, 0, num_sampled) if num_sampled else request.seed,
         )
 
     def append(self, sampled: ServerCompletion, version: int) -> None:
-        """Append sampled tokens."""
+        """Append tokens that were sampled with weights of `version`."""
         start = len(self.token_ids)
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
@@ -100,10 +110,13 @@ class _NativeRequest:
 
 
 class NativeEngine:
-    """`engine = await NativeEngine(server, ...).connect(60)`; then an InferenceEngine like any other.
+    """An InferenceEngine that samples with vLLM's or SGLang's own server.
 
-    Weights are received, checked and written to a folder here, which the server then loads. Fingerprints verify them up
-    to the folder, a log-prob probe verifies the rest. `close` leaves the server running.
+    This process receives and verifies weights and writes them to a folder, which the server then loads. Fingerprints
+    verify the weights up to the folder, and a log-prob probe verifies the rest. `close` leaves the server running.
+
+    Example:
+        engine = await NativeEngine(server, model=model, dtype="bfloat16", device="cpu", folder=folder).connect(60)
     """
 
     capabilities: Capabilities
@@ -111,9 +124,16 @@ class NativeEngine:
     def __init__(
         self, server: NativeServer, *, model: str, dtype: str, device: str, folder: str, max_num_seqs: int = 1024
     ):
-        """`model`: the server's. `folder`: for weights, with the same path on both sides. `device`: the trainer's.
+        """Create an engine that is not connected yet.
 
-        `max_num_seqs`: the most requests that the server has at a time; others wait here, and their clocks with them.
+        Args:
+            server: The server.
+            model: Path or name of the model that the server serves, which is also read here.
+            dtype: Dtype of the model's weights.
+            device: Device of the trainer.
+            folder: Folder for weights, which must have the same path on the server's node.
+            max_num_seqs: Maximum number of concurrent requests to the server. Other requests wait here, and their time
+                toward the deadline has not started.
         """
         self.name = server.connection.name
         self._server = server
@@ -124,49 +144,51 @@ class NativeEngine:
         self._entries: dict[str, _NativeRequest] = {}
         self._ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in count())
         self._can_send = asyncio.Event()
-        """Whether requests may be sent."""
+        """Set while requests may be sent."""
         self._permits = asyncio.Semaphore(max_num_seqs)
         self.lifecycle = Lifecycle(self.name)
         self._num_idle_holds = 0
-        """How many operations need the server to be idle."""
+        """Number of operations that need the server to be idle."""
         self._weights_lock = asyncio.Lock()
-        """Held while a score uses the weights, or while they change."""
+        """Held while `score` uses the weights, and while they change."""
         self._background: set[asyncio.Task[None]] = set()
         self._worker = ThreadPoolExecutor(1, f"weights-{self.name}")
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
 
     async def connect(self, deadline_s: float) -> NativeEngine:
-        """Wait until the server answers; then set `capabilities`.
+        """Wait until the server responds, set `capabilities`, and return this engine.
 
-        Raises DeadlineExceeded if that takes more than `deadline_s`, EngineError for a wrong token or server,
-        ConfigError for a model that cannot be read here.
+        Raises:
+            DeadlineExceeded: The server did not respond within `deadline_s`.
+            EngineError: The token is wrong, the server is of another kind, or it was started with wrong options.
+            ConfigError: The model cannot be read in this process.
         """
         loop = asyncio.get_running_loop()
         await self._server.connection.open()
         try:
             await self._server.discover(deadline_s)
-            self._tokenizer, model, ends = await asyncio.to_thread(self._read_model)
+            self._tokenizer, model, stop_tokens = await asyncio.to_thread(self._read_model)
         except BaseException:
             await self.close()
             raise
 
-        def hand_over(folder: str) -> None:
+        def load_on_server(folder: str) -> None:
             asyncio.run_coroutine_threadsafe(self._load(folder), loop).result()
 
-        place = Path(self._folder) / "".join(c if c.isalnum() else "_" for c in self.name)
-        store = CheckpointWeightStore(model, place, self._tokenizer, hand_over)
+        root = Path(self._folder) / "".join(c if c.isalnum() else "_" for c in self.name)
+        store = CheckpointWeightStore(model, root, self._tokenizer, load_on_server)
         self._receiver = WeightReceiver(store, self.name)
         self.capabilities = self._capabilities()
-        longest, vocab_size = self._server.max_model_len, model.config.get_text_config().vocab_size
-        self._checks = RequestValidator(self.capabilities, vocab_size, longest, longest - 1)
-        self._stop_token_ids = [end for end in sorted(ends) if end < vocab_size]
+        max_model_len, vocab_size = self._server.max_model_len, model.config.get_text_config().vocab_size
+        self._checks = RequestValidator(self.capabilities, vocab_size, max_model_len, max_model_len - 1)
+        self._stop_token_ids = [token for token in sorted(stop_tokens) if token < vocab_size]
         self._update_can_send()
         return self
 
     def _read_model(self) -> tuple[Any, PreTrainedModel, frozenset[int]]:
         tokenizer = load_tokenizer(self._model)
-        ends = get_stop_tokens(tokenizer, *load_stop_configs(self._model))
-        return tokenizer, load_meta_model(self._model, dtype_of(self._dtype)), ends
+        stop_tokens = get_stop_tokens(tokenizer, *load_stop_configs(self._model))
+        return tokenizer, load_meta_model(self._model, dtype_of(self._dtype)), stop_tokens
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -184,58 +206,62 @@ class NativeEngine:
         finally:
             for task, entry in zip(tasks, entries, strict=True):
                 task.cancel()
-                self._entries.pop(entry.request.request_id, None)  # a task that never began does not do it
+                self._entries.pop(entry.request.request_id, None)  # a task that never started does not remove its entry
 
     def _with_stop_tokens(self, request: SampleRequest) -> SampleRequest:
-        """Return the request with all end tokens spelled out: a server does not derive any from the chat template."""
+        """Return the request with all stop tokens of the model, because a server derives none from the chat
+        template."""
         sampling = reduce(with_stop_token, self._stop_token_ids, request.sampling)
         return request if sampling is request.sampling else replace(request, sampling=sampling)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine."""
-        plain = self._checks.check_score(token_ids, temperature)
+        sequences = self._checks.check_score(token_ids, temperature)
         self.lifecycle.check_serving()
         async with self._weights_lock:
             self.lifecycle.check_serving()
-            return list(await asyncio.gather(*(self._server.score(ids) for ids in plain)))
+            return list(await asyncio.gather(*(self._server.score(ids) for ids in sequences)))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""
-        await self._end([self._entries[one] for one in request_ids if one in self._entries])
+        await self._abort_entries([self._entries[id] for id in request_ids if id in self._entries])
 
     async def _run(self, entry: _NativeRequest) -> Completion:
-        """Send a request once the server has room for it."""
-        seat = asyncio.ensure_future(self._permits.acquire())
+        """Run a request once fewer than `max_num_seqs` others are running."""
+        permit = asyncio.ensure_future(self._permits.acquire())
         try:
-            if await _wait_unless_aborted(entry, seat):
+            if await _wait_unless_aborted(entry, permit):
                 return await self._run_with_permit(entry)
             self._entries.pop(entry.request.request_id, None)
-            return self._completion(entry, "abort")
-        finally:  # it may have been got just as the request was ended
-            if not seat.cancel() and not seat.cancelled():
+            return self._completion(entry, StopReason.ABORT)
+        finally:  # the permit may have been acquired at the moment of the abort
+            if not permit.cancel() and not permit.cancelled():
                 self._permits.release()
 
     async def _run_with_permit(self, entry: _NativeRequest) -> Completion:
-        """Send a request, and again after every retraction."""
+        """Send a request, and send it again after every retraction."""
         timer, entry.started_at = None, time.monotonic()
         if entry.request.deadline_s is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(entry.request.deadline_s, lambda: self._begin(self._end([entry])))
+            timer = loop.call_later(
+                entry.request.deadline_s, lambda: self._run_in_background(self._abort_entries([entry]))
+            )
         try:
             while True:
                 if not await _wait_unless_aborted(entry, asyncio.ensure_future(self._can_send.wait())):
-                    return self._completion(entry, "abort")
+                    return self._completion(entry, StopReason.ABORT)
                 entry.retracted = False
                 version = self._receiver.version
                 entry.call_task = asyncio.ensure_future(self._send(entry))
                 sampled = await entry.call_task
                 self._on_response(entry)
                 entry.append(sampled, version)
-                if sampled.stop_reason != "abort" or not entry.retracted or not self._room(entry):
+                is_aborted = sampled.stop_reason == StopReason.ABORT
+                if not is_aborted or not entry.retracted or not self._remaining_tokens(entry):
                     return self._completion(entry, sampled.stop_reason)
         except asyncio.CancelledError:
             if entry.call_task is not None:
-                self._begin(self._server.abort([entry.rid]))
+                self._run_in_background(self._server.abort([entry.rid]))
             raise
         finally:
             self._on_response(entry)
@@ -248,18 +274,18 @@ class NativeEngine:
         if not any(other.call_task for other in self._entries.values()):
             self.lifecycle.finish_draining()
 
-    def _room(self, entry: _NativeRequest) -> int:
-        """The number of tokens that may still be sampled for it."""
+    def _remaining_tokens(self, entry: _NativeRequest) -> int:
+        """Return the number of tokens that may still be sampled for a request."""
         request = entry.request
-        longest = min(request.sampling.max_tokens, self._server.max_model_len - len(request.token_ids))
-        return longest - len(entry.token_ids)
+        limit = min(request.sampling.max_tokens, self._server.max_model_len - len(request.token_ids))
+        return limit - len(entry.token_ids)
 
     async def _send(self, entry: _NativeRequest) -> ServerCompletion:
-        request = entry.continuation(self._room(entry))
+        request = entry.continuation(self._remaining_tokens(entry))
         limit = self._server.deadline_s if request.deadline_s is None else request.deadline_s + 2 * DEADLINE_MARGIN_S
 
         async def attempt(number: int) -> ServerCompletion:
-            if number:  # the server may not have noticed that the connection broke
+            if number:  # the server may not have noticed the broken connection
                 await self._server.abort([entry.rid])
             entry.rid = next(self._ids)
             return await self._server.sample(entry.rid, request)
@@ -271,26 +297,28 @@ class NativeEngine:
         self._generated_tokens += len(sampled.token_ids)
         self._prompt_tokens += len(request.token_ids)
         self._cached_tokens += sampled.cached_tokens
-        if len(sampled.token_ids) != len(sampled.logprobs) or not all(-9999 < one <= 1e-3 for one in sampled.logprobs):
+        logprobs = sampled.logprobs
+        if len(sampled.token_ids) != len(logprobs) or not all(-9999 < logprob <= 1e-3 for logprob in logprobs):
             raise EngineError(f"Engine {self.name!r}: log-probs are missing or not finite; its weights are broken.")
         return sampled
 
-    async def _end(self, entries: Iterable[_NativeRequest]) -> None:
+    async def _abort_entries(self, entries: Iterable[_NativeRequest]) -> None:
+        """End requests with their tokens so far, and wait until they have ended at the server."""
         entries = list(entries)
         for entry in entries:
             entry.abort_requested.set()
-        await self._stop(entries)
+        await self._stop_on_server(entries)
 
-    async def _stop(self, entries: Iterable[_NativeRequest]) -> None:
-        """Abort `entries` at the server and wait until they have ended there; they keep their tokens."""
+    async def _stop_on_server(self, entries: Iterable[_NativeRequest]) -> None:
+        """Abort requests at the server and wait until they have ended there. They keep their tokens here."""
         entries = list(entries)
-        while flying := {entry.rid: entry.call_task for entry in entries if entry.call_task is not None}:
-            await self._server.abort(list(flying))
-            await asyncio.wait(flying.values(), timeout=ABORT_RETRY_INTERVAL_S)
-            await asyncio.sleep(0)  # lets the tasks that wait for them take the result
+        while tasks := {entry.rid: entry.call_task for entry in entries if entry.call_task is not None}:
+            await self._server.abort(list(tasks))
+            await asyncio.wait(tasks.values(), timeout=ABORT_RETRY_INTERVAL_S)
+            await asyncio.sleep(0)  # lets the waiting coroutines take the results
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run in the background. Errors are ignored: if the server is gone, the request itself will fail, too."""
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background and ignore its errors: without a server the request itself fails, too."""
 
         async def quietly() -> None:
             with suppress(SkyRLError):
@@ -301,31 +329,32 @@ class NativeEngine:
         task.add_done_callback(self._background.discard)
 
     def _completion(self, entry: _NativeRequest, reason: str) -> Completion:
+        """Return the completion of a request that ended at the server, or before it was sent, for `reason`."""
         length, text = self._find_stop(entry)
         if length is not None:
             entry.truncate(length)
-            reason = "stop"
-        elif reason == "stop":
+            reason = StopReason.STOP
+        elif reason == StopReason.STOP:
             text = token_text(self._tokenizer, entry.token_ids[-1])
-        elif reason == "abort" and not self._room(entry):
-            reason = "length"
+        elif reason == StopReason.ABORT and not self._remaining_tokens(entry):
+            reason = StopReason.LENGTH
         greedy = entry.request.sampling.temperature == 0
         return Completion(
             request_id=entry.request.request_id,
             token_ids=to_token_array(entry.token_ids),
             logprobs=to_logprob_array([0.0] * len(entry.logprobs) if greedy else entry.logprobs),
             full_logprobs=to_logprob_array(entry.logprobs),
-            stop_reason=reason,
+            stop_reason=str(reason),
             versions=entry.versions,
             stop_text=text,
             running_s=max(0.0, time.monotonic() - entry.started_at),
         )
 
     def _find_stop(self, entry: _NativeRequest) -> tuple[int | None, str | None]:
-        """Number of tokens up to the first of the request's stop strings or stop tokens, and its text.
+        """Return the number of tokens up to the request's first stop string or stop token, and its text; None if none.
 
         Servers miss a stop string that begins before a retraction and ends after it, and SGLang misses stop tokens if
-        the end of sequence is ignored.
+        the request ignores end-of-sequence tokens.
         """
         sampling = entry.request.sampling
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
@@ -339,55 +368,56 @@ class NativeEngine:
                 return index + 1, text
         return None, None
 
-    # -- traffic -----------------------------------------------------------------------------------------------------
+    # -- pausing and sleeping ----------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait here for `resume`."""
+        """See InferenceEngine. New requests wait in this process for `resume`."""
         self._checks.check_pause(mode)
-        flying = any(entry.call_task for entry in self._entries.values())
-        drained = self.lifecycle.pause(busy=mode == "wait" and flying)
+        is_running = any(entry.call_task for entry in self._entries.values())
+        drained = self.lifecycle.pause(busy=mode == PauseMode.WAIT and is_running)
         self._update_can_send()
-        if mode == "abort":
-            await self._end(self._entries.values())
-        elif mode == "retract":
+        if mode == PauseMode.ABORT:
+            await self._abort_entries(self._entries.values())
+        elif mode == PauseMode.RETRACT:
             await self._retract()
         await await_thread_future(drained)
 
     async def resume(self) -> None:
+        """See InferenceEngine."""
         self.lifecycle.resume()
         self._update_can_send()
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests end as aborted. Returns 0: servers do not say what they free."""
+        """See InferenceEngine. All requests are aborted. Returns 0, because servers do not report the freed bytes."""
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2 and self._device != "cpu")
         self._update_can_send()
-        await self._end(self._entries.values())
+        await self._abort_entries(self._entries.values())
         self.lifecycle.wake_up(MEMORY_TAGS - await self._server.sleep(level))
         return 0
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
         self._checks.check_wake_up(tags)
-        if woken := self.lifecycle.freed_among(tags):
-            await self._server.wake_up(sorted(woken))
-            self.lifecycle.wake_up(woken)
+        if freed_tags := self.lifecycle.freed_among(tags):
+            await self._server.wake_up(sorted(freed_tags))
+            self.lifecycle.wake_up(freed_tags)
         self._update_can_send()
 
     async def reset_prefix_cache(self) -> None:
-        """See InferenceEngine. Running requests are sent again."""
+        """See InferenceEngine. Running requests are aborted at the server and continue afterwards."""
         async with self._server_idle():
             await self._server.reset_prefix_cache()
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Always raises UnsupportedParameter: see capabilities.refusals."""
+        """Raise UnsupportedParameter, because adapters are not supported."""
         self._checks.check_adapter(name)
 
     async def unload_adapter(self, name: str) -> None:
-        """Does nothing, as no adapter can be loaded."""
+        """Do nothing, because no adapter can be loaded."""
 
     @asynccontextmanager
     async def _server_idle(self) -> AsyncIterator[None]:
-        """While inside, no request runs at the server."""
+        """Keep the server idle inside the context: retract running requests and hold back new ones."""
         self._num_idle_holds += 1
         self._update_can_send()
         try:
@@ -401,11 +431,11 @@ class NativeEngine:
     async def _retract(self) -> None:
         for entry in self._entries.values():
             entry.retracted = True
-        await self._stop(self._entries.values())
+        await self._stop_on_server(self._entries.values())
 
     def _update_can_send(self) -> None:
-        """After any change of state: update whether requests may be sent."""
-        closed = self.lifecycle.state is EngineState.CLOSED  # whoever waits then finds the connection closed
+        """Update `_can_send`. Call this after every change of state."""
+        closed = self.lifecycle.state is EngineState.CLOSED  # requests are sent then, and fail
         if closed or (self.lifecycle.can_admit and not self._num_idle_holds):
             self._can_send.set()
         else:
@@ -414,25 +444,34 @@ class NativeEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        known = self.capabilities.weight_routes
-        if route in WEIGHT_ROUTES and route not in known:
+        """See InferenceEngine."""
+        supported = self.capabilities.weight_routes
+        if route in WEIGHT_ROUTES and route not in supported:
             reason = self.capabilities.refusals["broadcast"]
             raise WeightSyncError(
-                f"engine {self.name}: no weight route {route!r}: {reason} Use {', '.join(sorted(known))}."
+                f"engine {self.name} does not support the weight route {route!r}: {reason} "
+                f"Use one of {', '.join(sorted(supported))}."
             )
         await self._call_receiver(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
+        """See InferenceEngine.
+
+        Raises:
+            WeightSyncError: The manifest does not fit, or leaves out tensors, which servers do not support.
+        """
         self.lifecycle.check_can_load(manifest)
         if manifest.base_version is not None:
             raise WeightSyncError(f"engine {self.name}: {self.capabilities.refusals['partial_weights']}")
         await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
+        """See InferenceEngine."""
         await self._call_receiver(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
-        """See InferenceEngine. It completes even if its caller is cancelled: no request runs while the server loads."""
+        """See InferenceEngine. The server loads the weights even if the caller is cancelled, and runs no request
+        then."""
         await asyncio.shield(mark_exception_retrieved(asyncio.ensure_future(self._commit(version))))
 
     async def _commit(self, version: int) -> None:
@@ -445,7 +484,8 @@ class NativeEngine:
         await self._server.reset_prefix_cache()
 
     async def _call_receiver(self, step: Callable[..., None], *args: Any) -> None:
-        """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
+        """Run a step of a weight sync. Steps run one at a time on their own thread, because they wait for the
+        trainer."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._worker, step, *args)
         finally:
@@ -456,7 +496,11 @@ class NativeEngine:
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine; the counters are of this end. Raises EngineError if the server is not alive."""
+        """See InferenceEngine. The counters include the requests of this client only.
+
+        Raises:
+            EngineError: The server is not alive, or this engine is closed.
+        """
         await self._server.check_alive()
         entries = list(self._entries.values())
         running = sum(entry.call_task is not None for entry in entries)
@@ -470,7 +514,7 @@ class NativeEngine:
         )
 
     async def close(self) -> None:
-        """Close the connections; running requests get EngineError. Closing twice is harmless."""
+        """Close the connections; running requests raise EngineError. A second call does nothing."""
         self.lifecycle.close()
         for task in self._background:
             task.cancel()
@@ -480,13 +524,13 @@ class NativeEngine:
 
     def _capabilities(self) -> Capabilities:
         kind = self._server.kind
-        one = f"a server of {kind} tells one log-prob a token, not that before and that after truncation."
+        truncation = f"a server of {kind} returns one log-prob per token, not one before and one after truncation."
         refusals = {
-            **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"), one),
-            "score.temperature": f"{kind} gives log-probs of prompts at temperature 1 only.",
-            "pause.keep": f"a server of {kind} answers nothing while it is paused, so its weights could not be proven.",
-            "partial_weights": f"a server of {kind} loads whole checkpoints.",
-            "adapter": f"adapters of a server of {kind} are not managed from here.",
+            **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"), truncation),
+            "score.temperature": f"{kind} returns log-probs of prompts at temperature 1 only.",
+            "pause.keep": f"a server of {kind} does not respond while it is paused, so its weights cannot be verified.",
+            "partial_weights": f"a server of {kind} loads complete checkpoints only.",
+            "adapter": f"adapters of a server of {kind} are not managed by this client.",
             "broadcast": f"the weights of a server of {kind} pass through this process, which has no accelerator.",
             **self._server.refusals,
         }
@@ -495,7 +539,7 @@ class NativeEngine:
             sampling=self._server.sampling,
             weight_routes=WEIGHT_ROUTES if self._device == "cpu" else frozenset({"checkpoint", "in_process"}),
             max_model_len=self._server.max_model_len,
-            pause_modes=PAUSE_MODES - {"keep"},
+            pause_modes=PAUSE_MODES - {PauseMode.KEEP},
             partial_weights=False,
             seeds=self._server.seeds,
             score_temperature=False,
@@ -503,19 +547,20 @@ class NativeEngine:
         )
 
 
-async def _wait_unless_aborted(entry: _NativeRequest, waited: asyncio.Future[Any]) -> bool:
-    """Wait; returns whether it came before the request was ended. It is cancelled otherwise, unless it is done."""
-    ended = asyncio.ensure_future(entry.abort_requested.wait())
+async def _wait_unless_aborted(entry: _NativeRequest, future: asyncio.Future[Any]) -> bool:
+    """Wait for a future and return True, or False if the request is aborted first. An unfinished future is
+    cancelled."""
+    aborted = asyncio.ensure_future(entry.abort_requested.wait())
     try:
-        await asyncio.wait([waited, ended], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([future, aborted], return_when=asyncio.FIRST_COMPLETED)
         return not entry.abort_requested.is_set()
     finally:
-        ended.cancel()
-        waited.cancel()
+        aborted.cancel()
+        future.cancel()
 
 
 class CheckpointWeightStore:
-    """A WeightStore that writes a folder per sync, under a temporary name until it is complete."""
+    """A WeightStore that writes one checkpoint folder per sync, under a temporary name until it is complete."""
 
     def __init__(
         self,
@@ -524,9 +569,13 @@ class CheckpointWeightStore:
         tokenizer: Any,
         load_on_server: Callable[[str], None],
     ):
-        """`model`: on the meta device. `root`: a folder that nothing else uses.
+        """Create a store.
 
-        `hand_over` makes the server load a folder, and returns once it has.
+        Args:
+            model: The model, on the meta device.
+            root: A folder that nothing else uses.
+            tokenizer: The tokenizer to save with the weights.
+            load_on_server: Function that makes the server load a folder and returns when it has loaded.
         """
         self._model = model
         self._layout = dict(model.named_parameters(remove_duplicate=False))
@@ -535,15 +584,20 @@ class CheckpointWeightStore:
         self._load_on_server = load_on_server
         self._count = 0
         self._files: list[list[str]] = []
-        """Names of the tensors in each file written."""
+        """Names of the tensors in each written file."""
         self._bytes = 0
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
+        """Return the model's parameters on the meta device, by name.
+
+        Raises:
+            WeightSyncError: `adapter` is not None, because servers need merged weights.
+        """
         reject_adapter(adapter)
         return self._layout
 
     def loaded_tensor(self, name: str) -> None:
-        """None: the server's tensors cannot be accessed."""
+        """Return None, because the server's tensors cannot be accessed."""
         return None
 
     @property
@@ -551,6 +605,11 @@ class CheckpointWeightStore:
         return self._root / "unfinished"
 
     def start(self) -> None:
+        """Start a checkpoint: delete an unfinished one, and write configuration and tokenizer.
+
+        Raises:
+            WeightSyncError: The folder cannot be written.
+        """
         self._files, self._bytes = [], 0
         try:
             shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -561,29 +620,41 @@ class CheckpointWeightStore:
             raise self._failed(error) from error
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Write tensors to a new file of the checkpoint.
+
+        Raises:
+            WeightSyncError: The file cannot be written.
+        """
         path = self._unfinished / f"part-{len(self._files)}.safetensors"
         try:
-            # Servers silently skip experts under transformers' own names, so they get the checkpoint's names.
+            # Servers silently skip experts under transformers' own names, so use the names of the checkpoint.
             self._files.append(save_checkpoint_tensors(self._model, dict(tensors), path))
         except (OSError, SafetensorError) as error:
             raise self._failed(error) from error
         self._bytes += sum(tensor.nbytes for _, tensor in tensors)
 
     def finish(self) -> None:
+        """Complete the checkpoint, load it on the server, and delete older checkpoints. Blocks until it is loaded.
+
+        Raises:
+            WeightSyncError: The folder cannot be written, or the server cannot load it.
+            EngineError: The server failed after loading, when it dropped its prefix cache.
+        """
         self._count += 1
-        done = self._root / f"weights_{self._count:06d}"
+        checkpoint = self._root / f"weights_{self._count:06d}"
         try:
             rename_shard_files(self._unfinished, self._files, self._bytes)
-            shutil.rmtree(done, ignore_errors=True)
-            self._unfinished.rename(done)
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            self._unfinished.rename(checkpoint)
         except OSError as error:
             raise self._failed(error) from error
-        self._load_on_server(str(done.resolve()))
-        for old in self._root.iterdir():
-            if old != done:
-                shutil.rmtree(old, ignore_errors=True)
+        self._load_on_server(str(checkpoint.resolve()))
+        for folder in self._root.iterdir():
+            if folder != checkpoint:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _failed(self, error: Exception) -> WeightSyncError:
         return WeightSyncError(
-            f"weights for a server could not be written to {self._root}: {error}; set generator.weight_sync_folder."
+            f"weights for a server could not be written to {self._root}: {error}; set generator.weight_sync_folder to "
+            "a folder that this process can write."
         )

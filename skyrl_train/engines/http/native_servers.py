@@ -1,4 +1,4 @@
-"""The servers of vLLM and SGLang themselves, for NativeEngine (native.py). Imports neither."""
+"""Clients of vLLM's and SGLang's own servers, for NativeEngine (native.py). This module imports neither library."""
 
 from __future__ import annotations
 
@@ -14,89 +14,106 @@ from typing import Any, ClassVar
 from skyrl_train.data.token_arrays import Tokens, to_int_tuple, to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.connection import Connection
-from skyrl_train.engines.lifecycle import MEMORY_TAGS
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, MemoryTag
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.listeners import API_KEY_ENV
 
-_DEV_MODE = "this route needs a server that was started with VLLM_SERVER_DEV_MODE=1 in its environment."
-_EXTENSION = "skyrl_train.engines.vllm.worker.WorkerExtension"
-_NOT_EXTENDED = ("no attribute 'reload_folder'", "'reload_folder' is not implemented")
-"""Errors of a server without the extension: with VLLM_ENABLE_V1_MULTIPROCESSING on, and off."""
-_CALIBRATION = (1, 2, 3)
+_DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE_HINT=1 in its environment; this route exists only then."
+_NO_EXTENSION_ERRORS = ("no attribute 'reload_folder'", "'reload_folder' is not implemented")
+"""Errors of a server without WorkerExtension: with VLLM_ENABLE_V1_MULTIPROCESSING on, and off."""
+_CALIBRATION_TOKENS = (1, 2, 3)
 """Arbitrary tokens."""
-_HOT = 2.0
-"""A temperature at which log-probs clearly differ from those at 1; servers accept none above."""
-_ANOTHER = "it is no SGLang server; see generator.backend."
+_CALIBRATION_TEMPERATURE = 2.0
+"""A temperature at which log-probs clearly differ from those at temperature 1. Servers accept no higher one."""
+_NOT_SGLANG_HINT = "it is not an SGLang server; check generator.backend."
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCompletion:
-    """A server's answer to a request; lists are [L] for L sampled tokens."""
+    """A server's response to a request. Lists are [L] for L sampled tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """nats, temperature-scaled, without truncation; at temperature 1 if greedy."""
+    """Log-probs in nats after temperature and without truncation; at temperature 1 if greedy."""
     stop_reason: str
-    """stop | length | abort"""
+    """A value of StopReason."""
     cached_tokens: int = 0
+    """Prompt tokens that the server found in its prefix cache."""
 
 
 class NativeServer(ABC):
-    """One kind of server: its routes and parameters. A call that fails raises EngineError or DeadlineExceeded."""
+    """The base class of clients of one kind of server: its routes and parameters.
+
+    A call that fails raises EngineError, its subclass UnsupportedParameter for HTTP status 400, or DeadlineExceeded.
+    """
 
     kind: str
-    """E.g. "vLLM 0.32.0"; set by `start`, as are the other attributes."""
+    """Name and version of the server, such as "vLLM 0.32.0". `discover` sets this and the following attributes."""
     max_model_len: int
+    """Maximum number of tokens of a prompt plus its completion."""
     SUPPORTED_SAMPLING: ClassVar = frozenset({"temperature", "stop", "stop_token_ids", "ignore_eos"})
-    """SamplingParams fields that a server may support: those that leave both log-probs of a token equal."""
+    """SamplingParams fields that a server may support: those with which a token's log-probs before and after truncation
+    are equal."""
     sampling: frozenset[str]
-    """The fields that this server supports."""
+    """SamplingParams fields that this server supports."""
     seeds: bool
+    """True if a request's seed determines its tokens."""
     refusals: Mapping[str, str]
+    """Reasons why features are not supported, as in Capabilities."""
 
     def __init__(self, connection: Connection, deadline_s: float):
-        """`deadline_s`: the deadline of every call."""
+        """Create a client; every call may take `deadline_s` seconds."""
         self.connection = connection
         self.deadline_s = deadline_s
 
     @abstractmethod
     async def discover(self, deadline_s: float) -> None:
-        """Wait for the server and find out what it supports.
+        """Wait until the server is ready, and set the attributes that describe what it supports.
 
-        Raises EngineError if it is of another kind, or was started with wrong options.
+        Raises:
+            EngineError: The server is of another kind, or was started with wrong options.
+            DeadlineExceeded: The server was not ready within `deadline_s`.
         """
 
     @abstractmethod
     async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
-        """Sample one request, under the id `rid`."""
+        """Sample one request under the id `rid`, or without an id if `rid` is empty.
+
+        With an id the call is sent once, and a broken connection raises aiohttp's error, so that the caller can repeat
+        it under another id.
+        """
 
     @abstractmethod
     async def abort(self, rids: Sequence[str]) -> None:
-        """End these requests: they are answered with their tokens so far. Unknown ids are ignored."""
+        """End these requests, which return the tokens sampled so far. Ignore unknown ids."""
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs (nats, temperature 1) of all tokens but the first."""
+        """Return the log-probs (nats, temperature 1) of all tokens but the first."""
 
     @abstractmethod
     async def load_weights(self, folder: str) -> None:
-        """Serve the weights of a Hugging Face folder, which the server must be able to read."""
+        """Load the weights of a Hugging Face folder, which the server must be able to read.
+
+        Raises:
+            WeightSyncError: The server cannot load them.
+        """
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prompts; to be called only while no request runs."""
+        """Drop the prefix cache. Call this only while no request runs."""
 
     @abstractmethod
     async def sleep(self, level: int) -> frozenset[str]:
-        """Free memory; returns the tags of what was freed: "weights", "kv_cache"."""
+        """Free memory and return the tags of the freed memory; see lifecycle.MemoryTag."""
 
     @abstractmethod
     async def wake_up(self, tags: Sequence[str]) -> None:
-        """Reallocate what `sleep` freed."""
+        """Allocate the memory of these tags, which `sleep` freed."""
 
     @abstractmethod
     async def check_alive(self) -> None:
-        """Raises EngineError if the server is not alive."""
+        """Raise EngineError if the server is not alive."""
 
     async def request_json(
         self,
@@ -109,10 +126,21 @@ class NativeServer(ABC):
         hints: Mapping[int, str] | None = None,
         once: bool = False,
     ) -> Any:
-        """Call a route; returns the JSON of the answer, or None. `hints`: HTTP status -> what to do about it.
+        """Call a route and return the parsed JSON of the response, or None if it is not JSON.
 
-        The call is repeated if the connection breaks, unless `once`: then repeating is up to the caller
-        (`Connection.attempts`).
+        Args:
+            verb: HTTP method.
+            route: Path of the URL.
+            payload: Body to send as JSON; None for no body.
+            params: Query parameters.
+            deadline_s: Limit of the call in seconds; the server's deadline by default.
+            hints: Text for the error message by HTTP status.
+            once: True to raise aiohttp's error if the connection breaks. By default the call is repeated then.
+
+        Raises:
+            EngineError: The response has an error status, or the connection broke in every attempt.
+            UnsupportedParameter: The response has status 400.
+            DeadlineExceeded: The call took too long.
         """
         body = b"" if payload is None else json.dumps(payload, default=operator.index).encode()
 
@@ -129,25 +157,35 @@ class NativeServer(ABC):
             return None
 
     def error_from_response(self, status: int, route: str, raw: bytes, hints: Mapping[int, str]) -> EngineError:
-        """The exception for an answer with an error status."""
+        """Return the exception for a response with an error status.
+
+        Args:
+            status: HTTP status.
+            route: Path of the URL, for the message.
+            raw: Body of the response, for the message.
+            hints: Text that replaces the body in the message, by HTTP status.
+
+        Returns:
+            UnsupportedParameter for status 400, EngineError for others.
+        """
         name, url = self.connection.name, self.connection.url
         if status == 401:
             hint = f"it does not accept this token: set {API_KEY_ENV} to the server's --api-key."
         else:
             hint = hints.get(status) or raw.decode(errors="replace")[:500]
         kind = UnsupportedParameter if status == 400 else EngineError
-        return kind(f"Engine {name!r} at {url} answered {route} with HTTP status {status}: {hint}")
+        return kind(f"Engine {name!r} at {url} responded to {route} with HTTP status {status}: {hint}")
 
 
 class VLLMServer(NativeServer):
-    """vLLM's server: `VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server`.
+    """A client of vLLM's server: `VLLM_SERVER_DEV_MODE_HINT=1 python -m vllm.entrypoints.openai.api_server`.
 
-    Its routes for pausing, weights and aborts exist only in development mode, and need no token.
+    The server's routes for pausing, weights and aborts exist only in development mode, and need no token.
     """
 
     seeds = True
-    _extended = True
-    """Whether its workers have our extension; the first `load` finds out."""
+    _has_extension = True
+    """False if the server's workers lack WorkerExtension (engines/vllm/worker.py), which the first load detects."""
 
     async def discover(self, deadline_s: float) -> None:
         self.kind = "vLLM"
@@ -155,13 +193,13 @@ class VLLMServer(NativeServer):
         (model, *_) = (await self.request_json("GET", "/v1/models"))["data"]
         self._served_name: str = model["id"]
         self.max_model_len = model["max_model_len"]
-        if (await self.request_json("GET", "/is_paused", hints={404: _DEV_MODE}))["is_paused"]:
+        if (await self.request_json("GET", "/is_paused", hints={404: _DEV_MODE_HINT}))["is_paused"]:
             await self.request_json("POST", "/wake_up")
         self.sampling, self.refusals = self.SUPPORTED_SAMPLING, {}
         if not await self._scales_logprobs():
             self.sampling -= {"temperature"}
             self.refusals = {
-                "temperature": f"this server of {self.kind} tells log-probs at temperature 1 whatever it samples at; "
+                "temperature": f"this server of {self.kind} returns log-probs at temperature 1 for all temperatures; "
                 "start it with --logprobs-mode processed_logprobs."
             }
 
@@ -169,17 +207,17 @@ class VLLMServer(NativeServer):
         status, raw = await self.connection.request("GET", "/version")
         if status != 200 or b'"version"' not in raw:
             raise self.error_from_response(
-                status, "/version", raw, {status: "it is no vLLM server; see generator.backend."}
+                status, "/version", raw, {status: "it is not a vLLM server; check generator.backend."}
             )
         ready, _ = await self.connection.request("GET", "/health")
         return f"vLLM {(await self.request_json('GET', '/version'))['version']}" if ready == 200 else None
 
     async def _scales_logprobs(self) -> bool:
-        """Whether the log-probs of sampled tokens are those at the sampling temperature."""
-        hot = SampleRequest("", to_token_array(_CALIBRATION), SamplingParams(max_tokens=1, temperature=_HOT), 0)
-        sampled = await self.sample("", hot)
-        (at_one,) = (await self.score((*_CALIBRATION, *sampled.token_ids)))[-1:]
-        return abs(sampled.logprobs[0] - at_one) > 1e-3
+        """True if the server returns log-probs at the sampling temperature, and not at temperature 1."""
+        params = SamplingParams(max_tokens=1, temperature=_CALIBRATION_TEMPERATURE)
+        sampled = await self.sample("", SampleRequest("", to_token_array(_CALIBRATION_TOKENS), params, 0))
+        (logprob_at_1,) = (await self.score((*_CALIBRATION_TOKENS, *sampled.token_ids)))[-1:]
+        return abs(sampled.logprobs[0] - logprob_at_1) > 1e-3
 
     async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
         sampling = request.sampling
@@ -196,11 +234,13 @@ class VLLMServer(NativeServer):
         )
         if choice["finish_reason"] not in ("stop", "length", "abort"):
             raise EngineError(
-                f"Engine {self.connection.name!r}: {self.kind} ended a request: {choice['finish_reason']}."
+                f"Engine {self.connection.name!r}: {self.kind} ended a request with the unknown finish_reason "
+                f"{choice['finish_reason']!r}; see the server's log."
             )
+        logprobs = (choice["logprobs"] or {}).get("token_logprobs", [])
         return ServerCompletion(
             token_ids=choice["token_ids"],
-            logprobs=[-9999.0 if one is None else one for one in (choice["logprobs"] or {}).get("token_logprobs", [])],
+            logprobs=[-9999.0 if logprob is None else logprob for logprob in logprobs],
             stop_reason=choice["finish_reason"],
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         )
@@ -213,7 +253,10 @@ class VLLMServer(NativeServer):
         return [row[str(token)]["logprob"] for token, row in rows]
 
     async def _complete(self, rid: str, token_ids: Sequence[int] | Tokens, **options: Any) -> tuple[Any, Any]:
-        """The only choice, and the usage. It sends every parameter for which a generation config may have a default."""
+        """Return the only choice and the usage of a completion.
+
+        Send every parameter for which a model's generation config may have a default.
+        """
         body = {
             "model": self._served_name,
             "prompt": to_int_tuple(token_ids),
@@ -226,51 +269,56 @@ class VLLMServer(NativeServer):
             **({"request_id": rid} if rid else {}),
             **options,
         }
-        answer = await self.request_json("POST", "/v1/completions", body, once=bool(rid))
-        return answer["choices"][0], answer["usage"]
+        response = await self.request_json("POST", "/v1/completions", body, once=bool(rid))
+        return response["choices"][0], response["usage"]
 
     async def abort(self, rids: Sequence[str]) -> None:
         ids = [f"cmpl-{rid}-0" for rid in rids]
-        await self.request_json("POST", "/abort_requests", {"request_ids": ids}, hints={404: _DEV_MODE})
+        await self.request_json("POST", "/abort_requests", {"request_ids": ids}, hints={404: _DEV_MODE_HINT})
 
     async def load_weights(self, folder: str) -> None:
         try:
-            if self._extended:
+            if self._has_extension:
                 try:
                     await self._call_workers("reload_folder", args=[folder])
                     return
                 except EngineError as error:
-                    if not any(text in str(error) for text in _NOT_EXTENDED):
+                    if not any(text in str(error) for text in _NO_EXTENSION_ERRORS):
                         raise
-                    self._extended = False
+                    self._has_extension = False
             await self._call_workers("reload_weights", kwargs={"weights_path": folder})
         except EngineError as error:
             raise WeightSyncError(f"{error} (the weights are in {folder}: can the server read that?)") from error
 
     async def _call_workers(self, method: str, **options: Any) -> None:
-        await self.request_json("POST", "/collective_rpc", {"method": method, **options}, hints={404: _DEV_MODE})
+        await self.request_json("POST", "/collective_rpc", {"method": method, **options}, hints={404: _DEV_MODE_HINT})
 
     async def reset_prefix_cache(self) -> None:
         for _ in range(50):  # blocks of aborted requests are freed one step later
-            if (await self.request_json("POST", "/reset_prefix_cache", hints={404: _DEV_MODE}))["success"]:
+            if (await self.request_json("POST", "/reset_prefix_cache", hints={404: _DEV_MODE_HINT}))["success"]:
                 return
-        raise EngineError(f"Engine {self.connection.name!r}: {self.kind} does not reset its prefix cache.")
+        raise EngineError(
+            f"Engine {self.connection.name!r}: {self.kind} did not reset its prefix cache; requests may still "
+            "be running."
+        )
 
     async def sleep(self, level: int) -> frozenset[str]:
-        await self.request_json("POST", "/sleep", params={"level": str(level)}, hints={404: _DEV_MODE})
+        await self.request_json("POST", "/sleep", params={"level": str(level)}, hints={404: _DEV_MODE_HINT})
         return MEMORY_TAGS  # at level 1 the weights move to the host
 
     async def wake_up(self, tags: Sequence[str]) -> None:
-        await self.request_json("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags), hints={404: _DEV_MODE})
+        await self.request_json(
+            "POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags), hints={404: _DEV_MODE_HINT}
+        )
 
     async def check_alive(self) -> None:
         await self.request_json("GET", "/health", deadline_s=30.0)
 
 
 class SGLangServer(NativeServer):
-    """SGLang's server: `python -m sglang.launch_server`.
+    """A client of SGLang's server: `python -m sglang.launch_server`.
 
-    Its log-probs are temperature-scaled, without truncation. It does not support seeds.
+    The server returns log-probs after temperature and without truncation. It does not support seeds.
     """
 
     seeds = False
@@ -282,23 +330,23 @@ class SGLangServer(NativeServer):
         self.max_model_len = info["max_req_input_len"]
         self._frees_memory = bool(info.get("enable_memory_saver"))
         self.sampling = self.SUPPORTED_SAMPLING
-        self.refusals = {"seed": f"{self.kind} samples every batch from one stream of random numbers."}
+        self.refusals = {"seed": f"{self.kind} samples all requests of a batch with one stream of random numbers."}
 
     async def _info(self) -> Any:
         status, raw = await self.connection.request("GET", "/server_info")
         if status == 503:  # starting
             return None
         if status != 200:
-            raise self.error_from_response(status, "/server_info", raw, {status: _ANOTHER})
+            raise self.error_from_response(status, "/server_info", raw, {status: _NOT_SGLANG_HINT})
         info = await self.request_json("GET", "/server_info")
         if not isinstance(info, dict) or not {"version", "max_req_input_len"} <= info.keys():
-            raise EngineError(f"Engine {self.connection.name!r} at {self.connection.url}: {_ANOTHER}")
+            raise EngineError(f"Engine {self.connection.name!r} at {self.connection.url}: {_NOT_SGLANG_HINT}")
         ready, _ = await self.connection.request("GET", "/ready")
         return info if ready == 200 else None
 
     async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
         sampling = request.sampling
-        answer = await self._generate(
+        response = await self._generate(
             rid,
             request.token_ids,
             {
@@ -310,21 +358,22 @@ class SGLangServer(NativeServer):
             },
             logprob_start_len=-1,
         )
-        meta = answer["meta_info"]
+        meta = response["meta_info"]
+        logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()]
         return ServerCompletion(
-            token_ids=list(answer["output_ids"]),
-            logprobs=[-9999.0 if one is None else one for one, *_ in meta.get("output_token_logprobs") or ()],
+            token_ids=list(response["output_ids"]),
+            logprobs=[-9999.0 if logprob is None else logprob for logprob in logprobs],
             stop_reason=meta["finish_reason"]["type"],
             cached_tokens=meta.get("cached_tokens") or 0,
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        answer = await self._generate("", token_ids, {"max_new_tokens": 0, "temperature": 0.0}, logprob_start_len=0)
-        logprobs = [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
-        return [math.nan if one is None else one for one in logprobs]
+        response = await self._generate("", token_ids, {"max_new_tokens": 0, "temperature": 0.0}, logprob_start_len=0)
+        logprobs = [logprob for logprob, *_ in response["meta_info"]["input_token_logprobs"][1:]]
+        return [math.nan if logprob is None else logprob for logprob in logprobs]
 
     async def _generate(self, rid: str, token_ids: Sequence[int] | Tokens, sampling: Any, **options: Any) -> Any:
-        """Sends every parameter for which a model's generation config may have a default."""
+        """Send every parameter for which a model's generation config may have a default."""
         off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
         body = {
             "input_ids": to_int_tuple(token_ids),
@@ -349,7 +398,7 @@ class SGLangServer(NativeServer):
         await self.request_json("POST", "/flush_cache", params={"timeout": "10"})
 
     async def sleep(self, level: int) -> frozenset[str]:
-        tags = MEMORY_TAGS if level >= 2 else MEMORY_TAGS - {"weights"}
+        tags = MEMORY_TAGS if level >= 2 else MEMORY_TAGS - {MemoryTag.WEIGHTS}
         if self._frees_memory:
             await self.request_json("POST", "/release_memory_occupation", {"tags": sorted(tags)})
         return tags

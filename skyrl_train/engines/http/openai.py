@@ -1,4 +1,4 @@
-"""Translates OpenAI's chat and text completions to SampleRequests, and Completions to answers."""
+"""Translation of OpenAI's chat and text completions to SampleRequests, and of Completions to responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.data.messages import Message, continues_last_message
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.token_texts import TokenAligner, TokenPart
-from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, StopReason
 from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body
 from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from skyrl_train.engines.http.protocol import Limits, check_ids, check_range, parse_sampling
@@ -35,37 +35,40 @@ _SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """One call of a client: the requests to sample, and the data needed for the answer."""
+    """A client's call: the requests to sample, and the data that the response needs."""
 
     id: str
     created: int
+    """Unix time of the call."""
     body: ChatCompletionRequest | CompletionRequest
     prompts: list[list[int]]
+    """Token ids of each prompt."""
     requests: list[SampleRequest]
-    """n requests for each prompt, in order."""
+    """`n` requests for each prompt, in order."""
 
     @property
     def chat(self) -> bool:
+        """True for a chat completion, False for a text completion."""
         return isinstance(self.body, ChatCompletionRequest)
 
     @property
     def usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """True if a stream ends with the token counts."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     @property
     def has_logprobs(self) -> bool:
-        """True if the answer holds log-probs."""
+        """True if the response contains log-probs."""
         return self.body.logprobs if isinstance(self.body, ChatCompletionRequest) else self.body.logprobs is not None
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """True if the answer holds the log-probs of the prompts' tokens, too."""
+        """True if the response also contains the log-probs of the prompts' tokens."""
         return isinstance(self.body, CompletionRequest) and self.body.echo and self.has_logprobs
 
 
 class Translator:
-    """Translates bodies to requests, and completions to answers; has no state between calls."""
+    """A translator of bodies to requests, and of completions to responses. It keeps no state between calls."""
 
     def __init__(
         self,
@@ -76,27 +79,44 @@ class Translator:
         deadline_s: float,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
-        """`default_max_tokens`: for calls that name none. `deadline_s`: of every request."""
+        """Create a translator.
+
+        Args:
+            tokenizer: The model's tokenizer. The translator calls it in the calling thread.
+            limits: Limits of a call.
+            default_max_tokens: max_tokens of calls without it.
+            deadline_s: Deadline of every request.
+            chat_template_kwargs: Keyword arguments of the chat template.
+        """
         self._tokenizer = tokenizer
         self._aligner = TokenAligner(tokenizer)
         self._limits = limits
-        self._longest = max(map(len, tokenizer.get_vocab()))
-        """Characters of the longest token: more of them for each token, and a prompt has too many tokens."""
+        self._max_token_chars = max(map(len, tokenizer.get_vocab()))
+        """Characters of the longest token, which bounds the number of tokens of a text from below."""
         self._default_max_tokens = default_max_tokens
         self._deadline_s = deadline_s
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         self._end_of_turn = find_end_of_turn_token(tokenizer, self._chat_template_kwargs)
 
-    # -- in ----------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def chat(self, raw: Any, adapter: str | None) -> CompletionCall:
-        """Read a chat completion. Raises Malformed naming the parameter, DataError if the chat template refuses."""
+        """Convert the body of a chat completion to requests.
+
+        Args:
+            raw: Parsed JSON.
+            adapter: Name of the adapter to use, or None.
+
+        Raises:
+            InvalidBodyError: A parameter is invalid or exceeds the limits.
+            DataError: The chat template rejects the messages.
+        """
         body: ChatCompletionRequest = parse_body(ChatCompletionRequest, raw)
         if not body.messages:
-            raise InvalidBodyError("messages", "must hold at least one message.")
+            raise InvalidBodyError("messages", "must contain at least one message.")
         messages = [_message(message) for message in body.messages]
         if body.continue_final_message and not continues_last_message(messages):
-            raise InvalidBodyError("continue_final_message", "needs a last message of the assistant.")
+            raise InvalidBodyError("continue_final_message", "requires that the last message is the assistant's.")
         if body.add_generation_prompt is body.continue_final_message:
             raise InvalidBodyError(
                 "add_generation_prompt", "must be the opposite of continue_final_message; leave it out."
@@ -115,33 +135,46 @@ class Translator:
         return self._completion_call("chatcmpl", body, [prompt], next(iter(lengths), None), adapter)
 
     def text(self, raw: Any, adapter: str | None) -> CompletionCall:
-        """Read a text completion; text may spell control tokens. Raises Malformed."""
+        """Convert the body of a text completion to requests. Control tokens that the text spells are encoded as such.
+
+        Args:
+            raw: Parsed JSON.
+            adapter: Name of the adapter to use, or None.
+
+        Raises:
+            InvalidBodyError: A parameter is invalid or exceeds the limits.
+        """
         body: CompletionRequest = parse_body(CompletionRequest, raw)
         if body.logprobs:
-            raise InvalidBodyError("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
+            raise InvalidBodyError(
+                "logprobs", f"must be 0 (log-probs of the sampled tokens only) or null, got {body.logprobs}."
+            )
         if body.echo and body.logprobs is not None and adapter is not None:
             raise InvalidBodyError("echo", "with logprobs is not supported for adapters; leave out one of them.")
-        given = _prompts(body)
-        characters = max((len(one) for one in given if isinstance(one, str)), default=0)
-        self._check_size(body, len(given), characters, "prompt")
+        raw_prompts = _prompts(body)
+        characters = max((len(prompt) for prompt in raw_prompts if isinstance(prompt, str)), default=0)
+        self._check_size(body, len(raw_prompts), characters, "prompt")
         prompts = [
-            encode_prompt(self._tokenizer, one, add_special_tokens=body.add_special_tokens)
-            if isinstance(one, str)
-            else one
-            for one in given
+            encode_prompt(self._tokenizer, prompt, add_special_tokens=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in raw_prompts
         ]
         return self._completion_call("cmpl", body, prompts, body.max_tokens, adapter)
 
     def _check_size(
         self, body: ChatCompletionRequest | CompletionRequest, prompts: int, characters: int, param: str
     ) -> None:
-        """Refuse what is too much in any case before a template or the tokenizer sees it. Raises Malformed."""
+        """Reject a call that is certainly too large before a template or the tokenizer spends time on it."""
         limits = self._limits
         check_range(body.n, limits.samples, "n", "samples")
         check_range(prompts * body.n, limits.requests, "prompt", "prompts times n")
-        most = limits.prompt_tokens * self._longest
-        what = f"characters: a prompt has at most {limits.prompt_tokens} tokens, and a token {self._longest} characters"
-        check_range(characters, most, param, what, min_value=0)
+        max_characters = limits.prompt_tokens * self._max_token_chars
+        unit = (
+            f"characters (at most {limits.prompt_tokens} tokens per prompt and {self._max_token_chars} characters per "
+            "token)"
+        )
+        check_range(characters, max_characters, param, unit, min_value=0)
 
     def _completion_call(
         self,
@@ -155,14 +188,14 @@ class Translator:
         param = "messages" if kind == "chatcmpl" else "prompt"
         for prompt in prompts:
             check_ids(prompt, param, limits)
-        in_all = sum(map(len, prompts)) * body.n
-        check_range(in_all, limits.prompt_tokens_in_all, param, "prompt tokens times n, all prompts together")
+        total_tokens = sum(map(len, prompts)) * body.n
+        check_range(total_tokens, limits.prompt_tokens_in_all, param, "prompt tokens times n, over all prompts")
         check_range(body.seed or 0, 2**63 - 1, "seed", "as a seed", min_value=-(2**63))
         if body.stream_options is not None and not body.stream:
-            raise InvalidBodyError("stream_options", "belongs to stream=true.")
-        given: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
-        given["max_tokens"] = self._default_max_tokens if max_tokens is None else max_tokens
-        sampling = parse_sampling(given, "", limits)
+            raise InvalidBodyError("stream_options", "requires stream=true.")
+        settings: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+        settings["max_tokens"] = self._default_max_tokens if max_tokens is None else max_tokens
+        sampling = parse_sampling(settings, "", limits)
         if kind == "chatcmpl":
             sampling = with_stop_token(sampling, self._end_of_turn)
         id = f"{kind}-{uuid.uuid4().hex}"
@@ -176,54 +209,64 @@ class Translator:
                 deadline_s=self._deadline_s,
                 adapter=adapter,
             )
-            for index, ids in enumerate(map(to_token_array, prompts))  # one copy for all samples
+            for index, ids in enumerate(map(to_token_array, prompts))  # all samples share one array
             for sample in range(body.n)
         ]
         return CompletionCall(id, int(time.time()), body, prompts, requests)
 
-    # -- out ---------------------------------------------------------------------------------------------------------
+    # -- responses ---------------------------------------------------------------------------------------------------
 
-    def answer(
+    def to_response(
         self, call: CompletionCall, completions: Sequence[Completion], prompt_logprobs: Sequence[Sequence[float]] = ()
     ) -> dict[str, Any]:
-        """Return the complete answer. Raises EngineError if a completion was aborted.
+        """Return the complete response of a call, as JSON-like values.
 
         Args:
-            prompt_logprobs: For each prompt, the log-probs of all tokens but the first, if the call needs them.
+            call: The call.
+            completions: Completions of its requests, in order.
+            prompt_logprobs: For each prompt, the log-probs of all tokens but the first. Required if
+                `call.has_prompt_logprobs`.
+
+        Raises:
+            EngineError: A completion was aborted.
         """
-        choices = [self._choice(call, index, done) for index, done in enumerate(completions)]
+        choices = [self._choice(call, index, completion) for index, completion in enumerate(completions)]
         if isinstance(call.body, CompletionRequest) and call.body.echo:
-            self._put_prompts(call, choices, prompt_logprobs)
+            self._prepend_prompts(call, choices, prompt_logprobs)
         kind = "chat.completion" if call.chat else "text_completion"
-        answer = _head(call, kind) | {"choices": choices, "usage": _usage(call, completions)}
+        response = _head(call, kind) | {"choices": choices, "usage": _usage(call, completions)}
         if call.body.return_token_ids and call.chat:
-            answer["prompt_token_ids"] = call.prompts[0]
-        return answer
+            response["prompt_token_ids"] = call.prompts[0]
+        return response
 
     def chunks(
         self, call: CompletionCall, completions: Sequence[Completion], prompt_logprobs: Sequence[Sequence[float]] = ()
     ) -> Iterator[dict[str, Any]]:
-        """The answer as a stream: for every choice a chunk and its end, then the token counts if requested."""
+        """Yield the response as the chunks of a stream: two for each choice, then the token counts if requested.
+
+        The first chunk of a choice contains its whole text, the second one its finish_reason. Arguments and errors are
+        those of `to_response`.
+        """
         head = _head(call, "chat.completion.chunk" if call.chat else "text_completion")
-        for choice in self.answer(call, completions, prompt_logprobs)["choices"]:
+        for choice in self.to_response(call, completions, prompt_logprobs)["choices"]:
             reason = choice["finish_reason"]
-            piece = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
+            content = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
             end: dict[str, Any] = {"index": choice["index"], "logprobs": None, "finish_reason": reason}
             if call.chat:
-                piece["delta"], end["delta"] = choice["message"], {}
+                content["delta"], end["delta"] = choice["message"], {}
             else:
                 end["text"] = ""
-            yield head | {"choices": [piece]}
+            yield head | {"choices": [content]}
             yield head | {"choices": [end]}
         if call.usage:
             yield head | {"choices": [], "usage": _usage(call, completions)}
 
     def _choice(self, call: CompletionCall, index: int, completion: Completion) -> dict[str, Any]:
         request = call.requests[index]
-        if completion.stop_reason not in ("stop", "length"):
+        if completion.stop_reason not in (StopReason.STOP, StopReason.LENGTH):
             raise EngineError(
-                f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
-                f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
+                f"The completion ended with stop_reason={completion.stop_reason!r} after {len(completion.token_ids)} "
+                f"tokens: its deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
         text, parts = self._text(call, request, completion)
         choice: dict[str, Any] = {"index": index, "finish_reason": completion.stop_reason, "logprobs": None}
@@ -241,26 +284,27 @@ class Translator:
     def _text(
         self, call: CompletionCall, request: SampleRequest, completion: Completion
     ) -> tuple[str, list[TokenPart]]:
-        """Return a completion's text before its stop string, and its tokens' parts if the call wants log-probs."""
+        """Return a completion's text before its stop string, and the text parts of its tokens if log-probs are
+        needed."""
         ids = completion.token_ids
         is_message = isinstance(call.body, ChatCompletionRequest) and not call.body.continue_final_message
 
-        def decoded(length: int) -> str:
+        def decode(length: int) -> str:
             if is_message:
                 return decode_response(self._tokenizer, ids[:length])
             return decode_completion(self._tokenizer, ids[:length], request.token_ids)
 
-        text = decoded(len(ids))
+        text = decode(len(ids))
         parts = []
         if call.has_logprobs:
             parts = self._aligner.align(text, ids.tolist(), get_undecoded_tokens(self._tokenizer))
         stop = completion.stop_text
-        if stop is not None and stop in request.sampling.stop:  # the last token completes it
-            before = decoded(len(ids) - 1).rstrip("\ufffd")
+        if stop is not None and stop in request.sampling.stop:  # the last token completes the stop string
+            before = decode(len(ids) - 1).rstrip("\ufffd")
             at = text.find(stop, max(0, len(before) - len(stop) + 1))
             if at >= 0:
                 text, parts = text[:at], _between(parts, 0, at)
-        if is_message:  # reasoning between control tokens is not in the message; a client has the start of others
+        if is_message:  # a message excludes reasoning between control tokens; a continued message has begun elsewhere
             opened = get_reasoning_opening(self._tokenizer, request.token_ids.tolist())
             content = message_content(self._tokenizer, text, opened)
             if content != text:
@@ -268,13 +312,16 @@ class Translator:
                 text, parts = content, _between(parts, start, start + len(content))
         return text, parts
 
-    def _put_prompts(
+    def _prepend_prompts(
         self, call: CompletionCall, choices: Sequence[dict[str, Any]], prompt_logprobs: Sequence[Sequence[float]]
     ) -> None:
-        """Put each prompt before its choices' texts, and its tokens before theirs."""
+        """Put each prompt before the texts of its choices, and its tokens before their tokens."""
         assert isinstance(call.body, CompletionRequest)
-        for index, (given, ids) in enumerate(zip(_prompts(call.body), call.prompts, strict=True)):
-            text = given if isinstance(given, str) else str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        for index, (raw_prompt, ids) in enumerate(zip(_prompts(call.body), call.prompts, strict=True)):
+            if isinstance(raw_prompt, str):
+                text = raw_prompt
+            else:
+                text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
             prompt: dict[str, Any] = {}
             if call.has_prompt_logprobs:
                 prompt = _text_logprobs(self._aligner.align(text, ids), [None, *prompt_logprobs[index]])
@@ -288,14 +335,15 @@ class Translator:
 
 
 def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """Return the prompts of a completion, each as text or ids."""
+    """Return the prompts of a text completion, each as text or token ids."""
     prompt: Any = body.prompt
-    several = bool(prompt) and not isinstance(prompt, str) and not isinstance(prompt[0], int)
-    return prompt if several else [prompt]
+    is_list_of_prompts = bool(prompt) and not isinstance(prompt, str) and not isinstance(prompt[0], int)
+    return prompt if is_list_of_prompts else [prompt]
 
 
 def _logprobs(request: SampleRequest, completion: Completion) -> list[float]:
-    """Return the log-probs of the distribution sampled from; if greedy, where those are all 0, the model's own."""
+    """Return the log-probs under the distribution sampled from, or under the model if greedy sampling makes them all
+    0."""
     greedy = request.sampling.temperature == 0
     return (completion.full_logprobs if greedy else completion.logprobs).tolist()
 
@@ -319,20 +367,20 @@ def _text_logprobs(parts: Sequence[TokenPart], logprobs: Sequence[float | None])
 
 
 def _between(parts: Sequence[TokenPart], start: int, stop: int) -> list[TokenPart]:
-    """Return what each part has of the characters [start, stop) of all parts; empty parts for tokens outside."""
-    kept = []
+    """Restrict each part to the characters [start, stop) of the joined text; tokens outside get empty parts."""
+    restricted = []
     at = 0
     for part in parts:
         end = at + len(part.text)
         first, last = max(start - at, 0), stop - at
-        if at >= stop or end < start or (end == start and part.text):  # bytes without text belong to what follows
+        if at >= stop or end < start or (end == start and part.text):  # bytes without text belong to the next character
             part = TokenPart("", b"")
         elif first or end > stop:
-            dropped = len(part.text[:first].encode()), len(part.text[last:].encode())
-            part = TokenPart(part.text[first:last], part.data[dropped[0] : len(part.data) - dropped[1]])
-        kept.append(part)
+            bytes_before, bytes_after = len(part.text[:first].encode()), len(part.text[last:].encode())
+            part = TokenPart(part.text[first:last], part.data[bytes_before : len(part.data) - bytes_after])
+        restricted.append(part)
         at = end
-    return kept
+    return restricted
 
 
 def _message(message: ChatMessage) -> Message:

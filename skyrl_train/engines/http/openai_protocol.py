@@ -1,6 +1,7 @@
-"""The bodies of OpenAI's chat and text completions, in both directions; the OpenAPI document is made from them.
+"""The request and response bodies of OpenAI's chat and text completions. The OpenAPI document is built from them.
 
-A parameter is honoured, refused by name unless its value changes nothing (`Unsupported`), or without effect.
+A parameter is supported, rejected by name unless its value changes nothing (`Unsupported`), or accepted without effect
+(`Ignored`).
 """
 
 from __future__ import annotations
@@ -15,36 +16,41 @@ from skyrl_train.engines.http.json_body import FEW, Body
 
 
 class Unsupported:
-    """A parameter that is refused, except for null and these values, which have no effect."""
+    """An annotation of a parameter that is rejected, except for null and values that have no effect."""
 
     def __init__(self, *values: Any):
+        """Create the annotation; `values` are the accepted values."""
         self._values = values
 
-    def _check(self, given: Any) -> Any:
-        if given not in self._values:
-            only = "".join(f" or {item!r}" for item in self._values)
-            raise ValueError(f"is not supported here; leave it out (null{only} changes nothing).")
-        return given
+    def _check(self, value: Any) -> Any:
+        if value not in self._values:
+            accepted = "".join(f" or {item!r}" for item in self._values)
+            raise ValueError(f"is not supported; leave it out (null{accepted} has no effect).")
+        return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"enum": list(self._values), "description": "Not supported; these values change nothing."}
+        return {"enum": list(self._values), "description": "Not supported; these values have no effect."}
 
 
-Ignored = Annotated[Any, Field(description="Without effect on the answer.")]
-"""It concerns accounts, billing and storage, or features that are refused."""
+Ignored = Annotated[Any, Field(description="Accepted without effect.")]
+"""A parameter about accounts, billing or storage, or about features that are not supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions(Body):
+    """Options of a streamed response."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextPart(Body):
+    """A text part of a message's content."""
+
     type: Literal["text"]
     text: str
 
@@ -59,14 +65,14 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
 
-def _without_empty(given: Any) -> Any:
-    """Drop the empty lists that messages of earlier answers hold, such as tool_calls."""
-    return {name: value for name, value in given.items() if value != []} if isinstance(given, dict) else given
+def _drop_empty_lists(message: Any) -> Any:
+    """Drop empty lists, such as tool_calls, that clients copy from earlier responses."""
+    return {name: value for name, value in message.items() if value != []} if isinstance(message, dict) else message
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CommonCompletionRequest(Body):
-    """The parameters of both kinds of completions."""
+    """The parameters that chat and text completions share."""
 
     model: str
     n: int = 1
@@ -77,7 +83,7 @@ class _CommonCompletionRequest(Body):
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Beyond OpenAI's, under vLLM's names.
+    # Extensions of OpenAI's parameters, under vLLM's names.
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -114,69 +120,79 @@ class _CommonCompletionRequest(Body):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCompletionRequest(_CommonCompletionRequest):
-    """POST /v1/chat/completions"""
+    """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], FEW]
+    messages: Annotated[list[Annotated[ChatMessage, BeforeValidator(_drop_empty_lists)]], FEW]
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    # Beyond OpenAI's, under vLLM's names.
+    # Extensions of OpenAI's parameters, under vLLM's names.
     continue_final_message: bool = False
-    """The answer continues the last message, which is the assistant's."""
+    """True to continue the last message, which must be the assistant's."""
     add_generation_prompt: bool | None = None
-    """The opposite of continue_final_message, which decides."""
+    """Must be the opposite of continue_final_message, or null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(_CommonCompletionRequest):
-    """POST /v1/completions"""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[int] | list[str] | Annotated[list[list[int]], FEW]
     logprobs: int | None = None
-    """0 gives the sampled tokens' own; more are refused."""
+    """0 returns the log-probs of the sampled tokens. Larger numbers are not supported."""
     echo: bool = False
-    """Puts the prompt before the text, and its tokens before the others."""
+    """True to put the prompt before the text, and its tokens before the sampled tokens."""
     add_special_tokens: bool = True
-    """Puts BOS before a prompt of text if the tokenizer does so and the prompt does not begin with it."""
+    """True to put BOS before a text prompt if the tokenizer does so and the prompt does not begin with it."""
 
 
-# -- answers ---------------------------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------------------------
 
 
 class _ResponseModel(BaseModel):
-    """Base class of descriptions of what the endpoint sends; tests hold answers to them."""
+    """The base class of descriptions of responses. Tests compare the endpoint's responses with them."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class UsageInfo(_ResponseModel):
+    """The token counts of a completion."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
 class TokenLogprob(_ResponseModel):
+    """The log-prob of one token of a chat completion."""
+
     token: str
-    """The token's part of the text; empty for one that has none."""
+    """The token's part of the text; empty for a token without text."""
     logprob: float | None
-    """nats; null for one that is no finite number"""
+    """Log-prob in nats; null if it is not finite."""
     bytes: list[int]
     top_logprobs: list[Any]
 
 
 class ChatLogprobs(_ResponseModel):
+    """The log-probs of a chat completion."""
+
     content: list[TokenLogprob]
     refusal: None
 
 
 class TextLogprobs(_ResponseModel):
+    """The log-probs of a text completion."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
-    """nats; null for the first token of an echoed prompt and for one that is no finite number"""
+    """Log-probs in nats; null for the first token of an echoed prompt and for log-probs that are not finite."""
     top_logprobs: None
     text_offset: list[int]
 
 
 class ResponseMessage(_ResponseModel):
+    """The message of a chat completion."""
+
     role: Literal["assistant"]
     content: str
 
@@ -185,24 +201,30 @@ class _Choice(_ResponseModel):
     index: int
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] = []
-    """With return_token_ids."""
+    """Sampled tokens, with return_token_ids."""
     weight_versions: list[tuple[int, int, int]] = []
-    """With return_token_ids: [first token, end, version of the weights]."""
+    """[start, stop, version]: tokens [start, stop) were sampled with this version; with return_token_ids."""
 
 
 class ChatChoice(_Choice):
+    """One sample of a chat completion."""
+
     message: ResponseMessage
     logprobs: ChatLogprobs | None
 
 
 class TextChoice(_Choice):
+    """One sample of a text completion."""
+
     text: str
     logprobs: TextLogprobs | None
     prompt_token_ids: list[int] = []
-    """With return_token_ids."""
+    """Tokens of the prompt, with return_token_ids."""
 
 
 class ChatCompletionResponse(_ResponseModel):
+    """The response of POST /v1/chat/completions."""
+
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -210,10 +232,12 @@ class ChatCompletionResponse(_ResponseModel):
     choices: list[ChatChoice]
     usage: UsageInfo
     prompt_token_ids: list[int] = []
-    """With return_token_ids."""
+    """Tokens of the prompt, with return_token_ids."""
 
 
 class CompletionResponse(_ResponseModel):
+    """The response of POST /v1/completions."""
+
     id: str
     object: Literal["text_completion"]
     created: int
@@ -223,13 +247,17 @@ class CompletionResponse(_ResponseModel):
 
 
 class ErrorInfo(_ResponseModel):
+    """The description of an error."""
+
     message: str
     type: Literal["invalid_request_error", "authentication_error", "server_error"]
     param: str | None
-    """The path of the member at fault."""
+    """The path of the invalid member."""
     code: str
     detail: list[Any] = []
 
 
 class ErrorResponse(_ResponseModel):
+    """The response of every route if the call fails."""
+
     error: ErrorInfo

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of an endpoint, made from the types that its bodies are read and written by."""
+"""The OpenAPI 3.1 document of an endpoint, built from the types of its request and response bodies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from skyrl_train.engines.sampling_params import SAMPLING_RULES
 
 _OBJECT = {"type": "object"}
 _OPAQUE = (NoArguments, ReceiveWeights)
-"""The first has no members; the second names memory of a process, which only a trainer of ours can offer."""
+"""Bodies that the document does not describe. The first has no members. The second names the memory of a process, which
+only a trainer of this package can offer."""
 
 
 @cache
 def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
-    """Return the document, which must not be changed.
+    """Return the OpenAPI document of an endpoint. The result is cached, so do not modify it.
 
     Args:
-        limits: The endpoint's.
-        text: True if there are OpenAI's routes, which need a tokenizer.
-        control: True if there are the routes that abort, pause and change weights.
+        limits: Limits of the endpoint.
+        text: True if the endpoint has OpenAI's routes, which need a tokenizer.
+        control: True if the endpoint has the routes that abort, pause and change weights.
     """
     calls = [call for call in REMOTE_METHODS.values() if control or not call.control]
     kinds: dict[Any, Any] = {ErrorResponse: ErrorResponse} | {call.method: call.result for call in calls}
@@ -40,22 +41,22 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
             kind: kind
             for kind in (ChatCompletionRequest, CompletionRequest, ChatCompletionResponse, CompletionResponse)
         }
-    found, definitions = TypeAdapter.json_schemas(
+    schemas_by_key_and_mode, definitions = TypeAdapter.json_schemas(
         [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()],
         ref_template="#/components/schemas/{model}",
     )
-    by_key = {key: schema for (key, _), schema in found.items()}
+    by_key = {key: schema for (key, _), schema in schemas_by_key_and_mode.items()}
     schemas: dict[str, Any] = definitions["$defs"]
     for schema in schemas.values():
         _allow_null(schema)
     for kind in (ChatCompletionRequest, CompletionRequest) if text else ():
         _add_bounds(schemas[kind.__name__]["properties"], limits)
 
-    def operation(summary: str, answer: Any, body: type | None = None, media: str = "application/json") -> Any:
+    def operation(summary: str, response: Any, body: type | None = None, media: str = "application/json") -> Any:
         described = {
             "summary": summary,
             "responses": {
-                "200": {"description": "The answer.", "content": {media: {"schema": answer}}},
+                "200": {"description": "The response.", "content": {media: {"schema": response}}},
                 "default": {
                     "description": "An error.",
                     "content": {"application/json": {"schema": by_key[ErrorResponse]}},
@@ -68,20 +69,20 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
         return described
 
     paths: dict[str, dict[str, Any]] = {
-        "/health": {"get": operation("Whether an engine is alive.", _OBJECT)},
-        "/metrics": {"get": operation("Numbers for Prometheus.", {"type": "string"}, media="text/plain")},
+        "/health": {"get": operation("Check that an engine is alive.", _OBJECT)},
+        "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
         "/openapi.json": {"get": operation("This document.", _OBJECT)},
-        "/v1/models": {"get": operation("The names that `model` may be.", _OBJECT)},
+        "/v1/models": {"get": operation("List the allowed values of `model`.", _OBJECT)},
         "/v1/models/{model}": {
-            "get": operation("Whether `model` may be this name.", _OBJECT)
+            "get": operation("Check that `model` may have this value.", _OBJECT)
             | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
         },
     }
     for call in calls:
-        answer = {"type": "object", "properties": {"result": by_key[call.method]}, "required": ["result"]}
+        response = {"type": "object", "properties": {"result": by_key[call.method]}, "required": ["result"]}
         body = None if call.verb == "GET" else call.arguments
-        summary = f"{call.method} of an engine: see docs/serving.md."
-        paths[call.route] = {call.verb.lower(): operation(summary, answer, body)}
+        summary = f"Call `{call.method}` of the engine; see docs/serving.md."
+        paths[call.route] = {call.verb.lower(): operation(summary, response, body)}
     if text:
         chat = operation("OpenAI's chat completions.", by_key[ChatCompletionResponse], ChatCompletionRequest)
         plain = operation("OpenAI's completions.", by_key[CompletionResponse], CompletionRequest)
@@ -90,7 +91,7 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
             paths[route] = {"post": post}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Engines of skyrl-train", "version": skyrl_train.__version__},
+        "info": {"title": "skyrl-train inference engines", "version": skyrl_train.__version__},
         "security": [{"token": []}],
         "components": {"schemas": schemas, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
         "paths": paths,
@@ -98,7 +99,7 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Describe that null stands for the default of a member that may be left out."""
+    """Allow null for optional members, where it stands for the default."""
     for name, member in schema.get("properties", {}).items():
         options = member.get("anyOf", [])
         if name not in schema.get("required", ()) and {"type": "null"} not in options:
@@ -108,10 +109,10 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 
 def _add_bounds(members: dict[str, Any], limits: Limits) -> None:
-    """Describe what `checked_sampling` and `within` check after a body was read."""
+    """Add the bounds that `parse_sampling` and `check_range` check after a body was parsed."""
     for name, (allowed, _) in SAMPLING_RULES.items():
         members[name].setdefault("description", f"{allowed[:1].upper()}{allowed[1:]}.")
-    for name, most in (("n", limits.samples), ("max_tokens", limits.max_tokens)):
+    for name, max_value in (("n", limits.samples), ("max_tokens", limits.max_tokens)):
         for option in members[name]["anyOf"]:
             if option.get("type") == "integer":
-                option |= {"minimum": 1, "maximum": most}
+                option |= {"minimum": 1, "maximum": max_value}

@@ -1,8 +1,8 @@
-"""The token-level wire between an HttpEndpoint and a RemoteEngine: calls, limits and errors. Both ends read this file.
+"""The token-level HTTP protocol between an HttpEndpoint and a RemoteEngine: calls, limits and errors.
 
-A call is `POST /<path>` with its arguments as one JSON object, answered by `{"result": ...}`; calls without arguments
-that change nothing are `GET`. An error is OpenAI's `{"error": {"message", "type", "param", "code"}}`, where `code` is
-the name of the exception to raise at the other end.
+A call is `POST /<path>` with its arguments as one JSON object, and the response is `{"result": ...}`. Calls without
+arguments that change nothing are `GET`. An error has OpenAI's form `{"error": {"message", "type", "param", "code"}}`,
+where `code` is the name of the exception that the RemoteEngine raises.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, Bucket, Manifest
 
 DEADLINE_MARGIN_S = 30.0
-"""Seconds that a caller waits beyond the deadline of the work itself."""
+"""Seconds that a caller waits in addition to the deadline of the work itself."""
 REMOTE_WEIGHT_ROUTES = WEIGHT_ROUTES - {"in_process"}
 NullableFloats = Annotated[
     NDArray[np.float64], JsonList(core_schema.nullable_schema(core_schema.float_schema()), np.float64)
@@ -45,26 +45,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one call. Larger calls are refused before they reach an engine; a RemoteEngine splits its calls."""
+    """Limits of one call. The server rejects larger calls before they reach an engine. A RemoteEngine splits its
+    calls."""
 
     body_bytes: int = 8 << 20
     requests: int = 4096
-    """Requests of a /generate, sequences of a /score, ids of an /abort, prompts times n of a completion."""
+    """Maximum number of requests of /generate, sequences of /score, ids of /abort, and prompts times n of a
+    completion."""
     samples: int = 128
-    """n of a chat or completion."""
+    """Maximum `n` of a chat or text completion."""
     max_tokens: int = 1 << 17
     prompt_tokens: int = 1 << 18
     prompt_tokens_in_all: int = 1 << 22
-    """Prompt tokens times n of a completion, over all prompts: as many as a body of token ids can contain."""
+    """Maximum number of prompt tokens times n of a completion, over all prompts: as many as fit into a body of ids."""
     stop_strings: int = 16
     stop_chars: int = 256
     stop_token_ids: int = 256
     name_chars: int = 1024
-    """Characters of ids, sessions, groups and adapters."""
+    """Maximum number of characters of ids, sessions, groups and adapter names."""
 
 
 SAMPLING_ONLY_LIMITS = Limits(body_bytes=1 << 20)
-"""The limits of an endpoint without control: in a run it shares the trainer's event loop, which parsing JSON blocks."""
+"""Limits of an endpoint without control routes. In a run it shares the trainer's event loop, which parsing blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +79,33 @@ class ServerInfo(Body):
 
 
 class MethodArguments(Body):
-    """The body of a call. Its fields are the parameters of the engine's method, in order."""
+    """The base class of bodies of calls. Their fields are the parameters of the engine's method, in order."""
 
     __slots__ = ()
 
     def checked(self, limits: Limits) -> MethodArguments:
-        """Return the arguments in the form that the engine takes. Raises Malformed for values out of bounds."""
+        """Return the arguments in the form that the engine's method accepts.
+
+        Raises:
+            InvalidBodyError: A value is invalid or exceeds the limits.
+            WeightSyncError: A weight sync route does not work over HTTP.
+        """
         return self
 
     def values(self) -> list[Any]:
-        """Return the arguments to call the engine's method with."""
+        """Return the positional arguments of the engine's method."""
         return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class NoArguments(MethodArguments):
-    pass
+    """An empty body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generate(MethodArguments):
+    """The arguments of `InferenceEngine.generate`."""
+
     requests: Annotated[list[SampleRequest], FEW]
 
     def checked(self, limits: Limits) -> Generate:
@@ -105,20 +114,22 @@ class Generate(MethodArguments):
             raise InvalidBodyError("requests", "hold a request_id twice.")
         return Generate([self._checked(r, f"requests[{i}]", limits) for i, r in enumerate(self.requests)])
 
-    def _checked(self, request: SampleRequest, where: str, limits: Limits) -> SampleRequest:
+    def _checked(self, request: SampleRequest, path: str, limits: Limits) -> SampleRequest:
         for name in ("request_id", "session", "group", "adapter"):
             check_range(
-                len(getattr(request, name) or ""), limits.name_chars, f"{where}.{name}", "characters", min_value=0
+                len(getattr(request, name) or ""), limits.name_chars, f"{path}.{name}", "characters", min_value=0
             )
-        check_ids(request.token_ids, f"{where}.token_ids", limits)
-        check_range(request.seed, 2**64 - 1, f"{where}.seed", "as a seed of 64 bits", min_value=0)
+        check_ids(request.token_ids, f"{path}.token_ids", limits)
+        check_range(request.seed, 2**64 - 1, f"{path}.seed", "as a 64-bit seed", min_value=0)
         if request.deadline_s is not None and request.deadline_s <= 0:
-            raise InvalidBodyError(f"{where}.deadline_s", f"must be more than 0 seconds, got {request.deadline_s:g}.")
-        return replace(request, sampling=parse_sampling(request.sampling, f"{where}.sampling", limits))
+            raise InvalidBodyError(f"{path}.deadline_s", f"must be more than 0 seconds, got {request.deadline_s:g}.")
+        return replace(request, sampling=parse_sampling(request.sampling, f"{path}.sampling", limits))
 
 
 @dataclass(frozen=True, slots=True)
 class Score(MethodArguments):
+    """The arguments of `InferenceEngine.score`."""
+
     token_ids: Annotated[list[list[int]], FEW]
     temperature: Annotated[float, Field(gt=0)] = 1.0
 
@@ -131,6 +142,8 @@ class Score(MethodArguments):
 
 @dataclass(frozen=True, slots=True)
 class Abort(MethodArguments):
+    """The arguments of `InferenceEngine.abort`."""
+
     request_ids: list[str]
 
     def checked(self, limits: Limits) -> Abort:
@@ -140,21 +153,29 @@ class Abort(MethodArguments):
 
 @dataclass(frozen=True, slots=True)
 class Pause(MethodArguments):
+    """The arguments of `InferenceEngine.pause`."""
+
     mode: str = "keep"
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep(MethodArguments):
+    """The arguments of `InferenceEngine.sleep`."""
+
     level: Annotated[int, Field(ge=1, le=2)] = 1
 
 
 @dataclass(frozen=True, slots=True)
 class WakeUp(MethodArguments):
+    """The arguments of `InferenceEngine.wake_up`."""
+
     tags: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter(MethodArguments):
+    """The arguments of `InferenceEngine.load_adapter`."""
+
     name: str
     path: str
 
@@ -165,11 +186,15 @@ class LoadAdapter(MethodArguments):
 
 @dataclass(frozen=True, slots=True)
 class UnloadAdapter(MethodArguments):
+    """The arguments of `InferenceEngine.unload_adapter`."""
+
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectWeights(MethodArguments):
+    """The arguments of `InferenceEngine.connect_weights`."""
+
     route: str
     address: str
     rank: Annotated[int, Field(ge=1)]
@@ -186,6 +211,8 @@ class ConnectWeights(MethodArguments):
 
 @dataclass(frozen=True, slots=True)
 class BeginWeights(MethodArguments):
+    """The arguments of `InferenceEngine.begin_weights`."""
+
     manifest: Manifest
 
     def checked(self, limits: Limits) -> BeginWeights:
@@ -199,23 +226,25 @@ class BeginWeights(MethodArguments):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveWeights(MethodArguments):
+    """The arguments of `InferenceEngine.receive_weights`."""
+
     bucket: Bucket
 
     def checked(self, limits: Limits) -> ReceiveWeights:
         bucket = self.bucket
         check_range(bucket.index, 1 << 31, "bucket.index", "as an index", min_value=0)
         if len(bucket.names) != len(bucket.fingerprints):
-            raise InvalidBodyError("bucket.fingerprints", "must be as many as bucket.names.")
+            raise InvalidBodyError("bucket.fingerprints", "must have as many items as bucket.names.")
         for index, handle in enumerate(bucket.handles):
             # Mapping a file creates or grows it, so only a path of another process's memory is accepted.
             if handle.cuda is not None:
-                raise InvalidBodyError(f"bucket.handles[{index}].cuda", "does not travel over HTTP.")
+                raise InvalidBodyError(f"bucket.handles[{index}].cuda", "cannot be sent over HTTP; leave it out.")
             if handle.file is None or not re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", handle.file):
                 raise InvalidBodyError(
-                    f"bucket.handles[{index}].file", "must be /proc/<pid>/fd/<number>: a process's memory."
+                    f"bucket.handles[{index}].file", "must be the memory of a process: /proc/<pid>/fd/<number>."
                 )
             check_range(handle.size, 1 << 40, f"bucket.handles[{index}].size", "bytes")
-            check_range(handle.place, 1, f"bucket.handles[{index}].place", "as the place of a page", min_value=0)
+            check_range(handle.place, 1, f"bucket.handles[{index}].place", "as the index of a buffer", min_value=0)
         if bucket.file is not None and not re.fullmatch(r"/[^\0]*\.safetensors", bucket.file):
             raise InvalidBodyError("bucket.file", "must be the absolute path of a .safetensors file.")
         return self
@@ -223,38 +252,42 @@ class ReceiveWeights(MethodArguments):
 
 @dataclass(frozen=True, slots=True)
 class CommitWeights(MethodArguments):
+    """The arguments of `InferenceEngine.commit_weights`."""
+
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result(Body, Generic[T]):
-    """The answer of a call."""
+    """The response to a call."""
 
     result: T
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteMethod:
-    """A route that calls one method of an InferenceEngine."""
+    """An HTTP route that calls one method of an InferenceEngine."""
 
     method: str
     arguments: type[MethodArguments] = NoArguments
     result: Any = None
-    """Its type; None if there is none."""
+    """Type of the method's result; None if it returns nothing."""
     repeatable: bool = True
-    """Whether it is idempotent, so that it may be sent again if the connection breaks."""
+    """True if the call is idempotent, so that it may be sent again if the connection breaks."""
     verb: str = "POST"
     path: str = field(default="", kw_only=True)
+    """Path of the route; the method's name if empty."""
     control: bool = field(default=True, kw_only=True)
-    """Whether it affects other callers of the engine."""
+    """True if the call affects other callers of the engine. Endpoints without control routes do not offer it."""
 
     @property
     def route(self) -> str:
+        """The path of the URL, such as "/generate"."""
         return f"/{self.path or self.method}"
 
     @property
-    def answer(self) -> Any:
-        """The type of its answers."""
+    def response_type(self) -> Any:
+        """The type of the response: a Result of the method's result type."""
         generic: Any = Result
         return generic[self.result]
 
@@ -280,56 +313,87 @@ REMOTE_METHODS = {
         RemoteMethod("capabilities", result=ServerInfo, verb="GET", control=False),
     )
 }
-"""The methods of an InferenceEngine by name; `capabilities`, an attribute there, is one of them."""
+"""The remote methods by name: those of InferenceEngine, and its attribute `capabilities` as a method."""
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_range(value: int, max_value: int, param: str, what: str, min_value: int = 1) -> int:
-    """`value` itself if it is in `least`..`most`. Raises Malformed naming `param`."""
+def check_range(value: int, max_value: int, param: str, unit: str, min_value: int = 1) -> int:
+    """Return `value` if it is between `min_value` and `max_value`, both included.
+
+    Args:
+        value: The value to check.
+        max_value: Largest allowed value.
+        param: Path of the member, for the error.
+        unit: Text that follows the range in the message, such as "tokens".
+        min_value: Smallest allowed value.
+
+    Raises:
+        InvalidBodyError: The value is out of range.
+    """
     if not min_value <= value <= max_value:
-        shown = value if abs(value) < 10**30 else "far more"
-        raise InvalidBodyError(param, f"must be from {min_value} to {max_value} {what}, got {shown}.")
+        shown = value if abs(value) < 10**30 else "a number of more than 30 digits"
+        raise InvalidBodyError(param, f"must be from {min_value} to {max_value} {unit}, got {shown}.")
     return value
 
 
 def check_ids(ids: Sequence[int] | Tokens, param: str, limits: Limits) -> None:
+    """Check the length of a sequence and that its token ids are 31-bit integers.
+
+    Raises:
+        InvalidBodyError: The sequence is empty, longer than `limits.prompt_tokens`, or holds other values. The error
+            names
+            `param`.
+    """
     check_range(len(ids), limits.prompt_tokens, param, "tokens")
     array = np.asarray(ids)
     if array.min() < 0 or array.max() >= 2**31:
-        raise InvalidBodyError(param, "must be token ids: whole numbers from 0, below 2^31.")
+        raise InvalidBodyError(param, "must be token ids: integers from 0 to 2^31 - 1.")
 
 
-def parse_sampling(given: SamplingParams | dict[str, Any], where: str, limits: Limits) -> SamplingParams:
-    """Normalise sampling parameters (see engines/sampling_params.py). Raises Malformed naming the parameter."""
-    key = where or "request"
+def parse_sampling(sampling: SamplingParams | dict[str, Any], path: str, limits: Limits) -> SamplingParams:
+    """Normalize sampling parameters (see engines/sampling_params.py) and check them against the limits.
+
+    Args:
+        sampling: Received parameters.
+        path: Path of the parameters in the body; empty if they are members of the body itself.
+        limits: Limits of the call.
+
+    Raises:
+        InvalidBodyError: A parameter is unknown, its value is not allowed, or it exceeds the limits.
+    """
+    key = path or "request"
     try:
-        sampling = parse_sampling_params(given, key)
+        params = parse_sampling_params(sampling, key)
     except ConfigError as error:
         problem = str(error).partition("\n")[0]
-        found = re.match(re.escape(key) + r"\.(\w+)", problem)
-        raise InvalidBodyError(join_path(where, found[1]) if found else where, "", message=problem) from error
-    check_range(sampling.max_tokens, limits.max_tokens, join_path(where, "max_tokens"), "tokens")
-    check_range(sampling.min_tokens, limits.max_tokens, join_path(where, "min_tokens"), "tokens", min_value=0)
-    check_range(sampling.top_k, 2**31 - 1, join_path(where, "top_k"), "tokens", min_value=0)
-    check_range(len(sampling.stop), limits.stop_strings, join_path(where, "stop"), "strings", min_value=0)
-    for text in sampling.stop:
-        check_range(len(text), limits.stop_chars, join_path(where, "stop"), "characters")
+        match = re.match(re.escape(key) + r"\.(\w+)", problem)
+        raise InvalidBodyError(join_path(path, match[1]) if match else path, "", message=problem) from error
+    check_range(params.max_tokens, limits.max_tokens, join_path(path, "max_tokens"), "tokens")
+    check_range(params.min_tokens, limits.max_tokens, join_path(path, "min_tokens"), "tokens", min_value=0)
+    check_range(params.top_k, 2**31 - 1, join_path(path, "top_k"), "tokens", min_value=0)
+    check_range(len(params.stop), limits.stop_strings, join_path(path, "stop"), "strings", min_value=0)
+    for text in params.stop:
+        check_range(len(text), limits.stop_chars, join_path(path, "stop"), "characters")
     check_range(
-        len(sampling.stop_token_ids), limits.stop_token_ids, join_path(where, "stop_token_ids"), "ids", min_value=0
+        len(params.stop_token_ids), limits.stop_token_ids, join_path(path, "stop_token_ids"), "ids", min_value=0
     )
-    if max(sampling.stop_token_ids, default=0) >= 2**31:
-        raise InvalidBodyError(join_path(where, "stop_token_ids"), "must be token ids, below 2^31.")
-    return sampling
+    if max(params.stop_token_ids, default=0) >= 2**31:
+        raise InvalidBodyError(join_path(path, "stop_token_ids"), "must be token ids: integers from 0 to 2^31 - 1.")
+    return params
 
 
 def check_route(route: str) -> None:
-    """Raises WeightSyncError for a route that does not work over HTTP."""
+    """Check that a weight sync route works over HTTP.
+
+    Raises:
+        WeightSyncError: It does not.
+    """
     if route not in REMOTE_WEIGHT_ROUTES:
         raise WeightSyncError(
-            f"the weight route {route!r} does not lead to an engine behind HTTP; "
-            f"use {', '.join(sorted(REMOTE_WEIGHT_ROUTES))}."
+            f"the weight route {route!r} does not reach an engine behind HTTP; "
+            f"use one of {', '.join(sorted(REMOTE_WEIGHT_ROUTES))}."
         )
 
 
@@ -343,26 +407,38 @@ _STATUS: dict[type[SkyRLError], int] = {
     WorkerDied: 503,
     DeadlineExceeded: 504,
 }
-"""Of these classes, the first one that an error is an instance of applies."""
+"""HTTP status of each class of error. The first class that an error is an instance of applies."""
 _RAISED = {kind.__name__: kind for kind in (UnsupportedParameter, WeightSyncError, EngineError, WorkerDied)}
 
 
 def encode_error(error: SkyRLError) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body for an engine's exception."""
+    """Return the HTTP status and the body for an engine's exception."""
     kind, status = next(((kind, s) for kind, s in _STATUS.items() if isinstance(error, kind)), (SkyRLError, 500))
     detail = [error.waited_for, error.seconds] if isinstance(error, DeadlineExceeded) else None
     return status, error_body(status, str(error), kind.__name__, detail=detail)
 
 
-def decode_error(status: int, answer: Any, engine: str) -> SkyRLError:
-    """The exception that was encoded by `failure`; EngineError naming `engine` for any other body."""
+def decode_error(status: int, body: Any, engine: str) -> SkyRLError:
+    """Return the exception for a response with an error status.
+
+    Args:
+        status: HTTP status.
+        body: Parsed body; any value if it is not a body of `encode_error`.
+        engine: Name of the engine, for messages.
+
+    Returns:
+        The exception that `encode_error` encoded. Otherwise UnsupportedParameter for statuses 400, 413 and 501, and
+        EngineError for all others.
+    """
     if status == 401:
         return EngineError(
-            f"Engine {engine!r} does not accept this token (HTTP status 401): set {API_KEY_ENV} to the server's."
+            f"Engine {engine!r} does not accept this token (HTTP status 401): set {API_KEY_ENV} to the server's token."
         )
-    error = answer.get("error") if isinstance(answer, dict) else None
+    error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-        return EngineError(f"Engine {engine!r} answered with HTTP status {status} and no reason.")
+        return EngineError(
+            f"Engine {engine!r} responded with HTTP status {status} and no reason; see the server's log."
+        )
     message, code = error["message"], error.get("code")
     match error.get("detail"):
         case [str(waited_for), float() | int() as seconds] if code == "DeadlineExceeded":
@@ -370,5 +446,5 @@ def decode_error(status: int, answer: Any, engine: str) -> SkyRLError:
     if code in _RAISED:
         return _RAISED[code](message)
     if status in (400, 413, 501):
-        return UnsupportedParameter(f"Engine {engine!r} refused the call: {message}")
-    return EngineError(f"Engine {engine!r} answered with HTTP status {status}: {message}")
+        return UnsupportedParameter(f"Engine {engine!r} rejected the call: {message}")
+    return EngineError(f"Engine {engine!r} responded with HTTP status {status}: {message}")

@@ -1,4 +1,4 @@
-"""An InferenceEngine in another process or machine, behind an HttpEndpoint (server.py)."""
+"""A client of an engine that runs in another process or on another node, behind an HttpEndpoint (server.py)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,34 @@ from skyrl_train.listeners import is_loopback
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 _ENVELOPE_BYTES = 64
-"""Bytes of a call's body besides its requests."""
+"""Bytes of a call's body in addition to its requests."""
 
 
 class RemoteEngine:
-    """`engine = await RemoteEngine(url, token, name="...").connect(60)`; then an InferenceEngine like any other.
+    """An InferenceEngine behind an HttpEndpoint.
 
     Exceptions of the server's engine are raised here with their own types. If the server cannot be reached or dies
     during a call, EngineError is raised within seconds, so that its requests can go to another engine. Calls larger
     than the server's limits are split. `close` leaves the server's engine running.
+
+    Example:
+        engine = await RemoteEngine(url, token, name="engine 0").connect(deadline_s=60)
     """
 
     capabilities: Capabilities
 
     def __init__(self, url: str, token: str, *, name: str = "", deadline_s: float = 600.0):
-        """`deadline_s`: of every call, and of requests that have none. Raises ConfigError for an invalid address."""
+        """Create an engine that is not connected yet.
+
+        Args:
+            url: host:port or http(s)://host:port.
+            token: The server's token.
+            name: Name of the engine; the URL by default.
+            deadline_s: Seconds that a call, or a request without its own deadline, may take.
+
+        Raises:
+            ConfigError: `url` is not an address of this form.
+        """
         self._connection = Connection(url, token, name)
         self.name = self._connection.name
         self._deadline_s = deadline_s
@@ -52,78 +65,98 @@ class RemoteEngine:
         self._limits = Limits()
 
     async def connect(self, deadline_s: float) -> RemoteEngine:
-        """Wait until the server answers and its engine is alive; then set `capabilities`.
+        """Wait until the server responds and its engine is alive, set `capabilities`, and return this engine.
 
-        Whoever paused it was lost before it could go on: it does now.
+        A paused engine is resumed: the client that paused it died before it could resume it.
 
-        Raises DeadlineExceeded if that takes more than `deadline_s`, EngineError for a wrong token.
+        Raises:
+            DeadlineExceeded: No server responded within `deadline_s`.
+            EngineError: The token is wrong, the server's engine is not alive, or it is another kind of server.
         """
         await self._connection.open()
         try:
-            served = await self._connection.wait_until_ready(self._served, deadline_s)
+            info = await self._connection.wait_until_ready(self._probe_server, deadline_s)
         except BaseException:
             await self.close()
             raise
-        self._limits = served.limits
-        routes = served.capabilities.weight_routes & REMOTE_WEIGHT_ROUTES
-        elsewhere = not is_loopback(urlsplit(self._connection.url).hostname or "")
-        self.capabilities = replace(served.capabilities, name=self.name, weight_routes=routes, other_machine=elsewhere)
+        self._limits = info.limits
+        routes = info.capabilities.weight_routes & REMOTE_WEIGHT_ROUTES
+        is_remote = not is_loopback(urlsplit(self._connection.url).hostname or "")
+        self.capabilities = replace(info.capabilities, name=self.name, weight_routes=routes, other_machine=is_remote)
         return self
 
-    async def _served(self) -> ServerInfo:
-        served: ServerInfo = await self._once(REMOTE_METHODS["capabilities"], b"")
+    async def _probe_server(self) -> ServerInfo:
+        info: ServerInfo = await self._once(REMOTE_METHODS["capabilities"], b"")
         health: EngineHealth = await self._once(REMOTE_METHODS["health"], b"")
         if health.paused:
             await self._once(REMOTE_METHODS["resume"], b"")
-        return served
+        return info
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling the call closes its connection, upon which the server aborts its requests."""
-        # Not less because these have little time left: the engine may be busy with the long ones of others.
+        """See InferenceEngine. Cancelling the call closes its connection, and the server then aborts the requests.
+
+        Raises:
+            DeadlineExceeded: The engine made no progress for the longest deadline plus a margin.
+            UnsupportedParameter: A request exceeds the server's limits, or the engine does not support it.
+        """
+        # Short deadlines of these requests do not lower the limit: the engine may be busy with long requests of others.
         limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)])
-        parts = [
+        calls = [
             self._watchdog.watch(self._call("generate", part, deadline_s=math.inf), limit + 2 * DEADLINE_MARGIN_S)
-            for part in self._parts(requests)
+            for part in self._split(requests)
         ]
-        return [completion for part in await gather_all(parts) for completion in part]
+        return [completion for part in await gather_all(calls) for completion in part]
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """See InferenceEngine. Log-probs that are not finite arrive as NaN."""
         rows = [list(ids) for ids in token_ids]
-        parts = [self._call("score", part, temperature) for part in self._parts(rows)]
-        return [logprobs.tolist() for part in await gather_all(parts) for logprobs in part]
+        calls = [self._call("score", part, temperature) for part in self._split(rows)]
+        return [logprobs.tolist() for part in await gather_all(calls) for logprobs in part]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await gather_all(self._call("abort", part) for part in self._parts(list(request_ids)))
+        """See InferenceEngine."""
+        await gather_all(self._call("abort", part) for part in self._split(list(request_ids)))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
+        """See InferenceEngine."""
         await self._call("pause", mode)
 
     async def resume(self) -> None:
+        """See InferenceEngine."""
         await self._call("resume")
 
     async def sleep(self, level: int = 1) -> int:
+        """See InferenceEngine."""
         return await self._call("sleep", level)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See InferenceEngine."""
         await self._call("wake_up", None if tags is None else list(tags))
 
     async def reset_prefix_cache(self) -> None:
+        """See InferenceEngine."""
         await self._call("reset_prefix_cache")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine; `path` is a folder on the server's machine."""
+        """See InferenceEngine; `path` is a folder on the server's node."""
         await self._call("load_adapter", name, path)
 
     async def unload_adapter(self, name: str) -> None:
+        """See InferenceEngine."""
         await self._call("unload_adapter", name)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """See InferenceEngine.
+
+        Raises:
+            WeightSyncError: The route does not work over HTTP, or the server's engine raised this error.
+        """
         check_route(route)
         await self._call(
             "connect_weights",
@@ -136,51 +169,62 @@ class RemoteEngine:
         )
 
     async def begin_weights(self, manifest: Manifest) -> None:
+        """See InferenceEngine."""
         await self._call("begin_weights", manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
+        """See InferenceEngine.
+
+        Raises:
+            WeightSyncError: The bucket refers to tensors of this process or to memory of an accelerator, which HTTP
+                cannot carry, or the server's engine raised this error.
+        """
         if bucket.payload is not None:
             check_route("in_process")
         if any(handle.cuda is not None for handle in bucket.handles):
             raise WeightSyncError(
-                f"engine {self.name!r}: an accelerator's memory is not lent over HTTP; use broadcast."
+                f"engine {self.name!r}: memory of an accelerator cannot be shared over HTTP; use the route broadcast."
             )
         await self._call("receive_weights", bucket)
 
     async def commit_weights(self, version: int) -> None:
+        """See InferenceEngine."""
         await self._call("commit_weights", version)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
+        """See InferenceEngine."""
         return replace(await self._call("health"), name=self.name)
 
     async def close(self) -> None:
-        """Close the connections. Closing twice is harmless."""
+        """Close the connections. The server's engine keeps running. A second call does nothing."""
         await self._connection.close()
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
-    def _parts(self, items: Sequence[Any]) -> Iterator[list[Any]]:
-        """`items` in order, split so that no call exceeds the server's limits.
+    def _split(self, items: Sequence[Any]) -> Iterator[list[Any]]:
+        """Split `items` in order, so that no call exceeds the server's limits.
 
-        Raises UnsupportedParameter for an item that exceeds them by itself.
+        Raises:
+            UnsupportedParameter: One item alone exceeds the limits.
         """
-        most = self._limits.body_bytes - _ENVELOPE_BYTES
+        max_bytes = self._limits.body_bytes - _ENVELOPE_BYTES
         part: list[Any] = []
-        used = 0
+        part_bytes = 0
         for item in items:
-            size = len(write_json(item)) + 1
-            if size > most:
-                what = getattr(item, "request_id", "a sequence")
+            item_bytes = len(write_json(item)) + 1
+            if item_bytes > max_bytes:
+                label = getattr(item, "request_id", "a sequence")
                 raise UnsupportedParameter(
-                    f"Engine {self.name!r} cannot take {what!r}: {size} bytes, its server allows {most}."
+                    f"Engine {self.name!r} cannot receive {label!r}: it has {item_bytes} bytes, and the server allows "
+                    f"{max_bytes}. Shorten it."
                 )
-            if part and (used + size > most or len(part) == self._limits.requests):
+            if part and (part_bytes + item_bytes > max_bytes or len(part) == self._limits.requests):
                 yield part
-                part, used = [], 0
+                part, part_bytes = [], 0
             part.append(item)
-            used += size
+            part_bytes += item_bytes
         if part:
             yield part
 
@@ -191,7 +235,7 @@ class RemoteEngine:
 
         async def attempt(number: int) -> Any:
             if number and method == "generate":
-                # The server may not have noticed that the connection broke: the same ids must not run twice.
+                # The server may not have noticed the broken connection, and the same ids must not run twice.
                 await self._once(
                     REMOTE_METHODS["abort"], write_json({"request_ids": [r.request_id for r in values[0]]})
                 )
@@ -203,24 +247,29 @@ class RemoteEngine:
     async def _once(self, call: RemoteMethod, body: bytes) -> Any:
         status, raw = await self._connection.request(call.verb, call.route, body)
         if status != 200:
-            answer = None
+            error_body = None
             with suppress(ValueError):
-                answer = json.loads(raw)
-            raise decode_error(status, answer, self.name)
+                error_body = json.loads(raw)
+            raise decode_error(status, error_body, self.name)
         if call.result is None:
             return None
         try:
-            return parse_body(call.answer, raw).result
+            return parse_body(call.response_type, raw).result
         except InvalidBodyError as error:
             raise EngineError(
-                f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error}"
+                f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error} "
+                "Check that it is a skyrl-train server of the same version."
             ) from error
 
 
 async def is_skyrl_server(connection: Connection, deadline_s: float) -> bool:
-    """Whether the server is an HttpEndpoint, even one that answers 401; False for another kind of server.
+    """Wait until a server responds and return True if it is an HttpEndpoint, even if it rejects the token.
 
-    Waits for a server to answer. Raises DeadlineExceeded if none does.
+    Opens the connection and closes it again.
+
+    Raises:
+        DeadlineExceeded: No server responded within `deadline_s`.
+        EngineError: The response is not HTTP.
     """
 
     async def status() -> int:

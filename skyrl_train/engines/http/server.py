@@ -1,6 +1,6 @@
-"""The HTTP endpoint for an engine or an EngineClient: OpenAI's routes for text, token-level routes for RemoteEngines.
+"""The HTTP endpoint of an engine or an EngineClient: OpenAI's routes for text, token-level routes for RemoteEngines.
 
-Every route requires the token; no received data is unpickled or executed.
+Every route requires the token, and no received data is unpickled or executed.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
 
 log = logging.getLogger(__name__)
 METRICS_TIMEOUT_S = 5.0
-"""How long /metrics waits for the engines' own numbers, which it does without otherwise: scrapers wait for 10 s."""
+"""Seconds that /metrics waits for the engines' counters before it omits them. Scrapers usually wait for 10 s."""
 _CLIENT_CLOSED_REQUEST = 499
-"""The status of a request whose client went away before its answer, as nginx counts it."""
+"""Status that is counted for a request whose client disconnected before the response, as in nginx."""
 ENDPOINT_LISTENER = Listener("The HTTP endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _HttpError(Exception):
-    """An answer with an error status that does not come from an engine."""
+    """An error response of the endpoint itself, and not of an engine."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None):
         super().__init__(message)
@@ -69,10 +69,14 @@ class _HttpError(Exception):
 
 
 class HttpEndpoint:
-    """Serves while it is entered: `async with HttpEndpoint(client, tokenizer, model_name="policy") as endpoint`.
+    """An HTTP server for an engine or an EngineClient, which listens while the context is entered.
 
-    Runs on the caller's event loop and does not close the engine. Routes for methods that the engine lacks (weights and
-    score, with an EngineClient) answer 501.
+    It runs on the caller's event loop and does not close the engine. Routes for methods that the engine lacks (weights
+    and `score`, with an EngineClient) respond with status 501.
+
+    Example:
+        async with HttpEndpoint(client, tokenizer, model_name="policy") as endpoint:
+            print(endpoint.url)
     """
 
     def __init__(
@@ -91,13 +95,26 @@ class HttpEndpoint:
         control: bool = True,
         drain_s: float = 5.0,
     ):
-        """`token`: None generates one, in a file that only this user can read (`token_file`). Port 0: any free one.
+        """Create an endpoint that does not listen yet.
 
-        `deadline_s`: the longest deadline of a request. `default_max_tokens`: for completions without a length.
-        `control`: whether there are routes to abort, pause, put to sleep and change weights; without them, holders of
-        the token can only sample and score, within SAMPLING_LIMITS and under request ids that cannot collide with
-        others. `drain_s`: how long exit waits for running requests before it cancels them. Without a tokenizer there
-        are no OpenAI routes. Raises ConfigError as `Listener.check_token` does.
+        Args:
+            engine: An InferenceEngine or an EngineClient.
+            tokenizer: The model's tokenizer, which is copied. With None, OpenAI's completion routes respond with 501.
+            model_name: Name of the model in OpenAI's routes.
+            host: Address to listen on.
+            port: Port to listen on; 0 for any free port.
+            token: Bearer token of all calls. None generates one and writes it to `token_file`, which only this user can
+                read.
+            limits: Limits of a call; Limits() by default, or SAMPLING_ONLY_LIMITS without control routes.
+            deadline_s: Longest deadline of a request, in seconds, and deadline of other calls.
+            default_max_tokens: max_tokens of completions without it.
+            chat_template_kwargs: Keyword arguments of the chat template.
+            control: True for routes that abort, pause, sleep and change weights. Without them, callers can only sample
+                and score, and their request ids cannot collide with the ids of other requests.
+            drain_s: Seconds that the exit waits for running requests before it cancels them.
+
+        Raises:
+            ConfigError: The token is not safe for this host; see `Listener.check_token`.
         """
         ENDPOINT_LISTENER.check_token(token, host)
         self.token = secrets.token_urlsafe(32) if token is None else token
@@ -112,7 +129,7 @@ class HttpEndpoint:
         self._control = control
         self._metrics = RequestMetrics()
         self._sessions = "" if control else f"{secrets.token_hex(8)}."
-        """Prefix of callers' sessions, without which they could use those of others."""
+        """Prefix of callers' sessions, so that they cannot use the sessions of the run."""
         self._drain_s = drain_s
         self._translator: Translator | None = None
         if tokenizer is not None:
@@ -144,7 +161,7 @@ class HttpEndpoint:
         try:
             await self._server.listen(self._host, self._port)
         except OSError as error:
-            raise ENDPOINT_LISTENER.cannot_listen(self._host, self._port, error) from error
+            raise ENDPOINT_LISTENER.address_error(self._host, self._port, error) from error
         if self._makes_token_file:
             descriptor, path = tempfile.mkstemp(prefix="skyrl-api-key-")  # readable by this user only
             self.token_file = Path(path)
@@ -167,16 +184,16 @@ class HttpEndpoint:
 
     @property
     def url(self) -> str:
-        """The address, e.g. http://127.0.0.1:8000; OpenAI clients need `/v1` appended."""
+        """The URL, such as http://127.0.0.1:8000. OpenAI clients need `/v1` appended. Available while listening."""
         assert self._server is not None
         return self._server.url
 
-    # -- every route -------------------------------------------------------------------------------------------------
+    # -- all routes --------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _track_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers in time, or ends the connection of a client that does not read; counts both."""
-        route, begun, status = _route(request), now(), _CLIENT_CLOSED_REQUEST
+        """Respond to a request and count it. Close the connection of a client that does not read the response."""
+        route, started_at, status = _route(request), now(), _CLIENT_CLOSED_REQUEST
         self._metrics.on_request_start(route)
         try:
             response = await self._answer(request, handler)
@@ -184,15 +201,15 @@ class HttpEndpoint:
             status = response.status
             return response
         finally:
-            self._metrics.on_request_end(route, status, now() - begun)
+            self._metrics.on_request_end(route, status, now() - started_at)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks the token before anything else, even the route; gives all errors one format."""
+        """Check the token before anything else, call the handler, and convert all errors to one format."""
         try:
             self._check_token(request)
             return await handler(request)
-        except _HttpError as refusal:
-            return _error(refusal.status, error_body(refusal.status, str(refusal), refusal.code, refusal.param))
+        except _HttpError as error:
+            return _error(error.status, error_body(error.status, str(error), error.code, error.param))
         except InvalidBodyError as error:
             return _error(400, error_body(400, str(error), "invalid_value", error.param or None))
         except SkyRLError as error:
@@ -200,33 +217,36 @@ class HttpEndpoint:
         except web.HTTPException as error:
             return self._http_error(request, error)
         except (web.RequestPayloadError, HttpProcessingError):
-            return _error(400, error_body(400, "The body ended early or is not HTTP.", "invalid_body"))
+            return _error(400, error_body(400, "The body ended early or is not valid HTTP.", "invalid_body"))
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            return _error(500, error_body(500, "The server made a mistake; its log says more.", "internal_error"))
+            return _error(500, error_body(500, "Internal server error; see the server's log.", "internal_error"))
 
     def _http_error(self, request: web.Request, error: web.HTTPException) -> web.Response:
-        """aiohttp's own refusals: 404, 405, 413."""
+        """Return the response for aiohttp's own errors, such as 404, 405 and 413."""
         known = {
-            404: ("not_found", f"There is no {request.path[:100]!r}."),
-            405: ("method_not_allowed", f"{request.path[:100]!r} does not take {request.method[:20]}."),
+            404: ("not_found", f"There is no route {request.path[:100]!r}; see /openapi.json."),
+            405: ("method_not_allowed", f"{request.path[:100]!r} does not support {request.method[:20]}."),
             413: ("body_too_large", f"The body has more than {self._limits.body_bytes} bytes."),
         }
         code, text = known.get(error.status, ("refused", error.reason or "refused"))
         return _error(error.status, error_body(error.status, text, code))
 
     async def _unknown(self, request: web.Request) -> NoReturn:
-        """Handles unknown routes here: aiohttp would answer an Expect header before the token is checked."""
+        """Raise the error of an unknown route or method.
+
+        aiohttp's own handling would respond to an Expect header before the token is checked.
+        """
         if request.path in {resource.canonical for resource in request.app.router.resources()}:
             raise web.HTTPMethodNotAllowed(request.method, [])
         raise web.HTTPNotFound
 
     async def _expect(self, request: web.Request) -> None:
-        """Answers 100-continue only to callers with the token; other expectations have no effect."""
-        invited = request.headers[hdrs.EXPECT].lower() == "100-continue" and request.version == HttpVersion11
-        if invited and self._has_token(request):
+        """Respond to "Expect: 100-continue" only for callers with the token; ignore other expectations."""
+        expects_continue = request.headers[hdrs.EXPECT].lower() == "100-continue" and request.version == HttpVersion11
+        if expects_continue and self._has_token(request):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # the answer itself has not begun
+            request.writer.output_size = 0  # the response itself has not started
 
     def _has_token(self, request: web.Request) -> bool:
         return is_authorized(request.headers.get(hdrs.AUTHORIZATION, ""), self.token)
@@ -238,12 +258,12 @@ class HttpEndpoint:
             )
 
     async def _body(self, request: web.Request) -> Any:
-        """The parsed body; an empty one is an empty object."""
+        """Return the parsed body; an empty body is an empty object."""
         length = request.content_length
         if length == 0 or not request.can_read_body:
             return {}
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
-            raise _HttpError(415, "Compressed bodies are not taken.", "unsupported_encoding")
+            raise _HttpError(415, "Compressed bodies are not supported; send the body as is.", "unsupported_encoding")
         if request.content_type != "application/json":
             raise _HttpError(415, "Content-Type must be application/json.", "unsupported_media_type")
         if length is not None and length > self._limits.body_bytes:
@@ -257,84 +277,86 @@ class HttpEndpoint:
             raise _HttpError(408, text, "body_too_slow") from None
         return read_json(body)
 
-    # -- the token-level wire ----------------------------------------------------------------------------------------
+    # -- the token-level protocol ------------------------------------------------------------------------------------
 
     def _handler(self, call: RemoteMethod) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             body = await self._body(request) if call.verb == "POST" else {}
-            # In a run this is the trainer's event loop, and checking thousands of requests takes long.
+            # In a run this is the trainer's event loop, and checking thousands of requests takes a long time.
             arguments = await asyncio.to_thread(lambda: parse_body(call.arguments, body).checked(self._limits))
             if call.method == "capabilities":
                 result: Any = ServerInfo(self.model_name, self._attribute("capabilities"), self._limits)
             elif isinstance(arguments, Generate):
                 result = await self._sample(arguments.requests)
             else:
-                longest = arguments.timeout_s if isinstance(arguments, ConnectWeights) else self._deadline_s
-                result = await self._ask(call.method, arguments.values(), longest + DEADLINE_MARGIN_S)
-                self._note_adapter(arguments)
+                limit = arguments.timeout_s if isinstance(arguments, ConnectWeights) else self._deadline_s
+                result = await self._call_engine(call.method, arguments.values(), limit + DEADLINE_MARGIN_S)
+                self._record_adapter(arguments)
             return _json(write_json(Result(result)))
 
         return handle
 
-    async def _ask(self, method: str, values: Sequence[Any], deadline_s: float) -> Any:
+    async def _call_engine(self, method: str, values: Sequence[Any], deadline_s: float) -> Any:
         async with deadline(method, deadline_s):
             return await self._attribute(method)(*values)
 
     async def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Completions in request order, each within its own deadline or this server's, whichever is shorter."""
+        """Sample completions in request order. Each request has its own deadline, limited by the server's deadline."""
         if not requests:
             return []
         prefix = "" if self._control else f"{secrets.token_hex(8)}."
-        own = [self._with_unique_ids(request, prefix) for request in requests]
+        engine_requests = [self._with_unique_ids(request, prefix) for request in requests]
         prompts = {request.group or request.request_id: len(request.token_ids) for request in requests}
         self._metrics.count_prompt_tokens(sum(prompts.values()))
         try:
-            work = self._attribute("generate")(own)
+            work = self._attribute("generate")(engine_requests)
             completions: list[Completion] = await self._watchdog.watch(work, self._deadline_s + DEADLINE_MARGIN_S)
         except (asyncio.CancelledError, DeadlineExceeded):
-            # The client is gone, or the engine does not respond; an engine in another process would continue.
-            task = asyncio.ensure_future(self._abort_quietly([request.request_id for request in own]))
+            # The client disconnected, or the engine does not respond. An engine in another process would continue.
+            task = asyncio.ensure_future(self._abort_quietly([request.request_id for request in engine_requests]))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
             raise
-        self._metrics.count_completion_tokens(sum(len(done.token_ids) for done in completions))
-        answered = zip(requests, completions, strict=True)  # arrays do not travel
-        return [replace(done, request_id=given.request_id, routing=None) for given, done in answered]
+        self._metrics.count_completion_tokens(sum(len(completion.token_ids) for completion in completions))
+        return [
+            replace(completion, request_id=request.request_id, routing=None)  # the protocol does not send the routing
+            for request, completion in zip(requests, completions, strict=True)
+        ]
 
     def _with_unique_ids(self, request: SampleRequest, prefix: str) -> SampleRequest:
-        """The request as sent to the engine: with a deadline and, without control, with unique names."""
+        """Return the request for the engine: with a deadline and, without control routes, with unique names."""
         return replace(
             request,
             request_id=prefix + request.request_id,
             group=request.group and prefix + request.group,
-            session=request.session and self._sessions + request.session,  # goes on in later calls
+            session=request.session and self._sessions + request.session,  # sessions continue in later calls
             deadline_s=min(request.deadline_s or self._deadline_s, self._deadline_s),
         )
 
     async def _health_of_all(self) -> EngineHealth:
-        """The counters of all engines that are served, and their requests."""
-        found = await self._attribute("health")()
-        every = found if isinstance(found, list) else [found]
-        totals = {one: sum(getattr(health, one) for health in every) for one in (*PROGRESS_COUNTERS, "queued")}
-        return EngineHealth("all", 0, **totals)
+        """Return the counters and numbers of requests, summed over all engines."""
+        health = await self._attribute("health")()
+        healths = health if isinstance(health, list) else [health]
+        names = (*PROGRESS_COUNTERS, "queued")
+        return EngineHealth("all", 0, **{name: sum(getattr(health, name) for health in healths) for name in names})
 
     async def _abort_quietly(self, request_ids: list[str]) -> None:
         try:
-            await self._ask("abort", [request_ids], DEADLINE_MARGIN_S)
+            await self._call_engine("abort", [request_ids], DEADLINE_MARGIN_S)
         except SkyRLError as error:
-            log.warning("Requests of a client that went away could not be aborted: %s", error)
+            log.warning("Could not abort the requests of a client that disconnected: %s", error)
 
     def _attribute(self, name: str) -> Any:
-        found = getattr(self._engine, name, None)
-        if found is None:
+        attribute = getattr(self._engine, name, None)
+        if attribute is None:
             kind = type(self._engine).__name__
             raise _HttpError(
-                501, f"What is served here, {kind}, has no {name}; serve one engine alone.", "not_supported"
+                501, f"This server serves {kind}, which has no {name}; serve a single engine for that.", "not_supported"
             )
-        return found
+        return attribute
 
-    def _note_adapter(self, arguments: object) -> None:
-        """Note loaded adapters: OpenAI's routes accept their names as `model`."""
+    def _record_adapter(self, arguments: object) -> None:
+        """Record loaded adapters, whose names OpenAI's routes accept as `model`."""
         if isinstance(arguments, LoadAdapter):
             self._adapters.add(arguments.name)
         elif isinstance(arguments, UnloadAdapter):
@@ -351,12 +373,15 @@ class HttpEndpoint:
             call: CompletionCall = await self._run_in_thread(getattr(translator, kind), body, self._adapter(body))
             scores: list[list[float]] = []
             if call.has_prompt_logprobs:
-                scores = await self._ask("score", [call.prompts], self._deadline_s + DEADLINE_MARGIN_S)
+                scores = await self._call_engine("score", [call.prompts], self._deadline_s + DEADLINE_MARGIN_S)
             completions = await self._sample(call.requests)
-            results = call, completions, scores
             if not call.body.stream:
-                return _json(await self._run_in_thread(lambda: write_json(translator.answer(*results))))
-            chunks = await self._run_in_thread(lambda: list(map(write_json, translator.chunks(*results))))
+                return _json(
+                    await self._run_in_thread(lambda: write_json(translator.to_response(call, completions, scores)))
+                )
+            chunks = await self._run_in_thread(
+                lambda: list(map(write_json, translator.chunks(call, completions, scores)))
+            )
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             async with write_deadline(request, sum(map(len, chunks))):
                 await response.prepare(request)
@@ -368,22 +393,22 @@ class HttpEndpoint:
         return handle
 
     async def _run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run in a thread, as tokenizing megabytes takes seconds. Raises DeadlineExceeded."""
-        async with deadline("turning text into tokens or back", self._deadline_s):
+        """Run `work` in the endpoint's thread, because tokenizing megabytes takes seconds."""
+        async with deadline("converting text to tokens or tokens to text", self._deadline_s):
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args))
 
     def _adapter(self, body: Any) -> str | None:
-        """The adapter that `model` names; None for the model itself. Raises 404 for a name that is not served."""
+        """Return the adapter that `model` names, or None for the model itself. Raise a 404 for an unknown name."""
         name = body.get("model") if isinstance(body, dict) else None
         if not isinstance(name, str):
-            return None  # refused when the body is checked
+            return None  # the check of the body rejects it
         self._check_model(name)
         return None if name == self.model_name else name
 
     def _check_model(self, name: str) -> None:
         if name not in self._model_names():
-            served = ", ".join(map(repr, self._model_names()))
-            problem = f"model={name[:100]!r} is not served here; there is {served}."
+            names = ", ".join(map(repr, self._model_names()))
+            problem = f"model={name[:100]!r} is not served here. Choose one of: {names}."
             raise _HttpError(404, problem, "model_not_found", "model")
 
     def _model_names(self) -> list[str]:
@@ -403,16 +428,16 @@ class HttpEndpoint:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answers 200 as long as an engine is alive."""
-        answer = await self._ask("health", [], DEADLINE_MARGIN_S)
-        if answer == []:
+        """Respond with 200 while an engine is alive."""
+        health = await self._call_engine("health", [], DEADLINE_MARGIN_S)
+        if health == []:
             raise EngineError("No engine is alive.")
         return web.json_response({"status": "ok"})
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
-        """What Prometheus reads."""
+        """Respond with the metrics in Prometheus' text format."""
         engine: dict[str, int] = {}
-        with suppress(SkyRLError, _HttpError):  # the endpoint's own numbers are worth more while engines do not answer
+        with suppress(SkyRLError, _HttpError):  # the endpoint's own metrics are useful when engines do not respond
             async with deadline("health of the engines", METRICS_TIMEOUT_S):
                 health = await self._health_of_all()
             engine = {"running": health.running, "waiting": health.queued}
@@ -425,7 +450,7 @@ def _json(body: bytes, status: int = 200) -> web.Response:
 
 
 def _error(status: int, body: dict[str, Any]) -> web.Response:
-    return _json(json.dumps(body).encode(), status)  # texts of errors may hold what UTF-8 does not
+    return _json(json.dumps(body).encode(), status)  # error messages may contain text that UTF-8 cannot encode
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -433,13 +458,14 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _route(request: web.Request) -> str:
-    """The route as it was added: paths that callers make up are one."""
+    """Return the route as it was registered; "unknown" stands for all unregistered paths."""
     resource = request.match_info.route.resource
     return "unknown" if resource is None or resource.canonical == "/{path}" else resource.canonical
 
 
 def _max_prompt_tokens(engine: Any) -> int:
-    """The most tokens of a prompt that an engine, or any of a client's, can take; no limit if one does not say."""
+    """Return the longest prompt that any of the engines accepts, in tokens; no limit if an engine does not report
+    it."""
     engines = engine.engines if isinstance(engine, EngineClient) else [engine]
-    known = [one.capabilities.max_model_len for one in engines if isinstance(one.capabilities, Capabilities)]
-    return max(known) if known and len(known) == len(engines) and all(known) else sys.maxsize
+    lengths = [each.capabilities.max_model_len for each in engines if isinstance(each.capabilities, Capabilities)]
+    return max(lengths) if lengths and len(lengths) == len(engines) and all(lengths) else sys.maxsize

@@ -1,13 +1,13 @@
-"""SGLang as an engine: its scheduler and model in separate processes, its front end on a thread of this process.
+"""The SGLang engine. SGLang's scheduler and model run in processes, and its front end on a thread of this process.
 
-- engine.py        the interface: asynchronous, validates, never blocks the event loop
-- host.py          the thread and the processes
-- arguments.py     start arguments, and which models it cannot serve
-- traffic.py       on that thread: requests, pausing, sleeping
+- engine.py        asynchronous interface; validates requests, never blocks the event loop
+- processes.py     starts and ends the thread and the processes
+- arguments.py     start arguments, and models that SGLang cannot serve
+- requests.py      on that thread: requests, pausing, sleeping
 - weight_store.py  loads full tensors into SGLang's model
-- scheduler.py     in SGLang's process: aborts and scores while paused, prompt cache
+- scheduler.py     in SGLang's process: aborts and scores while paused, prefix cache
 - sampler.py       in SGLang's process: sampling and stopping, the same as in the transformers engine
-- stand_ins/       packages that SGLang imports on a CPU and does not need there
+- stubs/           packages that SGLang imports on a CPU and does not need there
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.engines.base import (
@@ -46,23 +47,23 @@ from skyrl_train.storage.download_cache import local_copy
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, Bucket, Manifest, dtype_of
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
-_LOADING_S = 600.0
-"""The longest that SGLang may take to load one bucket of weights."""
+_LOAD_TIMEOUT_S = 600.0
+"""Limit for SGLang to load one bucket of weights."""
 
 T = TypeVar("T")
 
 
 class SGLangEngine:
-    """An InferenceEngine over SGLang. It owns two threads and SGLang's processes, so it must be closed.
+    """An InferenceEngine that runs SGLang. It owns two threads and SGLang's processes, so callers must close it.
 
-    Requests kept while weights change continue with keys and values of the old weights; no other request can find those
-    in the prompt cache. If a process of SGLang ends, all calls get EngineError, but this process lives on.
+    Requests that continue across a weight sync keep keys and values of the old weights, which no new request finds in
+    the prefix cache. If one of SGLang's processes ends, all calls raise EngineError, but this process continues.
     """
 
     def __init__(
         self,
         model: str,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         dtype: str = "float32",
         device: str = "cpu",
@@ -77,168 +78,209 @@ class SGLangEngine:
         max_lora_rank: int = 0,
         **options: Any,
     ):
-        """`options`: further keys of `generator` under their own names, and SGLang's ServerArgs.
+        """Start SGLang's processes and wait until they have loaded the model.
 
-        Blocks until the model is loaded. Adapters need `max_lora_rank` above 0. Raises ConfigError for arguments that
-        SGLang refuses, and for a model that cannot be loaded.
+        Args:
+            model: Folder, URI or hub name of the model.
+            tokenizer: The model's tokenizer; None to load it from `model`.
+            dtype: Data type of the weights.
+            device: "cpu", or an accelerator.
+            max_num_seqs: Maximum number of requests that run at a time.
+            max_model_len: Maximum length of a prompt with its response, in tokens; None for the model's own limit.
+            name: The engine's name in errors and metrics.
+            threads: CPU threads of each process of SGLang; None for torch's default.
+            slot: Placement slot of the engine, for weight syncs in colocated runs.
+            rope_scaling: RoPE scaling that overrides the model's.
+            rope_theta: RoPE base that overrides the model's.
+            tensor_parallel_size: Number of SGLang's model processes.
+            max_lora_rank: Largest rank of LoRA adapters; 0 turns LoRA off.
+            options: Further keys of `generator` under their own names, and SGLang's ServerArgs.
+
+        Raises:
+            ConfigError: SGLang is not installed, rejects the arguments or does not start, the model cannot be loaded or
+                served exactly, or the KV cache is too small for `max_model_len`.
         """
         self.name, model = name, local_copy(model)
         self.lifecycle = Lifecycle(name)
         config = load_config(model).get_text_config()
-        longest: int = max_model_len or config.max_position_embeddings
+        max_len: int = max_model_len or config.max_position_embeddings
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
-        self.capabilities = replace(capabilities, max_model_len=longest)
+        self.capabilities = replace(capabilities, max_model_len=max_len)
         self._check_options(options, max_lora_rank)
-        tokenizer, skeleton = tokenizer or load_tokenizer(model), load_meta_model_as_served(model, dtype_of(dtype))
-        check_names(model, skeleton)
-        self._checks = RequestValidator(self.capabilities, config.vocab_size, longest, max_score_len=longest)
+        tokenizer, meta_model = tokenizer or load_tokenizer(model), load_meta_model_as_served(model, dtype_of(dtype))
+        check_names(model, meta_model)
+        self._checks = RequestValidator(self.capabilities, config.vocab_size, max_len, max_score_len=max_len)
         arguments = engine_arguments(
             model,
             name=name,
             device=device,
             dtype=dtype,
             max_num_seqs=max_num_seqs,
-            max_model_len=longest,
+            max_model_len=max_len,
             max_lora_rank=max_lora_rank,
             rope_scaling=rope_scaling,
             rope_theta=rope_theta,
             options={**options, "tensor_parallel_size": tensor_parallel_size},
         )
-        self._asked: set[asyncio.Task[Any]] = set()
-        self._worker = ThreadPoolExecutor(1, f"weights-{name}")
+        self._pending_tasks: set[asyncio.Task[Any]] = set()
+        self._weights_executor = ThreadPoolExecutor(1, f"weights-{name}")
         self._processes = self._start(arguments, tokenizer, threads)
         self._requests = RequestManager(
             self._processes.manager,
             tokenizer,
             get_stop_tokens(tokenizer, *load_stop_configs(model)),
             self.lifecycle,
-            max_model_len=longest,
+            max_model_len=max_len,
             on_cpu=device == "cpu",
             max_num_seqs=max_num_seqs,
         )
         store = SGLangWeightStore(
-            skeleton, self._processes.manager, self._wait, self._requests.pause_for_weights, ranks=tensor_parallel_size
+            meta_model,
+            self._processes.manager,
+            self._wait,
+            self._requests.pause_for_weights,
+            ranks=tensor_parallel_size,
         )
         self._receiver = self._requests.receiver = WeightReceiver(store, name, torch.device(device), slot)
-        questions = (partial(ask, torch.device(device)) for ask in (check_device, poll_device_error))
-        self.device_monitor = DeviceMonitor(self.lifecycle, *questions)
-        self._processes.watch(self._died)
+        device_checks = (partial(check, torch.device(device)) for check in (check_device, poll_device_error))
+        self.device_monitor = DeviceMonitor(self.lifecycle, *device_checks)
+        self._processes.watch(self._on_process_exit)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling the call aborts its requests."""
+        """Sample the requests; see `InferenceEngine.generate`. Cancelling the call aborts its requests."""
         for request in requests:
             self._checks.check_request(request, self._requests.adapters)
         return await self._run_on_loop(self._requests.generate(requests)) if requests else []
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Running requests, paused or not, make no progress meanwhile.
+        """Return log-probs of given tokens; see `InferenceEngine.score`.
 
-        If the cache has no room besides paused requests, these are prefilled again later, as after a retraction.
+        Other requests make no progress during the call. If the KV cache is too small beside paused requests, these are
+        retracted and prefilled again later.
         """
         plain = self._checks.check_score(token_ids, temperature)
         return await self._run_on_loop(self._requests.score(plain), shielded=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine."""
+        """Abort requests and wait until they have ended; see `InferenceEngine.abort`."""
         await self._run_on_loop(self._requests.abort(request_ids))
 
-    # -- traffic -----------------------------------------------------------------------------------------------------
+    # -- pausing and memory ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do unsent ones."""
+        """Pause sampling; see `InferenceEngine.pause`.
+
+        Requests that arrive while the engine is paused wait for `resume`. With "wait", unsent requests wait, too.
+        """
         self._checks.check_pause(mode)
         await self._run_on_loop(self._requests.pause(mode))
 
     async def resume(self) -> None:
+        """Continue after `pause`; see `InferenceEngine.resume`."""
         await self._run_on_loop(self._requests.resume())
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
+        """Pause and free memory; see `InferenceEngine.sleep`. Running requests are aborted, as their cache is freed."""
         return await self._run_on_loop(self._requests.sleep(level), shielded=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See InferenceEngine."""
+        """Allocate the memory that `sleep` freed; see `InferenceEngine.wake_up`."""
         self._checks.check_wake_up(tags)
         await self._run_on_loop(self._requests.wake_up(tags), shielded=True)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Join the trainer's transfer group; see `InferenceEngine.connect_weights`."""
         await self._call_receiver(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
+        """Check the manifest of a weight sync; see `InferenceEngine.begin_weights`."""
         self.lifecycle.check_can_load(manifest)
         await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
+        """Receive and load one bucket of weights; see `InferenceEngine.receive_weights`."""
         await self._call_receiver(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
-        """See InferenceEngine. It completes even if its caller is cancelled: a committed version must be served."""
+        """Serve the received weights; see `InferenceEngine.commit_weights`.
+
+        The commit completes even if its caller is cancelled, because a committed version must be served.
+        """
         await self._call_receiver(self._commit, version)
 
-    def _commit(self, version: int) -> None:
-        """Runs on the thread that receives weights."""
+    def _commit(self, version: int) -> None:  # on the thread that receives weights
         self._receiver.commit(version)
         self._wait(self._requests.activate_weights(version))
 
     async def reset_prefix_cache(self) -> None:
+        """Drop cached prompts; see `InferenceEngine.reset_prefix_cache`."""
         await self._run_on_loop(self._requests.reset_prefix_cache())
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
+        """Load a LoRA adapter; see `InferenceEngine.load_adapter`. It stays loaded when the base weights change."""
         self._checks.check_adapter(name)
         await self._run_on_loop(self._requests.load_adapter(name, path))
 
     async def unload_adapter(self, name: str) -> None:
-        """Waits for running requests with the adapter; a name that is not loaded is ignored."""
+        """Unload a LoRA adapter, after waiting for its running requests. A name that is not loaded is ignored."""
         await self._run_on_loop(self._requests.unload_adapter(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine. It does not wait for the current transfer. Raises EngineError once closed or dead."""
-        traffic = self._requests
+        """Return the engine's state and counters, without waiting for a running weight transfer.
+
+        Raises:
+            EngineError: The engine is closed, or one of its processes or its device has failed.
+        """
+        requests = self._requests
         return self.lifecycle.health(
             self._receiver.version,
-            running=traffic.running,
-            queued=traffic.queued,
-            generated_tokens=traffic.generated_tokens,
-            prefilled_tokens=traffic.prompt_tokens - traffic.cached_tokens,
-            cached_tokens=traffic.cached_tokens,
+            running=requests.running,
+            queued=requests.queued,
+            generated_tokens=requests.generated_tokens,
+            prefilled_tokens=requests.prompt_tokens - requests.cached_tokens,
+            cached_tokens=requests.cached_tokens,
         )
 
     async def close(self) -> None:
-        """End the processes and threads; running requests get EngineError. Closing twice is harmless."""
+        """End the processes and threads. Running requests raise EngineError. Closing twice is harmless."""
         self.lifecycle.close()
-        with suppress(RuntimeError):  # closed before
-            self._processes.loop.call_soon_threadsafe(self._give_up)
+        with suppress(RuntimeError):  # The loop has been closed before.
+            self._processes.loop.call_soon_threadsafe(self._cancel_all)
         await asyncio.to_thread(self._processes.close)
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._weights_executor.shutdown(wait=False, cancel_futures=True)
         self._receiver.close()
 
     # -- between threads ---------------------------------------------------------------------------------------------
 
     async def _run_on_loop(self, work: Coroutine[Any, Any, T], *, shielded: bool = False) -> T:
-        """Run on the host's loop; `shielded` work completes even if its caller is cancelled.
+        """Run `work` on the loop of SGLang's front end.
 
-        Raises EngineError if SGLang is gone.
+        Args:
+            work: The coroutine to run.
+            shielded: True to complete `work` even if the caller is cancelled.
+
+        Raises:
+            EngineError: The engine is closed or has failed.
         """
         future = asyncio.wrap_future(self._submit(work))
         with self.lifecycle.translate_cancellation():
             return await (asyncio.shield(mark_exception_retrieved(future)) if shielded else future)
 
-    async def _cancelled_when_gone(self, work: Awaitable[T]) -> T:
-        """Await `work`, which is cancelled if SGLang ends: it would never get an answer."""
+    async def _cancelled_at_end(self, work: Awaitable[T]) -> T:
+        """Await `work`, which is cancelled if SGLang ends, because SGLang would never respond."""
         task = asyncio.current_task()
         assert task is not None
-        self._asked.add(task)
+        self._pending_tasks.add(task)
         try:
             return await work
         finally:
-            self._asked.discard(task)
+            self._pending_tasks.discard(task)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         try:
@@ -246,81 +288,88 @@ class SGLangEngine:
         except EngineError:
             work.close()
             raise
-        return asyncio.run_coroutine_threadsafe(self._cancelled_when_gone(work), self._processes.loop)
+        return asyncio.run_coroutine_threadsafe(self._cancelled_at_end(work), self._processes.loop)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the host's loop and wait; for the thread that receives weights."""
+        """Run `work` on the loop of SGLang's front end and block until it ends. Not to be called on that loop."""
         try:
-            return self._submit(work).result(_LOADING_S)
+            return self._submit(work).result(_LOAD_TIMEOUT_S)
         except CancelledError:
             raise self.lifecycle.end_error from None
 
     async def _call_receiver(self, step: Callable[..., None], *args: Any) -> None:
-        """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
+        """Run a step of a weight sync. Steps run one at a time on a separate thread, as they wait for the trainer."""
         self.lifecycle.check_alive()
         with self.lifecycle.translate_cancellation():
             await asyncio.get_running_loop().run_in_executor(
-                self._worker, self.device_monitor.run, partial(step, *args)
+                self._weights_executor, self.device_monitor.run, partial(step, *args)
             )
 
-    def _died(self, how: str) -> None:
-        """Runs on the host's loop."""
-        self.lifecycle.fail(how)
-        self._give_up()
+    def _on_process_exit(self, reason: str) -> None:  # on the loop of SGLang's front end
+        self.lifecycle.fail(reason)
+        self._cancel_all()
         self._processes.loop.run_in_executor(None, self._processes.kill)
 
-    def _give_up(self) -> None:
-        """Runs on the host's loop."""
+    def _cancel_all(self) -> None:  # on the loop of SGLang's front end
         self._requests.fail_all()
-        for task in list(self._asked):
+        for task in list(self._pending_tasks):
             task.cancel()
 
-    # -- checks ------------------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------------------------
 
-    def _start(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None) -> SGLangProcesses:
+    def _start(
+        self, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, threads: int | None
+    ) -> SGLangProcesses:
+        """Start SGLang, and check that its KV cache is large enough for max_model_len."""
         try:
-            host = SGLangProcesses(arguments, tokenizer, threads, name=self.name)
+            processes = SGLangProcesses(arguments, tokenizer, threads, name=self.name)
         except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
-            where = "its process says more in the log above"
-            raise ConfigError(f"Engine {self.name!r}: {_installed()} did not start ({where}): {error}") from error
-        room = host.manager.max_req_input_len
-        if room < self._checks.max_model_len:
-            host.close()
             raise ConfigError(
-                f"Engine {self.name!r}: its cache has room for {room} tokens, less than max_model_len="
-                f"{self._checks.max_model_len}: lower that, or raise generator.gpu_memory_utilization."
+                f"Engine {self.name!r}: {_installed()} did not start (the log above has more from its process): {error}"
+            ) from error
+        max_tokens = processes.manager.max_req_input_len
+        if max_tokens < self._checks.max_model_len:
+            processes.close()
+            raise ConfigError(
+                f"Engine {self.name!r}: its KV cache is large enough for {max_tokens} tokens, less than max_model_len="
+                f"{self._checks.max_model_len}. Lower max_model_len or raise generator.gpu_memory_utilization."
             )
-        return host
+        return processes
 
     def _check_options(self, options: dict[str, Any], max_lora_rank: int) -> None:
-        """Raises ConfigError for unsupported options, before anything is started."""
+        """Remove keys of `options` that have only one allowed value; raise ConfigError for unsupported options."""
         for key in ("pipeline_parallel_size", "data_parallel_size"):
             if (value := options.pop(key, 1)) != 1:
-                raise ConfigError(f"generator.inference_engine_{key}={value}: {self.capabilities.refusals[key]}")
+                reason = self.capabilities.refusals[key]
+                raise ConfigError(f"generator.inference_engine_{key}={value} is not supported: {reason}")
         if max_lora_rank and not self.capabilities.lora:
-            raise ConfigError(f"max_lora_rank={max_lora_rank}: {self.capabilities.refusals['adapter']}")
+            raise ConfigError(
+                f"max_lora_rank={max_lora_rank} is not supported: {self.capabilities.refusals['adapter']}"
+            )
 
 
 def _installed() -> str:
-    """SGLang's name and version. Raises ConfigError naming the extra to install."""
+    """Return SGLang's name and version; raise ConfigError if it is not installed."""
     try:
         return f"SGLang {importlib.metadata.version('sglang')}"
     except importlib.metadata.PackageNotFoundError as error:
-        where = "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs"
-        raise ConfigError(f"generator.backend='sglang' needs SGLang: {where}.") from error
+        raise ConfigError(
+            "generator.backend='sglang' requires SGLang, which is not installed. Install it with "
+            "`uv run --extra sglang ...` on GPUs or `scripts/cpu_engines` on CPUs."
+        ) from error
 
 
 def _capabilities(name: str, *, on_cpu: bool, lora: bool) -> Capabilities:
     sglang = _installed()
     refusals = {
-        "score.temperature": f"{sglang} gives log-probs of prompts at temperature 1 only.",
-        "pipeline_parallel_size": f"{sglang} cannot pause when pipeline-parallel; use tensor parallelism.",
-        "data_parallel_size": f"{sglang} takes weights without data parallelism only; raise num_inference_engines.",
+        "score.temperature": f"{sglang} returns log-probs of prompts at temperature 1 only.",
+        "pipeline_parallel_size": f"{sglang} cannot pause with pipeline parallelism; use tensor parallelism.",
+        "data_parallel_size": f"{sglang} accepts weights only without data parallelism; raise num_inference_engines.",
     }
     if on_cpu:
-        refusals["adapter"] = f"{sglang} cannot serve LoRA on a CPU: it wants memory pinned for an accelerator."
+        refusals["adapter"] = f"{sglang} cannot serve LoRA on a CPU, because it requires pinned memory."
     elif not lora:
-        refusals["adapter"] = "none; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
+        refusals["adapter"] = "none; start the engine with max_lora_rank above 0 (generator.engine_init_kwargs)."
     return Capabilities(
         name=name,
         sampling=SAMPLING_PARAM_NAMES,

@@ -1,7 +1,8 @@
-"""Starts and ends SGLang's processes without side effects on the engine's own process. Imports SGLang lazily.
+"""Start and end of SGLang's processes, without side effects on the engine's own process. Imports SGLang lazily.
 
-By itself SGLang takes over signals, event loops, logging and multiprocessing's start method, kills the process that it
-runs in if one of its processes fails, and at its end kills all child processes, including those that others started.
+On its own, SGLang takes over signals, event loops, logging and multiprocessing's start method. It kills the process
+that it runs in if one of its processes fails. When it ends, it kills all child processes, including those that other
+code started.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
-_STUBS = str(Path(__file__).parent / "stand_ins")
+_STUBS = str(Path(__file__).parent / "stubs")
 _EXIT_GRACE_S = 5.0
-"""How long SGLang's processes may take to end by themselves, in seconds."""
+"""Seconds that SGLang's processes have to end by themselves before they are killed."""
 FOLDER_PREFIX = "skyrl-sglang-"
-"""Prefix of the names of the engines' folders."""
+"""Prefix of the names of the engines' temporary folders."""
 LOCK_FILE = "lock"
-_ONE_STARTS = threading.Lock()
-_FOR_CHILDREN = {
+_start_lock = threading.Lock()
+"""Held while an engine starts, because a start changes the state of the whole process."""
+_CPU_ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(64)),
     "TORCHDYNAMO_DISABLE": "1",
@@ -45,13 +47,23 @@ _FOR_CHILDREN = {
 
 
 class SGLangProcesses:
-    """SGLang's front end on a thread with an event loop, and the processes behind it."""
+    """SGLang's front end, which runs on a thread with an event loop, and SGLang's processes."""
 
-    def __init__(self, arguments: Mapping[str, Any], tokenizer: Any, threads: int | None, *, name: str):
-        """`arguments`: of SGLang's ServerArgs. Blocks until the model is loaded; raises SGLang's exceptions."""
+    def __init__(
+        self, arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, threads: int | None, *, name: str
+    ):
+        """Start SGLang and wait until the model is loaded. SGLang's exceptions propagate.
+
+        Args:
+            arguments: Arguments of SGLang's ServerArgs.
+            tokenizer: The model's tokenizer.
+            threads: CPU threads of each process; None for torch's default.
+            name: The engine's name, for the name of the thread.
+        """
         self.loop = asyncio.new_event_loop()
+        """The event loop of the front end, on its own thread."""
         self.manager: Any = None
-        """SGLang's TokenizerManager; to be used on `loop` only."""
+        """SGLang's TokenizerManager. Only code on `loop` may use it."""
         self._engine: Any = None
         self._processes: list[BaseProcess] = []
         self._files: _TempFiles
@@ -65,20 +77,27 @@ class SGLangProcesses:
         atexit.register(self._exit)
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` on `loop`, with a reason, if a process ends, or has ended, before `close`."""
+        """Call a function if a process ends, or has ended, before `close`.
+
+        Args:
+            on_death: Called on `loop` with the reason, once per process.
+        """
         for process in self._processes:
             self.loop.call_soon_threadsafe(self.loop.add_reader, process.sentinel, self._ended, process, on_death)
 
     def kill(self) -> None:
-        """Kill the processes at once."""
+        """Kill the processes and their descendants, and wait until they have ended."""
         _kill(self._processes)
 
     def close(self) -> None:
-        """End the processes, then the thread. Not to be called on `loop`; closing twice is harmless."""
+        """End the processes, then the thread. Closing twice is harmless.
+
+        This blocks and must not run on `loop`. Processes that do not end within five seconds are killed.
+        """
         if self._closing:
             return
         self._closing = True
-        self.loop.call_soon_threadsafe(self._ask_to_end)
+        self.loop.call_soon_threadsafe(self._request_shutdown)
         deadline = time.monotonic() + _EXIT_GRACE_S
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -88,19 +107,25 @@ class SGLangProcesses:
         atexit.unregister(self._exit)
 
     def _exit(self) -> None:
-        """Runs at exit of the interpreter, if `close` was not called."""
+        # The interpreter exits without a call of `close`.
         self.kill()
         self._files.remove()
 
-    def _run(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None, ready: Future[None]) -> None:
-        with _ONE_STARTS:
+    def _run(
+        self,
+        arguments: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        threads: int | None,
+        ready: Future[None],
+    ) -> None:
+        with _start_lock:
             before = set(multiprocessing.active_children())
             remove_stale_files()
             self._files = _TempFiles()
             try:
                 with _isolated_process_state(arguments["device"] == "cpu", self._files.folder):
                     self._engine = _launch(arguments, tokenizer, threads, self.loop)
-                self._files.name(self._engine.port_args.instance_id)
+                self._files.write_instance_id(self._engine.port_args.instance_id)
             except BaseException as error:
                 _kill(set(multiprocessing.active_children()) - before)
                 self._files.remove()
@@ -110,13 +135,14 @@ class SGLangProcesses:
             self._processes = list(set(multiprocessing.active_children()) - before)
         self.manager = self._engine.tokenizer_manager
         self.manager._subprocess_watchdog.stop()
-        self.manager.event_loop = self.loop  # otherwise it installs signal handlers and a task that ends the process
-        reading = self.loop.create_task(self.manager.handle_loop())
+        # With its own loop, the manager would install signal handlers and a task that ends this process.
+        self.manager.event_loop = self.loop
+        handle_task = self.loop.create_task(self.manager.handle_loop())
         ready.set_result(None)
         try:
             self.loop.run_forever()
         finally:
-            reading.cancel()
+            handle_task.cancel()
             self._clean_up()
 
     def _ended(self, process: BaseProcess, on_death: Callable[[str], None]) -> None:
@@ -125,7 +151,7 @@ class SGLangProcesses:
             process.join()
             on_death(f"its process {process.pid} ended with exit code {process.exitcode}")
 
-    def _ask_to_end(self) -> None:
+    def _request_shutdown(self) -> None:
         from sglang.srt.managers.io_struct import ShutdownReq
 
         self.manager._dispatch_to_scheduler(ShutdownReq())
@@ -144,18 +170,18 @@ class SGLangProcesses:
 
 
 class _TempFiles:
-    """An engine's folder, for sockets, and its files in shared memory. A lock in the folder is held while it lives."""
+    """The folder of an engine's sockets, and its files in shared memory. The engine holds a lock in the folder."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         file = Path(self.folder) / "locking"
         self._lock = file.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        file.rename(file.with_name(LOCK_FILE))  # nobody finds it unlocked
+        file.rename(file.with_name(LOCK_FILE))  # The lock file never exists unlocked.
 
-    def name(self, instance: str) -> None:
-        """Note SGLang's name for this engine, which is part of the names of its files in shared memory."""
-        self._lock.write(instance)
+    def write_instance_id(self, instance_id: str) -> None:
+        """Store SGLang's id of this engine, which is part of the names of its files in shared memory."""
+        self._lock.write(instance_id)
         self._lock.flush()
 
     def remove(self) -> None:
@@ -165,29 +191,34 @@ class _TempFiles:
 
 
 def remove_stale_files() -> None:
-    """Remove the files of engines whose process was killed, so that it could not clean up.
+    """Remove the temporary files of engines whose process was killed before it could clean up.
 
-    Other users can make folders there, too: what theirs hold would choose which of our files are deleted.
+    Folders of other users are left alone: their contents would otherwise select which of this user's files are deleted.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue
             with (folder / LOCK_FILE).open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError while it lives
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # This raises OSError while the engine is alive.
                 _remove(folder)
 
 
 def _remove(folder: Path) -> None:
     with suppress(OSError):
-        if instance := (folder / LOCK_FILE).read_text():
-            for file in Path("/dev/shm").glob(f"sglang_*{instance}*"):
+        if instance_id := (folder / LOCK_FILE).read_text():
+            for file in Path("/dev/shm").glob(f"sglang_*{instance_id}*"):
                 file.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _launch(arguments: dict[str, Any], tokenizer: Any, threads: int | None, loop: asyncio.AbstractEventLoop) -> Any:
-    """Start SGLang's Engine with our scheduler, on this thread."""
+def _launch(
+    arguments: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    threads: int | None,
+    loop: asyncio.AbstractEventLoop,
+) -> Any:
+    """Start SGLang's Engine on this thread, with the scheduler of scheduler.py and without a detokenizer."""
     policy = asyncio.get_event_loop_policy()
     from sglang.srt.entrypoints.engine import Engine
 
@@ -198,7 +229,7 @@ def _launch(arguments: dict[str, Any], tokenizer: Any, threads: int | None, loop
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **ignored: Any) -> tuple[list[Any], list[str]]:
-            return [], []  # none: outputs are token ids
+            return [], []  # Outputs are token ids, so no detokenizer is needed.
 
     asyncio.set_event_loop_policy(policy)
     asyncio.set_event_loop(loop)
@@ -208,25 +239,25 @@ def _launch(arguments: dict[str, Any], tokenizer: Any, threads: int | None, loop
 
 
 @contextmanager
-def _isolated_process_state(on_cpu: bool, sockets: str) -> Iterator[None]:
-    """Restores on exit everything that importing and starting SGLang changes in the whole process."""
-    temporary, tempfile.tempdir = tempfile.tempdir, sockets
+def _isolated_process_state(on_cpu: bool, socket_folder: str) -> Iterator[None]:
+    """Set up the process for a start of SGLang, and on exit restore what the import and the start have changed."""
+    tempdir, tempfile.tempdir = tempfile.tempdir, socket_folder
     root = logging.getLogger()
     path, handlers, level = sys.path[:], root.handlers[:], root.level
     policy, method = asyncio.get_event_loop_policy(), multiprocessing.get_start_method(allow_none=True)
-    before = {key: os.environ.get(key) for key in _FOR_CHILDREN}
-    # A request may use all of max_model_len, for which SGLang needs some more positions.
+    before = {key: os.environ.get(key) for key in _CPU_ENVIRONMENT}
+    # A request may use all of max_model_len, for which SGLang needs some additional positions.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if on_cpu:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         sys.path.insert(0, _STUBS)
-        os.environ.update({key: value for key, value in _FOR_CHILDREN.items() if before[key] is None})
+        os.environ.update({key: value for key, value in _CPU_ENVIRONMENT.items() if before[key] is None})
     try:
         with warnings.catch_warnings(), _isolated_transformers_patches():
             warnings.simplefilter("ignore")
             yield
     finally:
-        tempfile.tempdir, sys.path[:], root.handlers[:] = temporary, path, handlers
+        tempfile.tempdir, sys.path[:], root.handlers[:] = tempdir, path, handlers
         root.setLevel(level)
         asyncio.set_event_loop_policy(policy)
         multiprocessing.set_start_method(method, force=True)
@@ -234,49 +265,53 @@ def _isolated_process_state(on_cpu: bool, sockets: str) -> Iterator[None]:
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
 
 
-_PATCHED = "standardize_rope_params"
-"""The method of transformers' configurations that SGLang replaces by one that skips vision towers."""
+_PATCHED_METHOD = "standardize_rope_params"
+"""The method of transformers' configurations that SGLang replaces with one that skips vision towers."""
 _patch: list[Any] = []
 """SGLang's replacement of that method, once SGLang has been imported."""
 _registered_by_sglang: dict[str, Any] = {}
-"""Model type -> SGLang's class of its configuration."""
+"""SGLang's configuration classes by model type."""
 
 
 @contextmanager
 def _isolated_transformers_patches() -> Iterator[None]:
-    """Keep SGLang's changes of transformers to the time in which an engine starts: it reads configurations only then.
+    """Apply SGLang's patches of transformers inside the block, and remove them afterwards.
 
-    Otherwise models that this process makes itself would differ. SGLang makes these changes once, when it is imported.
+    SGLang patches transformers once, when it is imported, and reads configurations only while an engine starts. Models
+    that this process creates itself would differ with the patches.
     """
     registered: Any = CONFIG_MAPPING._extra_content
-    before, method = dict(registered), vars(PreTrainedConfig).get(_PATCHED)
+    before, method = dict(registered), vars(PreTrainedConfig).get(_PATCHED_METHOD)
     registered.update(_registered_by_sglang)
     if _patch:
-        setattr(PreTrainedConfig, _PATCHED, _patch[0])
+        setattr(PreTrainedConfig, _PATCHED_METHOD, _patch[0])
     try:
         yield
     finally:
         _registered_by_sglang.update((kind, config) for kind, config in registered.items() if kind not in before)
         registered.clear()
         registered.update(before)
-        if (now := vars(PreTrainedConfig).get(_PATCHED)) is not method:
-            _patch[:] = [now]
-            delattr(PreTrainedConfig, _PATCHED) if method is None else setattr(PreTrainedConfig, _PATCHED, method)
+        if (patched := vars(PreTrainedConfig).get(_PATCHED_METHOD)) is not method:
+            _patch[:] = [patched]
+            if method is None:
+                delattr(PreTrainedConfig, _PATCHED_METHOD)
+            else:
+                setattr(PreTrainedConfig, _PATCHED_METHOD, method)
 
 
 def _kill(processes: Iterable[BaseProcess]) -> None:
-    """Kill processes and all their descendants; returns when they are gone."""
-    with suppress(ValueError):  # closed: gone already
+    """Kill processes and all their descendants, and wait until they have ended."""
+    with suppress(ValueError):  # A closed process has ended already.
         processes = [process for process in processes if process.is_alive()]
-        family: list[psutil.Process] = []
+        descendants: list[psutil.Process] = []
         for process in processes:
             with suppress(psutil.NoSuchProcess):
-                family += psutil.Process(process.pid).children(recursive=True)
+                descendants += psutil.Process(process.pid).children(recursive=True)
         for process in processes:
             process.kill()
-        for member in family:
+        for descendant in descendants:
             with suppress(psutil.NoSuchProcess):
-                member.kill()
+                descendant.kill()
         for process in processes:
             process.join(_EXIT_GRACE_S)
-        psutil.wait_procs(family, timeout=_EXIT_GRACE_S)
+        psutil.wait_procs(descendants, timeout=_EXIT_GRACE_S)

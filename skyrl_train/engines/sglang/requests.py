@@ -1,4 +1,4 @@
-"""Requests to SGLang, and commands to its scheduler. All of this runs on the host's event loop."""
+"""Requests to SGLang, and commands to its scheduler. All of this runs on the event loop of SGLangProcesses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
@@ -29,23 +30,23 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
 class _SGLangRequest:
-    """One request, from submission to completion."""
+    """A request and its state, from submission to completion."""
 
     def __init__(self, request: SampleRequest, rid: str, loop: asyncio.AbstractEventLoop):
         self.request = request
         self.rid = rid
-        """SGLang's id of the request; it is no prefix of another one."""
+        """SGLang's id of the request. No id is a prefix of another, because SGLang aborts by prefix."""
         self.done: asyncio.Future[Completion] = loop.create_future()
         self.aborted = False
 
 
 class RequestManager:
-    """Sends requests to SGLang while the life cycle allows it, and makes its scheduler follow the life cycle."""
+    """A front end that sends requests to SGLang while the life cycle allows it, and pauses its scheduler otherwise."""
 
     def __init__(
         self,
         manager: Any,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         eos: frozenset[int],
         lifecycle: Lifecycle,
         *,
@@ -53,11 +54,21 @@ class RequestManager:
         on_cpu: bool,
         max_num_seqs: int,
     ):
-        """`manager` is SGLang's TokenizerManager; `slots`: how many requests it runs at a time."""
+        """Create a manager without requests.
+
+        Args:
+            manager: SGLang's TokenizerManager.
+            tokenizer: The model's tokenizer, for `Completion.stop_text`.
+            eos: The model's end-of-sequence tokens.
+            lifecycle: The engine's state.
+            max_model_len: Maximum length of a prompt with its response, in tokens.
+            on_cpu: True if the model is served on a CPU, where no memory is freed.
+            max_num_seqs: How many requests SGLang runs at a time.
+        """
         self.receiver: WeightReceiver
-        """To be set before the first request."""
+        """The engine's weight receiver. It must be set before the first request."""
         self.adapters: dict[str, str] = {}
-        """Name of an adapter -> its name in SGLang."""
+        """SGLang's name of each loaded adapter, by the adapter's name."""
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = 0
         self._manager = manager
         self._tokenizer = tokenizer
@@ -68,17 +79,17 @@ class RequestManager:
         self._on_cpu = on_cpu
         self._entries: dict[str, _SGLangRequest] = {}
         self._waiting: list[_SGLangRequest] = []
-        """The requests in `_entries` that were not sent yet."""
+        """The requests in `_entries` that SGLang does not have yet."""
         self._deadlines = RequestDeadlines(max_num_seqs)
         self._timer: asyncio.TimerHandle | None = None
-        """For the next deadline."""
+        """Timer of the next deadline."""
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduler_paused = False
-        self._scheduler = asyncio.Lock()
-        """Held while the scheduler's state changes, or must not change."""
-        self._memory_changes = asyncio.Lock()
-        """Held while memory is freed or allocated, or must not be; before `_scheduler`."""
+        self._scheduler_lock = asyncio.Lock()
+        """Held while the state of SGLang's scheduler changes, or must not change."""
+        self._memory_lock = asyncio.Lock()
+        """Held while memory is freed or allocated, or must not be. It is acquired before `_scheduler_lock`."""
 
     @property
     def running(self) -> int:
@@ -87,15 +98,18 @@ class RequestManager:
 
     @property
     def queued(self) -> int:
-        """Number of requests that wait here."""
+        """Number of requests that have not been sent to SGLang yet."""
         return len(self._waiting)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Completions in request order; cancelling the call aborts its requests.
+        """Sample the requests, and return completions in request order. Cancelling the call aborts its requests.
 
-        Raises UnsupportedParameter for an id that is in use, EngineError if the engine is torn or asleep.
+        Raises:
+            UnsupportedParameter: Another active request has the same id.
+            EngineError: The engine is partially loaded, asleep or closed, or SGLang fails. If one request fails, the
+                others are aborted first.
         """
         self._lifecycle.check_serving()
         check_unique_request_ids(self._name, requests, self._entries)
@@ -114,22 +128,25 @@ class RequestManager:
         except asyncio.CancelledError:
             self._begin(self._abort(entries))
             raise
-        except EngineError:  # of one: its caller sends all of them again, under the same ids
+        except EngineError:  # The caller sends all requests of the call again, with the same ids.
             await self._abort(entries)
             raise
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests and wait until they have ended, so that their ids may be used again."""
-        await self._abort([self._entries[one] for one in request_ids if one in self._entries])
+        """Abort requests and wait until they have ended, so that their ids can be used again.
+
+        Unknown ids are ignored.
+        """
+        await self._abort([self._entries[request_id] for request_id in request_ids if request_id in self._entries])
 
     async def _abort(self, entries: Sequence[_SGLangRequest]) -> None:
-        while flying := [entry for entry in entries if not entry.done.done()]:
-            async with self._scheduler:
-                self._abort_once(flying)
-            await asyncio.wait([entry.done for entry in flying], timeout=ABORT_RETRY_INTERVAL_S)
+        while active := [entry for entry in entries if not entry.done.done()]:
+            async with self._scheduler_lock:
+                self._abort_once(active)
+            await asyncio.wait([entry.done for entry in active], timeout=ABORT_RETRY_INTERVAL_S)
 
     def fail_all(self) -> None:
-        """End all requests and pending pauses, as the engine has ended."""
+        """Fail all requests with the error that ended the engine, and complete pending pauses."""
         self._waiting = []
         for entry in list(self._entries.values()):
             self._end(entry, self._lifecycle.end_error)
@@ -138,18 +155,19 @@ class RequestManager:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        left = self._deadlines.next_deadline() - time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(left, self._expire) if left < math.inf else None
+        remaining = self._deadlines.next_deadline() - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(remaining, self._expire) if remaining < math.inf else None
 
     def _expire(self) -> None:
-        """End the requests that are late; their ends set the next timer."""
-        late = self._deadlines.expired()
-        if late:
-            self._begin(self.abort(late))
-        else:  # woken a little early
+        """Abort the requests whose deadlines have passed. The end of a request sets the next timer."""
+        expired = self._deadlines.expired()
+        if expired:
+            self._begin(self.abort(expired))
+        else:  # The timer fired slightly early.
             self._set_timer()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background, and keep a reference to its task until it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -161,77 +179,77 @@ class RequestManager:
         except Exception as error:
             self._end(entry, self._lifecycle.as_engine_error(error))
 
-    def _end(self, entry: _SGLangRequest, answer: Completion | EngineError) -> None:
+    def _end(self, entry: _SGLangRequest, outcome: Completion | EngineError) -> None:
         if self._entries.pop(entry.request.request_id, None) is None:
             return
         running_s = self._deadlines.remove(entry.request.request_id)
         self._set_timer()
         if not entry.done.done():
-            if isinstance(answer, Completion):
-                entry.done.set_result(replace(answer, running_s=running_s))
+            if isinstance(outcome, Completion):
+                entry.done.set_result(replace(outcome, running_s=running_s))
             else:
-                entry.done.set_exception(answer)
-                entry.done.exception()  # marks it as retrieved: it may have no awaiter any more
+                entry.done.set_exception(outcome)
+                entry.done.exception()  # This marks the exception as retrieved, because nothing may await it any more.
         if not self.running:
             self._lifecycle.finish_draining()
 
     async def _sample(self, entry: _SGLangRequest) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        from skyrl_train.engines.sglang.sampler import has_altered_distribution, to_sglang_params
+        from skyrl_train.engines.sglang.sampler import has_modified_distribution, to_sglang_params
 
         request = entry.request
-        longest = min(request.sampling.max_tokens, self._max_model_len - len(request.token_ids))
-        altered = has_altered_distribution(request.sampling)
-        answer = await self._answer(
+        max_tokens = min(request.sampling.max_tokens, self._max_model_len - len(request.token_ids))
+        modified = has_modified_distribution(request.sampling)
+        output = await self._generate_one(
             GenerateReqInput(
                 rid=entry.rid,
                 input_ids=request.token_ids.tolist(),
-                sampling_params=to_sglang_params(request, longest, self._eos),
+                sampling_params=to_sglang_params(request, max_tokens, self._eos),
                 return_logprob=True,
                 logprob_start_len=-1,
-                return_sampling_mask=altered,
+                return_sampling_mask=modified,
                 lora_path=None if request.adapter is None else self.adapters[request.adapter],
             )
         )
-        return self._completion(request, altered, answer["output_ids"], answer["meta_info"])
+        return self._completion(request, modified, output["output_ids"], output["meta_info"])
 
-    async def _answer(self, request: Any) -> dict[str, Any]:
-        """The single answer to a request that does not stream."""
-        (answer,) = [answer async for answer in self._manager.generate_request(request)]
-        return answer  # type: ignore[no-any-return]
+    async def _generate_one(self, request: Any) -> dict[str, Any]:
+        """Send a request that does not stream to SGLang, and return its only output."""
+        (output,) = [output async for output in self._manager.generate_request(request)]
+        return output  # type: ignore[no-any-return]
 
-    def _completion(self, request: SampleRequest, altered: bool, ids: list[int], meta: dict[str, Any]) -> Completion:
+    def _completion(self, request: SampleRequest, modified: bool, ids: list[int], meta: dict[str, Any]) -> Completion:
         full = [logprob for logprob, *_ in meta.get("output_token_logprobs", ())]
         logprobs = full
-        if altered:
+        if modified:
             logprobs = meta.get("output_token_sampling_logprobs", [])
         elif request.sampling.temperature == 0:
             logprobs = [0.0] * len(full)
         check_logprobs(self._name, logprobs, full)
         if not len(ids) == len(full) == len(logprobs):
             raise EngineError(
-                f"Engine {self._name!r}: SGLang answered with {len(ids)} tokens, {len(full)} log-probs and "
-                f"{len(logprobs)} log-probs after sampling."
+                f"Engine {self._name!r}: SGLang returned {len(ids)} tokens, {len(full)} full log-probs and "
+                f"{len(logprobs)} log-probs of the distribution sampled from; the numbers must be equal."
             )
         self.generated_tokens += len(ids)
         self.prompt_tokens += len(request.token_ids)
         self.cached_tokens += meta.get("cached_tokens", 0)
         spans = [VersionSpan(s["start"], s["end"], int(s["version"])) for s in meta.get("weight_versions", ())]
-        end = meta["finish_reason"]
-        matched = end.get("matched")
+        finish_reason = meta["finish_reason"]
+        matched = finish_reason.get("matched")
         return Completion(
             request_id=request.request_id,
             token_ids=to_token_array(ids),
             logprobs=to_logprob_array(logprobs),
             full_logprobs=to_logprob_array(full),
-            stop_reason=end["type"],
+            stop_reason=finish_reason["type"],
             versions=[span for span in spans if span.stop > span.start],
             stop_text=token_text(self._tokenizer, matched) if isinstance(matched, int) else matched,
         )
 
     def _abort_once(self, entries: Iterable[_SGLangRequest]) -> None:
-        """Requires `_scheduler`: while it scores sequences, SGLang's scheduler cannot see paused requests."""
+        """Abort requests. The caller holds `_scheduler_lock`, because paused requests are invisible during scoring."""
         for entry in entries:
             if entry in self._waiting:
                 self._waiting.remove(entry)
@@ -244,16 +262,22 @@ class RequestManager:
     # -- scoring -----------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs (nats, temperature 1) of all tokens but the first of each sequence, even while paused."""
-        async with self._memory_changes, self._scheduler:
+        """Return the log-probs (nats, temperature 1) of all tokens but the first, for each sequence.
+
+        This also works while the engine is paused, or asleep without its cache, which is then allocated for the score.
+
+        Raises:
+            EngineError: The engine does not serve requests, or its cache is too small for a sequence.
+        """
+        async with self._memory_lock, self._scheduler_lock:
             self._lifecycle.check_serving(allow_freed_cache=True)
-            borrows = bool(self._lifecycle.freed_among(["kv_cache"])) and not self._on_cpu
-            if borrows:
+            restore_cache = bool(self._lifecycle.freed_among(["kv_cache"])) and not self._on_cpu
+            if restore_cache:
                 await self._change_memory("resume", {"kv_cache"})
             try:
                 return list(await asyncio.gather(*(self._score(ids) for ids in token_ids)))
             finally:
-                if borrows:  # until wake_up its room may be the learner's
+                if restore_cache:  # Until `wake_up` the learner may use this memory.
                     await self._change_memory("release", {"kv_cache"})
 
     async def _score(self, ids: Sequence[int]) -> list[float]:
@@ -261,7 +285,7 @@ class RequestManager:
 
         from skyrl_train.engines.sglang.scheduler import SCORE
 
-        answer = await self._answer(
+        output = await self._generate_one(
             GenerateReqInput(
                 rid=f"{SCORE}{next(self._numbers)}.",
                 input_ids=list(ids),
@@ -270,13 +294,17 @@ class RequestManager:
                 logprob_start_len=0,
             )
         )
-        if answer["meta_info"]["finish_reason"]["type"] == "abort":
-            raise EngineError(f"Engine {self._name!r}: its cache has no room for the {len(ids)} tokens to score.")
-        return [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        if output["meta_info"]["finish_reason"]["type"] == "abort":
+            raise EngineError(
+                f"Engine {self._name!r}: its KV cache is too small for the {len(ids)} tokens to score. Raise "
+                "gpu_memory_utilization."
+            )
+        return [logprob for logprob, *_ in output["meta_info"]["input_token_logprobs"][1:]]
 
     # -- pausing -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
+        """Pause; see `InferenceEngine.pause`. Unsent requests wait for `resume`."""
         drained = self._lifecycle.pause(busy=mode == "wait" and self.running > 0)
         if mode == "abort":
             await self.abort(list(self._entries))
@@ -285,12 +313,16 @@ class RequestManager:
         await await_thread_future(drained)
 
     async def resume(self) -> None:
-        async with self._scheduler:
+        """Continue after `pause`, and send waiting requests."""
+        async with self._scheduler_lock:
             self._lifecycle.resume()
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        """After any change of state: unless halted, let the scheduler continue and send waiting requests."""
+        """Let the scheduler continue and send waiting requests, unless the engine is halted.
+
+        Every change of the engine's state calls this.
+        """
         if self._lifecycle.is_halted:
             return
         if self._scheduler_paused:
@@ -307,17 +339,17 @@ class RequestManager:
         self._manager._dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _pause_scheduler(self, mode: str) -> None:
-        """Pause SGLang's scheduler: on return, running requests take no more steps."""
+        """Pause SGLang's scheduler. When this returns, running requests take no more steps."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        async with self._scheduler:
+        async with self._scheduler_lock:
             if self.running and (mode == "retract" or not self._scheduler_paused):
                 self._scheduler_paused = True
                 self._manager._dispatch_to_scheduler(PauseGenerationReqInput(mode=mode))
                 await self._flush_scheduler(self.receiver.version)
 
     async def _flush_scheduler(self, version: int) -> None:
-        """Set the served version, and wait until the scheduler has handled everything that was sent before."""
+        """Set the served weight version, and wait until the scheduler has handled all earlier messages."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         await self._manager.update_weight_version_communicator(UpdateWeightVersionReqInput(new_version=str(version)))
@@ -325,11 +357,15 @@ class RequestManager:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> int:
-        """See InferenceEngine; returns the bytes freed."""
-        async with self._memory_changes:
+        """Abort all requests and free memory; see `InferenceEngine.sleep`.
+
+        Returns:
+            The number of bytes freed; 0 on a CPU.
+        """
+        async with self._memory_lock:
             freed = self._lifecycle.sleep(tags_freed_at_level(level), discards_weights=not self._on_cpu and level >= 2)
             await self.abort(list(self._entries))
-            async with self._scheduler:
+            async with self._scheduler_lock:
                 if self._scheduler_paused:
                     self._continue_scheduler()
                 if self._on_cpu or not freed:
@@ -339,66 +375,76 @@ class RequestManager:
                 return torch.cuda.mem_get_info()[0] - before
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        async with self._memory_changes, self._scheduler:
+        """Allocate freed memory, and send waiting requests; see `InferenceEngine.wake_up`."""
+        async with self._memory_lock, self._scheduler_lock:
             woken = self._lifecycle.freed_among(tags)
             if woken and not self._on_cpu:
                 await self._change_memory("resume", woken)
             self._lifecycle.wake_up(woken)
             self._send_waiting()
 
-    async def _change_memory(self, what: str, tags: Iterable[str]) -> None:
-        """`what` is "release" or "resume"."""
+    async def _change_memory(self, action: Literal["release", "resume"], tags: Iterable[str]) -> None:
+        """Free or allocate the memory of `tags` in SGLang's processes."""
         from sglang.srt.managers import io_struct
 
-        for _ in range(2):  # SGLang cleans up in the step after a request's last one
+        for _ in range(2):  # SGLang cleans up a request in the step after its last one.
             await self._flush_scheduler(self.receiver.version)
-        request = getattr(io_struct, f"{what.title()}MemoryOccupationReqInput")(tags=sorted(tags))
-        await getattr(self._manager, f"{what}_memory_occupation_communicator")(request)
+        request = getattr(io_struct, f"{action.title()}MemoryOccupationReqInput")(tags=sorted(tags))
+        await getattr(self._manager, f"{action}_memory_occupation_communicator")(request)
 
     # -- weights and adapters ----------------------------------------------------------------------------------------
 
     async def pause_for_weights(self) -> None:
-        """Pause before the first tensor of a weight sync: running requests stay where they are."""
+        """Mark the weights as partially loaded and pause, before the first tensor of a weight sync is loaded.
+
+        Running requests keep their tokens, keys and values.
+        """
         self._lifecycle.invalidate_weights()
         await self._pause_scheduler("in_place")
 
     async def activate_weights(self, version: int) -> None:
-        """Continue after a weight sync; prompts cached before it are not found any more."""
-        async with self._scheduler:
+        """Serve the loaded weights as `version`. Running requests continue, and cached prompts are dropped."""
+        async with self._scheduler_lock:
             await self._flush_scheduler(version)
             await self._manager.flush_cache()
             self._lifecycle.mark_weights_loaded()
             self._send_waiting()
 
     async def reset_prefix_cache(self) -> None:
-        async with self._scheduler:
+        """Drop cached prompts. Running requests keep their keys and values."""
+        async with self._scheduler_lock:
             await self._manager.flush_cache()
 
     async def load_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in the folder `path`. An earlier adapter of the same name is unloaded once unused.
+
+        Raises:
+            EngineError: SGLang rejects the adapter.
+        """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
-        unique = f"{name}#{next(self._numbers)}"
-        loaded = await self._manager.load_lora_adapter(LoadLoRAAdapterReqInput(lora_name=unique, lora_path=path))
-        if not loaded.success:
-            reason = loaded.error_message
-            raise EngineError(f"Engine {self._name!r}: adapter {name!r} at {path} does not fit: {reason}")
-        old = self.adapters.get(name)
-        self.adapters[name] = unique
-        if old is not None:
-            self._begin(self._unload(old))
+        sglang_name = f"{name}#{next(self._numbers)}"
+        result = await self._manager.load_lora_adapter(LoadLoRAAdapterReqInput(lora_name=sglang_name, lora_path=path))
+        if not result.success:
+            raise EngineError(
+                f"Engine {self._name!r}: SGLang rejects adapter {name!r} at {path}: {result.error_message}"
+            )
+        replaced = self.adapters.get(name)
+        self.adapters[name] = sglang_name
+        if replaced is not None:
+            self._begin(self._unload(replaced))
 
     async def unload_adapter(self, name: str) -> None:
-        old = self.adapters.pop(name, None)
-        if old is not None:
-            await self._unload(old)
+        """Unload an adapter, after waiting for running requests that use it. Unknown names are ignored."""
+        sglang_name = self.adapters.pop(name, None)
+        if sglang_name is not None:
+            await self._unload(sglang_name)
 
-    async def _unload(self, unique: str) -> None:
-        """Unload an adapter; waits for running requests that use it."""
+    async def _unload(self, sglang_name: str) -> None:
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
-        await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=unique))
+        await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=sglang_name))
 
 
 def _empty_completion(request: SampleRequest) -> Completion:
-    """The completion of a request that was aborted before it was sent to SGLang."""
     return Completion(request.request_id, to_token_array([]), to_logprob_array([]), to_logprob_array([]), "abort", [])

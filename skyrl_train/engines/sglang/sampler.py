@@ -1,8 +1,8 @@
-"""Sampling and stopping inside SGLang's process, as in all our engines; replaces SGLang's own.
+"""The sampler and stopping rules that all engines share, in SGLang's process. Imports SGLang: see engine.py.
 
-SGLang's sampler supports seeds only in its deterministic mode, applies top-p before top-k is renormalised, does not
-penalise prompt tokens, and returns log-probs without the truncation or, with penalties, no temperature-only ones.
-Imports SGLang: see engine.py.
+They replace SGLang's own: its sampler supports seeds only in its deterministic mode, applies top-p before it
+renormalizes after top-k, and does not penalize prompt tokens. It returns log-probs without truncation, or, with
+penalties, none that are scaled by temperature alone.
 """
 
 from __future__ import annotations
@@ -17,22 +17,32 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMa
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_STR, FINISH_MATCHED_TOKEN, Req
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.token_sampler import RowSampler, StopStrings, mask_by_sorting, to_device
 
 BACKEND = "pytorch"
-"""The `sampling_backend` to replace."""
+"""Name of SGLang's `sampling_backend` that is replaced."""
 
 
-def has_altered_distribution(params: SamplingParams) -> bool:
-    """Whether tokens are sampled from a distribution other than softmax(logits / temperature)."""
+def has_modified_distribution(params: SamplingParams) -> bool:
+    """True if tokens are sampled from another distribution than softmax(logits / temperature). Greedy is False."""
     truncated = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     return params.temperature > 0 and (truncated or params.repetition_penalty != 1 or params.min_tokens > 0)
 
 
 def to_sglang_params(request: SampleRequest, max_tokens: int, eos: frozenset[int]) -> dict[str, Any]:
-    """SGLang's sampling parameters for a request: SGLang itself decides only the length."""
+    """Return SGLang's sampling parameters for a request.
+
+    SGLang itself only enforces the length. The other parameters are in `custom_params`, which RequestParams decodes in
+    SGLang's process.
+
+    Args:
+        request: The request.
+        max_tokens: Maximum number of tokens to sample.
+        eos: End-of-sequence tokens of the model, which apply unless the request ignores them.
+    """
     params = request.sampling
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
     return {
@@ -48,56 +58,63 @@ def to_sglang_params(request: SampleRequest, max_tokens: int, eos: frozenset[int
 
 
 class RequestParams:
-    """The sampling parameters of one request, decoded from those of `for_sglang`."""
+    """The sampling parameters of one request in SGLang's process, decoded from those of `to_sglang_params`."""
 
-    def __init__(self, asked: Mapping[str, Any], tokenizer: Any):
-        params: dict[str, Any] = {field.name: asked[field.name] for field in fields(SamplingParams)}
-        self.params = SamplingParams(**params | {"stop": tuple(asked["stop"])})
-        self.seed = asked["seed"] % 2**64
-        self.stop_ids = frozenset(asked["stop_token_ids"])
+    def __init__(self, custom_params: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None):
+        """Decode `custom_params`.
+
+        Args:
+            custom_params: The request's `custom_params`.
+            tokenizer: Decodes tokens for stop strings.
+        """
+        params: dict[str, Any] = {field.name: custom_params[field.name] for field in fields(SamplingParams)}
+        self.params = SamplingParams(**params | {"stop": tuple(custom_params["stop"])})
+        self.seed = custom_params["seed"] % 2**64
+        self.stop_ids = frozenset(custom_params["stop_token_ids"])
         self.stops = StopStrings(tokenizer, self.params.stop) if self.params.stop else None
 
 
 def get_request_params(req: Req) -> RequestParams | None:
-    """The rules of a request; None if it is not from `for_sglang`: a sequence to score."""
-    asked = req.sampling_params.custom_params
-    if not asked or "seed" not in asked:
+    """Return the parameters of a request; None for a sequence to score, which has none from `to_sglang_params`."""
+    custom_params = req.sampling_params.custom_params
+    if not custom_params or "seed" not in custom_params:
         return None
-    rules: RequestParams | None = getattr(req, "_rules", None)
-    if rules is None:
-        rules = req._rules = RequestParams(asked, _tokenizer)
-    return rules
+    params: RequestParams | None = getattr(req, "_skyrl_params", None)
+    if params is None:
+        params = req._skyrl_params = RequestParams(custom_params, _tokenizer)
+    return params
 
 
 class _BatchEntry:
     """A request in a batch, from its prefill on."""
 
     def __init__(self, req: Req, vocab_size: int, device: str):
-        rules = get_request_params(req)
-        self.params = SamplingParams(max_tokens=1, temperature=0.0) if rules is None else rules.params
-        self.seed = 0 if rules is None else rules.seed
+        request = get_request_params(req)
+        self.params = SamplingParams(max_tokens=1, temperature=0.0) if request is None else request.params
+        self.seed = 0 if request is None else request.seed
         self.generated = len(req.output_ids)
         """Number of tokens sampled so far, including those that SGLang has not processed yet."""
         self.returns_both = bool(req.return_sampling_mask)
         self.min_tokens_forbidden: Tensor | None = None
         self.seen: Tensor | None = None
-        if rules is not None and self.params.min_tokens and rules.stop_ids:
-            ends = [end for end in sorted(rules.stop_ids) if end < vocab_size]
-            self.min_tokens_forbidden = torch.tensor(ends, dtype=torch.int64, device=device)
+        if request is not None and self.params.min_tokens and request.stop_ids:
+            stop_ids = [token for token in sorted(request.stop_ids) if token < vocab_size]
+            self.min_tokens_forbidden = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         if self.params.repetition_penalty != 1:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.seen[torch.tensor([*req.origin_input_ids, *req.output_ids], device=device)] = True
 
 
 class _Batch:
-    """The state that stays the same between steps as long as the same rows run."""
+    """The state of steps with the same rows."""
 
     def __init__(self, rows: Sequence[_BatchEntry], device: torch.device):
         self.rows = rows
         params, seeds = [row.params for row in rows], [row.seed for row in rows]
-        mask = None if device.type == "cpu" else mask_by_sorting  # so that the next step is prepared meanwhile
+        # On an accelerator `mask_by_sorting` does not synchronize, so SGLang prepares the next step during this one.
+        mask = None if device.type == "cpu" else mask_by_sorting
         self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device, mask)
-        self._penalised = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
+        self._penalized = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
         self._below_min_tokens = [
             (index, row.min_tokens_forbidden) for index, row in enumerate(rows) if row.min_tokens_forbidden is not None
         ]
@@ -105,13 +122,21 @@ class _Batch:
         self._both = to_device(both, torch.int64, device) if both else None
 
     def sample(self, logits: Tensor, output: LogitsProcessorOutput) -> Tensor:
-        """Sample one token per row: [B, V] -> int64 [B]; log-probs are put into `output`."""
+        """Sample one token per row.
+
+        Args:
+            logits: [B, V].
+            output: SGLang's output, to which the log-probs are added.
+
+        Returns:
+            The token ids, int64 [B].
+        """
         rows = self.rows
-        forbidden = [(i, ends) for i, ends in self._below_min_tokens if rows[i].generated < rows[i].params.min_tokens]
-        seen = [seen for _, seen in self._penalised]
+        forbidden = [(i, ids) for i, ids in self._below_min_tokens if rows[i].generated < rows[i].params.min_tokens]
+        seen = [seen for _, seen in self._penalized]
         sampled = self._sampler(logits, seen, forbidden)
-        for index, mine in self._penalised:
-            mine.index_fill_(0, sampled.ids[index : index + 1], True)
+        for index, row_seen in self._penalized:
+            row_seen.index_fill_(0, sampled.ids[index : index + 1], True)
         for row in rows:
             row.generated += 1
         output.next_token_logprobs = sampled.full_logprobs
@@ -121,7 +146,7 @@ class _Batch:
 
 
 def _as_mask(ids: Tensor, logprobs: Tensor) -> SamplingMaskOutput:
-    """Log-probs of the distribution sampled from, in the form in which SGLang returns them; the mask is not used."""
+    """Return log-probs of the distribution sampled from as SGLang's sampling mask, whose other fields are unused."""
     ones = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
     return SamplingMaskOutput(
         token_ids=ids.to(torch.int32).unsqueeze(1),
@@ -152,7 +177,7 @@ class _Sampler(sglang_sampler.Sampler):
         return self._batch.sample(logits, logits_output)
 
 
-# SGLang provides these three hooks. `custom_params` is one of its fields that is otherwise unused here.
+# SGLang provides these three hooks. `custom_params` is a field of its batches that is otherwise unused here.
 
 
 def _on_create_batch(info: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
@@ -167,30 +192,34 @@ def _on_filter_batch(info: SamplingBatchInfo, keep: Sequence[int], keep_on_devic
     info.custom_params = [info.custom_params[index] for index in keep]
 
 
-_tokenizer: Any = None
-_finish_sglang = Req.update_finish_state
+_tokenizer: PreTrainedTokenizerBase | None = None
+_sglang_update_finish_state = Req.update_finish_state
 
 
 def _update_finish_state(req: Req, new_tokens: int = 1) -> None:
-    """Called after a token was appended: decides whether it ends the request."""
-    rules = get_request_params(req)
-    if rules is None or req.finished() or req.to_finish is not None:
-        _finish_sglang(req, new_tokens)
+    """Set the request's finish reason if its newest token ends it. SGLang calls this after appending a token."""
+    request = get_request_params(req)
+    if request is None or req.finished() or req.to_finish is not None:
+        _sglang_update_finish_state(req, new_tokens)
         return
     token, count = int(req.output_ids[-1]), len(req.output_ids)
     text = None
-    if rules.stops is not None and count >= rules.params.min_tokens and rules.stops.may_end_at(token):
-        text = rules.stops.find(list(req.output_ids[-rules.stops.max_tail_tokens :]))
+    if request.stops is not None and count >= request.params.min_tokens and request.stops.may_end_at(token):
+        text = request.stops.find(list(req.output_ids[-request.stops.max_tail_tokens :]))
     if text is not None:
         req.finished_reason = FINISH_MATCHED_STR(matched=text)
-    elif token in rules.stop_ids:
+    elif token in request.stop_ids:
         req.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
     elif count >= req.sampling_params.max_new_tokens:
         req.finished_reason = FINISH_LENGTH(length=count)
 
 
-def install_sampler(tokenizer: Any) -> None:
-    """Replace sampling and stopping in this process. Without a tokenizer there are no stop strings."""
+def install_sampler(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Replace SGLang's sampling and stopping rules in this process.
+
+    Args:
+        tokenizer: Decodes tokens for stop strings, which do not work without it.
+    """
     global _tokenizer
     _tokenizer = tokenizer
     sglang_sampler.register_sampler_backend(BACKEND, _Sampler)

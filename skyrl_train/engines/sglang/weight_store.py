@@ -1,6 +1,7 @@
-"""Loads full Hugging Face tensors into SGLang's model, which shards, fuses and casts them. Imports SGLang lazily.
+"""The weight store of the SGLang engine: it sends full Hugging Face tensors to SGLang's processes.
 
-SGLang silently skips tensors with unknown names, so tensors have the names that it read from the checkpoint.
+SGLang shards, fuses and casts the tensors. It silently skips tensors with unknown names, so the store renames tensors
+to the names in the checkpoint. SGLang is imported lazily.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from skyrl_train.weight_sync.receiver import reject_adapter
 
 
 class SGLangWeightStore:
-    """A WeightStore. SGLang takes tensors only between begin and end of an update, during which nothing runs."""
+    """A WeightStore for SGLang, which accepts tensors only between the begin and the end of an update.
+
+    No request runs during an update.
+    """
 
     def __init__(
         self,
@@ -31,9 +35,14 @@ class SGLangWeightStore:
         *,
         ranks: int,
     ):
-        """`model`: on the meta device. `manager`: SGLang's. `call` runs a coroutine on its loop, from another thread.
+        """Create a store. Its methods block, so they must not run on SGLang's event loop.
 
-        `halt` pauses running requests. `ranks`: the number of processes, each of which gets its own handle of a bucket.
+        Args:
+            model: The transformers model on the meta device, whose parameter names the tensors of a sync have.
+            manager: SGLang's TokenizerManager.
+            call: Runs a coroutine on SGLang's event loop and returns its result; called from another thread.
+            halt: Pauses running requests.
+            ranks: Number of SGLang's model processes. Each gets its own handle of a bucket.
         """
         self._model = model
         self._layout = dict(model.named_parameters(remove_duplicate=False))
@@ -41,29 +50,43 @@ class SGLangWeightStore:
         self._call = call
         self._halt = halt
         self._ranks = ranks
-        self._open = False
+        self._is_updating = False
         self._memory: Tensor | None = None
-        """uint8, shared between processes (CPU); reused, as SGLang has read a bucket before the next is written."""
+        """Shared memory for buckets on a CPU, uint8. It is reused, because SGLang has read a bucket before the next."""
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
+        """Return the model's tensors by Hugging Face name, on the meta device.
+
+        Raises:
+            WeightSyncError: The sync has an adapter, which SGLang does not support.
+        """
         reject_adapter(adapter)
         return self._layout
 
     def loaded_tensor(self, name: str) -> None:
-        """None: SGLang fuses and shards tensors."""
+        """Return None: SGLang fuses and shards tensors, so the loaded tensor does not exist as such."""
         return None
 
     def start(self) -> None:
-        """See WeightStore; also works after an update that was not finished."""
+        """Pause running requests and begin an update, after ending an unfinished one.
+
+        Raises:
+            WeightSyncError: SGLang rejects the command.
+        """
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         self._call(self._halt())
-        if self._open:
+        if self._is_updating:
             self.finish()
-        self._succeed("begin_weight_update", BeginWeightUpdateReqInput())
-        self._open = True
+        self._send("begin_weight_update", BeginWeightUpdateReqInput())
+        self._is_updating = True
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Load one bucket, and wait until SGLang has read it.
+
+        Raises:
+            WeightSyncError: SGLang rejects the bucket.
+        """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -72,34 +95,39 @@ class SGLangWeightStore:
         update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=handles, load_format="flattened_bucket", flush_cache=False
         )
-        self._succeed("update_weights_from_tensor", update)
+        self._send("update_weights_from_tensor", update)
 
     def finish(self) -> None:
+        """End the update and release the shared memory.
+
+        Raises:
+            WeightSyncError: SGLang rejects the command.
+        """
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-        self._open = False
+        self._is_updating = False
         self._memory = None
-        self._succeed("end_weight_update", EndWeightUpdateReqInput())
+        self._send("end_weight_update", EndWeightUpdateReqInput())
 
-    def _succeed(self, what: str, request: Any) -> None:
-        """Bypasses the manager's own locks, which would wait for paused requests."""
-        for answer in self._call(getattr(self._manager, f"{what}_communicator")(request)):
-            if not answer.success:
-                raise WeightSyncError(f"SGLang refused {what}: {answer.message}")
+    def _send(self, command: str, request: Any) -> None:
+        # The manager's own methods take locks that would wait for paused requests.
+        for result in self._call(getattr(self._manager, f"{command}_communicator")(request)):
+            if not result.success:
+                raise WeightSyncError(f"SGLang rejected {command}: {result.message}")
 
     def _bucket(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Any]:
-        """The tensors, packed into memory that SGLang's processes can read, in the form that its loader expects."""
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata as Place
+        """Pack tensors into memory that SGLang's processes can read, in the form that its loader expects."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata as Metadata
 
-        places, used = [], 0
+        metadata, used = [], 0
         for name, tensor in tensors:
             size = tensor.nbytes
-            places.append(Place(name, tensor.shape, tensor.dtype, start_idx=used, end_idx=used + size, numel=size))
+            metadata.append(Metadata(name, tensor.shape, tensor.dtype, start_idx=used, end_idx=used + size, numel=size))
             used += -(-size // ALIGNMENT) * ALIGNMENT
         buffer = self._buffer(used, device)
-        for place, (_, tensor) in zip(places, tensors, strict=True):
-            buffer[place.start_idx : place.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return {"flattened_tensor": buffer, "metadata": places}
+        for entry, (_, tensor) in zip(metadata, tensors, strict=True):
+            buffer[entry.start_idx : entry.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return {"flattened_tensor": buffer, "metadata": metadata}
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
         if device.type != "cpu":
@@ -111,11 +139,22 @@ class SGLangWeightStore:
 
 
 def check_names(path: str, model: PreTrainedModel) -> None:
-    """Raises ConfigError if the checkpoint that SGLang loads lacks a tensor of a sync."""
-    held = list_checkpoint_names(path)
+    """Check that the checkpoint in a folder has every tensor name that weight syncs send to SGLang.
+
+    A checkpoint without safetensors files passes.
+
+    Args:
+        path: Folder or hub name of the checkpoint that SGLang loads.
+        model: The same model on the meta device.
+
+    Raises:
+        ConfigError: The checkpoint lacks a name. SGLang would silently skip that tensor in every sync.
+    """
+    names = list_checkpoint_names(path)
     sent = to_checkpoint_tensors(model, dict(model.named_parameters()))
-    if held and (unknown := [name for name in sent if name not in held]):
+    if names and (missing := [name for name in sent if name not in names]):
         raise ConfigError(
-            f"{path!r} holds no {unknown[0]!r} (and {len(unknown) - 1} more), the name by which a weight sync sends it "
-            "to SGLang, which skips names it does not know: save the model anew with transformers' save_pretrained."
+            f"The checkpoint {path!r} has no tensor {missing[0]!r} (and lacks {len(missing) - 1} more), the name under "
+            "which weight syncs send it to SGLang. SGLang skips unknown names. Save the model again with transformers' "
+            "save_pretrained."
         )

@@ -1,4 +1,7 @@
-"""LoRA adapters of the transformers engine: low-rank terms, added for those rows of a batch that request them."""
+"""LoRA adapters of the transformers engine.
+
+Forward hooks add the low-rank terms to the tokens of those requests that use an adapter.
+"""
 
 from __future__ import annotations
 
@@ -20,83 +23,115 @@ from skyrl_train.weight_sync.receiver import adapter_layout
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """W x becomes W x + scaling · B (A x) in some linear layers."""
+    """A LoRA adapter: W x becomes W x + scaling · B (A x) in some linear layers."""
 
     name: str
     scaling: float
     layers: Mapping[str, tuple[Tensor, Tensor]]
-    """Name of a layer -> its A [r, in] and B [out, r], in the layer's dtype."""
+    """A [r, in] and B [out, r] in the layer's dtype, by module name of the layer."""
 
 
 AdaptedRows = Sequence[tuple[Adapter, Tensor]]
-"""The adapters used in a forward, each with the int64 indices of its tokens among all tokens of the forward."""
+"""The adapters used in a forward pass, each with the int64 indices of its tokens among all tokens of the pass."""
 
 
 def adapted_rows(adapters: Sequence[Adapter | None], lengths: Sequence[int], device: torch.device) -> AdaptedRows:
-    """The AdaptedRows of packed sequences with `lengths` tokens and these adapters (None: no adapter)."""
-    places: dict[Adapter, list[range]] = {}
+    """Return the token indices of each adapter in a packed batch.
+
+    Args:
+        adapters: The adapter of each sequence; None for a sequence without one.
+        lengths: The number of tokens of each sequence.
+        device: Device of the index tensors.
+    """
+    ranges: dict[Adapter, list[range]] = {}
     start = 0
     for adapter, length in zip(adapters, lengths, strict=True):
         if adapter is not None:
-            places.setdefault(adapter, []).append(range(start, start + length))
+            ranges.setdefault(adapter, []).append(range(start, start + length))
         start += length
     return [
-        (adapter, torch.tensor([place for run in runs for place in run], device=device))
-        for adapter, runs in places.items()
+        (adapter, torch.tensor([index for tokens in token_ranges for index in tokens], device=device))
+        for adapter, token_ranges in ranges.items()
     ]
 
 
 class Adapters:
-    """The adapters of one model, loaded through hooks: the model's parameters and their names stay as they are."""
+    """The LoRA adapters of one model.
+
+    Forward hooks apply them, so the model's parameters and their names do not change.
+    """
 
     def __init__(self, model: PreTrainedModel, engine: str):
+        """Collect the linear layers of `model` that can be adapted.
+
+        Args:
+            model: The base model.
+            engine: The engine's name, for error messages.
+        """
         self._engine = engine
         self._linears = get_adaptable_linears(model)
         self._exported = get_exported_names(model)
         self._loaded: dict[str, Adapter] = {}
         self._hooked: set[str] = set()
-        self._acting: AdaptedRows = ()
+        self._active: AdaptedRows = ()
         self._synced: Adapter | None = None
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the loaded adapters."""
+        """Names of the adapters that `add` has loaded."""
         return self._loaded.keys()
 
     def get(self, name: str | None) -> Adapter | None:
-        """The adapter called `name`; None for None. Raises UnsupportedParameter for a name that is not loaded."""
+        """Return the loaded adapter `name`, or None if `name` is None.
+
+        Raises:
+            UnsupportedParameter: No adapter of this name is loaded.
+        """
         if name is None:
             return None
         if name not in self._loaded:
-            known = ", ".join(sorted(self._loaded)) or "none"
-            raise UnsupportedParameter(
-                f"Engine {self._engine!r} cannot honour adapter={name!r}: adapters loaded: {known}."
-            )
+            loaded = ", ".join(sorted(self._loaded)) or "none"
+            raise UnsupportedParameter(f"Engine {self._engine!r} rejects adapter={name!r}: adapters loaded: {loaded}.")
         return self._loaded[name]
 
     def read(self, name: str, path: str) -> Adapter:
-        """Read the adapter in a peft folder, without adding it. Raises EngineError naming a bad option or tensor."""
-        linears = {exported: self._linears[layer] for layer, exported in self._exported.items()}
-        found = read_adapter(path, linears, adapter=name, engine=self._engine)
+        """Read an adapter that peft's `save_pretrained` wrote, without adding it.
 
-        def ready(layer: str, tensor: Tensor) -> Tensor:
+        Args:
+            name: Name of the adapter.
+            path: The folder with adapter_config.json and adapter_model.safetensors.
+
+        Returns:
+            The adapter with tensors on the device and in the dtype of the layers that it adapts.
+
+        Raises:
+            EngineError: The folder cannot be read, or an option or a tensor does not fit the model.
+        """
+        linears = {exported: self._linears[layer] for layer, exported in self._exported.items()}
+        tensors = read_adapter(path, linears, adapter=name, engine=self._engine)
+
+        def like_weight(layer: str, tensor: Tensor) -> Tensor:
             weight = self._linears[layer].weight
             return tensor.to(weight.device, weight.dtype)
 
         layers = {}
         for layer, exported in self._exported.items():
-            if exported in found.layers:
-                down, up = found.layers[exported]
-                layers[layer] = (ready(layer, down), ready(layer, up))
-        return Adapter(name, found.scaling, layers)
+            if exported in tensors.layers:
+                down, up = tensors.layers[exported]
+                layers[layer] = (like_weight(layer, down), like_weight(layer, up))
+        return Adapter(name, tensors.scaling, layers)
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter; it replaces an earlier one of the same name for new requests."""
+        """Make an adapter available to new requests. It replaces an earlier adapter of the same name."""
         self._loaded[adapter.name] = adapter
         self._hook(adapter)
 
     def zero_adapter(self, spec: AdapterSpec) -> Adapter:
-        """A zero adapter for a weight sync to fill. Raises WeightSyncError for layers that the model does not have."""
+        """Return an unnamed adapter of zeros, which a weight sync fills.
+
+        Raises:
+            WeightSyncError: `spec` names a layer that the model does not have.
+        """
         layout = adapter_layout(spec, self._linears)
         layers = {}
         for layer in spec.layers:
@@ -107,7 +142,7 @@ class Adapters:
 
     @property
     def synced(self) -> Adapter | None:
-        """The adapter of the last weight sync, used for every token that has no adapter of its own."""
+        """The adapter of the last weight sync. It applies to every token whose request names no adapter."""
         return self._synced
 
     @synced.setter
@@ -122,28 +157,28 @@ class Adapters:
             self._hooked.add(layer)
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; a name that is not loaded is ignored."""
+        """Unload an adapter. A name that is not loaded is ignored."""
         self._loaded.pop(name, None)
 
     @contextmanager
     def applied(self, rows: AdaptedRows) -> Iterator[None]:
-        """Use these adapters for these tokens in forwards inside the block."""
-        self._acting = rows
+        """Apply adapters to the given tokens in forward passes inside the block."""
+        self._active = rows
         try:
             yield
         finally:
-            self._acting = ()
+            self._active = ()
 
     def _adapt(self, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        every, adapted = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
+        tokens, adapted = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
         if self._synced is not None and layer in self._synced.layers:
             down, up = self._synced.layers[layer]
-            low = every @ down.T
-            for _, places in self._acting:
-                low.index_fill_(0, places, 0.0)
+            low = tokens @ down.T
+            for _, indices in self._active:
+                low.index_fill_(0, indices, 0.0)
             adapted.addmm_(low, up.T, alpha=self._synced.scaling)
-        for adapter, places in self._acting:
+        for adapter, indices in self._active:
             if layer in adapter.layers:
                 down, up = adapter.layers[layer]
-                term = (every.index_select(0, places) @ down.T) @ up.T
-                adapted.index_add_(0, places, term, alpha=adapter.scaling)
+                term = (tokens.index_select(0, indices) @ down.T) @ up.T
+                adapted.index_add_(0, indices, term, alpha=adapter.scaling)

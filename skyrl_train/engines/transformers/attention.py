@@ -1,6 +1,7 @@
-"""The attention function of the transformers engine and the plan for prompts (for decoding: cache.py).
+"""The attention function of the transformers engine, and its attention plan for prompts.
 
-The model's forward passes a plan on as the keyword `engine_plan`; it arrives here with the heads already computed.
+`ModelRunner` passes a plan to the model as the keyword `engine_plan`. The model forwards it to the attention function,
+together with the heads' queries, keys and values. The plan for decode steps is `DecodeCache` in cache.py.
 """
 
 from __future__ import annotations
@@ -21,17 +22,29 @@ ATTENTION_NAME = "skyrl_engine"
 _IGNORED_KEYWORDS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
 )
-"""Keywords of attention calls without effect here. Any other keyword that is set is a feature this engine lacks."""
+"""Keywords of attention calls that do not change the result here. Any other keyword that is set asks for a feature
+that this engine does not have."""
 
 
 class AttentionPlan(Protocol):
-    """Computes attention for the tokens of one forward."""
+    """A strategy that computes the attention of all tokens of one forward pass."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, **others: Any
     ) -> Tensor:
-        """Attention in the next layer, whose keys and values of these tokens are kept: query [b, H, t, D], key
-        [b, Hk, t, D], value [b, Hk, t, Dv] -> [b, t, H, Dv]. `others`: softcap and sinks, see ragged_attention."""
+        """Compute the attention of the next layer, and store the keys and values of its tokens.
+
+        Args:
+            query: [b, H, t, D].
+            key: [b, Hk, t, D].
+            value: [b, Hk, t, Dv].
+            scaling: Factor of the scores.
+            window: The number of latest tokens that each token sees, itself included; None for all.
+            others: `softcap` and `sinks`; see `ragged_attention`.
+
+        Returns:
+            [b, t, H, Dv].
+        """
 
 
 def attend(
@@ -48,20 +61,41 @@ def attend(
     engine_plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer. Raises EngineError for unsupported features.
+    """Compute the attention of one layer with `engine_plan`. Transformers calls this function in every layer.
 
-    An int as mask is the layer's window: see models/sliding_windows.py.
+    Args:
+        module: The attention module.
+        query: [b, H, t, D].
+        key: [b, Hk, t, D].
+        value: [b, Hk, t, Dv].
+        attention_mask: The layer's window as an int (see models/sliding_windows.py), or None. A tensor is an error.
+        scaling: Factor of the scores; None for D ** -0.5.
+        dropout: Ignored, because the engine only runs models in eval mode.
+        sliding_window: The layer's window, if `attention_mask` does not carry it.
+        softcap: Limit of the scores, see `ragged_attention`.
+        s_aux: Attention sinks, see `ragged_attention`.
+        engine_plan: The plan of this forward pass.
+        others: Further keywords of the model.
+
+    Returns:
+        The output [b, t, H, Dv], and None in place of attention weights.
+
+    Raises:
+        EngineError: The model does not pass `engine_plan` on, attends to later tokens, or uses a mask tensor or a
+            keyword that the engine does not implement.
     """
-    unknown = [name for name, x in others.items() if name not in _IGNORED_KEYWORDS and x is not None and x is not False]
-    unknown = [name for name in unknown if name != "is_causal"]
+    unsupported = [
+        name for name, x in others.items() if name not in _IGNORED_KEYWORDS and x is not None and x is not False
+    ]
+    unsupported = [name for name in unsupported if name != "is_causal"]
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
-        unknown.append("attention to later tokens")
+        unsupported.append("attention to later tokens")
     if isinstance(attention_mask, Tensor):
-        unknown.append("a ready-made mask")
-    if engine_plan is None or unknown:
-        what = f"uses {', '.join(unknown)}" if unknown else "does not hand keywords on to its attention"
+        unsupported.append("a precomputed mask")
+    if engine_plan is None or unsupported:
+        reason = f"uses {', '.join(unsupported)}" if unsupported else "does not pass keyword arguments to its attention"
         raise EngineError(
-            f"The transformers engine cannot serve {type(module).__name__}: it {what}. "
+            f"The transformers engine cannot serve {type(module).__name__}: it {reason}. "
             "Use another engine for this model."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -74,24 +108,30 @@ register_window_masks(ATTENTION_NAME)
 
 
 class PackedPrompts(Cache):
-    """Several sequences packed one after another: attention within each sequence; keys and values are kept.
+    """Attention plan of packed sequences, which stores their keys and values.
 
-    `lengths` must be sorted, so that sequences of equal length are adjacent and share one attention call.
+    Each sequence attends only to itself. `lengths` must be sorted, so that sequences of equal length are adjacent and
+    share one attention call.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
+        """Plan a forward pass over sequences of `lengths` tokens, in this order."""
         super().__init__(layers=[])
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         self._segments = Segments(offsets, tuple(lengths))
         self.layers_kv: list[tuple[Tensor, Tensor]] = []
-        """(key, value) of each layer, [1, Hk, T, D]."""
+        """(key, value) of each layer that has run, [1, Hk, T, D]."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
         if layer_idx != len(self.layers_kv):
-            raise RuntimeError(f"the model calls layer {layer_idx} after {len(self.layers_kv)} layers: not supported")
-        return key_states, value_states  # which may be compressed: `attend` gets those that are attended to
+            raise RuntimeError(
+                f"The model called attention layer {layer_idx} after {len(self.layers_kv)} layers. The transformers "
+                "engine supports only models that run every layer once, in order."
+            )
+        return key_states, value_states  # They may be compressed. `attend` receives and stores the expanded ones.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: to transformers the cache is empty, because the caller passes explicit position ids."""
         return 0
 
     def attend(

@@ -1,10 +1,10 @@
-"""Keys and values of running requests, laid out so that samples of one prompt share the prompt's.
+"""The KV cache of running requests, in which samples of one prompt share the prompt's keys and values.
 
     chunk c ──► prefix [Hk, P, D]      the prompt, stored once
             └─► lanes  [Hk, w, S, D]   the generated tokens of up to w rows with this prompt
 
-Attention over the prefix is one matrix product for all rows of a chunk, and reads the prompt's keys once instead of w
-times; reading them is the main cost of decoding. A row is identified by its slot, c * w + lane.
+Attention over the prefix is one matrix product for all rows of a chunk. It reads the prompt's keys once instead of w
+times, and reading them is the main cost of decoding. A row is identified by its slot, c * w + lane.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_train.engines.transformers.attention import PackedPrompts
 
 
 class PromptKey(NamedTuple):
-    """Everything that determines a prompt's keys and values, besides the model's weights."""
+    """The identity of a prompt in the cache: everything that determines its keys and values, except the weights."""
 
     token_ids: tuple[int, ...]
     adapter: Adapter | None = None
@@ -31,15 +31,16 @@ class PromptKey(NamedTuple):
 
 @dataclass(slots=True)
 class NewPrompt:
-    """A prompt and the number of rows with it that need slots."""
+    """A prompt, and the number of its rows that need slots in the cache."""
 
     key: PromptKey
     rows: int
     start: int | None
-    """The index at which the prompt begins in the packed forward; None if the cache has it already."""
+    """Index of the prompt's first token in the packed forward pass; None if the prompt is cached already."""
 
     @property
     def length(self) -> int:
+        """The number of tokens of the prompt."""
         return len(self.key.token_ids)
 
 
@@ -60,7 +61,7 @@ class _Layer:
 @dataclass(slots=True)
 class _Chunk:
     key: PromptKey | None
-    """None if weights have changed since its prompt was prefilled, or if it is empty."""
+    """None for an empty chunk, and for one whose prompt was prefilled with older weights."""
     length: int
     used: list[bool] = field(default_factory=list)
 
@@ -71,44 +72,45 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Step:
-    """The data of one decode step that all layers use; tensors are on the device."""
+    """The state of one decode step, which all layers share. Tensors are on the device."""
 
     slots: Tensor
     """[B]"""
     head_rows: dict[int, Tensor]
-    """Hk -> [B * Hk], the index of the row and head in [C * Hk * w]."""
+    """Index of each row and head in [C * Hk * w]: [B * Hk], by Hk."""
     write_at: dict[int, Tensor]
-    """Hk -> [B * Hk], the index of the new token in [C * Hk * w * S]."""
+    """Index of each row's new token in [C * Hk * w * S]: [B * Hk], by Hk."""
     positions: Tensor
-    """[B] position of the new token in its sequence."""
+    """Position of the new token in its sequence: [B]."""
     visible_at: Tensor
-    """[B] index of the new token in the mask of lanes."""
+    """Index of the new token in the lane mask: [B]."""
     prefix_tokens: int
-    """Columns of prefixes that are read."""
+    """Number of prefix columns that are read."""
     stored: int
-    """Tokens in the longest lane, the new one included."""
+    """Number of tokens in the longest lane, including the new one."""
     longest: int
-    """Length of the longest sequence, the new token included."""
+    """Length of the longest sequence, including the new token."""
     windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def lane_tokens(self) -> int:
-        """Columns of lanes that are read."""
+        """Number of lane columns that are read."""
         return _round_up(self.stored)
 
 
 class DecodeCache(Cache):
-    """The cache of running rows, and the attention plan of decode steps. Only the engine's thread may use it."""
+    """The KV cache of running rows, and the attention plan of decode steps. Only the engine's thread may use it."""
 
     def __init__(self, device: torch.device):
+        """Create an empty cache, which allocates memory on `device` with its first prompt."""
         super().__init__(layers=[])
         self._device = device
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything and free the memory."""
+        """Drop all rows and prompts, and free their memory."""
         self.layers_kv: list[_Layer] = []
-        """Keys and values of each layer; empty while no row has any."""
+        """Keys and values of each layer; empty until the first prompt is stored."""
         self._chunks: list[_Chunk] = []
         self._width = 1
         self._capacity = self._prefix_capacity = self._lane_capacity = 0
@@ -120,11 +122,12 @@ class DecodeCache(Cache):
     # -- called by transformers --------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: to transformers the cache is empty, because the caller passes explicit position ids."""
         return 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
         self._current = layer_idx
-        return key_states, value_states  # which may be compressed: `attend` gets those that are attended to
+        return key_states, value_states  # They may be compressed. `attend` receives and stores the expanded ones.
 
     def attend(
         self,
@@ -139,24 +142,24 @@ class DecodeCache(Cache):
     ) -> Tensor:
         layer, step = self.layers_kv[self._current], self._step
         assert step is not None
-        written = step.write_at[layer.heads]
+        write_at = step.write_at[layer.heads]
         for store, states in ((layer.lanes_k, key), (layer.lanes_v, value)):
-            store.view(-1, store.shape[-1]).index_copy_(0, written, states.reshape(-1, store.shape[-1]))
+            store.view(-1, store.shape[-1]).index_copy_(0, write_at, states.reshape(-1, store.shape[-1]))
         rows, heads, _, width = query.shape
         kv_heads, chunks, lanes = layer.heads, len(self._chunks), self._width
         per_head, columns = heads // kv_heads, (step.prefix_tokens, step.lane_tokens)
-        at = step.head_rows[kv_heads]
+        head_rows = step.head_rows[kv_heads]
         q = self._query_buffer(chunks * kv_heads * lanes, per_head * width, query)
-        q.index_copy_(0, at, query.reshape(rows * kv_heads, per_head * width))
+        q.index_copy_(0, head_rows, query.reshape(rows * kv_heads, per_head * width))
         shared = q.view(chunks * kv_heads, lanes * per_head, width)
         own = q.view(chunks * kv_heads * lanes, per_head, width)
 
-        def read(store: Tensor, of: Tensor, count: int) -> Tensor:
-            return store[:chunks].view(of.shape[0], -1, store.shape[-1])[:, :count]
+        def read(store: Tensor, batch: int, count: int) -> Tensor:
+            return store[:chunks].view(batch, -1, store.shape[-1])[:, :count]
 
-        nothing = query.new_empty(1, 1, 1)
+        unused = query.new_empty(1, 1, 1)  # beta=0: baddbmm ignores its first argument
         parts = [
-            torch.baddbmm(nothing, x, read(store, x, count).transpose(1, 2), beta=0, alpha=scaling)
+            torch.baddbmm(unused, x, read(store, x.shape[0], count).transpose(1, 2), beta=0, alpha=scaling)
             for x, store, count in zip((shared, own), (layer.prefix_k, layer.lanes_k), columns, strict=True)
         ]
         if softcap:
@@ -169,29 +172,43 @@ class DecodeCache(Cache):
             scores[..., -1] = sinks.view(kv_heads, 1, per_head)
         weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
         out = torch.bmm(
-            weights.view(*shared.shape[:2], -1)[..., : columns[0]], read(layer.prefix_v, shared, columns[0])
+            weights.view(*shared.shape[:2], -1)[..., : columns[0]],
+            read(layer.prefix_v, shared.shape[0], columns[0]),
         )
         out = out.view(own.shape[0], per_head, -1)
         out.baddbmm_(
-            weights.view(*own.shape[:2], -1)[..., columns[0] : sum(columns)], read(layer.lanes_v, own, columns[1])
+            weights.view(*own.shape[:2], -1)[..., columns[0] : sum(columns)],
+            read(layer.lanes_v, own.shape[0], columns[1]),
         )
-        return out.view(own.shape[0], -1).index_select(0, at).view(rows, 1, heads, -1)
+        return out.view(own.shape[0], -1).index_select(0, head_rows).view(rows, 1, heads, -1)
 
     # -- slots of rows -----------------------------------------------------------------------------------------------
 
     def has_prompt(self, key: PromptKey) -> bool:
-        """Whether the keys and values of this prompt are cached."""
+        """True if the keys and values of this prompt are cached and valid for the current weights."""
         return any(chunk.key == key for chunk in self._chunks)
 
     def forget_prompts(self) -> None:
-        """After a change of weights: running rows keep their keys and values, but new rows may not use them."""
+        """Stop sharing cached prompts with new rows, for example after a change of weights.
+
+        Running rows keep their keys and values.
+        """
         for chunk in self._chunks:
             chunk.key = None
 
     def allocate_slots(
         self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[PromptKey]
     ) -> list[int]:
-        """Allocate slots for the rows of `prompts`, in order. Prompts in `needed` stay cached even without rows."""
+        """Allocate slots for new rows, and store their prompts' keys and values.
+
+        Args:
+            prompts: The prompts, with the number of new rows of each.
+            packed: Keys and values of the prompts whose `start` is not None; None if there is no such prompt.
+            needed: Prompts that stay cached even if they have no rows.
+
+        Returns:
+            The slot of every new row, in the order of `prompts`.
+        """
         if not self._chunks:
             self._width = _best_width([(p.length, p.rows) for p in prompts], lane_tokens=32)
         slots: list[int] = []
@@ -212,11 +229,19 @@ class DecodeCache(Cache):
         return slots
 
     def release(self, slots: Sequence[int]) -> None:
+        """Free the lanes of rows that have ended."""
         for slot in slots:
             self._chunks[slot // self._width].used[slot % self._width] = False
 
     def compact(self, needed: frozenset[PromptKey]) -> np.ndarray | None:
-        """Rearrange the rows if most lanes are empty; returns new slot by old slot, or None if nothing moved."""
+        """Move the rows into fewer or smaller chunks if at least half of the lanes are empty and that saves memory.
+
+        Args:
+            needed: Prompts that stay cached even if they have no rows.
+
+        Returns:
+            The new slot by old slot, -1 for slots without a row; None if nothing moved.
+        """
         live = [index for index, chunk in enumerate(self._chunks) if chunk.live or chunk.key in needed]
         rows = sum(chunk.live for chunk in self._chunks)
         slots = len(self._chunks) * self._width
@@ -224,12 +249,12 @@ class DecodeCache(Cache):
             return None
         by_prompt: dict[object, list[int]] = {}
         for index in live:
-            # Chunks of a forgotten prompt may have keys of different weights: such chunks are never merged.
+            # Chunks of forgotten prompts may have been computed with different weights, so they are never merged.
             key = self._chunks[index].key
             by_prompt.setdefault(index if key is None else key, []).append(index)
         counts = [
-            (self._chunks[same[0]].length, max(1, sum(self._chunks[i].live for i in same)))
-            for same in by_prompt.values()
+            (self._chunks[indices[0]].length, max(1, sum(self._chunks[i].live for i in indices)))
+            for indices in by_prompt.values()
         ]
         tokens = self._step.lane_tokens if self._step else 1
         width = _best_width(counts, tokens)
@@ -241,7 +266,12 @@ class DecodeCache(Cache):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self, slots: Sequence[int] | np.ndarray, stored: Sequence[int] | np.ndarray) -> None:
-        """Set the batch: its `slots` [B], and how many sampled tokens of each row are stored already."""
+        """Start a decode step with a new batch.
+
+        Args:
+            slots: The slots of the rows, [B].
+            stored: How many sampled tokens of each row the cache stores already, [B].
+        """
         slots, generated = np.asarray(slots), np.asarray(stored)
         lengths = np.array([chunk.length for chunk in self._chunks])
         self._reserve_lanes(int(generated.max()) + 1)
@@ -265,7 +295,12 @@ class DecodeCache(Cache):
         self._lane_mask.view(-1)[self._step.visible_at] = 0.0
 
     def advance(self) -> bool:
-        """Move the same rows on by one token; False if the lanes are full and `begin` must make room."""
+        """Start the next decode step with the same rows.
+
+        Returns:
+            False if nothing was done because the lanes are full or there is no batch. The caller then calls `begin`,
+            which enlarges the lanes.
+        """
         step = self._step
         if step is None or step.stored >= self._lane_capacity:
             return False
@@ -281,12 +316,12 @@ class DecodeCache(Cache):
 
     @property
     def positions(self) -> Tensor:
-        """[B, 1]"""
+        """Position of each row's new token in its sequence, [B, 1]."""
         assert self._step is not None
         return self._step.positions.unsqueeze(1)
 
     def _masks(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """The masks to add to scores of prefix and lanes, broadcastable to [C, Hk, w, per_head, tokens]."""
+        """Return the masks to add to prefix and lane scores, broadcastable to [C, Hk, w, per_head, tokens]."""
         step, chunks = self._step, len(self._chunks)
         assert step is not None
         prefix = self._prefix_mask[:chunks, : step.prefix_tokens].view(chunks, 1, 1, 1, -1)
@@ -313,7 +348,7 @@ class DecodeCache(Cache):
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._device)
 
     def _query_buffer(self, rows: int, width: int, like: Tensor) -> Tensor:
-        """[rows, width]; lanes without a row keep whatever finite numbers they had."""
+        """Return a buffer [rows, width]. Lanes without a row contain stale but finite numbers."""
         buffer = self._queries.get((rows, width))
         if buffer is None:
             self._queries.clear()
@@ -321,7 +356,7 @@ class DecodeCache(Cache):
         return buffer
 
     def _take_lanes(self, index: int, count: int) -> list[int]:
-        """Take up to `count` free lanes of a chunk; returns their slots."""
+        """Take up to `count` free lanes of a chunk and return their slots."""
         used = self._chunks[index].used
         lanes = [lane for lane, taken in enumerate(used) if not taken][:count]
         for lane in lanes:
@@ -336,7 +371,7 @@ class DecodeCache(Cache):
         return len(self._chunks) - 1
 
     def _write_prompts(self, writes: Sequence[tuple[int, NewPrompt]], packed: PackedPrompts | None) -> None:
-        """Fill the prefixes of chunks, from the packed forward or from another chunk of the same prompt."""
+        """Fill the prefixes of chunks, from the packed forward pass or from another chunk of the same prompt."""
         longest = max(prompt.length for _, prompt in writes)
         if not self.layers_kv:
             assert packed is not None
@@ -357,13 +392,13 @@ class DecodeCache(Cache):
             twin = next(i for i, chunk in enumerate(self._chunks) if chunk.key == prompt.key and i not in written)
             for layer in self.layers_kv:
                 layer.prefix_k[index], layer.prefix_v[index] = layer.prefix_k[twin], layer.prefix_v[twin]
-        for length, places in by_length.items():
+        for length, sources in by_length.items():
             assert packed is not None
-            into = self._to_device(np.array([index for index, _ in places]))
-            tokens = self._to_device(np.array([start for _, start in places])[:, None] + np.arange(length))
+            targets = self._to_device(np.array([index for index, _ in sources]))
+            tokens = self._to_device(np.array([start for _, start in sources])[:, None] + np.arange(length))
             for layer, (key, value) in zip(self.layers_kv, packed.layers_kv, strict=True):
-                layer.prefix_k[into, :, :length] = key[0][:, tokens].transpose(0, 1)
-                layer.prefix_v[into, :, :length] = value[0][:, tokens].transpose(0, 1)
+                layer.prefix_k[targets, :, :length] = key[0][:, tokens].transpose(0, 1)
+                layer.prefix_v[targets, :, :length] = value[0][:, tokens].transpose(0, 1)
         hidden = torch.finfo(self._prefix_mask.dtype).min
         for index, prompt in writes:
             self._prefix_mask[index] = hidden
@@ -387,8 +422,8 @@ class DecodeCache(Cache):
             for first in range(0, max(len(old), 1), width):
                 rows = old[first : first + width]
                 moved[rows] = len(chunks) * width + np.arange(len(rows))
-                kept = self._chunks[group[0]]
-                chunks.append(_Chunk(kept.key, kept.length, [lane < len(rows) for lane in range(width)]))
+                old_chunk = self._chunks[group[0]]
+                chunks.append(_Chunk(old_chunk.key, old_chunk.length, [lane < len(rows) for lane in range(width)]))
                 source.append(group[0])
         old_slots = np.flatnonzero(moved >= 0)
         old_width, self._width = self._width, width
@@ -416,10 +451,10 @@ class DecodeCache(Cache):
         new_slots: np.ndarray | None = None,
         old_width: int | None = None,
     ) -> None:
-        """Move everything into new tensors of another size, one layer at a time.
+        """Copy all keys and values into new tensors of another size, one layer at a time.
 
-        New chunk i gets the prefix of old chunk `source[i]`; rows move from `old_slots` to `new_slots`. Without these
-        arguments all rows keep their slots.
+        New chunk i gets the prefix of old chunk `source[i]`, and rows move from `old_slots` to `new_slots`. Without
+        these arguments all rows keep their slots.
         """
         old_capacity, width, old_width = self._capacity, self._width, old_width or self._width
         if source is None or old_slots is None or new_slots is None:
@@ -467,17 +502,21 @@ def _empty_layer(key: Tensor, value: Tensor) -> _Layer:
 
 
 def _round_up(tokens: int) -> int:
-    """Matrix products with fewer than 8 columns take a path that is several times slower on CPUs."""
+    # On CPUs, matrix products with fewer than 8 columns are several times slower.
     return -(-tokens // 8) * 8
 
 
 def _cost(prompts: Sequence[tuple[int, int]], width: int, lane_tokens: int) -> int:
-    """Tokens that a step reads, and the cache holds, if (prompt length, rows) are put into chunks of `width` lanes."""
+    """Return how many tokens the cache stores, and a step reads, with chunks of `width` lanes.
+
+    Args:
+        prompts: (length of the prompt, number of rows) of each prompt.
+    """
     longest = max(length for length, _ in prompts)
     return sum(-(-rows // width) for _, rows in prompts) * (longest + width * lane_tokens)
 
 
 def _best_width(prompts: Sequence[tuple[int, int]], lane_tokens: int) -> int:
-    most = max(rows for _, rows in prompts)
-    widths = {rows for _, rows in prompts} | {1 << power for power in range(most.bit_length())}
+    max_rows = max(rows for _, rows in prompts)
+    widths = {rows for _, rows in prompts} | {1 << power for power in range(max_rows.bit_length())}
     return min(sorted(widths, reverse=True), key=lambda width: _cost(prompts, width, lane_tokens))

@@ -1,13 +1,13 @@
-"""The embedded engine: continuous batching over any Hugging Face causal language model with a plain attention cache.
+"""The transformers engine: continuous batching for Hugging Face causal language models, in the caller's process.
 
-- engine.py            the interface: asynchronous, validates, never blocks the event loop
-- ../lifecycle.py      its state: paused, asleep, partially loaded, ...
-- ../in_process.py     the single thread on which everything below runs
-- scheduler.py         requests and their sampled tokens; admission, decode steps, ends of requests
-- model.py             forwards, and the destination of weight syncs; refuses models that it cannot run exactly
+- engine.py            asynchronous interface; validates requests, never blocks the event loop
+- ../lifecycle.py      the engine's state: paused, asleep, partially loaded, ...
+- ../step_loop.py      the single thread on which everything below runs
+- scheduler.py         requests and their sampled tokens; admission, decode steps, completions
+- model_runner.py      forward passes and the destination of weight syncs; rejects models that it cannot run exactly
 - attention.py         the attention function and the plan for prompts
-- cache.py             keys and values; samples of one prompt share those of the prompt
-- adapters.py          LoRA: some rows of a batch go through adapters
+- cache.py             keys and values; samples of one prompt share the prompt's
+- adapters.py          LoRA adapters, applied to some rows of a batch
 - ../token_sampler.py  tokens and log-probs from logits
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.engines.base import (
     PAUSE_MODES,
@@ -44,19 +45,19 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
 class TransformersEngine(StepLoopEngine):
-    """An InferenceEngine in this process. It owns a thread, so it must be closed.
+    """An InferenceEngine that runs in this process. It owns a thread, so callers must close it.
 
-    Given one list of requests while it is idle, its completions are bit-identical in every process (on the same machine
-    with the same number of threads). Otherwise other requests affect a completion only through rounding.
+    An idle engine returns bit-identical completions for the same list of requests in every process, on the same machine
+    with the same number of threads. Otherwise other requests affect a completion only through rounding.
 
-    If weights change while requests run (pause "keep"), their next tokens come from the new weights; keys and values of
-    earlier tokens stay those of the old weights, and `Completion.versions` tells where the change was.
+    If weights change while requests run (pause "keep"), the next tokens are sampled with the new weights. Keys and
+    values of earlier tokens stay those of the old weights. `Completion.versions` records where the version changed.
     """
 
     def __init__(
         self,
         model: str | nn.Module,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         dtype: str | torch.dtype = "float32",
         device: str | torch.device = "cpu",
@@ -69,12 +70,27 @@ class TransformersEngine(StepLoopEngine):
         rope_theta: float | None = None,
         keeps_routing: bool = False,
     ):
-        """`model` is a folder or hub name, loaded in `dtype`, or a module, which the engine then owns.
+        """Load the model, check that the engine serves it exactly, and start the engine's thread.
 
-        Without a tokenizer (None with a module) stop strings are refused. `threads`: this process's CPU threads;
-        `slot`: the placement slot that the engine occupies. `keeps_routing`: whether completions have `routing`.
-        Raises ConfigError for a model that cannot be loaded,
-        EngineError for one that cannot be served exactly.
+        Args:
+            model: A folder or a hub name, which is loaded in `dtype`, or a module, which the engine then owns.
+            tokenizer: The model's tokenizer. If it is None, it is loaded from the folder or hub name. An engine of a
+                module without a tokenizer does not support stop strings.
+            dtype: Data type of a model that the engine loads.
+            device: Device of the model.
+            max_num_seqs: Maximum number of requests that run at a time. Others wait in a queue.
+            max_model_len: Maximum length of a prompt with its response, in tokens; None for the model's own limit.
+            name: The engine's name in errors and metrics.
+            threads: CPU threads of this process, set for all of torch; None leaves the setting alone.
+            slot: The placement slot that the engine occupies, for weight syncs in colocated runs.
+            rope_scaling: RoPE scaling that overrides the model's, if the engine loads it.
+            rope_theta: RoPE base that overrides the model's, if the engine loads it.
+            keeps_routing: True to record the experts of each token in `Completion.routing`.
+
+        Raises:
+            ConfigError: The model cannot be loaded.
+            EngineError: The engine cannot serve the model exactly, or `keeps_routing` is set for a model without
+                routers.
         """
         super().__init__(name, max_num_seqs)
         device = torch.device(device)
@@ -85,9 +101,9 @@ class TransformersEngine(StepLoopEngine):
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_causal_lm(model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta)
         self.served = ModelRunner(model, device, name, keeps_routing)  # type: ignore[arg-type]
-        """The model and its adapters; only the engine's thread computes with them."""
-        longest, served = self.served.max_positions, self.served.model
-        max_model_len = min(max_model_len or longest, longest)
+        """The model and its adapters. Only the engine's thread computes with them."""
+        max_positions, served = self.served.max_positions, self.served.model
+        max_model_len = min(max_model_len or max_positions, max_positions)
         self._scheduler = Scheduler(
             self.served,
             tokenizer,
@@ -101,15 +117,17 @@ class TransformersEngine(StepLoopEngine):
             self.lifecycle, partial(check_device, device), partial(poll_device_error, device)
         )
         self._receiver = WeightReceiver(TransformersWeightStore(self.served), name, device, slot)
-        self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
-        self._checks = RequestValidator(self.capabilities, self.served.vocab_size, max_model_len, max_score_len=longest)
+        self.capabilities = _capabilities(name, max_model_len, has_tokenizer=tokenizer is not None)
+        self._checks = RequestValidator(
+            self.capabilities, self.served.vocab_size, max_model_len, max_score_len=max_positions
+        )
         self._profiler = Profiler(device.type)
         self._thread.start()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling the call aborts its requests."""
+        """Sample the requests; see `InferenceEngine.generate`. Cancelling the call aborts its requests."""
         for request in requests:
             self._checks.check_request(request, self.served.adapters.names)
         if not requests:
@@ -128,19 +146,26 @@ class TransformersEngine(StepLoopEngine):
             raise
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine. Running requests finish with the adapter that they began with."""
+        """Load a LoRA adapter; see `InferenceEngine.load_adapter`.
+
+        Running requests finish with the adapter that they started with.
+        """
         adapter = await asyncio.to_thread(self.served.adapters.read, name, path)
         await self._run(lambda: self.served.adapters.add(adapter))
 
     async def unload_adapter(self, name: str) -> None:
-        """Running requests finish with the adapter; a name that is not loaded is ignored."""
+        """Unload a LoRA adapter. Running requests finish with it. A name that is not loaded is ignored."""
         await self._run(lambda: self.served.adapters.remove(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
-        self.lifecycle.check_alive()  # a lost device must not be asked for its memory
+        """Return the engine's state and counters, without waiting for a running step or weight transfer.
+
+        Raises:
+            EngineError: The engine is closed or its device is lost.
+        """
+        self.lifecycle.check_alive()  # Reading the memory statistics of a lost device would fail.
         return self.lifecycle.health(
             self._receiver.version,
             running=self._scheduler.running,
@@ -152,15 +177,15 @@ class TransformersEngine(StepLoopEngine):
         )
 
     async def start_profile(self) -> None:
-        """Record what the engine's thread runs."""
+        """Start the profiler on the engine's thread, once its running step has ended."""
         await self._run(self._profiler.start)
 
     async def stop_profile(self, file: str) -> str:
-        """See Profiler.write; steps go on while it writes."""
+        """Stop the profiler and write its trace to `file`; see `Profiler.write`. Steps continue during the write."""
         await self._run(self._profiler.stop)
         return await asyncio.to_thread(self._profiler.write, file)
 
-    # -- see SteppedEngine --------------------------------------------------------------------------------------------
+    # -- implementation of StepLoopEngine ----------------------------------------------------------------------------
 
     def _is_busy(self) -> bool:
         return self._scheduler.running > 0
@@ -212,15 +237,15 @@ class TransformersEngine(StepLoopEngine):
         self._receiver.close()
 
 
-def _capabilities(name: str, max_model_len: int, *, strings: bool) -> Capabilities:
+def _capabilities(name: str, max_model_len: int, *, has_tokenizer: bool) -> Capabilities:
     return Capabilities(
         name=name,
-        sampling=SAMPLING_PARAM_NAMES if strings else SAMPLING_PARAM_NAMES - {"stop"},
+        sampling=SAMPLING_PARAM_NAMES if has_tokenizer else SAMPLING_PARAM_NAMES - {"stop"},
         weight_routes=WEIGHT_ROUTES,
         max_model_len=max_model_len,
         lora=True,
         synced_adapter_rank=1 << 16,
         pause_modes=PAUSE_MODES,
         keeps_fingerprints=True,
-        refusals={} if strings else {"stop": f"engine {name!r} was given no tokenizer to read what it samples."},
+        refusals={} if has_tokenizer else {"stop": f"engine {name!r} has no tokenizer, which stop strings require."},
     )

@@ -1,20 +1,20 @@
-"""Continuous batching of the transformers engine: admission, decode steps, ends of requests.
+"""Continuous batching of the transformers engine: admission, decode steps, completions.
 
-Everything here runs on the engine's thread. Nothing but deadlines depends on time, so the same list of requests given
-to an idle engine takes the same steps and gives bit-identical results.
+Everything here runs on the engine's thread. Only deadlines depend on time, so an idle engine takes the same steps for
+the same list of requests and returns bit-identical results.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.data.token_arrays import LogProbs, Tokens, to_int_tuple, to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
@@ -27,81 +27,97 @@ from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, Promp
 from skyrl_train.engines.transformers.model_runner import ModelRunner
 
 _PREFILL_TOKENS = 8192
-"""The most prompt tokens in one forward, unless a single prompt is longer: bounds the memory of activations."""
+"""Maximum number of prompt tokens in one forward pass, unless one prompt is longer. It bounds activation memory."""
 
 
 class GenerateCall:
-    """One call of generate(): its future gets the completions, in request order, once all requests are done."""
+    """One call of `generate`, with the future of its completions."""
 
     def __init__(self, requests: Sequence[SampleRequest]):
+        """Create a tracked request for each of `requests`, and a future that callers cannot cancel."""
         self.future: Future[list[Completion]] = Future()
-        # From now on the future cannot be cancelled while the engine's thread uses it.
+        """The completions, in request order, once every request has ended."""
+        # A running future cannot be cancelled while the engine's thread uses it.
         self.future.set_running_or_notify_cancel()
         self.requests = [TrackedRequest(request, self) for request in requests]
-        self._left = len(self.requests)
+        self._num_unfinished = len(self.requests)
 
     def request_done(self) -> None:
-        self._left -= 1
-        if not self._left and not self.future.done():
+        """Count one request as ended. The last one completes the future, unless the call has failed."""
+        self._num_unfinished -= 1
+        if not self._num_unfinished and not self.future.done():
             self.future.set_result([row.completion for row in self.requests if row.completion is not None])
 
     def fail(self, error: Exception) -> None:
+        """Set `error` as the future's exception, unless the future is done."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 @dataclass(eq=False, slots=True)
 class TrackedRequest:
-    """One request from submission to completion."""
+    """A request and its state, from submission to completion."""
 
     request: SampleRequest
     call: GenerateCall
     key: PromptKey = field(default_factory=lambda: PromptKey(()))
-    """The tokens to prefill when it is admitted: the prompt, and after a retraction also its sampled tokens."""
+    """The tokens to prefill on admission: the prompt, and after a retraction also the sampled tokens."""
     limit: int = 0
-    """The most tokens to sample: max_tokens, or less if the model's maximum length is reached first."""
+    """Maximum number of tokens to sample: max_tokens, or less if the model's maximum length is reached first."""
     stop_ids: frozenset[int] = frozenset()
-    """All token ids that end it, including end-of-sequence."""
+    """All token ids that end the request, including end-of-sequence."""
     min_tokens_forbidden: Tensor | None = None
-    """Token ids that are forbidden before min_tokens."""
+    """Token ids that must not be sampled before min_tokens; None if there are none."""
     stops: StopStrings | None = None
     seen: Tensor | None = None
-    """bool [V], the tokens in it so far, if there is a repetition penalty."""
+    """The tokens of prompt and response so far, bool [V]; None without a repetition penalty."""
     buffer_row: int = -1
-    """Its page in the Transcript."""
+    """Row in the SampledTokenBuffer; -1 before the request is first admitted."""
     slot: int = -1
-    """Its slot in the DecodeCache."""
+    """Slot in the DecodeCache; -1 before the request is first admitted."""
     generated: int = 0
     stop_text: str | None = None
     version_changes: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, version) of every change of weights, the first ones included."""
+    """(index of the first sampled token, version) of every weight version that the request has used."""
     routing: list[np.ndarray] = field(default_factory=list)
-    """int16 [tokens, layers, k] of consecutive tokens from the prompt's first one on; empty if it is not kept."""
+    """The experts of consecutive tokens from the prompt's first one on, int16 [tokens, layers, k]; empty if the engine
+    does not record them."""
     completion: Completion | None = None
 
     @property
     def num_reprefilled(self) -> int:
-        """How many sampled tokens were prefilled with the prompt, after a retraction."""
+        """Number of sampled tokens that were prefilled together with the prompt, after a retraction."""
         return len(self.key.token_ids) - len(self.request.token_ids)
 
     def admit(self, buffer: SampledTokenBuffer, version: int, routing: np.ndarray | None) -> None:
-        """Begin to run with weights of this version, for the first time or after a retraction.
+        """Record that the request starts to run, for the first time or after a retraction.
 
-        `routing`: of the tokens that were prefilled. Those that were sampled earlier stay where they went then.
+        Args:
+            buffer: Buffer in which the request gets a row, unless it has one.
+            version: Version of the weights.
+            routing: Experts of the prefilled tokens, int16 [tokens, layers, k], or None. Tokens that were sampled
+                before a retraction keep the experts that they had then.
         """
         if routing is not None:
             self.routing.append(routing[sum(map(len, self.routing)) :])
         if self.buffer_row < 0:
-            self.buffer_row = buffer.page()
+            self.buffer_row = buffer.allocate()
         if not self.version_changes or self.version_changes[-1][1] != version:
             self.version_changes.append((self.generated, version))
 
     def retract(self, buffer: SampledTokenBuffer) -> None:
-        """Prepare for the queue, keeping the tokens sampled so far."""
+        """Prepare the request for the queue: its next prefill includes the tokens sampled so far."""
         sampled, _, _ = buffer.read(self.buffer_row, self.generated)
         self.key = self.key._replace(token_ids=to_int_tuple(np.concatenate((self.request.token_ids, sampled))))
 
     def finish(self, buffer: SampledTokenBuffer, reason: str, running_s: float) -> None:
+        """Set `completion` and free the request's row in `buffer`.
+
+        Args:
+            buffer: The buffer with the sampled tokens.
+            reason: The completion's `stop_reason`.
+            running_s: Seconds for which the request ran.
+        """
         ids, logprobs, full = to_token_array([]), to_logprob_array([]), to_logprob_array([])
         if self.buffer_row >= 0:
             ids, logprobs, full = buffer.read(self.buffer_row, self.generated)
@@ -119,53 +135,64 @@ class TrackedRequest:
 
 
 class SampledTokenBuffer:
-    """Sampled tokens and log-probs of all running requests, in arrays that they share."""
+    """The sampled tokens and log-probs of all running requests, in shared arrays with one row per request."""
 
     def __init__(self) -> None:
         self._ids = np.zeros((0, 64), dtype=np.int64)
         self._logprobs = np.zeros((2, 0, 64), dtype=np.float32)
         self._free: list[int] = []
 
-    def page(self) -> int:
+    def allocate(self) -> int:
+        """Return the index of a free row, enlarging the arrays if there is none."""
         if not self._free:
             count = len(self._ids)
-            more = max(16, count)
-            self._ids = np.pad(self._ids, ((0, more), (0, 0)))
-            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, more), (0, 0)))
-            self._free = list(range(count, count + more))
+            added = max(16, count)
+            self._ids = np.pad(self._ids, ((0, added), (0, 0)))
+            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, added), (0, 0)))
+            self._free = list(range(count, count + added))
         return self._free.pop()
 
-    def write(self, pages: np.ndarray, at: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Write one token per row: pages, at (its index), ids [B]; logprobs [2, B] (sampled from; full)."""
-        if len(at) and (longest := int(at.max())) >= self._ids.shape[1]:
-            more = max(longest + 1 - self._ids.shape[1], self._ids.shape[1])
-            self._ids = np.pad(self._ids, ((0, 0), (0, more)))
-            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, 0), (0, more)))
-        self._ids[pages, at] = ids
-        self._logprobs[:, pages, at] = logprobs
+    def write(self, rows: np.ndarray, columns: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Write one token for each of some requests.
 
-    def read(self, page: int, count: int) -> tuple[Tokens, LogProbs, LogProbs]:
-        """Copies of a request's first tokens and of their log-probs: sampled from, and full."""
-        logprobs, full = (row[page, :count].copy() for row in self._logprobs)
-        return self._ids[page, :count].astype(np.int32), logprobs, full
+        Args:
+            rows: Rows of the requests, [B].
+            columns: Index of the token in its response, [B].
+            ids: Token ids, [B].
+            logprobs: Log-probs of the distribution sampled from, and full log-probs: [2, B].
+        """
+        if len(columns) and (max_column := int(columns.max())) >= self._ids.shape[1]:
+            added = max(max_column + 1 - self._ids.shape[1], self._ids.shape[1])
+            self._ids = np.pad(self._ids, ((0, 0), (0, added)))
+            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, 0), (0, added)))
+        self._ids[rows, columns] = ids
+        self._logprobs[:, rows, columns] = logprobs
 
-    def at(self, pages: np.ndarray, at: np.ndarray) -> np.ndarray:
-        return self._ids[pages, at]
+    def read(self, row: int, count: int) -> tuple[Tokens, LogProbs, LogProbs]:
+        """Return copies of a request's first `count` tokens, log-probs and full log-probs, each [count]."""
+        logprobs, full = (values[row, :count].copy() for values in self._logprobs)
+        return self._ids[row, :count].astype(np.int32), logprobs, full
 
-    def tail(self, page: int, start: int, stop: int) -> list[int]:
-        return self._ids[page, start:stop].tolist()
+    def get_ids(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return one token id of each row, int64 [B]."""
+        return self._ids[rows, columns]
 
-    def free(self, page: int) -> None:
-        self._free.append(page)
+    def get_range(self, row: int, start: int, stop: int) -> list[int]:
+        """Return the token ids [start, stop) of a row."""
+        return self._ids[row, start:stop].tolist()
+
+    def free(self, row: int) -> None:
+        """Make a row available to another request."""
+        self._free.append(row)
 
 
 class Scheduler:
-    """Queues requests and runs them as rows of one batch, step by step."""
+    """A scheduler that queues requests and runs them as rows of one batch, step by step."""
 
     def __init__(
         self,
         model_runner: ModelRunner,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
         eos: frozenset[int],
         deadlines: RequestDeadlines,
         *,
@@ -173,9 +200,20 @@ class Scheduler:
         max_model_len: int,
         name: str,
     ):
+        """Create a scheduler without requests.
+
+        Args:
+            model_runner: Runs the forward passes.
+            tokenizer: Decodes tokens for stop strings and `Completion.stop_text`; None if neither is needed.
+            eos: The model's end-of-sequence tokens.
+            deadlines: The engine's record of deadlines. The scheduler adds and removes its requests.
+            max_num_seqs: Maximum number of running requests.
+            max_model_len: Maximum length of a prompt with its response, in tokens.
+            name: The engine's name, for error messages.
+        """
         self._model_runner = model_runner
         self._tokenizer = tokenizer
-        self._eos = frozenset(end for end in eos if end < model_runner.vocab_size)
+        self._eos = frozenset(token for token in eos if token < model_runner.vocab_size)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._name = name
@@ -185,33 +223,37 @@ class Scheduler:
         self._rows: list[TrackedRequest] = []
         self._batch: _Batch | None = None
         self._prompt_logits: dict[PromptKey, Tensor] = {}
-        """The last logits of prompts that queued requests share with admitted ones."""
+        """The last logits [V] of prompts that queued requests share with admitted ones."""
         self._prompt_routing: dict[PromptKey, np.ndarray] = {}
-        """The same for where their tokens went, if the engine keeps that."""
+        """The experts of the same prompts' tokens, if the engine records them."""
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._next_ids: Tensor | None = None
         self._finished: list[TrackedRequest] = []
         self._calls: set[GenerateCall] = set()
-        """Calls that have not got their completions yet."""
+        """Calls whose futures are not done."""
         self._deadlines = deadlines
         self.version = 0
         self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
 
     @property
     def running(self) -> int:
+        """Number of running requests."""
         return len(self._rows)
 
     @property
     def queued(self) -> int:
+        """Number of requests that wait for admission."""
         return len(self._queue)
 
     def submit(self, call: GenerateCall) -> None:
         """Queue the requests of a call, in order.
 
-        Raises UnsupportedParameter for an adapter that is not loaded and for an id that is in use.
+        Raises:
+            UnsupportedParameter: A request names an adapter that is not loaded, or an id that another running or
+                queued request has.
         """
-        under_way = (row.request.request_id for row in (*self._rows, *self._queue))
-        check_unique_request_ids(self._name, (row.request for row in call.requests), under_way)
+        active_ids = (row.request.request_id for row in (*self._rows, *self._queue))
+        check_unique_request_ids(self._name, (row.request for row in call.requests), active_ids)
         for row in call.requests:
             self._prepare(row)
         self._queue.extend(call.requests)
@@ -234,15 +276,22 @@ class Scheduler:
             row.seen = torch.zeros(self._model_runner.vocab_size, dtype=torch.bool, device=self._model_runner.device)
             row.seen[list(row.key.token_ids)] = True
 
-    # -- ends that the model did not cause ----------------------------------------------------------------------------
+    # -- requests that end for other reasons than the model's output -------------------------------------------------
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End these requests (None: all) with their tokens so far; unknown ids are ignored."""
+        """Complete requests with their tokens so far and stop_reason "abort".
+
+        Args:
+            request_ids: The requests; None for all. Unknown ids are ignored.
+        """
         ids = None if request_ids is None else set(request_ids)
-        self._end(lambda row: ids is None or row.request.request_id in ids)
+        self._abort_if(lambda row: ids is None or row.request.request_id in ids)
 
     def retract(self) -> None:
-        """Put running rows back at the head of the queue; their tokens so far are prefilled when they are admitted."""
+        """Put running requests back at the head of the queue.
+
+        When they are admitted again, their prompts are prefilled together with their tokens so far.
+        """
         for row in self._rows:
             row.retract(self._token_buffer)
         self._queue.extendleft(reversed(self._rows))
@@ -250,8 +299,8 @@ class Scheduler:
         self.reset_prefix_cache()
 
     def fail(self, error: Exception) -> None:
-        """Drop all running and queued requests: their callers get `error`."""
-        self._deadlines.clear()  # also of those that were being admitted, which are in neither list
+        """Drop all running and queued requests, and raise `error` in their callers."""
+        self._deadlines.clear()  # This includes requests that are being admitted, which are in neither list.
         self._rows, self._batch = [], None
         self._queue.clear()
         self._token_buffer = SampledTokenBuffer()
@@ -262,7 +311,7 @@ class Scheduler:
             call.fail(error)
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prompts; running rows keep their own keys and values. An idle engine frees the memory."""
+        """Drop all cached prompts. Running rows keep their keys and values; without running rows memory is freed."""
         self._prompt_logits.clear()
         self._prompt_routing.clear()
         self._cache.forget_prompts()
@@ -270,24 +319,34 @@ class Scheduler:
             self._cache.reset()
 
     def on_weights_changed(self, version: int) -> None:
-        """Continue running rows with the new weights, on top of keys and values of the old ones."""
+        """Record that the model now has weights of `version`, and drop cached prompts.
+
+        Running rows continue with the new weights. They keep the keys and values that the old weights computed.
+        """
         self.version = version
         for row in self._rows:
             row.version_changes.append((row.generated, version))
         self.reset_prefix_cache()
 
-    def _end(self, chosen: Any) -> None:
-        ended = [row for row in (*self._rows, *self._queue) if chosen(row)]
-        self._queue = deque(row for row in self._queue if not chosen(row))
-        self._drop([chosen(row) for row in self._rows])
-        for row in ended:
+    def _abort_if(self, predicate: Callable[[TrackedRequest], bool]) -> None:
+        aborted = [row for row in (*self._rows, *self._queue) if predicate(row)]
+        self._queue = deque(row for row in self._queue if not predicate(row))
+        self._drop([predicate(row) for row in self._rows])
+        for row in aborted:
             self._finish(row, "abort")
         self._clean_up()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, *, can_admit: bool) -> None:
-        """Admit the queued requests that fit, if it `admits` any, then sample one token for every running row."""
+        """Admit queued requests, then sample one token for every running row.
+
+        Args:
+            can_admit: False to leave queued requests in the queue.
+
+        Raises:
+            EngineError: Sampled log-probs are not finite.
+        """
         while can_admit and self._queue and len(self._rows) < self._max_num_seqs:
             self._admit()
         if self._rows:
@@ -299,7 +358,7 @@ class Scheduler:
         self._finished.append(row)
 
     def _deliver(self) -> None:
-        """Complete the callers' futures: after everything else, so that the state that they then see is current."""
+        """Complete the callers' futures. This runs last in a step, so that callers see the engine's current state."""
         finished, self._finished = self._finished, []
         for row in finished:
             row.call.request_done()
@@ -307,7 +366,7 @@ class Scheduler:
                 self._calls.discard(row.call)
 
     def _clean_up(self) -> None:
-        """Clean up after rows have ended: compact the cache if most lanes are empty, reset it if no row is left."""
+        """Compact or reset the cache if rows have ended, then deliver completions."""
         self._compact_cache()
         self._deliver()
 
@@ -327,89 +386,103 @@ class Scheduler:
         return frozenset(row.key for row in self._queue)
 
     def _admit(self) -> None:
-        """Take queued requests in order, prefill their prompts, sample first tokens, give slots to those that go on."""
-        rows, unread = self._next_rows()
+        """Prefill the next queued requests, sample their first tokens, and allocate slots for those that continue."""
+        rows, new_keys = self._next_rows()
         packed, starts = None, {}
-        if unread:
-            packed, places, logits = self._model_runner.prefill(unread)
-            starts = dict(zip(unread, places, strict=True))
-            self._prompt_logits.update(zip(unread, logits, strict=True))
+        if new_keys:
+            packed, offsets, logits = self._model_runner.prefill(new_keys)
+            starts = dict(zip(new_keys, offsets, strict=True))
+            self._prompt_logits.update(zip(new_keys, logits, strict=True))
             if (routing := self._model_runner.routing()) is not None:
-                self._prompt_routing |= {key: routing[at : at + len(key.token_ids)] for key, at in starts.items()}
-        lengths = sum(len(row.key.token_ids) for row in rows)
-        fresh = sum(len(key.token_ids) for key in unread)
-        self.prefilled_tokens += fresh
-        self.cached_tokens += lengths - fresh
+                self._prompt_routing |= {
+                    key: routing[start : start + len(key.token_ids)] for key, start in starts.items()
+                }
+        prompt_tokens = sum(len(row.key.token_ids) for row in rows)
+        prefilled_tokens = sum(len(key.token_ids) for key in new_keys)
+        self.prefilled_tokens += prefilled_tokens
+        self.cached_tokens += prompt_tokens - prefilled_tokens
         for row in rows:
             row.admit(self._token_buffer, self.version, self._prompt_routing.get(row.key))
         logits = torch.stack([self._prompt_logits[row.key] for row in rows])
         _, done = _Batch(rows, self._model_runner).sample(logits, self)
         needed = self._queued_prompts()
-        staying = [row for row, over in zip(rows, done, strict=True) if not over]
+        continuing = [row for row, is_done in zip(rows, done, strict=True) if not is_done]
         by_prompt: dict[PromptKey, list[TrackedRequest]] = {}
-        for row in staying:
+        for row in continuing:
             by_prompt.setdefault(row.key, []).append(row)
-        new = [NewPrompt(key, len(same), starts.get(key)) for key, same in by_prompt.items()]
-        slots = iter(self._cache.allocate_slots(new, packed, needed)) if new else iter(())
+        new_prompts = [NewPrompt(key, len(same), starts.get(key)) for key, same in by_prompt.items()]
+        slots = iter(self._cache.allocate_slots(new_prompts, packed, needed)) if new_prompts else iter(())
         for same in by_prompt.values():
             for row in same:
                 row.slot = next(slots)
-        for kept in (self._prompt_logits, self._prompt_routing):
-            for key in [key for key in kept if key not in needed]:
-                del kept[key]
+        for by_key in (self._prompt_logits, self._prompt_routing):
+            for key in [key for key in by_key if key not in needed]:
+                del by_key[key]
         self._next_ids = None
-        self._rows = sorted([*self._rows, *staying], key=lambda row: row.slot)
+        self._rows = sorted([*self._rows, *continuing], key=lambda row: row.slot)
         self._batch = None
 
     def _next_rows(self) -> tuple[list[TrackedRequest], list[PromptKey]]:
-        """The next requests of the queue to admit, and those of their prompts that need a prefill."""
+        """Take the next requests from the queue; return them and those of their prompts that need a prefill."""
         rows: list[TrackedRequest] = []
-        unread: dict[PromptKey, None] = {}
+        new_keys: dict[PromptKey, None] = {}
         tokens = 0
         while self._queue and len(self._rows) + len(rows) < self._max_num_seqs:
             key = self._queue[0].key
-            if key not in unread and not (key in self._prompt_logits and self._cache.has_prompt(key)):
-                if unread and tokens + len(key.token_ids) > _PREFILL_TOKENS:
+            if key not in new_keys and not (key in self._prompt_logits and self._cache.has_prompt(key)):
+                if new_keys and tokens + len(key.token_ids) > _PREFILL_TOKENS:
                     break
-                unread[key] = None
+                new_keys[key] = None
                 tokens += len(key.token_ids)
             rows.append(self._queue.popleft())
-        return rows, list(unread)
+        return rows, list(new_keys)
 
     def _decode(self) -> None:
         if self._batch is None:
             self._batch = _Batch(self._rows, self._model_runner)
             self._next_ids = None
         if self._next_ids is None or not self._cache.advance():
-            # The newest token of a row is not stored yet: this step stores it.
-            self._cache.begin([row.slot for row in self._rows], self._batch.generated - self._batch.reread - 1)
+            # The newest token of a row is not in the cache yet: this step stores it.
+            self._cache.begin([row.slot for row in self._rows], self._batch.generated - self._batch.reprefilled - 1)
         if self._next_ids is None:
-            last = self._token_buffer.at(self._batch.pages, self._batch.generated - 1)
+            last = self._token_buffer.get_ids(self._batch.buffer_rows, self._batch.generated - 1)
             self._next_ids = torch.from_numpy(last).to(self._model_runner.device)
         logits = self._model_runner.decode(self._next_ids, self._cache, self._batch.adapted)
         if (routing := self._model_runner.routing()) is not None:
-            for row, of_token in zip(self._rows, routing, strict=True):
-                row.routing.append(of_token[None])
+            for row, experts in zip(self._rows, routing, strict=True):
+                row.routing.append(experts[None])
         ids, done = self._batch.sample(logits, self)
         self._next_ids = ids
         if done.any():
             self._drop(done)
 
-    def _drop(self, gone: Sequence[bool] | np.ndarray) -> None:
-        """Take rows out of the batch; their lanes are free."""
-        leaving = [row.slot for row, leaves in zip(self._rows, gone, strict=True) if leaves]
-        if leaving:
-            self._cache.release(leaving)
-            self._rows = [row for row, leaves in zip(self._rows, gone, strict=True) if not leaves]
+    def _drop(self, dropped: Sequence[bool] | np.ndarray) -> None:
+        """Remove the rows for which `dropped` [B] is True from the batch, and free their lanes in the cache."""
+        slots = [row.slot for row, is_dropped in zip(self._rows, dropped, strict=True) if is_dropped]
+        if slots:
+            self._cache.release(slots)
+            self._rows = [row for row, is_dropped in zip(self._rows, dropped, strict=True) if not is_dropped]
             self._batch = None
 
     # -- after sampling ----------------------------------------------------------------------------------------------
 
     def record(self, batch: _Batch, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Write a step's tokens down and finish the rows they ended: bool [B]."""
-        if not np.isfinite(logprobs).all():  # asked of all at once: number by number it would slow every step
+        """Store the tokens of a step and finish the requests that end with them.
+
+        Args:
+            batch: The rows of the step.
+            ids: The sampled tokens, int64 [B].
+            logprobs: Their log-probs and full log-probs, [2, B].
+
+        Returns:
+            True for rows that ended, bool [B].
+
+        Raises:
+            EngineError: A log-prob is not finite.
+        """
+        if not np.isfinite(logprobs).all():  # One array operation; a check of each number would slow every step.
             check_logprobs(self._name, *logprobs.tolist())
-        self._token_buffer.write(batch.pages, batch.generated, ids, logprobs)
+        self._token_buffer.write(batch.buffer_rows, batch.generated, ids, logprobs)
         batch.generated += 1
         self.generated_tokens += len(ids)
         full = batch.generated >= batch.limits
@@ -417,9 +490,9 @@ class Scheduler:
         if batch.may_stop is not None:
             for index in np.flatnonzero(batch.may_stop[ids]):
                 stopped[index] = int(ids[index]) in batch.rows[index].stop_ids
-        for index in batch.with_strings:
-            stopped[index] |= self._string_completed(batch, index, int(ids[index]))
-        for index in batch.penalised:
+        for index in batch.with_stop_strings:
+            stopped[index] |= self._completes_stop_string(batch, index, int(ids[index]))
+        for index in batch.penalized:
             batch.rows[index].seen[ids[index]] = True  # type: ignore[index]
         done = full | stopped
         for index in np.flatnonzero(done):
@@ -430,49 +503,54 @@ class Scheduler:
             self._finish(row, "stop" if stopped[index] else "length")
         return done
 
-    def _string_completed(self, batch: _Batch, index: int, token: int) -> bool:
+    def _completes_stop_string(self, batch: _Batch, index: int, token: int) -> bool:
         row, count = batch.rows[index], int(batch.generated[index])
         assert row.stops is not None
         if count < row.request.sampling.min_tokens or not row.stops.may_end_at(token):
             return False
         row.stop_text = row.stops.find(
-            self._token_buffer.tail(row.buffer_row, max(0, count - row.stops.max_tail_tokens), count)
+            self._token_buffer.get_range(row.buffer_row, max(0, count - row.stops.max_tail_tokens), count)
         )
         return row.stop_text is not None
 
 
 class _Batch:
-    """The state that stays the same between steps as long as the same rows run, as arrays [B]."""
+    """The state of steps with the same rows, as arrays [B]."""
 
     def __init__(self, rows: Sequence[TrackedRequest], model_runner: ModelRunner):
         self.rows = rows
         generated = [row.generated for row in rows]
         params = [row.request.sampling for row in rows]
         self._sampler = RowSampler(params, [row.request.seed for row in rows], generated, model_runner.device)
-        self.pages = np.array([row.buffer_row for row in rows])
+        self.buffer_rows = np.array([row.buffer_row for row in rows])
         self.generated = np.array(generated)
-        self.reread = np.array([row.num_reprefilled for row in rows])
+        self.reprefilled = np.array([row.num_reprefilled for row in rows])
         self.adapted = adapted_rows([row.key.adapter for row in rows], [1] * len(rows), model_runner.device)
         self.limits = np.array([row.limit for row in rows])
-        self.with_strings = [index for index, row in enumerate(rows) if row.stops is not None]
-        self.penalised = [index for index, row in enumerate(rows) if row.seen is not None]
+        self.with_stop_strings = [index for index, row in enumerate(rows) if row.stops is not None]
+        self.penalized = [index for index, row in enumerate(rows) if row.seen is not None]
         self._below_min_tokens = [index for index, row in enumerate(rows) if row.min_tokens_forbidden is not None]
-        ends = set().union(*(row.stop_ids for row in rows))
+        stop_ids = set().union(*(row.stop_ids for row in rows))
         self.may_stop: np.ndarray | None = None
-        if ends:
+        """True for tokens that end at least one of the rows, bool [V]; None if there is no such token."""
+        if stop_ids:
             self.may_stop = np.zeros(model_runner.vocab_size, dtype=bool)
-            self.may_stop[list(ends)] = True
+            self.may_stop[list(stop_ids)] = True
 
     def sample(self, logits: Tensor, scheduler: Scheduler) -> tuple[Tensor, np.ndarray]:
-        """Sample and record a token for each row; returns ids [B] on the device, and bool [B]: which rows are done."""
+        """Sample and record a token for each row.
+
+        Returns:
+            The token ids [B] on the device, and True for rows that ended, bool [B].
+        """
         forbidden = [
             (index, self.rows[index].min_tokens_forbidden)
             for index in self._below_min_tokens
             if self.generated[index] < self.rows[index].request.sampling.min_tokens
         ]
-        seen = [self.rows[index].seen for index in self.penalised]
+        seen = [self.rows[index].seen for index in self.penalized]
         sampled = self._sampler(logits, seen, forbidden)  # type: ignore[arg-type]
-        # One transfer from the device; float64 holds every id exactly.
+        # Copying all columns at once takes one transfer from the device. float64 represents every id exactly.
         columns = torch.stack((sampled.ids.double(), sampled.logprobs.double(), sampled.full_logprobs.double()))
         ids, *logprobs = columns.cpu().numpy()
         done = scheduler.record(self, ids.astype(np.int64), np.stack(logprobs))

@@ -1,4 +1,4 @@
-"""LoRA adapters of the vLLM engine: private copies, kept while a request uses them. Imports vLLM: see engine.py."""
+"""LoRA adapters of the vLLM engine: private copies that exist while requests use them. Imports vLLM: see engine.py."""
 
 from __future__ import annotations
 
@@ -20,42 +20,52 @@ from skyrl_train.models.loading import load_meta_model
 from skyrl_train.models.lora import get_adaptable_linears, get_exported_names
 
 _SYNCED = 1
-"""vLLM's number for the adapter from weight syncs: running requests continue with what is loaded under it."""
+"""vLLM's id of the adapter from weight syncs. Running requests continue with the adapter that is loaded under it."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class VLLMAdapters:
-    """The adapters loaded into vLLM. It owns a folder of copies, so it must be closed.
+    """The LoRA adapters that are loaded into vLLM. It owns a folder of copies, so callers must close it.
 
-    vLLM keeps few adapters in memory and reads others again from their folders when a request needs them: if a folder
-    was changed or deleted meanwhile, all running requests would fail.
+    vLLM keeps few adapters in memory and reads the others from their folders again when a request needs them. All
+    running requests would fail if such a folder had been changed or deleted in the meantime, hence the copies.
     """
 
     def __init__(self, engine: LLMEngine, name: str):
+        """Create a registry without adapters.
+
+        Args:
+            engine: vLLM's engine.
+            name: The engine's name, for error messages.
+        """
         self._engine = engine
         self._name = name
         self._folder: TemporaryDirectory[str] | None = None
         self._linears: dict[str, nn.Linear] | None = None
-        """The layers that adapters may change, by their names in adapters' files."""
-        self._added = _SYNCED
+        """Layers that adapters may change, by their names in adapter files; None before the first use."""
+        self._last_id = _SYNCED
         self._retired: list[LoRARequest] = []
-        """Adapters that were replaced or dropped while a request may still use them."""
+        """Adapters that were replaced or removed, and that running requests may still use."""
         self.loaded: dict[str, LoRARequest] = {}
         self.synced: LoRARequest | None = None
-        """The adapter of the last weight sync, for requests that name none."""
-        self._synced_name = f"weight sync {uuid4()}"  # unique, as vLLM identifies adapters by name
+        """The adapter of the last weight sync, which applies to requests that name none."""
+        self._synced_name = f"weight sync {uuid4()}"  # Unique, because vLLM identifies adapters by name.
         self.sync_has_adapter = False
-        """Whether the current sync brings an adapter."""
+        """True if the current weight sync includes an adapter."""
 
     @property
     def synced_folder(self) -> str:
-        """The folder for the adapter of weight syncs; empty if the engine has no room for adapters."""
+        """The folder for the adapter of weight syncs; empty if LoRA is off in this engine."""
         if self._engine.vllm_config.lora_config is None:
             return ""
         return str(Path(self._own_folder()) / "synced")
 
     def serve_synced(self) -> None:
-        """Load the adapter that the sync wrote to `synced_folder`, if it brought one. Raises EngineError."""
+        """Load the adapter that the workers wrote to `synced_folder`, if the sync includes one.
+
+        Raises:
+            EngineError: vLLM rejects the adapter.
+        """
         self.synced = None
         if not self.sync_has_adapter:
             return
@@ -63,55 +73,77 @@ class VLLMAdapters:
         self.synced = LoRARequest(self._synced_name, _SYNCED, self.synced_folder)
 
     def copy(self, name: str, path: str) -> str:
-        """Check an adapter and copy the files that vLLM reads; returns the copy's folder.
+        """Check an adapter and copy the files that vLLM reads. Any thread may call this.
 
-        vLLM itself silently accepts missing tensors and wrong ranks. May run on any thread. Raises EngineError.
+        The check is necessary because vLLM silently accepts missing tensors and wrong ranks.
+
+        Args:
+            name: Name of the adapter, for error messages.
+            path: The folder that peft's `save_pretrained` wrote.
+
+        Returns:
+            The folder of the copy.
+
+        Raises:
+            EngineError: The folder cannot be read, or an option or a tensor does not fit the model.
         """
         if self._linears is None:
             model = load_meta_model(self._engine.model_config.model, torch.float32)
             names = get_exported_names(model)
             self._linears = {names[layer]: linear for layer, linear in get_adaptable_linears(model).items()}
         read_adapter(path, self._linears, adapter=name, engine=self._name)
-        copied = mkdtemp(dir=self._own_folder())
+        folder = mkdtemp(dir=self._own_folder())
         for file in _FILES:
-            shutil.copyfile(Path(path) / file, Path(copied) / file)
-        return copied
+            shutil.copyfile(Path(path) / file, Path(folder) / file)
+        return folder
 
-    def add(self, name: str, copied: str) -> None:
-        """Serve the adapter in the folder that `copy` made; replaces an earlier `name`. Raises EngineError."""
-        self._added += 1
-        request = LoRARequest(name, self._added, copied)
+    def add(self, name: str, folder: str) -> None:
+        """Load an adapter into vLLM. It replaces an earlier adapter of the same name for new requests.
+
+        Args:
+            name: Name of the adapter.
+            folder: The folder that `copy` returned. It is deleted if vLLM rejects the adapter.
+
+        Raises:
+            EngineError: vLLM rejects the adapter.
+        """
+        self._last_id += 1
+        request = LoRARequest(name, self._last_id, folder)
         try:
             self._load(request)
         except EngineError:
-            shutil.rmtree(copied)
+            shutil.rmtree(folder)
             raise
         self.remove(name)
         self.loaded[name] = request
 
     def remove(self, name: str) -> None:
-        """Forget an adapter for new requests; running ones continue with it. A name that is not loaded is ignored."""
-        old = self.loaded.pop(name, None)
-        if old is not None:
-            self._retired.append(old)
+        """Stop serving an adapter to new requests. Running requests finish with it. Unknown names are ignored."""
+        adapter = self.loaded.pop(name, None)
+        if adapter is not None:
+            self._retired.append(adapter)
 
     def forget_unused(self, used: Iterable[LoRARequest | None]) -> None:
-        """Delete dropped adapters that are not in `used`, the adapters of running requests."""
+        """Unload removed adapters that no request uses any more, and delete their folders.
+
+        Args:
+            used: The adapters of running requests.
+        """
         if not self._retired:
             return
-        ids = {one.lora_int_id for one in used if one is not None}
-        unused = [one for one in self._retired if one.lora_int_id not in ids]
-        self._retired = [one for one in self._retired if one.lora_int_id in ids]
-        for one in unused:
-            self._engine.remove_lora(one.lora_int_id)
-            shutil.rmtree(one.lora_path)
+        used_ids = {adapter.lora_int_id for adapter in used if adapter is not None}
+        unused = [adapter for adapter in self._retired if adapter.lora_int_id not in used_ids]
+        self._retired = [adapter for adapter in self._retired if adapter.lora_int_id in used_ids]
+        for adapter in unused:
+            self._engine.remove_lora(adapter.lora_int_id)
+            shutil.rmtree(adapter.lora_path)
 
     def _load(self, request: LoRARequest) -> None:
         try:
             self._engine.add_lora(request)
         except (ValueError, RuntimeError, OSError, KeyError, LoRAAdapterNotFoundError) as error:
             name = request.lora_name
-            raise EngineError(f"Engine {self._name!r}: vLLM does not take adapter {name!r}: {error}") from error
+            raise EngineError(f"Engine {self._name!r}: vLLM rejects adapter {name!r}: {error}") from error
 
     def _own_folder(self) -> str:
         if self._folder is None:
@@ -119,5 +151,6 @@ class VLLMAdapters:
         return self._folder.name
 
     def close(self) -> None:
+        """Delete the folder with all copies."""
         if self._folder is not None:
             self._folder.cleanup()

@@ -1,4 +1,4 @@
-"""What vLLM is started with and asked for, and what it can do. Imports vLLM: see engine.py."""
+"""vLLM's start arguments, sampling parameters and capabilities. Imports vLLM: see engine.py."""
 
 from __future__ import annotations
 
@@ -26,34 +26,41 @@ from skyrl_train.storage.download_cache import local_copy
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
 
 SEED = "seed"
-"""A request's seed is in its `extra_args`: in vLLM's own place for it, vLLM would make a generator for each request."""
-_LATENT = 576
-"""What vLLM's kernel of latent attention for CPUs is compiled for: the size of DeepSeek-V2 and V3."""
+"""Key of a request's seed in `extra_args`. With vLLM's own field for it, vLLM creates a generator for each request."""
+_CPU_MLA_DIM = 576
+"""The dimension for which vLLM's CPU kernel of latent attention is compiled: that of DeepSeek-V2 and V3."""
 _CPU_CACHE_BYTES = 4 << 30
-"""Upper limit for keys and values on a CPU, which otherwise take what max_num_seqs full sequences need."""
-_NO_LORA = "adapters are off; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
+"""Upper limit of the KV cache on a CPU. Below it the cache has the size of max_num_seqs full sequences."""
+_NO_LORA = "LoRA adapters are off; start the engine with max_lora_rank above 0 (generator.engine_init_kwargs)."
 
 
-def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for EngineArgs; `given` ones take precedence over defaults.
+def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments for vLLM's EngineArgs. A model at a URI is downloaded.
 
-    In addition to the arguments of EngineArgs, `given` may contain expert_parallel_size (vLLM distributes experts over
-    all ranks, or not at all), rope_scaling, rope_theta, and batch_invariant, which is of this process and its children:
-    kernels whose results do not depend on the batch. Raises ConfigError for a model that cannot be loaded, or cannot be
-    served on a CPU.
+    Args:
+        model: Folder, URI or hub name of the model.
+        on_cpu: True to serve on a CPU.
+        max_lora_rank: Largest rank of LoRA adapters; 0 turns LoRA off.
+        overrides: Arguments of EngineArgs, which take precedence over the defaults. It may also contain
+            `expert_parallel_size` (above 1, vLLM distributes experts over all ranks), `rope_scaling`, `rope_theta`, and
+            `batch_invariant`, which selects kernels whose results do not depend on the batch, in this process and its
+            children.
+
+    Raises:
+        ConfigError: The model cannot be loaded, or vLLM cannot serve it exactly (on a CPU).
     """
-    given = dict(given)
-    if given.pop("batch_invariant", False):
+    overrides = dict(overrides)
+    if overrides.pop("batch_invariant", False):
         enable_batch_invariance(on_cpu)
-    rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_theta")}
+    rope = {name: overrides.pop(name, None) for name in ("rope_scaling", "rope_theta")}
     arguments: dict[str, Any] = {
         "model": local_copy(model),
         "tensor_parallel_size": 1,
-        "enable_expert_parallel": given.pop("expert_parallel_size", 1) > 1,
+        "enable_expert_parallel": overrides.pop("expert_parallel_size", 1) > 1,
         "enable_lora": max_lora_rank > 0,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "skyrl_train.engines.vllm.worker.WorkerExtension",
-        "async_scheduling": not on_cpu,  # vLLM itself turns it off on a CPU, whose steps end before they return
+        "async_scheduling": not on_cpu,  # On a CPU a step has ended when it returns, and vLLM turns this off itself.
         "disable_log_stats": True,
         "generation_config": "vllm",
         "trust_remote_code": False,
@@ -62,37 +69,38 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     if max_lora_rank:
         arguments["max_lora_rank"] = max_lora_rank
     config = load_config(model, **rope)
-    changed: dict[str, Any] = {}
-    if any(one is not None for one in rope.values()):
-        changed["rope_parameters"] = config.get_text_config().rope_parameters
-    if config.get_text_config().model_type == "apertus" and given.get("dtype") == "float32":
+    hf_overrides: dict[str, Any] = {}
+    if any(value is not None for value in rope.values()):
+        hf_overrides["rope_parameters"] = config.get_text_config().rope_parameters
+    if config.get_text_config().model_type == "apertus" and overrides.get("dtype") == "float32":
         raise ConfigError(
             "generator.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16, so its "
-            "log-probs would differ from the learner's. Use bfloat16 or generator.backend=transformers."
+            "log-probs would differ from the learner's. Set generator.model_dtype=bfloat16 or "
+            "generator.backend=transformers."
         )
     if has_untied_head(model):
-        changed["tie_word_embeddings"] = False
-    changed |= _query_scales(config.get_text_config())
+        hf_overrides["tie_word_embeddings"] = False
+    hf_overrides |= _query_scales(config.get_text_config())
     if is_composite(config):
         check_composite(model, config)
         arguments["language_model_only"] = True
-        changed = to_composite_overrides(config, changed)
-    if changed:
-        arguments["hf_overrides"] = changed
+        hf_overrides = to_composite_overrides(config, hf_overrides)
+    if hf_overrides:
+        arguments["hf_overrides"] = hf_overrides
     if not on_cpu:
         arguments["enable_sleep_mode"] = True
-    arguments |= given
+    arguments |= overrides
     if arguments["tensor_parallel_size"] > 1:
         arguments.setdefault("distributed_executor_backend", "mp")
     if arguments.setdefault("nnodes", 1) > 1:
         _listen_for_other_nodes()
-        # Its check of peers takes ranks for devices of this process, which sees those of its part alone.
+        # vLLM's peer check uses ranks as device indices of this process, which only sees the devices of its own node.
         arguments.setdefault("disable_custom_all_reduce", True)
     return {**arguments, **(_cpu_arguments(config, arguments) if on_cpu else {})}
 
 
 def _query_scales(text: Any) -> dict[str, Any]:
-    """Return how Ministral 3 scales queries in long contexts, in the words of vLLM, which ignores transformers' own."""
+    """Return Ministral 3's scaling of queries in long contexts under vLLM's keys; vLLM ignores transformers' keys."""
     rope = getattr(text, "rope_parameters", None) or {}
     if (beta := rope.get("llama_4_scaling_beta")) is None or getattr(text, "llama_4_scaling", None) is not None:
         return {}
@@ -101,7 +109,7 @@ def _query_scales(text: Any) -> dict[str, Any]:
 
 
 def _listen_for_other_nodes() -> None:
-    """Have the ranks of this node listen where the run's other processes reach it."""
+    """Make the ranks of this node listen on the address at which the run's other nodes reach it."""
     address = os.environ.get(BIND_ADDRESS)
     if address is not None:
         os.environ["VLLM_HOST_IP"] = address
@@ -109,83 +117,113 @@ def _listen_for_other_nodes() -> None:
 
 
 def configure_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
-    """Leave the placement of threads to the system: on a CPU vLLM would bind all processes' to the same cores.
+    """Set the number of CPU threads, and on a CPU vLLM's thread binding through environment variables.
 
-    `ranks`: those on this node.
+    By default vLLM would bind the threads of all processes on a node to the same cores.
+
+    Args:
+        threads: CPU threads of this process; None leaves the setting alone.
+        ranks: Number of ranks on this node. One rank is not bound, several are bound to one core each.
+        on_cpu: True if the model is served on a CPU.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     if not on_cpu:
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    bound = "nobind" if ranks == 1 else "|".join(str(rank) for rank in range(ranks))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
+    binding = "nobind" if ranks == 1 else "|".join(str(rank) for rank in range(ranks))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
 
 
 def create_engine(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngine:
-    """vLLM with these arguments. Raises ConfigError for what it refuses."""
+    """Start vLLM and load the model. On an accelerator this sets torch to one CPU thread afterwards.
+
+    Args:
+        arguments: Arguments of EngineArgs.
+        name: The engine's name, for error messages.
+        on_cpu: True if the model is served on a CPU.
+
+    Raises:
+        ConfigError: vLLM rejects the arguments.
+    """
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
+        raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} cannot start: {error}") from error
     if not on_cpu:
-        torch.set_num_threads(1)  # loading is over: threads that spin between two small tensors slow down a step
+        torch.set_num_threads(1)  # Threads that spin between operations on small tensors would slow down every step.
     return engine
 
 
 def enable_batch_invariance(on_cpu: bool) -> None:
-    """vLLM reads the variable where its attention is imported, and when a rank starts: after this.
+    """Select vLLM's batch-invariant kernels for this process and its children, through an environment variable.
 
-    Raises ConfigError on a CPU, which has no such kernels, and if it is too late.
+    vLLM reads the variable when its attention module is imported and when a rank starts, so this must come first.
+
+    Raises:
+        ConfigError: The engine is on a CPU, for which there are no such kernels, or this process has already imported
+            vLLM's attention without them.
     """
     if on_cpu:
-        raise ConfigError("generator.batch_invariant=true: vLLM's kernels for CPUs have no such mode; set false.")
+        raise ConfigError(
+            "generator.batch_invariant=true is not supported on a CPU: vLLM has no batch-invariant kernels for CPUs. "
+            "Set it to false."
+        )
     if not envs.VLLM_BATCH_INVARIANT and "vllm.v1.attention.ops.triton_unified_attention" in sys.modules:
-        raise ConfigError("generator.batch_invariant=true: this process has had an engine without; start a new one.")
+        raise ConfigError(
+            "generator.batch_invariant=true: this process has already started an engine without batch-invariant "
+            "kernels. Start a new process."
+        )
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
-def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that differ on a CPU: no compilation, a cache of the size needed."""
-    text = config.get_text_config()
-    length = given["max_model_len"] or text.max_position_embeddings
+def _cpu_arguments(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that differ on a CPU: no compilation, and a KV cache of the size that is needed.
+
+    Raises:
+        ConfigError: vLLM cannot serve the model on a CPU.
+    """
+    text, model = config.get_text_config(), arguments["model"]
+    length = arguments["max_model_len"] or text.max_position_embeddings
     head_sizes = get_layer_sizes(text, "head_dim") or [text.hidden_size // text.num_attention_heads]
-    if wrong := [size for size in head_sizes if size % 32]:
+    if invalid_sizes := [size for size in head_sizes if size % 32]:
         raise ConfigError(
-            f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {wrong[0]}. "
+            f"vLLM's attention on CPUs requires a head size that is a multiple of 32; {model} has {invalid_sizes[0]}. "
             "Set generator.backend=transformers."
         )
-    if (rank := getattr(text, "kv_lora_rank", None)) and (latent := rank + text.qk_rope_head_dim) != _LATENT:
+    if (rank := getattr(text, "kv_lora_rank", None)) and (mla_dim := rank + text.qk_rope_head_dim) != _CPU_MLA_DIM:
         raise ConfigError(
-            f"vLLM's latent attention (MLA) on CPUs needs kv_lora_rank + qk_rope_head_dim to be {_LATENT}; "
-            f"{given['model']} has {latent}. Set generator.backend=transformers."
+            f"vLLM's latent attention (MLA) on CPUs requires kv_lora_rank + qk_rope_head_dim = {_CPU_MLA_DIM}; "
+            f"{model} has {mla_dim}. Set generator.backend=transformers."
         )
     if text.model_type == "minimax_m2":
         raise ConfigError(
-            f"vLLM's routing on CPUs knows sigmoid scores only with groups of experts, which {given['model']} does not "
-            "have. Set generator.backend=transformers."
+            "vLLM's expert routing on CPUs supports sigmoid scores only with groups of experts, which "
+            f"{model} does not have. Set generator.backend=transformers."
         )
     experts = ModelArchConfigConvertorBase(config, text).get_num_experts()
-    if given["enable_lora"] and experts and not HAS_TRITON:
+    if arguments["enable_lora"] and experts and not HAS_TRITON:
         raise ConfigError(
-            f"max_lora_rank={given.get('max_lora_rank')}: vLLM {vllm.__version__} cannot serve LoRA for a mixture of "
-            f"experts without a Triton for this CPU (triton-cpu); {given['model']} has {experts} experts. Leave "
-            "max_lora_rank out of generator.engine_init_kwargs and set trainer.policy.model.lora.sync=merged, or set "
+            f"max_lora_rank={arguments.get('max_lora_rank')}: vLLM {vllm.__version__} cannot serve LoRA for a mixture "
+            f"of experts without Triton for this CPU (triton-cpu); {model} has {experts} experts. Remove max_lora_rank "
+            "from generator.engine_init_kwargs and set trainer.policy.model.lora.sync=merged, or set "
             "generator.backend=transformers."
         )
     heads = max(get_layer_sizes(text, "num_key_value_heads"), default=text.num_attention_heads)
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_sizes[-1] * 4
-    needed = bytes_per_token * length * given["max_num_seqs"]
+    needed = bytes_per_token * length * arguments["max_num_seqs"]
     return {
         "enforce_eager": True,
-        "kv_cache_memory_bytes": given.get("kv_cache_memory_bytes") or max(64 << 20, min(needed, _CPU_CACHE_BYTES)),
+        "kv_cache_memory_bytes": arguments.get("kv_cache_memory_bytes") or max(64 << 20, min(needed, _CPU_CACHE_BYTES)),
     }
 
 
-def sampling_params(request: SampleRequest, ends: Sequence[int] = ()) -> SamplingParams:
-    """Return vLLM's parameters for one sample with its own seed and both log-probs of every token.
+def sampling_params(request: SampleRequest, stop_tokens: Sequence[int] = ()) -> SamplingParams:
+    """Return vLLM's parameters for one sample, with the request's seed and both log-probs of every token.
 
-    `ends`: the tokens that end a response of this model.
+    Args:
+        request: The request.
+        stop_tokens: End-of-sequence tokens of the model, which apply unless the request ignores them.
     """
     sampling = request.sampling
     return SamplingParams(
@@ -197,7 +235,7 @@ def sampling_params(request: SampleRequest, ends: Sequence[int] = ()) -> Samplin
         repetition_penalty=sampling.repetition_penalty,
         min_tokens=sampling.min_tokens,
         stop=list(sampling.stop),
-        stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else ends)],
+        stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else stop_tokens)],
         ignore_eos=sampling.ignore_eos,
         extra_args={SEED: request.seed % 2**64},
         logprobs=1,
@@ -209,16 +247,26 @@ def sampling_params(request: SampleRequest, ends: Sequence[int] = ()) -> Samplin
 
 
 def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, nodes: int = 1) -> Capabilities:
+    """Return the capabilities of a vLLM engine, whose `max_model_len` is not known yet.
+
+    Args:
+        name: The engine's name.
+        ranks: Number of its ranks on all nodes.
+        max_lora_rank: Largest rank of LoRA adapters; 0 if LoRA is off.
+        nodes: Number of nodes. An engine on several nodes accepts adapters only from weight syncs.
+    """
     engine = f"vLLM {vllm.__version__}"
     refusals = {
-        "score.temperature": f"{engine} gives log-probs of prompts at temperature 1 only.",
-        "partial_weights": f"{engine} takes a layer's weights only together.",
-        "pipeline_parallel_size": f"{engine} has a batch under way between two steps then; use tensor parallelism.",
+        "score.temperature": f"{engine} returns log-probs of prompts at temperature 1 only.",
+        "partial_weights": f"{engine} loads the weights of a layer only together.",
+        "pipeline_parallel_size": f"with it {engine} has a pending batch between two steps; use tensor parallelism.",
     }
     if not max_lora_rank:
         refusals["adapter"] = _NO_LORA
     elif nodes > 1:
-        refusals["adapter"] = f"it is on {nodes} nodes, of which one alone would see it; syncs bring adapters to all."
+        refusals["adapter"] = (
+            f"the engine runs on {nodes} nodes, and only one would load the adapter; only weight syncs reach all nodes."
+        )
     return Capabilities(
         name=name,
         sampling=SAMPLING_PARAM_NAMES,

@@ -1,4 +1,4 @@
-"""What vLLM needs for composite checkpoints. Does not import vLLM, so that checks can use it before a run."""
+"""Checks of composite (multimodal) checkpoints for vLLM. Does not import vLLM, so that preflight checks can use it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import get_composite_class_name
 
 _SERVED_WRONGLY = {
-    "glm4v_text": "whose log-probs in vLLM are not the learner's",
-    "qwen3_vl_moe_text": "whose experts vLLM reads in another layout than transformers saves them in",
+    "glm4v_text": "whose log-probs in vLLM differ from the learner's",
+    "qwen3_vl_moe_text": "whose experts vLLM reads in a layout that differs from the one that transformers saves",
 }
-"""Value of `model_type` of a composite's language model -> what is wrong. vLLM starts with these."""
+"""Reasons by `model_type` of a composite's language model. vLLM starts with these models but serves them wrongly."""
 
 
 def check_composite(model: str, config: PreTrainedConfig) -> None:
-    """Raise ConfigError for a composite that vLLM serves wrongly, or cannot inspect without naming the reason."""
-    kind = get_composite_class_name(config)
-    if kind is None:
+    """Check that vLLM can serve a composite checkpoint. Other checkpoints pass.
+
+    Args:
+        model: Folder or hub name of the checkpoint, for error messages.
+        config: Configuration of the checkpoint.
+
+    Raises:
+        ConfigError: vLLM serves the composite wrongly, or needs torchvision for it, which is not installed.
+    """
+    class_name = get_composite_class_name(config)
+    if class_name is None:
         return
     if reason := _SERVED_WRONGLY.get(config.get_text_config().model_type):
         raise ConfigError(
-            f"generator.backend=vllm: {model!r} is a {kind}, {reason}. Set generator.backend=transformers."
+            f"generator.backend=vllm: {model!r} is a {class_name}, {reason}. Set generator.backend=transformers."
         )
     if importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
-            f"generator.backend=vllm: {model!r} is a {kind}, whose class in vLLM imports torchvision, which is not "
-            "installed. Install it in the version that belongs to this torch, or set generator.backend=transformers."
+            f"generator.backend=vllm: {model!r} is a {class_name}, whose class in vLLM imports torchvision, which is "
+            "not installed. Install the torchvision version that belongs to this torch, or set "
+            "generator.backend=transformers."
         )

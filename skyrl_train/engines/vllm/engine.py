@@ -1,8 +1,8 @@
-"""vLLM as an engine: its scheduler and (with one rank) its model run in this process, on a thread that takes its steps.
+"""The vLLM engine. vLLM's scheduler, and its model if there is one rank, run in this process on the engine's thread.
 
-With async scheduling (the default on accelerators) vLLM begins a step before it has the tokens of the one before.
-What changes weights or caches, pauses or scores first takes in the steps under way: pausing means to take no steps, and
-weights change at a known token of every request.
+With async scheduling (the default on accelerators) vLLM starts a step before it has the tokens of the previous step.
+Commands that change weights or caches, pause or score first finish all pending steps. A paused engine takes no steps,
+and weights change at a known token of every request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from skyrl_train.report.profiling import peak_memory
 from skyrl_train.weight_sync.protocol import Manifest
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
-# vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
+# vLLM reads these variables on import. Run the scheduler in this process:
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# The model runner whose sampler can return both log-probs of a token: see sampler.BehaviourSampler.
+# Use the model runner whose sampler can return two log-probs of a token, see sampler.DualLogprobSampler:
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -41,7 +41,8 @@ try:
     import vllm
 except ImportError as error:
     raise ConfigError(
-        "generator.backend='vllm' needs vLLM: `uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs."
+        "generator.backend='vllm' requires vLLM, which cannot be imported. Install it with `uv run --extra vllm ...` "
+        "on GPUs or `scripts/cpu_engines` on CPUs."
     ) from error
 from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMClientError
@@ -65,14 +66,14 @@ from skyrl_train.engines.vllm.arguments import (
 from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
 
 _RESPONSE_TIMEOUT_S = 30.0
-"""Within this time its ranks say whether their devices compute, after a failure."""
+"""Limit for the ranks' answer to the device check that follows a failure."""
 
 
 class VLLMEngine(StepLoopEngine):
-    """An InferenceEngine over vLLM. It owns a thread, and with several ranks processes, so it must be closed.
+    """An InferenceEngine that runs vLLM. Callers must close it, because it owns a thread and the ranks' processes.
 
-    Keys of the prompt cache are salted with the version of the weights: requests kept during a sync continue with their
-    keys and values, but no other request can find keys and values of old weights.
+    The keys of the prefix cache are salted with the weight version. Requests that continue across a weight sync keep
+    their keys and values, but no new request finds keys and values of old weights.
     """
 
     def __init__(
@@ -89,55 +90,68 @@ class VLLMEngine(StepLoopEngine):
         max_lora_rank: int = 0,
         **engine_args: Any,
     ):
-        """`engine_args`: see arguments.engine_arguments. Adapters need `max_lora_rank` above 0.
+        """Start vLLM, its ranks included, and the engine's thread. This blocks until the model is loaded.
 
-        Raises ConfigError for arguments that vLLM refuses, and for a model that cannot be loaded.
+        Args:
+            model: Folder or hub name of the model.
+            dtype: Data type of the weights.
+            device: "cpu", or an accelerator.
+            max_num_seqs: Maximum number of requests that run at a time.
+            max_model_len: Maximum length of a prompt with its response, in tokens; None for the model's own limit.
+            name: The engine's name in errors and metrics.
+            threads: CPU threads of this process, set for all of torch; None leaves the setting alone.
+            slot: Placement slot of the engine's first rank, for weight syncs in colocated runs.
+            max_lora_rank: Largest rank of LoRA adapters; 0 turns LoRA off.
+            engine_args: Further arguments; see `arguments.engine_arguments`.
+
+        Raises:
+            ConfigError: vLLM rejects the arguments, or the model cannot be loaded or served.
         """
         super().__init__(name, max_num_seqs)
         self._on_cpu = device == "cpu"
-        given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
-        arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
+        engine_args |= {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+        arguments = engine_arguments(model, self._on_cpu, max_lora_rank, engine_args)
         ranks = arguments["tensor_parallel_size"]
         self.capabilities = vllm_capabilities(name, ranks, max_lora_rank, arguments["nnodes"])
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
-            refusal = self.capabilities.refusals["pipeline_parallel_size"]
-            raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
+            reason = self.capabilities.refusals["pipeline_parallel_size"]
+            raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages} is not supported: {reason}")
         configure_threads(threads, ranks // arguments["nnodes"], self._on_cpu)
         self.llm_engine = create_engine(arguments, name, self._on_cpu)
         self._core = self.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self.llm_engine, name)
         self.llm_engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
-        compute = partial(self.llm_engine.collective_rpc, "check_device", timeout=_RESPONSE_TIMEOUT_S)
-        self.device_monitor = DeviceMonitor(self.lifecycle, compute)
+        check_ranks = partial(self.llm_engine.collective_rpc, "check_device", timeout=_RESPONSE_TIMEOUT_S)
+        self.device_monitor = DeviceMonitor(self.lifecycle, check_ranks)
         self._core.set_weight_version("0")
-        longest = self.llm_engine.model_config.max_model_len
-        self.capabilities = replace(self.capabilities, max_model_len=longest)
+        max_len = self.llm_engine.model_config.max_model_len
+        self.capabilities = replace(self.capabilities, max_model_len=max_len)
         vocab_size = self.llm_engine.model_config.get_vocab_size()
-        self._checks = RequestValidator(
-            self.capabilities, vocab_size, longest, longest - 1
-        )  # scoring samples one token more
-        ends = get_stop_tokens(self.llm_engine.renderer.tokenizer, *load_stop_configs(model))
-        self._stop_token_ids = [end for end in sorted(ends) if end < vocab_size]
+        # Scoring samples one additional token.
+        self._checks = RequestValidator(self.capabilities, vocab_size, max_len, max_len - 1)
+        stop_tokens = get_stop_tokens(self.llm_engine.renderer.tokenizer, *load_stop_configs(model))
+        self._stop_token_ids = [token for token in sorted(stop_tokens) if token < vocab_size]
         self._requests: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
-        """Requests not passed to vLLM yet, as they came while new requests had to wait."""
+        """Requests that vLLM does not have yet, because they arrived while the engine could not admit requests."""
         self._version = 0
         self._cache_generation = 0
-        """Incremented with every reset of the prompt cache."""
+        """Number of resets of the prefix cache."""
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._thread.start()
-        # vLLM's kernels fail if OpenMP and torch have different numbers of threads: this call makes them agree.
+        # vLLM's kernels fail if OpenMP and torch use different numbers of threads. This call synchronizes them.
         self._enqueue_command(torch.get_num_threads)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling the call aborts its requests."""
+        """Sample the requests; see `InferenceEngine.generate`. Cancelling the call aborts its requests."""
         for request in requests:
             self._checks.check_request(request, self._adapters.loaded)
         if not requests:
             return []
-        call = VLLMCall(requests, self._build)  # not between steps; what changes until it is admitted is seen there
+        # Requests are built here to save time between steps. `_admit_waiting` rebuilds those whose salt has changed.
+        call = VLLMCall(requests, self._build)
         try:
             await self._run(lambda: self._submit(call.entries), during_steps=True)
             await await_thread_future(call.future)
@@ -149,13 +163,13 @@ class VLLMEngine(StepLoopEngine):
         return [entry.completion(self.name, self._decode) for entry in call.entries]
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
+        """Load a LoRA adapter; see `InferenceEngine.load_adapter`. It stays loaded when the base weights change."""
         self._checks.check_adapter(name)
-        copied = await asyncio.to_thread(self._adapters.copy, name, path)
-        await self._run(lambda: self._adapters.add(name, copied))
+        folder = await asyncio.to_thread(self._adapters.copy, name, path)
+        await self._run(lambda: self._adapters.add(name, folder))
 
     async def unload_adapter(self, name: str) -> None:
-        """Running requests finish with the adapter; a name that is not loaded is ignored."""
+        """Unload a LoRA adapter. Running requests finish with it. A name that is not loaded is ignored."""
 
         def unload() -> None:
             self._adapters.remove(name)
@@ -166,12 +180,16 @@ class VLLMEngine(StepLoopEngine):
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """See InferenceEngine."""
+        """Check a manifest; see `InferenceEngine.begin_weights`. Also records whether the sync has an adapter."""
         await super().begin_weights(manifest)
         self._adapters.sync_has_adapter = manifest.adapter is not None
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
+        """Return the engine's state and counters, without waiting for a running step or weight transfer.
+
+        Raises:
+            EngineError: The engine is closed or its device is lost.
+        """
         running = len(self._core.scheduler.running)
         return self.lifecycle.health(
             self._version,
@@ -180,10 +198,10 @@ class VLLMEngine(StepLoopEngine):
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
-            extra=peak_memory("cpu"),  # on an accelerator it always holds its whole share
+            extra=peak_memory("cpu"),  # On an accelerator vLLM always allocates its full share.
         )
 
-    # -- see SteppedEngine -------------------------------------------------------------------------------------------
+    # -- implementation of StepLoopEngine ----------------------------------------------------------------------------
 
     def _is_busy(self) -> bool:
         return bool(self._requests or self._core.batch_queue)
@@ -192,12 +210,12 @@ class VLLMEngine(StepLoopEngine):
         return bool(self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
 
     def _step(self) -> None:
-        """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
+        """Start a step, unless the scheduler is paused, and process the tokens of the oldest pending step."""
         self.llm_engine.step()
         self._complete_calls()
 
     def _finish_pending_steps(self) -> None:
-        """Wait for the steps under way and take their tokens; no other begins."""
+        """Wait for all pending steps and process their tokens, without starting another step."""
         if not self._core.batch_queue:
             return
         scheduler = self._core.scheduler
@@ -213,14 +231,15 @@ class VLLMEngine(StepLoopEngine):
         if self._on_cpu:
             self.lifecycle.sleep(tags_freed_at_level(level))
             return 0
-        before = self.llm_engine.collective_rpc("free_memory_bytes")  # to ask from here would take memory there
-        # vLLM frees weights and cache at every level; at level 2 it keeps no copy of the weights.
+        # The ranks measure this: a CUDA context of this process would itself take memory.
+        before = self.llm_engine.collective_rpc("free_memory_bytes")
+        # vLLM frees weights and cache at every level. At level 2 it keeps no copy of the weights.
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2)
         self.llm_engine.sleep(level=level)
         return sum(self.llm_engine.collective_rpc("free_memory_bytes")) - sum(before)
 
     def _restore_memory(self, tags: Set[str]) -> list[str]:
-        """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
+        """Wake the tags that are asleep and return them. vLLM wakes none at all if one of them is awake already."""
         asleep = sorted(tags & self._core.model_executor.sleeping_tags)
         if asleep:
             self.llm_engine.wake_up(asleep)
@@ -233,7 +252,7 @@ class VLLMEngine(StepLoopEngine):
         self._reset_prefix_cache()
 
     def _shutdown(self) -> None:
-        """End vLLM's processes; requests are aborted."""
+        """Abort all requests and end vLLM's processes."""
         try:
             self._abort(None)
             self.llm_engine.collective_rpc("call_weight_receiver", args=(partial(WeightReceiver.close),))
@@ -248,19 +267,19 @@ class VLLMEngine(StepLoopEngine):
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
         self.lifecycle.check_serving()
-        under_way = (entry.id for entry in self._all_entries())
-        check_unique_request_ids(self.name, (entry.request for entry in entries), under_way)
+        active_ids = (entry.id for entry in self._all_entries())
+        check_unique_request_ids(self.name, (entry.request for entry in entries), active_ids)
         self._waiting.extend(entries)
         self._deadlines.add((entry.id, entry.request.deadline_s) for entry in entries)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Pass waiting requests to vLLM. Their weights and cache salt are those of now, not of their submission."""
+        """Pass waiting requests to vLLM, with the current adapters and cache salt instead of those at submission."""
         if not self.lifecycle.can_admit:
             return
         entries, self._waiting = self._waiting, []
         for entry in entries:
-            if entry.call.future.done():  # with the error of another entry of its call
+            if entry.call.future.done():  # Another entry of the call has failed.
                 self._deadlines.remove(entry.id)
                 continue
             try:
@@ -272,19 +291,28 @@ class VLLMEngine(StepLoopEngine):
                 self._reject_call(entry.call, error)
 
     def _build(self, request: SampleRequest) -> EngineCoreRequest:
-        """The request as vLLM takes it, for the current weights and adapter. Raises UnsupportedParameter."""
+        """Convert a request to vLLM's form, for the current weights and adapter.
+
+        Raises:
+            UnsupportedParameter: vLLM rejects the request, or its adapter is no longer loaded.
+        """
         try:
             params, lora = sampling_params(request, self._stop_token_ids), self._lora(request)
             return self._core_request(request.request_id, request.token_ids, params, lora)
         except (ValueError, VLLMClientError) as error:
-            what = f"Engine {self.name!r} cannot honour request {request.request_id!r}"
-            raise UnsupportedParameter(f"{what}: {error}") from error
+            raise UnsupportedParameter(
+                f"Engine {self.name!r} rejects request {request.request_id!r}: {error}"
+            ) from error
 
     def _lora(self, request: SampleRequest) -> LoRARequest | None:
-        """Raises UnsupportedParameter if its adapter was unloaded while the request waited."""
+        """Return the adapter of a request.
+
+        Raises:
+            UnsupportedParameter: The adapter was unloaded while the request waited.
+        """
         if request.adapter is None:
             return self._adapters.synced
-        loaded = dict(self._adapters.loaded)  # the engine's thread may change it meanwhile
+        loaded = dict(self._adapters.loaded)  # The engine's thread may change it concurrently.
         self._checks.check_request(request, loaded)
         return loaded[request.adapter]
 
@@ -300,12 +328,12 @@ class VLLMEngine(StepLoopEngine):
         )
 
     def _reject_call(self, call: VLLMCall, error: Exception) -> None:
-        """Fail a call whose requests vLLM refused when they were to begin."""
+        """Fail a call because vLLM rejected one of its requests, and abort the others."""
         call.future.set_exception(self.lifecycle.as_engine_error(error))
         for entry in call.entries:
             self._deadlines.remove(entry.id)
         self.llm_engine.abort_request([entry.id for entry in call.entries])
-        self._requests = {one: entry for one, entry in self._requests.items() if entry.call is not call}
+        self._requests = {request_id: entry for request_id, entry in self._requests.items() if entry.call is not call}
 
     def _add(self, request: EngineCoreRequest, sink: VLLMRequest | ScoreSink) -> None:
         self.llm_engine.input_processor.assign_request_id(request)
@@ -314,34 +342,33 @@ class VLLMEngine(StepLoopEngine):
         if params is not None and params.prompt_logprobs is None:
             state.logprobs_processor = SampledLogProbs()
         if params is not None and params.stop and params.min_tokens:
-            # vLLM searches for stop strings from token min_tokens + 1 on, the other engines from token min_tokens on.
+            # vLLM looks for stop strings from token min_tokens + 1 on, the other engines from token min_tokens on.
             state.detokenizer.min_tokens -= 1
         self.llm_engine.engine_core.add_request(request)
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         ids = {entry.id for entry in self._all_entries()} if request_ids is None else set(request_ids)
-        unread = [entry for entry in self._waiting if entry.id in ids]
+        not_admitted = [entry for entry in self._waiting if entry.id in ids]
         self._waiting = [entry for entry in self._waiting if entry.id not in ids]
-        self.llm_engine.abort_request([one for one in self._requests if one in ids])
-        for entry in unread:
+        self.llm_engine.abort_request([request_id for request_id in self._requests if request_id in ids])
+        for entry in not_admitted:
             entry.running_s = self._deadlines.remove(entry.id)
             entry.put_empty()
             entry.call.entry_done()
         self._complete_calls()
 
     def _complete_calls(self) -> None:
-        """Complete the calls whose entries all have their output."""
+        """Remove the requests that have their output, and complete calls without remaining requests."""
         done = [entry for entry in self._requests.values() if entry.output is not None]
         for entry in done:
             del self._requests[entry.id]
             entry.running_s = self._deadlines.remove(entry.id)
             self._count(entry)
         self._adapters.forget_unused(entry.core_request.lora_request for entry in self._requests.values())
-        for entry in done:  # last, so that callers see the current state of the engine
+        for entry in done:  # This comes last, so that callers see the engine's current state.
             entry.call.entry_done()
 
     def _fail(self, error: EngineError) -> None:
-        """Drop all requests: their callers get `error`."""
         for entry in self._all_entries():
             self._deadlines.remove(entry.id)
             if not entry.call.future.done():
@@ -352,63 +379,70 @@ class VLLMEngine(StepLoopEngine):
         self._abort(None)
 
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        borrowed = self._restore_memory({"kv_cache"})
+        restored = self._restore_memory({"kv_cache"})
         scheduler = self._core.scheduler
         running, waiting = scheduler.running, scheduler.waiting
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
-        names = [f"score-{uuid4()}" for _ in token_ids]  # no request's id
-        answers: dict[str, list[float]] = {}
+        score_ids = [f"score-{uuid4()}" for _ in token_ids]  # They differ from the ids of all requests.
+        results: dict[str, list[float]] = {}
         try:
-            for name, ids in zip(names, token_ids, strict=True):
+            for score_id, ids in zip(score_ids, token_ids, strict=True):
                 params = SamplingParams(
                     max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )  # fmt: skip
-                self._add(self._core_request(name, ids, params, self._adapters.synced), ScoreSink(answers))
-            while len(answers) < len(token_ids):
-                before = len(answers)
+                self._add(self._core_request(score_id, ids, params, self._adapters.synced), ScoreSink(results))
+            while len(results) < len(token_ids):
+                before = len(results)
                 self.llm_engine.step()
-                if len(answers) == before and not scheduler.running:
+                if len(results) == before and not scheduler.running:
                     self._preempt_for_score(running, waiting)
         finally:
-            self.llm_engine.abort_request(names)
+            self.llm_engine.abort_request(score_ids)
             self._finish_pending_steps()
             scheduler.running, scheduler.waiting = [*running, *scheduler.running], waiting
-            if borrowed:  # until wake_up its room may be the learner's
+            if restored:  # Until `wake_up` the learner may use this memory.
                 self._reset_prefix_cache()
-                self._core.model_executor.discard(tuple(borrowed))
-        return [answers[name] for name in names]
+                self._core.model_executor.discard(tuple(restored))
+        return [results[score_id] for score_id in score_ids]
 
     def _preempt_for_score(self, running: list[Request], waiting: RequestQueue) -> None:
-        """Put the last of the requests that a score set aside into the queue; its tokens are prefilled again later.
+        """Free cache blocks for scoring: move the last running request to the queue, where it is prefilled again later.
 
-        Raises EngineError if there is none.
+        Args:
+            running: The requests that were running before the score.
+            waiting: The queue before the score.
+
+        Raises:
+            EngineError: No request is running, so the cache is too small for the scored sequence.
         """
         if not running:
-            raise EngineError(f"Engine {self.name!r}: its cache is too small to score; raise gpu_memory_utilization.")
+            raise EngineError(
+                f"Engine {self.name!r}: its KV cache is too small to score this sequence. Raise gpu_memory_utilization."
+            )
         request, scheduler = running.pop(), self._core.scheduler
-        scores, scheduler.waiting = scheduler.waiting, waiting
+        score_queue, scheduler.waiting = scheduler.waiting, waiting
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-        scheduler.waiting = scores
+        scheduler.waiting = score_queue
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self._update_cache_salt(request)
 
     def _call_receiver(self, step: partial[None]) -> None:
         try:
-            answers = self.llm_engine.collective_rpc("call_weight_receiver", args=(step,))
-        except Exception as error:  # of a rank's process
+            results = self.llm_engine.collective_rpc("call_weight_receiver", args=(step,))
+        except Exception as error:  # A rank's process has failed.
             self.lifecycle.invalidate_weights()
             self.device_monitor.check()
-            what = f"{step.func.__name__} failed: {type(error).__name__}"
-            raise EngineError(f"Engine {self.name!r}: {what}: {error}") from error
-        if any(torn for _, torn in answers):
+            problem = f"{step.func.__name__} failed: {type(error).__name__}"
+            raise EngineError(f"Engine {self.name!r}: {problem}: {error}") from error
+        if any(is_partially_loaded for _, is_partially_loaded in results):
             self.lifecycle.invalidate_weights()
-        for problem, _ in answers:
+        for problem, _ in results:
             if problem is not None:
                 raise WeightSyncError(problem)
 
     def _serve_synced_adapter(self) -> None:
-        """Running requests can continue with a replaced adapter, but cannot begin to use one or cease to."""
+        # A running request can continue with a replaced adapter, but it cannot start or stop using one.
         if (self._adapters.synced is not None) != self._adapters.sync_has_adapter:
             self._abort([entry.id for entry in self._requests.values() if entry.request.adapter is None])
         try:
@@ -419,8 +453,8 @@ class VLLMEngine(StepLoopEngine):
 
     def _reset_prefix_cache(self) -> None:
         self._cache_generation += 1
-        self._core.reset_prefix_cache()  # frees the blocks if nothing runs; in any case the salt hides old entries
-        for request in self._core.scheduler.waiting:  # passed to vLLM, but not prefilled yet, or to be prefilled again
+        self._core.reset_prefix_cache()  # This frees blocks only if no request runs. The salt always hides old entries.
+        for request in self._core.scheduler.waiting:  # vLLM has these requests but will still prefill them.
             self._update_cache_salt(request)
 
     def _update_cache_salt(self, request: Request) -> None:
@@ -429,7 +463,7 @@ class VLLMEngine(StepLoopEngine):
         request.update_block_hashes()
 
     def _salt(self, lora: LoRARequest | None) -> str:
-        """The cache salt: a part of the keys of the prompt cache."""
+        """Return the cache salt, which is part of the keys of the prefix cache."""
         return f"{self._version}.{self._cache_generation}.{lora.lora_int_id if lora else 0}"
 
     def _decode(self, token: int) -> str | None:
@@ -444,9 +478,10 @@ class VLLMEngine(StepLoopEngine):
 
 
 class VLLMWorkerNode:
-    """The ranks of a VLLMEngine on a further node, like `vllm serve --headless`: its first node's scheduler leads them.
+    """The ranks of a VLLMEngine on an additional node, like `vllm serve --headless`.
 
-    They wait for it for as long as it may think, so whoever starts this ends it together with the engine.
+    The scheduler on the engine's first node drives them. They wait for it without a limit, so the owner must end them
+    together with the engine.
     """
 
     def __init__(
@@ -461,9 +496,13 @@ class VLLMWorkerNode:
         max_model_len: int | None = None,
         **engine_args: Any,
     ):
-        """Takes what VLLMEngine takes, which must be the same on all nodes but for `node_rank` (1 to nnodes - 1).
+        """Start the ranks of this node. This blocks until the ranks of all nodes have loaded the model.
 
-        Blocks until the ranks of all nodes have loaded the model. Raises ConfigError for what vLLM refuses.
+        The arguments are those of VLLMEngine and must be the same on all nodes, except for `node_rank` in
+        `engine_args` (1 to nnodes - 1).
+
+        Raises:
+            ConfigError: vLLM rejects the arguments.
         """
         on_cpu = device == "cpu"
         arguments = engine_arguments(model, on_cpu, max_lora_rank, {"max_model_len": max_model_len, **engine_args})
@@ -473,9 +512,9 @@ class VLLMWorkerNode:
         try:
             config = EngineArgs(**arguments).create_engine_config(headless=True)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
+            raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} cannot start: {error}") from error
         self._executor = MultiprocExecutor(config, monitor_workers=False)
 
     async def wait_until_exit(self) -> None:
-        """Returns once one of the ranks has ended, and has ended the others."""
+        """Wait until a rank of this node exits, then end the other ranks."""
         await asyncio.to_thread(self._executor.start_worker_monitor, inline=True)

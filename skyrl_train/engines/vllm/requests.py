@@ -1,4 +1,4 @@
-"""Requests in the vLLM engine, which vLLM gives its outputs to. Imports vLLM: see engine.py."""
+"""Requests of the vLLM engine, and the sinks that receive vLLM's outputs. Imports vLLM: see engine.py."""
 
 from __future__ import annotations
 
@@ -16,55 +16,76 @@ from skyrl_train.engines.sampling_params import check_logprobs
 
 
 class VLLMCall:
-    """One call of generate(): done when all of its entries are."""
+    """One call of `generate`. Its future is done when all of its entries have their output."""
 
     def __init__(self, requests: Sequence[SampleRequest], build: Callable[[SampleRequest], EngineCoreRequest]):
-        """`build` raises for one that vLLM refuses, and so for the whole call."""
+        """Build all requests of a call.
+
+        Args:
+            requests: The requests.
+            build: Converts a request. Its exceptions propagate, so one rejected request fails the whole call.
+        """
         self.future: Future[None] = Future()
         self.entries = [VLLMRequest(request, build(request), self) for request in requests]
 
     def entry_done(self) -> None:
+        """Complete the future if all entries have their output."""
         if not self.future.done() and all(entry.output is not None for entry in self.entries):
             self.future.set_result(None)
 
 
 class VLLMRequest:
-    """One request; vLLM puts its final output here."""
+    """A request and the sink of its final output."""
 
-    def __init__(self, request: SampleRequest, built: EngineCoreRequest, call: VLLMCall):
+    def __init__(self, request: SampleRequest, core_request: EngineCoreRequest, call: VLLMCall):
+        """Track a request.
+
+        Args:
+            request: The request.
+            core_request: The same request in vLLM's form.
+            call: The call that the request belongs to.
+        """
         self.id = request.request_id
         self.request = request
         self.call = call
-        self.core_request = built
-        """The request as vLLM takes it, for the weights and adapters of when it came."""
+        self.core_request = core_request
+        """The request in vLLM's form, for the weights and adapters at the time of its last conversion."""
         self.output: RequestOutput | None = None
         self.running_s = 0.0
-        """Seconds that it ran; set when it is finished."""
+        """Seconds for which the request ran; set when it ends."""
 
     def put(self, output: RequestOutput) -> None:
-        """Called by vLLM with the final output."""
+        """Store the final output. vLLM calls this."""
         self.output = output
 
     def put_empty(self) -> None:
-        """Set an empty output, for a request that was aborted before vLLM saw it."""
+        """Store an empty output with finish_reason "abort", for a request that never reached vLLM."""
         empty = CompletionOutput(0, "", [], None, None, finish_reason="abort")
         self.put(RequestOutput(self.id, None, self.request.token_ids.tolist(), None, [empty], finished=True))
 
     def completion(self, engine: str, decode: Callable[[int], str | None]) -> Completion:
-        """vLLM's output as a Completion. Raises EngineError if a log-prob is not finite."""
+        """Convert vLLM's output to a Completion.
+
+        Args:
+            engine: The engine's name, for error messages.
+            decode: Returns the text of a token id, for `Completion.stop_text`.
+
+        Raises:
+            EngineError: A log-prob is not finite.
+        """
         assert self.output is not None
         sampled = self.output.outputs[0]
-        both: Any = sampled.logprobs
-        behaviour, full = np.frombuffer(both or b"", np.float32).reshape(-1, 2)[: len(sampled.token_ids)].T.copy()
-        check_logprobs(engine, behaviour, full)
+        columns: Any = sampled.logprobs
+        behavior, full = np.frombuffer(columns or b"", np.float32).reshape(-1, 2)[: len(sampled.token_ids)].T.copy()
+        check_logprobs(engine, behavior, full)
         stop_text = None
         if sampled.finish_reason == "stop":
-            ended_by = sampled.stop_reason
-            stop_text = ended_by if isinstance(ended_by, str) else decode(sampled.token_ids[-1])
+            stop = sampled.stop_reason
+            stop_text = stop if isinstance(stop, str) else decode(sampled.token_ids[-1])
         return Completion(
             request_id=self.id,
             token_ids=to_token_array(sampled.token_ids),
-            logprobs=behaviour,
+            logprobs=behavior,
             full_logprobs=full,
             stop_reason=sampled.finish_reason or "abort",
             versions=[VersionSpan(span.start, span.end, int(span.version)) for span in sampled.weight_versions or ()],
@@ -74,29 +95,32 @@ class VLLMRequest:
 
 
 class SampledLogProbs:
-    """Collects a request's log-probs in place of vLLM's LogprobsProcessor, which makes a list's items of each token.
+    """A replacement of vLLM's LogprobsProcessor that collects a request's log-probs as bytes.
 
-    That is a tenth of the processor time of a step with hundreds of requests.
+    vLLM's own class creates Python objects for every token, which takes a tenth of the CPU time of a step with hundreds
+    of requests.
     """
 
     prompt_logprobs = prompt_token_id_logprobs = cumulative_logprob = None
 
     def __init__(self) -> None:
         self.logprobs = bytearray()
-        """float32 [tokens, 2]: the sampler's two columns."""
+        """float32 [tokens, 2]: the two columns of DualLogprobSampler."""
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
-        """Called by vLLM with what a step brought."""
+        """Append the log-probs of a step. vLLM calls this."""
         if output.new_logprobs is not None:
             self.logprobs += output.new_logprobs.logprobs.tobytes()
 
 
 class ScoreSink:
-    """Takes the log-probs of all tokens but the first of a scored sequence."""
+    """A sink for the log-probs of scored sequences."""
 
-    def __init__(self, answers: dict[str, list[float]]):
-        self._answers = answers
+    def __init__(self, results: dict[str, list[float]]):
+        """Create a sink that writes to `results`: log-probs by request id."""
+        self._results = results
 
     def put(self, output: RequestOutput) -> None:
+        """Store the log-probs of all tokens but the first. vLLM calls this."""
         logprobs: Any = output.prompt_logprobs
-        self._answers[output.request_id] = list(logprobs.logprobs)
+        self._results[output.request_id] = list(logprobs.logprobs)

@@ -1,8 +1,9 @@
-"""Sampling inside vLLM's workers, as in all our engines; replaces vLLM's own. Imports vLLM: see engine.py.
+"""The sampler that all engines share, in vLLM's workers, where it replaces vLLM's own. Imports vLLM: see engine.py.
 
-vLLM's sampler has a generator for each request with a seed, so a step's kernels grow in number with its requests; it
-applies min-p first, keeps some of the tokens that are tied with the last one kept, and tells one of the two log-probs.
-Imported by vLLM's workers alone: what this imports settles whether anything is compiled, see arguments.bind_threads.
+vLLM's sampler uses one random generator per request with a seed, so a step launches more kernels the more requests it
+has. It applies min-p first, keeps only some of the tokens that are tied at the threshold, and returns only one of the
+two log-probs. Only vLLM's workers import this module, because its imports decide whether torch compiles anything; see
+`arguments.configure_threads`.
 """
 
 from __future__ import annotations
@@ -31,60 +32,76 @@ from skyrl_train.errors import ConfigError
 
 
 def replace_sampler(runner: Any, engine: str) -> None:
-    """Let a model runner of vLLM sample as all our engines do. Raises ConfigError if it samples in other ways, too."""
-    kind, processors = type(runner.sampler), runner.input_batch.logitsprocs.argmax_invariant
-    if kind is not Sampler:
+    """Replace the sampler of a vLLM model runner with one that samples as all other engines do.
+
+    Args:
+        runner: vLLM's GPUModelRunner or CPUModelRunner, before its first step.
+        engine: The engine's name, for error messages.
+
+    Raises:
+        ConfigError: The runner has another sampler, speculative decoding or logits processors, which the replacement
+            does not support.
+    """
+    sampler_class, processors = type(runner.sampler), runner.input_batch.logitsprocs.argmax_invariant
+    if sampler_class is not Sampler:
         raise ConfigError(
-            f"Engine {engine!r}: vLLM samples by {kind.__module__}.{kind.__name__}, which cannot tell both "
-            f"log-probs; it must be {Sampler.__module__}.Sampler: set VLLM_USE_V2_MODEL_RUNNER=0."
+            f"Engine {engine!r}: vLLM samples with {sampler_class.__module__}.{sampler_class.__name__}, which cannot "
+            f"return both log-probs; it must be {Sampler.__module__}.Sampler. Set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     if runner.speculative_config is not None:
         raise ConfigError(
-            f"Engine {engine!r}: speculative_config: vLLM then samples by itself, without both log-probs and without "
-            "the seeds of requests; leave it out (generator.engine_init_kwargs)."
+            f"Engine {engine!r} does not support speculative_config: vLLM's speculative sampler ignores the seeds of "
+            "requests and does not return both log-probs. Remove it from generator.engine_init_kwargs."
         )
-    if unknown := [type(one).__name__ for one in processors if not isinstance(one, MinPLogitsProcessor)]:
+    unsupported = [
+        type(processor).__name__ for processor in processors if not isinstance(processor, MinPLogitsProcessor)
+    ]
+    if unsupported:
         raise ConfigError(
-            f"Engine {engine!r}: logits_processors={unknown}: only those with is_argmax_invariant() false are applied; "
-            "leave them out (generator.engine_init_kwargs)."
+            f"Engine {engine!r} does not support logits_processors={unsupported}: only processors whose "
+            "is_argmax_invariant() returns False are applied. Remove them from generator.engine_init_kwargs."
         )
-    rows = BatchTracker(runner.device)
-    # Not by vLLM's argument `logits_processors`: for those it waits for the tokens of every step.
-    processors.append(rows)
-    runner.sampler = DualLogprobSampler(rows)
+    tracker = BatchTracker(runner.device)
+    # vLLM's argument `logits_processors` would make it wait for the tokens of every step.
+    processors.append(tracker)
+    runner.sampler = DualLogprobSampler(tracker)
 
 
 class BatchTracker(LogitsProcessor):
-    """Knows the requests in the rows of vLLM's batch, as vLLM tells its logits processors of every change.
+    """A logits processor that leaves logits alone and tracks the requests in the rows of vLLM's batch.
 
-    Its `sampler` draws what each row has next. vLLM appends to a request's list of tokens when it begins a step, at
-    first a placeholder, so that the list has the right length before the tokens are known.
+    vLLM reports every change of the batch to its logits processors. `sampler` samples the next token of each row. vLLM
+    appends a placeholder to a request's list of tokens when it starts a step, so the list has the right length before
+    the tokens are known.
     """
 
     sampler: RowSampler
+    """The sampler of the current batch; set before the first step."""
 
     def __init__(self, device: torch.device):
+        """Create a tracker of an empty batch on `device`."""
         self._device = device
         self._rows: dict[int, tuple[RowSamplingParams, int, Sequence[int]]] = {}
-        """Of each row in use: its sampling parameters, its seed, and its tokens so far."""
+        """Sampling parameters, seed and tokens so far of each row in use."""
         self._generated: list[int] = []
 
     def is_argmax_invariant(self) -> bool:
+        """Return True: logits stay as they are."""
         return True
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Called by vLLM before every step."""
+        """Update the rows, and create a new sampler if they changed. vLLM calls this before every step."""
         process_dict_updates(self._rows, batch_update, _row)
         rows = [self._rows[index] for index in range(len(self._rows))]
         generated = [len(output) for _, _, output in rows]
-        # A row that reads a part of its prompt does not sample: its next number stays the same.
+        # A row in a chunked prefill does not sample, so its position in the random stream does not advance.
         if batch_update is not None or generated != [count + 1 for count in self._generated]:
-            numbers, seeds, _ = zip(*rows, strict=True) if rows else ((), (), ())
+            params, seeds, _ = zip(*rows, strict=True) if rows else ((), (), ())
             mask = None if self._device.type == "cpu" else apply_top_k_top_p
-            self.sampler = RowSampler(numbers, seeds, generated, self._device, mask)
+            self.sampler = RowSampler(params, seeds, generated, self._device, mask)
         self._generated = generated
 
 
@@ -93,36 +110,48 @@ def _row(params: Any, prompt: Any, output: Sequence[int]) -> tuple[RowSamplingPa
 
 
 class DualLogprobSampler(Sampler):
-    """Returns two log-probs of each sampled token, in the two columns that `logprobs=1` provides.
+    """A sampler that returns two log-probs of each sampled token, in the two columns that `logprobs=1` provides.
 
-    The first is of the distribution sampled from (penalties, temperature, top-k, top-p, min-p; 0 if greedy), the second
-    of the temperature-scaled logits alone (temperature 1 if greedy).
+    The first column is the log-prob in the distribution sampled from, after penalties, temperature, top-k, top-p and
+    min-p (0 if greedy). The second column is the log-prob of the temperature-scaled logits alone (temperature 1 if
+    greedy).
     """
 
-    def __init__(self, rows: BatchTracker):
+    def __init__(self, tracker: BatchTracker):
+        """Create a sampler of the rows that `tracker` knows."""
         super().__init__("processed_logprobs")
-        self._rows = rows
+        self._tracker = tracker
 
     def forward(self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any) -> SamplerOutput:
-        """Sample a token for each row of `logits` [B, V], the rows of the batch."""
-        sampler, logits = self._rows.sampler, logits.float()
+        """Sample a token for each row of the batch.
+
+        Args:
+            logits: [B, V].
+            sampling_metadata: vLLM's data of the batch, for penalties and the like.
+            args: Ignored.
+            kwargs: Ignored.
+
+        Returns:
+            The token ids, int32 [B, 1], and two log-probs per token unless no row asks for log-probs.
+        """
+        sampler, logits = self._tracker.sampler, logits.float()
         scaled = target = sampler.scale(logits)
-        if _alters(sampling_metadata):
-            altered = self.apply_logits_processors(logits.clone(), sampling_metadata, predict_bonus_token=False)
-            target = sampler.scale(altered)
+        if _changes_logits(sampling_metadata):
+            processed = self.apply_logits_processors(logits.clone(), sampling_metadata, predict_bonus_token=False)
+            target = sampler.scale(processed)
         sampled = sampler.sample(target, scaled)
-        told = None if sampling_metadata.max_num_logprobs is None else _both_logprobs(sampled)
-        return SamplerOutput(sampled.ids.to(torch.int32).unsqueeze(1), told)
+        logprobs = None if sampling_metadata.max_num_logprobs is None else _both_logprobs(sampled)
+        return SamplerOutput(sampled.ids.to(torch.int32).unsqueeze(1), logprobs)
 
 
 def _both_logprobs(sampled: SampledTokens) -> LogprobsTensors:
     ids = sampled.ids.unsqueeze(1).expand(-1, 2).to(torch.int32)
-    both = torch.stack((sampled.logprobs, sampled.full_logprobs), dim=1)
-    return LogprobsTensors(ids, both, torch.zeros_like(sampled.ids))
+    columns = torch.stack((sampled.logprobs, sampled.full_logprobs), dim=1)
+    return LogprobsTensors(ids, columns, torch.zeros_like(sampled.ids))
 
 
-def _alters(metadata: SamplingMetadata) -> bool:
-    """Whether vLLM changes the logits of any row, other than by temperature and truncation."""
+def _changes_logits(metadata: SamplingMetadata) -> bool:
+    """True if vLLM changes the logits of any row in other ways than by temperature and truncation."""
     return bool(
         not metadata.no_penalties
         or metadata.bad_words_token_ids

@@ -1,4 +1,4 @@
-"""Code that runs inside vLLM's workers: how they take the weights, and the adapter, of a weight sync."""
+"""Code that runs inside vLLM's workers: it loads the weights and the adapter of weight syncs."""
 
 from __future__ import annotations
 
@@ -32,22 +32,30 @@ from skyrl_train.models.lora import get_adaptable_linears, get_exported_names, p
 from skyrl_train.weight_sync.protocol import AdapterSpec
 from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, reject_adapter
 
-_RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
-"""vLLM's logger that warns at every sync of layers that got no weights."""
-_BY_EXPERT = ("deepseek_v2", "deepseek_v3", "minimax_m2", "mixtral")
-"""Models whose loaders know experts under the names of published checkpoints only: each separately."""
+_RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+"""vLLM's logger, which warns in every sync about layers without weights."""
+_CHECKPOINT_NAME_MODELS = ("deepseek_v2", "deepseek_v3", "minimax_m2", "mixtral")
+"""Model types whose loaders in vLLM only accept the names of published checkpoints, with each expert separate."""
 _GPT_OSS = "gpt_oss"
 _FUSED = (".experts.gate_up_proj", ".experts.gate_up_proj_bias", ".experts.down_proj", ".experts.down_proj_bias")
 _SINKS = ".sinks"
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to each of its workers, called through collective_rpc."""
+    """Methods that vLLM adds to each of its workers. The engine calls them through `collective_rpc`."""
 
     def prepare(self: Any, name: str, slot: int, adapter_folder: str = "") -> None:
-        """To be called once, before the first request. Raises ConfigError, see `replace_sampler`.
+        """Replace the sampler and create the weight receiver. The engine calls this once, before its first request.
 
-        `adapter_folder`: a folder of this engine's own, for adapters from weight syncs.
+        If the engine runs on several nodes, this worker exits from now on when its parent process exits.
+
+        Args:
+            name: The engine's name, for error messages.
+            slot: Placement slot of the engine's first rank.
+            adapter_folder: A folder of this engine for adapters from weight syncs; empty without LoRA.
+
+        Raises:
+            ConfigError: vLLM's configuration conflicts with the sampler; see `replace_sampler`.
         """
         if self.parallel_config.nnodes > 1:
             Thread(target=_exit_with_parent, name="parent", daemon=True).start()
@@ -58,7 +66,8 @@ class WorkerExtension:
             if self.device.type == "cpu":
                 _skip_rows_without_adapter()
         config, max_rank = self.model_config, self.lora_config.max_lora_rank if self.lora_config else 0
-        # vLLM changes transformers' class of a model that it serves with it: it asks for this configuration then.
+        # vLLM patches the transformers class of a model that it runs through transformers, and the patched class reads
+        # the current configuration.
         with set_current_vllm_config(self.vllm_config):
             adapter = SyncedAdapterWriter(
                 adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0
@@ -68,34 +77,47 @@ class WorkerExtension:
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank)
 
     def check_device(self: Any) -> None:
-        """Raises the device's error if it does not compute any more."""
+        """Raise the device's error if the device no longer computes."""
         check_device(self.device)
 
     def free_memory_bytes(self: Any) -> int:
-        """Bytes that are free on this rank's accelerator."""
+        """Return the number of free bytes on this rank's accelerator."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def call_weight_receiver(self: Any, step: partial[None]) -> tuple[str | None, bool]:
-        """Call a method of WeightReceiver; returns its error message (exceptions would lose their type) and `torn`.
+        """Call a method of this rank's WeightReceiver.
 
-        Raises the device's error if it does not compute any more.
+        The error is returned as a message, because exceptions lose their type on their way to the engine.
+
+        Args:
+            step: A partial method of WeightReceiver that lacks only the receiver.
+
+        Returns:
+            The error message, or None on success; and True if the weights are partially loaded.
+
+        Raises:
+            Exception: The device's error, if the device no longer computes.
         """
         receiver: WeightReceiver = self.weight_receiver
         try:
             step(receiver)
         except WeightSyncError as error:
-            poll_device_error(self.device)  # a transfer also fails with what went wrong on the device before it
+            poll_device_error(self.device)  # An earlier failure of the device may have caused the transfer's error.
             return str(error), receiver.partially_loaded
-        except Exception as error:  # of vLLM's loaders, of the device
+        except Exception as error:  # vLLM's loaders and the device raise many types.
             check_device(self.device)
-            what = f"{step.func.__name__} failed: {type(error).__name__}"
-            return f"engine {self.engine_name}: {what}: {error}", receiver.partially_loaded
+            problem = f"{step.func.__name__} failed: {type(error).__name__}"
+            return f"engine {self.engine_name}: {problem}: {error}", receiver.partially_loaded
         return None, receiver.partially_loaded
 
     def reload_folder(self: Any, folder: str) -> None:
-        """Load a checkpoint that has every tensor; for vLLM's own server (http/native_servers.py).
+        """Load a complete checkpoint into a running model. vLLM's own server uses this (http/native_servers.py).
 
-        Raises WeightSyncError for a model whose weights cannot be loaded again.
+        Args:
+            folder: Folder with *.safetensors files that together contain every tensor.
+
+        Raises:
+            WeightSyncError: vLLM cannot load this model's weights a second time.
         """
         if not hasattr(self, "folder_store"):
             self.folder_store = VLLMWeightStore(self.model_runner.model, self.model_config)
@@ -108,7 +130,7 @@ class WorkerExtension:
 
 
 def _exit_with_parent() -> None:
-    """vLLM ends what waits for a scheduler on this node once that is gone, but not what waits for one on another."""
+    # vLLM ends workers when the scheduler on their own node is gone, but not when a scheduler on another node is gone.
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -116,22 +138,22 @@ def _exit_with_parent() -> None:
 
 
 def _score_without_adapters(head: Any) -> None:
-    """Let the rows of scored prompts bypass the adapters of the head, which expect rows to sample from and would fail.
+    """Patch the head so that scored prompts bypass its adapters, which fail for rows that are not sampled from.
 
-    This changes no result, as no adapter changes the head.
+    Results do not change, because adapters never change the head.
     """
-    adapted = head._get_logits
+    get_logits_with_adapters = head._get_logits
 
-    def logits(hidden: Tensor, lm_head: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    def get_logits(hidden: Tensor, lm_head: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         if len(hidden) == len(head.punica_wrapper.sampler_indices):
-            return adapted(hidden, lm_head, *args, **kwargs)  # type: ignore[no-any-return]
+            return get_logits_with_adapters(hidden, lm_head, *args, **kwargs)  # type: ignore[no-any-return]
         return head.base_layer._get_logits(hidden, getattr(lm_head, "base_layer", lm_head), *args, **kwargs)  # type: ignore[no-any-return]
 
-    head._get_logits = logits
+    head._get_logits = get_logits
 
 
 def _skip_rows_without_adapter() -> None:
-    """Fix vLLM's CPU operators: rows without an adapter have index -1, which they take as the last adapter."""
+    """Fix vLLM's CPU operators for rows without an adapter: they read the index -1 as the last adapter."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -147,83 +169,97 @@ def _skip_rows_without_adapter() -> None:
         module.bgmv_shrink = bgmv_shrink  # type: ignore[attr-defined]
 
 
-def _of_layers_with_weights(record: logging.LogRecord) -> bool:
-    """Filters out warnings about rotary embeddings: they compute their tables and so get no weights."""
+def _is_not_rotary(record: logging.LogRecord) -> bool:
+    """True unless the warning is about a rotary embedding, which computes its tables and has no weights."""
     layer = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
     return not layer.endswith("RotaryEmbedding")
 
 
-def _of_layers_untied(record: logging.LogRecord) -> bool:
-    """Also filters out warnings about a tied head, whose weights are the embedding's."""
-    return _of_layers_with_weights(record) and record.args != ("ParallelLMHead",)
+def _is_not_rotary_or_head(record: logging.LogRecord) -> bool:
+    """True unless the warning is about a rotary embedding or about a tied head, whose weights are the embedding's."""
+    return _is_not_rotary(record) and record.args != ("ParallelLMHead",)
 
 
 class VLLMWeightStore:
-    """A WeightStore whose tensors vLLM fuses, shards and repacks, layer by layer."""
+    """A WeightStore for a model of vLLM, which fuses, shards and repacks tensors layer by layer."""
 
     def __init__(self, model: Any, config: Any, adapter: SyncedAdapterWriter | None = None):
+        """Create a store for the model of one rank, and filter vLLM's misleading warnings about reloads.
+
+        Args:
+            model: vLLM's model.
+            config: vLLM's ModelConfig.
+            adapter: Writer of adapters from weight syncs; None if syncs bring none.
+        """
         self._model = model
         self._config = config
-        described = load_meta_model_as_served(config.model, config.dtype)
-        self._layout = dict(described.named_parameters(remove_duplicate=False))
-        self._reloading = WeightRenamer(model, described)
+        meta_model = load_meta_model_as_served(config.model, config.dtype)
+        self._layout = dict(meta_model.named_parameters(remove_duplicate=False))
+        self._renamer = WeightRenamer(model, meta_model)
         self._adapter = adapter
         self._experts = list(_packed_experts(model))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
-        logging.getLogger(_RELOADS).addFilter(_of_layers_with_weights if not tied else _of_layers_untied)
-        self._open = False
-        """Whether layers are open for weights: from the first load to `finish`, or since a sync that failed."""
+        logging.getLogger(_RELOAD_LOGGER).addFilter(_is_not_rotary if not tied else _is_not_rotary_or_head)
+        self._is_reloading = False
+        """True if layers accept weights: from the first `load` to `finish`, or after a failed sync."""
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        """See WeightStore. Raises WeightSyncError for experts that vLLM cannot load a second time."""
+        """Return the tensors of a sync by Hugging Face name; see `WeightStore.layout`.
+
+        Raises:
+            WeightSyncError: vLLM cannot load the model's experts a second time, or cannot serve `adapter`.
+        """
         adapter_layout = self._adapter.layout(adapter) if self._adapter is not None else {}
         for experts in self._experts:
-            size, held = experts.moe_config.intermediate_size_per_partition, experts.w2_weight.shape[-1]
-            if held != size:
+            size, padded = experts.moe_config.intermediate_size_per_partition, experts.w2_weight.shape[-1]
+            if padded != size:
                 raise WeightSyncError(
-                    f"vLLM on CPUs pads the experts of this model from {size} to {held} columns a rank and cannot load "
-                    "weights into them again. Serve it on GPUs or by another engine (generator.backend)."
+                    f"vLLM on CPUs pads the experts of this model from {size} to {padded} columns per rank and cannot "
+                    "load weights into them again. Serve it on GPUs, or set generator.backend to another engine."
                 )
         return {**self._layout, **adapter_layout}
 
     def start(self) -> None:
-        if self._open:  # after a failed sync: its layers would otherwise count its tensors as part of this one
+        """End the reload of a failed sync, whose tensors would otherwise count as part of the next one."""
+        if self._is_reloading:
             finalize_layerwise_reload(self._model, self._config)
-            self._open = False
+            self._is_reloading = False
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Load the tensors of one bucket. Tensors of the adapter are stored for `finish`."""
         if self._adapter is not None:
             tensors = self._adapter.take(tensors)
         if not tensors:
             return
-        if not self._open:
+        if not self._is_reloading:
             initialize_layerwise_reload(self._model)
-            self._open = True
-        # vLLM keeps these tensors until their layer is complete, maybe in a later bucket: so they must be copies.
-        self._model.load_weights((name, tensor.clone()) for name, tensor in self._reloading.named(tensors))
+            self._is_reloading = True
+        # vLLM holds these tensors until their layer is complete, perhaps in a later bucket, so they must be copies.
+        self._model.load_weights((name, tensor.clone()) for name, tensor in self._renamer.rename(tensors))
 
     def finish(self) -> None:
+        """Write the adapter's folder and let vLLM repack the layers that were loaded."""
         if self._adapter is not None:
             self._adapter.finish()
-        if not self._open:
+        if not self._is_reloading:
             return
         finalize_layerwise_reload(self._model, self._config)
-        self._open = False
-        self._reloading.finish()
-        # A tied head on a CPU multiplies by a packed copy of the embedding, which a reload leaves as it was.
+        self._is_reloading = False
+        self._renamer.finish()
+        # A tied head on a CPU multiplies by a packed copy of the embedding, which a reload does not update.
         for module in self._model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-        for experts in self._experts:  # vLLM packs them after its first load only
+        for experts in self._experts:  # vLLM itself packs them only after its first load.
             experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
 
     def loaded_tensor(self, name: str) -> None:
-        """None: tensors are fused and packed, so they do not exist as such."""
+        """Return None: vLLM fuses and packs tensors, so the loaded tensor does not exist as such."""
         return None
 
 
 def _packed_experts(model: Any) -> Iterator[Any]:
-    """Mixture-of-experts layers whose weights vLLM keeps in the layout of its kernels for CPUs."""
+    """Yield the mixture-of-experts layers whose weights vLLM stores in the layout of its CPU kernels."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if isinstance(module, RoutedExperts) and kernel is not None and module.w2_weight.device.type == "cpu":
@@ -231,12 +267,22 @@ def _packed_experts(model: Any) -> Iterator[Any]:
 
 
 class SyncedAdapterWriter:
-    """Passes an adapter from weight syncs on to vLLM, which reads adapters only from folders.
+    """A writer that saves the adapter of a weight sync to a folder, because vLLM loads adapters only from folders.
 
-    Each rank has a copy of the adapter's tensors. The first of a node writes the folder, which all load afterwards.
+    Each rank collects the adapter's tensors. The first rank of each node writes the folder, which all ranks of the node
+    load afterwards.
     """
 
     def __init__(self, folder: str, model: str, dtype: torch.dtype, max_rank: int, writes: bool):
+        """Create a writer.
+
+        Args:
+            folder: The folder to write to.
+            model: Folder or hub name of the base model.
+            dtype: Data type of the adapter's tensors in a sync.
+            max_rank: Largest LoRA rank that the engine accepts; 0 if it serves no adapters.
+            writes: True for the rank that writes the folder.
+        """
         self._folder = Path(folder)
         self._model = model
         self._dtype = dtype
@@ -246,15 +292,26 @@ class SyncedAdapterWriter:
         self._tensors: dict[str, Tensor] = {}
 
     @cached_property
-    def _described(self) -> PreTrainedModel:
+    def _meta_model(self) -> PreTrainedModel:
         return load_meta_model(self._model, self._dtype)
 
     @cached_property
     def _linears(self) -> dict[str, nn.Linear]:
-        return get_adaptable_linears(self._described)
+        return get_adaptable_linears(self._meta_model)
 
     def layout(self, spec: AdapterSpec | None) -> Mapping[str, Tensor]:
-        """Begin a sync with this adapter; returns name -> tensor of its layout. Raises WeightSyncError."""
+        """Start a sync with this adapter.
+
+        Args:
+            spec: The sync's adapter; None for a sync without one.
+
+        Returns:
+            The adapter's tensors by name, on the meta device; empty without an adapter.
+
+        Raises:
+            WeightSyncError: The engine serves no adapters, the rank is above `max_rank`, or the model lacks a layer
+                that the adapter changes.
+        """
         self._spec, self._tensors = spec, {}
         if spec is None:
             return {}
@@ -262,24 +319,28 @@ class SyncedAdapterWriter:
             reject_adapter(spec)
         if spec.rank > self._max_rank:
             raise WeightSyncError(
-                f"an adapter of rank {spec.rank} is above max_lora_rank={self._max_rank} of this engine: raise it in "
-                "generator.engine_init_kwargs, or set trainer.policy.model.lora.sync=merged."
+                f"an adapter of rank {spec.rank} is above max_lora_rank={self._max_rank} of this engine: raise "
+                "max_lora_rank in generator.engine_init_kwargs, or set trainer.policy.model.lora.sync=merged."
             )
         return adapter_layout(spec, self._linears)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Keep copies of the adapter's tensors; returns the other tensors."""
+        """Store copies of the adapter's tensors in host memory; return the tensors that are not the adapter's."""
         if self._spec is None:
             return list(tensors)
-        ours = set(adapter_layout(self._spec, self._linears))
-        self._tensors |= {name: tensor.cpu().clone() for name, tensor in tensors if name in ours}
-        return [(name, tensor) for name, tensor in tensors if name not in ours]
+        adapter_names = set(adapter_layout(self._spec, self._linears))
+        self._tensors |= {name: tensor.cpu().clone() for name, tensor in tensors if name in adapter_names}
+        return [(name, tensor) for name, tensor in tensors if name not in adapter_names]
 
     def finish(self) -> None:
-        """Write the adapter's folder in peft's format. Raises OSError."""
+        """Write the adapter's folder in peft's format, if the sync has an adapter and this rank writes.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
         if self._spec is None or not self._writes:
             return
-        names = get_exported_names(self._described)
+        names = get_exported_names(self._meta_model)
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -290,46 +351,53 @@ class SyncedAdapterWriter:
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "adapter_config.json").write_text(json.dumps(config))
-        named = {peft_name(name, names): tensor.contiguous() for name, tensor in self._tensors.items()}
-        save_file(named, self._folder / "adapter_model.safetensors")
+        tensors = {peft_name(name, names): tensor.contiguous() for name, tensor in self._tensors.items()}
+        save_file(tensors, self._folder / "adapter_model.safetensors")
 
 
 class WeightRenamer:
-    """Renames the tensors of one model's syncs, and copies what does not pass through a `weight_loader` itself.
+    """A converter from transformers' tensor names to names that vLLM's model loads during a reload.
 
-    Between `initialize_layerwise_reload` and its end vLLM's parameters are on the meta device, and only tensors that
-    pass through a `weight_loader` arrive; what a model's own code copies into a parameter is lost without a word.
+    During a layerwise reload vLLM's parameters are on the meta device, and only tensors that pass through a
+    `weight_loader` arrive. Tensors that a model's own code copies into a parameter are silently lost, so `finish`
+    copies these after the reload.
     """
 
     def __init__(self, served: Any, model: PreTrainedModel):
-        """`served`: vLLM's model. `model`: transformers' on the meta device, whose names tensors have."""
+        """Create a converter.
+
+        Args:
+            served: vLLM's model.
+            model: The transformers model on the meta device, whose parameter names the tensors of a sync have.
+        """
         self._served = served
         self._model = model
-        self._kind: str = model.config.model_type
+        self._model_type: str = model.config.model_type
         self._sinks: dict[str, Tensor] = {}
 
-    def named(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The tensors under names that pass through a `weight_loader`; the others are kept for `finish`."""
-        if self._kind in _BY_EXPERT or get_composite(self._model) is not None:
+    def rename(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return tensors under names that vLLM loads. Those without a `weight_loader` are stored for `finish`."""
+        if self._model_type in _CHECKPOINT_NAME_MODELS or get_composite(self._model) is not None:
             return to_checkpoint_tensors(self._model, dict(tensors)).items()
-        return self._of_gpt_oss(tensors) if self._kind == _GPT_OSS else tensors
+        return self._rename_gpt_oss(tensors) if self._model_type == _GPT_OSS else tensors
 
-    def _of_gpt_oss(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _rename_gpt_oss(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             if name.endswith(_SINKS):
                 self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
             elif name.endswith(_FUSED):
-                layer, _, own = name.rpartition(".")
-                yield from ((f"{layer}.{expert}.{own}", weights) for expert, weights in enumerate(tensor))
+                layer, _, parameter = name.rpartition(".")
+                yield from ((f"{layer}.{expert}.{parameter}", weights) for expert, weights in enumerate(tensor))
             else:
                 yield name, tensor
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Copy what has no `weight_loader`: this rank's sinks of attention, which its kernel reads in place or cast."""
+        """Copy this rank's attention sinks, which have no `weight_loader`, into the model after a reload."""
         for name, sinks in self._sinks.items():
             attention = self._served.get_submodule(name.removesuffix(_SINKS))
             rank, count = get_tensor_model_parallel_rank(), len(attention.sinks)
-            for held in {id(one): one for one in (attention.sinks, attention.attn.impl.sinks)}.values():
-                held.copy_(sinks[rank * count : (rank + 1) * count])
+            # The kernel reads either the parameter itself or a copy of it in another dtype.
+            for target in {id(tensor): tensor for tensor in (attention.sinks, attention.attn.impl.sinks)}.values():
+                target.copy_(sinks[rank * count : (rank + 1) * count])
         self._sinks.clear()

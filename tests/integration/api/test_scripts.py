@@ -34,7 +34,7 @@ SMALL = """
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the unpacked wheel."""
+    """Folder of the unpacked wheel."""
     folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(build_wheel(folder)) as archive:
         archive.extractall(folder / "site")
@@ -79,7 +79,7 @@ def run_script(path: Path, *arguments: str) -> str:
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_snippets_of_the_page_run_one_after_the_other(outside: Path, installed: Path):
+def test_snippets_of_api_page_run(outside: Path, installed: Path):
     code = (
         "\n".join(SNIPPETS)
         .replace("Qwen/Qwen2.5-0.5B-Instruct", "model")
@@ -89,22 +89,22 @@ def test_the_snippets_of_the_page_run_one_after_the_other(outside: Path, install
         code = code.replace('        "trainer.max_steps": 20,\n', SMALL.format(number=number), 1)
     script = outside / "notebook.py"
     script.write_text(code + "\nprint('from', sk.__file__)\n")
-    said = run_script(script)
-    assert "2 steps in " in said and "last reward" in said
-    assert "log-probs of every token after the first: [" in said
-    assert f"from {installed}" in said
+    output = run_script(script)
+    assert "2 steps in " in output and "last reward" in output
+    assert "log-probs of every token after the first: [" in output
+    assert f"from {installed}" in output
     second = json.loads((outside / "run2" / "metrics.jsonl").read_text().splitlines()[-1])
     assert second["step"] == 2 and second["rollouts/failed"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.defect("signals-in-a-program")
-def test_an_embedder_brings_a_part_of_every_kind_and_drives_the_run(outside: Path):
+def test_program_registers_parts_and_drives_run(outside: Path):
     script = outside / "embedder.py"
     script.write_text((HERE / "scripts" / "embedder.py").read_text())
-    said = run_script(script, str(outside / "mixed.jsonl"), str(outside / "model"), str(outside))
-    assert "everything held\n" in said and "max_steps:" in said
+    output = run_script(script, str(outside / "mixed.jsonl"), str(outside / "model"), str(outside))
+    assert "everything held\n" in output and "max_steps:" in output
 
 
-def test_type_checkers_are_told_that_the_package_has_types(installed: Path):
+def test_wheel_has_type_marker(installed: Path):
     assert (installed / "skyrl_train" / "py.typed").is_file()

@@ -1,4 +1,4 @@
-"""What actors of test_cluster.py hold, in a module that imports little."""
+"""Classes that actors of test_cluster.py wrap, in a module that imports little."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS, 
 from skyrl_train.errors import ConfigError
 
 
-class Together:
-    """A plan whose call has one argument: all stored values."""
+class ValuesAsTuple:
+    """A plan whose call has one argument: a tuple of all stored values."""
 
     def build_arguments(self, *values: Any) -> tuple[Any]:
         return (values,)
 
 
 class Rank:
-    """One of two ranks that meet in collectives; methods get the rank's part in the call, True for what goes wrong."""
+    """One of two ranks with a process group. Methods get the rank's shard of the call, with True for faults."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -34,20 +34,20 @@ class Rank:
     def address(self) -> tuple[str, int]:
         return free_address(LOOPBACK)
 
-    def reduce(self, does_not_come: bool, dies: bool) -> None:
+    def reduce(self, hangs: bool, dies: bool) -> None:
         import torch
 
         if dies:
-            torch.distributed.destroy_process_group()  # so that the other rank knows before the driver does
+            torch.distributed.destroy_process_group()  # so that the other rank notices before the driver
             time.sleep(1)
             os._exit(3)
-        if does_not_come:
+        if hangs:
             time.sleep(600)
         torch.distributed.all_reduce(torch.ones(1))
 
 
 class Subject:
-    """Answers, fails, hangs and dies."""
+    """A class whose methods answer, fail, hang and die."""
 
     constant = 7
 
@@ -59,18 +59,18 @@ class Subject:
         return a + b
 
     def process(self, module: str) -> tuple[int, bool]:
-        """Its id, and whether it has imported a module."""
+        """Return the process id, and True if the process has imported a module."""
         return os.getpid(), module in sys.modules
 
     def addresses(self) -> tuple[str, str]:
-        """Those at which the run's actors, and other machines, reach it."""
+        """Return the addresses at which the run's actors and other nodes reach it."""
         return os.environ[BIND_ADDRESS], os.environ[NODE_ADDRESS]
 
     def raise_config_error(self) -> None:
         raise ConfigError("key=3 is wrong")
 
-    def overwrites(self, batches: list[Any]) -> tuple[list[int], bool]:
-        """What is in their ids, and whether a copy of the first can be changed."""
+    def read_ids(self, batches: list[Any]) -> tuple[list[int], bool]:
+        """Return the token ids of all batches, and True if changing a copy of the first leaves it unchanged."""
         ids = [int(number) for batch in batches for number in batch.input_ids]
         copy = batches[0].to("cpu")
         copy.input_ids.zero_()
@@ -82,20 +82,20 @@ class Subject:
     def die(self) -> None:
         os._exit(3)
 
-    over: asyncio.Future[None] | None = None
+    exit: asyncio.Future[None] | None = None
 
     async def wait_until_exit(self) -> None:
-        self.over = asyncio.get_running_loop().create_future()
-        await self.over
+        self.exit = asyncio.get_running_loop().create_future()
+        await self.exit
 
     async def end(self, error: Exception | None) -> None:
-        """Have `ended` return, or raise this."""
-        while self.over is None:
+        """Make `wait_until_exit` return, or raise an error."""
+        while self.exit is None:
             await asyncio.sleep(0.05)
         if error is None:
-            self.over.set_result(None)
+            self.exit.set_result(None)
         else:
-            self.over.set_exception(error)
+            self.exit.set_exception(error)
 
     async def wait(self, seconds: float) -> float:
         await asyncio.sleep(seconds)

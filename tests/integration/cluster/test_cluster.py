@@ -1,4 +1,4 @@
-"""Slots, actors and the Ray runtime, for real."""
+"""Slots, actors and the Ray cluster on a real Ray."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from skyrl_train.experiment.placement import RunPlacement, reserve_slots
 from skyrl_train.learner.batch_sharding import StoredCall
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
-from tests.integration.cluster.subject import Together
+from tests.integration.cluster.subject import ValuesAsTuple
 from tests.support.padded_reference import grouped_batch
 
 SUBJECT = "tests.integration.cluster.subject:Subject"
 CPUS = os.cpu_count() or 1
 PRELOADED = "sched"
-"""A module that nothing else here imports."""
-LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S = 3.0
+"""A module that no other test of this file imports."""
+RAY_IDLE_WORKER_TIMEOUT_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +47,21 @@ def ray_runtime() -> Iterator[None]:
 
 @pytest.fixture
 def cluster(ray_runtime: None) -> Iterator[Cluster]:
-    """A run of its own on the module's runtime: its slots and actors go when the test ends."""
+    """A run's cluster on the module's Ray. Its slots and actors end with the test."""
     with Cluster() as running:
         yield running
 
 
 def start(
     cluster: Cluster,
-    concurrent: bool = False,
+    is_async: bool = False,
     deadline_s: float = 180.0,
     deadlines: dict[str, float] | None = None,
     **kwargs: bool,
 ) -> ActorProxy:
     slots = reserve_pool(cluster, count=1, actors_per_slot=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     return spawn(
-        cluster, SUBJECT, kwargs, pool=slots, index=0, name="subject", is_async=concurrent,
+        cluster, SUBJECT, kwargs, pool=slots, index=0, name="subject", is_async=is_async,
         deadline_s=deadline_s, deadlines=deadlines,
     )  # fmt: skip
 
@@ -71,14 +71,14 @@ def idle_workers() -> set[int]:
     return {child.pid for child in children if "ray::IDLE" in " ".join(child.cmdline())}
 
 
-def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
+def test_preloaded_workers_become_actors(cluster: Cluster):
     deadline = time.monotonic() + 60
     while len(workers := idle_workers()) < CPUS and time.monotonic() < deadline:
         time.sleep(0.1)
     slots = reserve_pool(
         cluster, count=CPUS, actors_per_slot=1, device="cpu", total_slots=CPUS, deadline_s=10, key="test"
     )
-    time.sleep(LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S)
+    time.sleep(RAY_IDLE_WORKER_TIMEOUT_S)
     kwargs: dict[str, Any] = {"pool": slots, "name": "subject", "deadline_s": 60.0}
     subjects = [spawn(cluster, SUBJECT, {}, index=index, is_async=index == 0, **kwargs) for index in range(CPUS)]
 
@@ -88,31 +88,37 @@ def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
     assert set(asyncio.run(run())) == {(worker, True) for worker in workers}
 
 
-@pytest.mark.parametrize("how", ["part dies", "part ends", "part fails", "whole dies", "whole is killed"])
-def test_a_process_and_what_belongs_to_it_end_together(cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("event", ["part dies", "part exits", "part fails", "owner dies", "owner is killed"])
+def test_linked_processes_end_together(cluster: Cluster, event: str, caplog: pytest.LogCaptureFixture):
     async def run() -> None:
-        whole, part = (start(cluster, concurrent=True) for _ in range(2))
-        assert [await one.add(1, 2) for one in (whole, part)] == [3, 3]
-        whole.link_lifetimes([part], cluster)
-        waiting = asyncio.ensure_future((part if how.startswith("whole") else whole).wait(60.0))
+        owner, part = (start(cluster, is_async=True) for _ in range(2))
+        assert [await record.add(1, 2) for record in (owner, part)] == [3, 3]
+        owner.link_lifetimes([part], cluster)
+        waiting = asyncio.ensure_future((part if event.startswith("owner") else owner).wait(60.0))
         await asyncio.sleep(0.5)
-        if how == "whole is killed":
-            whole.kill()
-        elif how.endswith("dies"):
+        if event == "owner is killed":
+            owner.kill()
+        elif event.endswith("dies"):
             with pytest.raises(WorkerDied):
-                await (part if how.startswith("part") else whole).die()
+                await (part if event.startswith("part") else owner).die()
         else:
-            await part.end(ValueError("of its own kind") if how == "part fails" else None)
+            await part.end(ValueError("of its own kind") if event == "part fails" else None)
         with pytest.raises(WorkerDied):
             await asyncio.wait_for(waiting, 20)
 
     asyncio.run(run())
-    said = [one.getMessage() for one in caplog.records if "is ended, as a part of it is gone" in one.getMessage()]
-    assert len(said) == how.startswith("part")
+    messages = [
+        record.getMessage()
+        for record in caplog.records
+        if "because one of its processes is gone" in record.getMessage()
+    ]
+    assert len(messages) == event.startswith("part")
 
 
-async def meeting_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGroup, list[int]]:
-    """Two ranks that have met, with the pid of each. What both import takes longer than the deadline of a call."""
+async def connected_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGroup, list[int]]:
+    """Return two ranks with a common process group, and their process ids. Their imports take longer than a call's
+    deadline.
+    """
     slots = reserve_pool(cluster, count=2, actors_per_slot=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     ranks = [
         spawn(
@@ -131,14 +137,12 @@ async def meeting_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGrou
 @pytest.mark.fault("F33")
 @pytest.mark.defect("C4-the-first-rank-is-blamed")
 @pytest.mark.parametrize("stopped", [True, False])
-def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_file(
-    cluster: Cluster, tmp_path: Path, stopped: bool
-):
+def test_stall_report_names_the_late_rank(cluster: Cluster, tmp_path: Path, stopped: bool):
     async def run() -> tuple[DeadlineExceeded, int]:
-        group, pids = await meeting_ranks(cluster, deadline_s=3.0)
+        group, pids = await connected_ranks(cluster, deadline_s=3.0)
         if stopped:
             os.kill(pids[1], signal.SIGSTOP)
-            assert await collect_stacks([group.workers[1].id], 0.5) == {}  # a node that answers too late
+            assert await collect_stacks([group.workers[1].actor_id], 0.5) == {}  # the node answers too late
         learner = Learner(group, None, BatchSizes(1), stacks_file=tmp_path / "stacks.txt")
         with pytest.raises(DeadlineExceeded) as caught:
             await group.call_sharded("reduce", [(False, False), (True, False)])
@@ -146,9 +150,9 @@ def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_fi
         return caught.value, pids[1]
 
     error, pid = asyncio.run(run())
-    why = "had not come so far, while others waited in a collective"
+    why = "had not reached the collective in which the other ranks waited"
     if stopped:
-        why = f"does not answer (its process is stopped: kill -CONT {pid} lets it go on)"
+        why = f"does not respond (its process is stopped; kill -CONT {pid} resumes it)"
     assert f"did not finish within 3 s: policy rank 1 {why}" in str(error)
     assert str(tmp_path / "stacks.txt") in str(error)
     first, second = (tmp_path / "stacks.txt").read_text().split("=== policy rank 1")
@@ -157,28 +161,29 @@ def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_fi
 
 
 @pytest.mark.fault("F33")
-def test_of_ranks_that_lost_a_peer_and_the_peer_that_died_the_death_is_raised(cluster: Cluster):
+def test_death_is_raised_before_peer_errors(cluster: Cluster):
     async def run() -> None:
-        group, _ = await meeting_ranks(cluster, deadline_s=60.0)
+        group, _ = await connected_ranks(cluster, deadline_s=60.0)
         with pytest.raises(WorkerDied, match="policy rank 1 died during reduce"):
             await group.call_sharded("reduce", [(False, False), (False, True)])
 
     asyncio.run(run())
 
 
-def test_ranks_read_their_parts_of_a_batch_where_they_were_stored(cluster: Cluster):
-    """One part for two ranks, of two values. Its arrays are large enough for shared memory."""
+def test_ranks_read_shards_from_shared_memory(cluster: Cluster):
+    """Use one shard of two values for two ranks, with arrays that are large enough for shared memory."""
     slots = reserve_pool(cluster, count=2, actors_per_slot=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     kwargs: dict[str, Any] = {"pool": slots, "name": "subject", "is_async": False, "deadline_s": 60.0}
     group = WorkerGroup([spawn(cluster, SUBJECT, {}, index=index, **kwargs) for index in range(2)], parallel_size=2)
     batch = grouped_batch([(7, [5, 9, 3]), (4, [60_000])])
+    plan: Any = ValuesAsTuple()
     stored = [group.put(batch.select([0, 2])), group.put(batch.select([3]))]
-    answers = asyncio.run(group.call_sharded("overwrites", [StoredCall(stored, Together())]))
-    wanted = [int(number) for rows in ([0, 2], [3]) for number in batch.select(rows).input_ids]
-    assert answers == [(wanted, True)] * 2
+    results = asyncio.run(group.call_sharded("read_ids", [StoredCall(stored, plan)]))
+    expected = [int(number) for rows in ([0, 2], [3]) for number in batch.select(rows).input_ids]
+    assert results == [(expected, True)] * 2
 
 
-def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):
+def test_calls_results_and_errors_cross_unchanged(cluster: Cluster):
     subject = start(cluster)
 
     async def run() -> None:
@@ -191,39 +196,39 @@ def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):
 
 
 @pytest.mark.defect("stores-listened-on-all-interfaces")
-def test_actors_of_one_machine_meet_on_loopback(cluster: Cluster):
+def test_single_node_actors_listen_on_loopback(cluster: Cluster):
     subject = start(cluster)
     assert asyncio.run(subject.addresses()) == ("127.0.0.1", ray.util.get_node_ip_address())
 
 
-ASKS_RAY = """
+READ_RAY_KEYS = """
 import sys
 from ray._raylet import GcsClient
 print(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"session"))
 """
 
 
-def test_ray_answers_nobody_without_the_token_which_only_this_user_can_read(cluster: Cluster):
+def test_ray_requires_its_private_token(cluster: Cluster):
     token = Path.home() / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     address = ray.get_runtime_context().gcs_address
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    said, errors = {}, {}
+    output, errors = {}, {}
     for mode in ("token", "disabled"):
-        asking = subprocess.run(
-            [sys.executable, "-c", ASKS_RAY, address],
+        query = subprocess.run(
+            [sys.executable, "-c", READ_RAY_KEYS, address],
             env=clean | {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(token)},
             capture_output=True,
             text=True,
             timeout=120,
         )
-        said[mode], errors[mode] = asking.stdout, asking.stderr
-    assert "session_name" in said["token"]
-    assert said["disabled"] == "" and "auth_token" in errors["disabled"]
+        output[mode], errors[mode] = query.stdout, query.stderr
+    assert "session_name" in output["token"]
+    assert output["disabled"] == "" and "auth_token" in errors["disabled"]
 
 
-def test_a_concurrent_actor_overlaps_its_calls(cluster: Cluster):
-    subject = start(cluster, concurrent=True)
+def test_async_actor_overlaps_calls(cluster: Cluster):
+    subject = start(cluster, is_async=True)
 
     async def run() -> float:
         await subject.wait(0.0)
@@ -235,23 +240,23 @@ def test_a_concurrent_actor_overlaps_its_calls(cluster: Cluster):
 
 
 @pytest.mark.defect("a-thousand-calls-kill-an-engine")
-def test_thousands_of_calls_that_wait_keep_no_health_check_waiting(cluster: Cluster):
-    subject = start(cluster, concurrent=True)
+def test_pending_calls_do_not_delay_health_checks(cluster: Cluster):
+    subject = start(cluster, is_async=True)
 
     async def run() -> None:
         await subject.add(1)
-        waiting = [asyncio.ensure_future(subject.wait(600.0)) for _ in range(3000)]
-        await asyncio.sleep(0)  # now they are sent
+        pending = [asyncio.ensure_future(subject.wait(600.0)) for _ in range(3000)]
+        await asyncio.sleep(0)  # the calls are sent now
         assert await subject.call_with_deadline(10.0, "add", 2) == 2
-        for one in waiting:
-            one.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
 
     asyncio.run(run())
     subject.kill()
 
 
-def test_a_method_may_have_a_deadline_of_its_own(cluster: Cluster):
+def test_method_has_its_own_deadline(cluster: Cluster):
     subject = start(cluster, deadlines={"hang": 0.3})
 
     async def run() -> None:
@@ -263,7 +268,7 @@ def test_a_method_may_have_a_deadline_of_its_own(cluster: Cluster):
     subject.kill()
 
 
-def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):
+def test_timeouts_and_deaths_name_the_process(cluster: Cluster):
     hanging, dying, failing = start(cluster), start(cluster), start(cluster, fail=True)
 
     async def run() -> None:
@@ -280,15 +285,15 @@ def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):
 
 
 @pytest.mark.fault("F05")
-def test_more_than_the_cluster_has_is_refused_at_once_with_need_and_have(cluster: Cluster):
+def test_excessive_demand_fails_immediately(cluster: Cluster):
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"policy.*needs 2 slots of 1 GPU, 2 GPUs.*has .* and 0 GPUs"):
+    with pytest.raises(ConfigError, match=r"policy.*needs 2 GPUs.*has .* and 0 GPUs"):
         reserve_pool(cluster, count=2, actors_per_slot=1, device="cuda", total_slots=2, deadline_s=10, key="policy")
     occupied = reserve_pool(
         cluster, count=1, actors_per_slot=1, device="cpu", total_slots=1, deadline_s=10, key="first"
     )
     assert occupied.num_slots == 1
-    with pytest.raises(ConfigError, match=r"engines: needs 64 slots of 1 CPU.*not placed within 1 s.*colocate"):
+    with pytest.raises(ConfigError, match=r"engines: needs 64 bundles of 1 CPU.*not placed within 1 s.*colocate"):
         reserve_pool(cluster, count=64, actors_per_slot=1, device="cpu", total_slots=0, deadline_s=1, key="engines")
     assert time.monotonic() - begun < 20
 
@@ -299,10 +304,16 @@ def test_two_ranks_and_an_engine_fit_two_cores():
 
 
 def place_on(
-    cluster: Cluster, placement: PlacementConfig, generator: GeneratorConfig, at_once: bool = False, **roles: bool
+    cluster: Cluster,
+    placement: PlacementConfig,
+    generator: GeneratorConfig,
+    overlaps_training: bool = False,
+    **roles: bool,
 ) -> RunPlacement:
     counts = count_slots(placement, generator, **roles)
-    return reserve_slots(cluster, counts, placement, generator, device="cpu", deadline_s=10, overlaps_training=at_once)
+    return reserve_slots(
+        cluster, counts, placement, generator, device="cpu", deadline_s=10, overlaps_training=overlaps_training
+    )
 
 
 @pytest.mark.defect("threads-for-engines-that-are-elsewhere")
@@ -317,12 +328,12 @@ def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     assert layout.policy.pool.actors_per_slot == 3
     dedicated = PlacementConfig(colocate_all=False)
     with Cluster() as another_run:
-        layout = place_on(another_run, dedicated, generator, at_once=True)
+        layout = place_on(another_run, dedicated, generator, overlaps_training=True)
     assert layout.policy and layout.engines
     assert (layout.policy.num_concurrent, layout.engines.num_concurrent) == (2, 1)
     with Cluster() as a_third:
-        layout = place_on(a_third, dedicated, generator, at_once=True, with_engines=False)
-    assert layout.policy and layout.policy.num_concurrent == 0, "engines elsewhere take none of these cores"
+        layout = place_on(a_third, dedicated, generator, overlaps_training=True, with_engines=False)
+    assert layout.policy and layout.policy.num_concurrent == 0, "remote engines use none of these cores"
     layout = place_on(cluster, dedicated, generator, with_reference=True)
     assert not layout.engines_colocated
     assert layout.policy and layout.engines and layout.reference
@@ -331,7 +342,7 @@ def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     assert layout.policy.num_concurrent == layout.engines.num_concurrent == 0, "they wait for each other"
 
 
-def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluster):
+def test_reward_model_shares_policy_slots_if_colocated(cluster: Cluster):
     generator = GeneratorConfig(num_inference_engines=1)
     colocated = PlacementConfig(policy_num_gpus_per_node=2, reward_num_gpus_per_node=3)
     with Cluster() as one_run:
@@ -353,8 +364,8 @@ def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluste
 
 
 @pytest.mark.defect("ray-s-folders-stayed")
-def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
-    # In a process of its own, because a driver has one cluster: the check for left-overs is the conftest's.
+def test_closing_cluster_ends_processes_and_frees_slots():
+    # In another process, because a driver has one cluster. The conftest checks for leftover processes.
     code = (
         "from pathlib import Path\n"
         "from skyrl_train.cluster.ray_cluster import Cluster\n"
@@ -368,7 +379,7 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
         "    assert ray.is_initialized()\n"
         "    folder = Path(ray._private.worker._global_node.get_temp_dir_path())\n"
         "    assert folder.is_dir() and second.failure() is None\n"
-        "    assert folder.parent.stat().st_mode & 0o777 == 0o700, 'others must not reach its sockets'\n"
+        "    assert folder.parent.stat().st_mode & 0o777 == 0o700, 'other users must not reach its sockets'\n"
         "assert not ray.is_initialized()\n"
         "assert not folder.parent.exists()\n"
     )
@@ -387,41 +398,41 @@ def test_sigterm_handler_survives_connecting_and_disconnecting():
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "handled\nhandled\n")
-    assert "SIGTERM" not in done.stderr, "a stack trace of Ray's own"
+    assert "SIGTERM" not in done.stderr, "Ray printed a stack trace"
 
 
 @pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
 @pytest.mark.defect("a-stopped-raylet-is-too-few-cpus")
-def test_a_raylet_that_is_stopped_is_named_and_does_not_hold_up_the_end():
+def test_stopped_raylet_does_not_block_exit():
     code = (
         "import psutil\n"
         "from skyrl_train.cluster import placement, ray_cluster\n"
         "from skyrl_train.errors import ClusterLost\n"
-        "ray_cluster._CLOSE_TIMEOUT_S, placement._PROBE_TIMEOUT_S = 3, 1\n"
+        "ray_cluster._DISCONNECT_TIMEOUT_S, placement._PROBE_TIMEOUT_S = 3, 1\n"
         "with ray_cluster.Cluster() as cluster:\n"
         "    next(child for child in psutil.Process().children() if child.name() == 'raylet').suspend()\n"
         "    try:\n"
         "        slots = {'count': 1, 'actors_per_slot': 1, 'total_slots': 1}\n"
         "        placement.reserve_pool(cluster, **slots, device='cpu', deadline_s=1, key='slots=1')\n"
         "    except ClusterLost as lost:\n"
-        "        assert 'a raylet does not answer' in str(lost)\n"
+        "        assert 'a raylet does not respond' in str(lost)\n"
         "    else:\n"
         "        raise AssertionError('placed')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "Ray's processes do not answer: killed after 3 s" in done.stderr
+    assert "Ray's processes do not respond: killing them after 3 s" in done.stderr
 
 
-def test_a_cluster_that_was_there_before_stays(cluster: Cluster):
+def test_existing_connection_stays_open(cluster: Cluster):
     with Cluster() as inner:
         start(inner)
     assert ray.is_initialized()
 
 
 @pytest.mark.defect("D21")
-def test_a_wrapper_over_an_engine_in_an_actor(cluster: Cluster, tiny_model_path: str):
-    """Its settings are values here, prompts and answers travel."""
+def test_wrapper_of_engine_in_actor(cluster: Cluster, tiny_model_path: str):
+    """The settings are known in the driver; prompts and responses are sent."""
     settings: Any = {
         "input_mode": "text",
         "inplace": False,

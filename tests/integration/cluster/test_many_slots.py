@@ -1,4 +1,4 @@
-"""Processes that use several slots, on a Ray runtime that believes in four accelerators."""
+"""Processes that use several slots, on a Ray cluster that claims to have four GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from skyrl_train.cluster.placement import locate_gpus, reserve_pool, visible_dev
 from skyrl_train.cluster.ray_cluster import Cluster
 
 
-class Sees:
-    """What is spawned."""
+class DeviceReporter:
+    """A class whose methods return what its actor process can use."""
 
     def devices(self) -> str:
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def threads(self) -> tuple[int, str]:
-        """Those of torch, and of the processes that it starts."""
+        """Return the threads of torch, and OMP_NUM_THREADS of child processes."""
         import torch
 
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
@@ -34,23 +34,23 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.defect("one-core-beside-an-accelerator")
 @pytest.mark.slow
-def test_an_actor_sees_the_accelerators_of_all_its_slots_and_their_cores_beside_a_tenant_in_each(cluster: Cluster):
+def test_actor_sees_gpus_and_cores_of_its_slots(cluster: Cluster):
     slots = reserve_pool(cluster, count=4, actors_per_slot=2, device="cuda", total_slots=4, deadline_s=30, key="test")
-    target = f"{__name__}:Sees"
+    target = f"{__name__}:DeviceReporter"
 
     async def run() -> None:
         ranks = [
             spawn(cluster, target, {}, pool=slots, index=index, name="rank", is_async=False, deadline_s=60)
             for index in range(4)
         ]
-        seen = [await rank.devices() for rank in ranks]
-        assert sorted(seen) == ["0", "1", "2", "3"]
+        rank_devices = [await rank.devices() for rank in ranks]
+        assert sorted(rank_devices) == ["0", "1", "2", "3"]
         assert await ranks[0].threads() == (2, "2"), "8 CPUs for four slots"
         engines = []
         for first in (0, 2):
-            places = await locate_gpus(slots, range(first, first + 2), 60)
-            devices = visible_devices(places, "test")
-            assert devices == f"{seen[first]},{seen[first + 1]}"
+            locations = await locate_gpus(slots, range(first, first + 2), 60)
+            devices = visible_devices(locations, "test")
+            assert devices == f"{rank_devices[first]},{rank_devices[first + 1]}"
             engines.append(
                 spawn(
                     cluster, target, {}, pool=slots, index=first, name="engine", is_async=True, deadline_s=60,

@@ -1,4 +1,4 @@
-"""Several Ray nodes: where slots are, who sees which files, and a node that is lost."""
+"""Several Ray nodes: placement of slots, files that nodes see, and the loss of a node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.ray_nodes import ray_nodes
 
 
 @pytest.mark.defect("a-growing-cluster-was-refused-at-once")
-def test_slots_are_where_they_should_be_and_a_lost_node_is_named_and_replaced(tmp_path: Path):
+def test_placement_and_loss_of_nodes(tmp_path: Path):
     folders = [tmp_path / name for name in ("a", "b", "c", "driver")]
     for folder in folders:
         folder.mkdir()
-    for one in (folders[0], folders[-1]):
-        (one / "one-node-lacks-it").touch()
+    for folder in (folders[0], folders[-1]):
+        (folder / "one-node-lacks-it").touch()
     (folders[1] / "one-node-has-it").touch()
     roles = [{"role": "trainer"}, {"role": "trainer"}, {"role": "engine"}]
     with ray_nodes([{}, {}, {}], cpus=[2, 2, 2], labels=roles, folders=[str(folder) for folder in folders]) as nodes:
@@ -32,9 +32,9 @@ def test_slots_are_where_they_should_be_and_a_lost_node_is_named_and_replaced(tm
         )
         assert program.stdout is not None
         with program, program.stdout:
-            said = []
+            lines = []
             for line in program.stdout:
-                said.append(line)
+                lines.append(line)
                 if line.startswith("KILL "):
                     nodes.kill(nodes.addresses.index(line.split()[1]))
-        assert program.returncode == 0, "".join(said)
+        assert program.returncode == 0, "".join(lines)

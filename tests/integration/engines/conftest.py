@@ -1,4 +1,4 @@
-"""Every kind of engine behind one fixture: started when its first test comes, one at a time, alive across tests."""
+"""A fixture for every kind of engine. One engine runs at a time, from its first test to its last."""
 
 from __future__ import annotations
 
@@ -27,42 +27,44 @@ from tests.support.native_servers import TOKEN, NativeServerProcess
 from tests.support.reference_sampler import Reference
 from tests.support.vllm_async_scheduling import enable_async_scheduling
 
-# What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
+# Kinds are "transformers", "http-transformers" (behind HTTP), and "untied-transformers" (with an untied head).
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("skyrl_train.engines.transformers.engine:TransformersEngine", {"threads": 1}),
     "vllm": ("skyrl_train.engines.vllm.engine:VLLMEngine", {"threads": 1, "max_lora_rank": 8}),
     "sglang": ("skyrl_train.engines.sglang.engine:SGLangEngine", {"threads": 1}),
 }
 NATIVE = {"native-vllm": VLLMServer, "native-sglang": SGLangServer}
-"""Behind the servers that vLLM and SGLang bring themselves."""
+"""Engines behind vLLM's and SGLang's own servers."""
 OVERLAPPED = "overlapped-vllm"
-"""vLLM with async scheduling, as on an accelerator."""
+"""vLLM with async scheduling, which is the default on accelerators."""
 KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), OVERLAPPED, *NATIVE]
 UNTIED = ["untied-transformers", "untied-vllm", "untied-native-vllm", "untied-native-sglang"]
 HEAD_STARTS = {"sglang": 0.4}
 MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-native-sglang"]
-"""A mixture of experts, which every package cuts in its own way: only for the test that weights arrive. Untied:
-SGLang does not tie the head of one."""
+"""Mixtures of experts, which every package shards differently. Only the test that weights arrive uses them. Their heads
+are untied, because SGLang does not tie the head of a mixture of experts."""
 _HEADS = ("untied", "moe")
-_ROUTE_OF = {"vllm": "broadcast", "sglang": "ipc", "native-vllm": "checkpoint", "native-sglang": "broadcast"}
-"""Where an engine's answers to what goes wrong on a route are looked at for every change."""
+_CI_ROUTES = {"vllm": "broadcast", "sglang": "ipc", "native-vllm": "checkpoint", "native-sglang": "broadcast"}
+"""The route on which every change tests an engine's failures."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of weights also run with an untied head: which tensors are sent is another list. A test that names a
-    `route` runs with every one that the kind has."""
-    itself = any("started" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
-    if "started" not in metafunc.fixturenames or itself:
+    """Parametrize tests with engines, and tests with a `route` with the routes of each engine.
+
+    Tests of weights also run with an untied head, because its list of tensors differs.
+    """
+    is_parametrized = any("started" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "started" not in metafunc.fixturenames or is_parametrized:
         return
     kinds = KINDS + (UNTIED if "weights" in metafunc.module.__name__ else [])
     if "wrappers" in metafunc.module.__name__:
-        kinds = list(ENGINES)  # the others are the same to a wrapper
-    arrival = metafunc.function.__name__ == "test_after_every_sync_the_engine_serves_the_new_weights"
-    kinds += MOE if arrival else []
+        kinds = list(ENGINES)  # A wrapper treats the other kinds in the same way.
+    tests_arrival = metafunc.function.__name__ == "test_engine_serves_new_weights_after_every_sync"
+    kinds += MOE if tests_arrival else []
     routes = sorted(WEIGHT_ROUTES) if "route" in metafunc.fixturenames else [""]
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
-    with_steps_under_way = metafunc.function.__name__ == "test_pause_keep_goes_on_with_the_new_weights_where_it_stood"
-    marks = {pair: _marks(*pair, every_route=arrival, overlapped=with_steps_under_way) for pair in pairs}
+    tests_pending_steps = metafunc.function.__name__ == "test_pause_keep_continues_with_new_weights"
+    marks = {pair: _marks(*pair, every_route=tests_arrival, overlapped=tests_pending_steps) for pair in pairs}
     if routes == [""]:
         params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize("started", params, indirect=True, scope="package")
@@ -72,30 +74,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _marks(kind: str, route: str, *, every_route: bool, overlapped: bool) -> list[pytest.MarkDecorator]:
-    """Of the product of kinds and routes, what is enough for every change covers each kind and each route.
+    """Return the marks of a test with a kind of engine and a route. CI runs a subset that covers each of both.
 
-    HTTP in front of vLLM and SGLang is the code that is there in front of the transformers engine; their own servers
-    load an untied head and experts with the code of the embedded engines; what goes wrong on a route is found by the
-    receiver that all engines share, so that beside the transformers engine each has one route for it. Of vLLM with
-    async scheduling it is the test that fails if a sync does not wait for the steps under way.
+    HTTP in front of vLLM and SGLang is the same code as in front of the transformers engine. Their own servers load an
+    untied head and experts with the code of the embedded engines. All engines share the receiver that detects failures
+    on a route, so each has one route for them in CI. vLLM with async scheduling runs the test that fails if a sync does
+    not wait for pending steps.
     """
     if "transformers" in kind:
         return []
-    again = {f"{head}-{server}" for server in NATIVE for head in _HEADS}
-    product = kind in {"http-vllm", "http-sglang", "untied-vllm", OVERLAPPED, *again}
-    if product and not (kind == "untied-vllm" and every_route) and not (kind == OVERLAPPED and overlapped):
+    native_heads = {f"{head}-{server}" for server in NATIVE for head in _HEADS}
+    is_redundant = kind in {"http-vllm", "http-sglang", "untied-vllm", OVERLAPPED, *native_heads}
+    if is_redundant and not (kind == "untied-vllm" and every_route) and not (kind == OVERLAPPED and overlapped):
         return [pytest.mark.slow, pytest.mark.on_demand]
-    if route and not every_route and route != _ROUTE_OF.get(kind, "checkpoint"):
+    if route and not every_route and route != _CI_ROUTES.get(kind, "checkpoint"):
         return [pytest.mark.slow, pytest.mark.on_demand]
     return [pytest.mark.slow]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of one engine, then those behind HTTP, then the next: each is started once."""
-    places = [index for index, item in enumerate(items) if _kind(item)]
-    ordered = sorted((items[index] for index in places), key=lambda item: [*KINDS, *UNTIED, *MOE].index(_kind(item)))
-    for index, item in zip(places, ordered, strict=True):
+    """Order the tests by engine, so that each engine starts once."""
+    indices = [index for index, item in enumerate(items) if _kind(item)]
+    ordered = sorted((items[index] for index in indices), key=lambda item: [*KINDS, *UNTIED, *MOE].index(_kind(item)))
+    for index, item in zip(indices, ordered, strict=True):
         items[index] = item
 
 
@@ -112,7 +114,7 @@ class StartedEngine:
 
 
 class EngineStarter:
-    """Keeps the engine that was started last until another one is wanted: behind HTTP it is the same one."""
+    """A starter that reuses the last engine until a test needs another one. HTTP runs in front of the same engine."""
 
     def __init__(self, folder: Path):
         self.loop = BackgroundLoop()
@@ -122,26 +124,27 @@ class EngineStarter:
         self._patch = pytest.MonkeyPatch()
 
     def get(self, name: str, *, tied: bool, architecture: str) -> StartedEngine:
-        wanted = f"{architecture}-{'' if tied else 'untied-'}{name}"
-        if self._current is None or self._current.name != wanted:
+        full_name = f"{architecture}-{'' if tied else 'untied-'}{name}"
+        if self._current is None or self._current.name != full_name:
             self._close_current()
             model = tiny_model(architecture, tied=tied)
-            path = self.folder / wanted
+            path = self.folder / full_name
             save_as_base_model(model, path)
-            self._current = StartedEngine(wanted, self._start(name, str(path), adapters=architecture == "qwen3"), model)
+            engine = self._start(name, str(path), adapters=architecture == "qwen3")
+            self._current = StartedEngine(full_name, engine, model)
         return self._current
 
     def _start(self, name: str, path: str, *, adapters: bool) -> InferenceEngine:
-        """`adapters`: with room for some. vLLM's adapters for a mixture of experts need a GPU."""
+        # `adapters` turns LoRA on. In vLLM, LoRA for a mixture of experts needs a GPU.
         if name in NATIVE:
             return self._start_native(name, path)
         if name == OVERLAPPED:
             enable_async_scheduling(self._patch)
-        place, options = ENGINES[name.removeprefix("overlapped-")]
+        class_path, options = ENGINES[name.removeprefix("overlapped-")]
         options = {key: value for key, value in options.items() if adapters or key != "max_lora_rank"}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's, when their packages are imported
-            engine: InferenceEngine = load_object(place)(
+            warnings.simplefilter("ignore")  # warnings of third-party packages on import
+            engine: InferenceEngine = load_object(class_path)(
                 model=path,
                 dtype="float32",
                 device="cpu",
@@ -215,7 +218,7 @@ def started(request: pytest.FixtureRequest, starter: EngineStarter) -> Iterator[
     architecture = "qwen3_moe" if "moe" in layout else "qwen3"
     embedded = starter.get(name, tied=not {"untied", "moe"} & set(layout), architecture=architecture)
     if "http" not in layout:
-        # A server counts a request before it has read it, SGLang's host before its process has.
+        # A server counts a request before its prefill, and SGLang's front end before its process receives it.
         head_start_s = 0.5 if name in NATIVE else HEAD_STARTS.get(name, 0.2)
         yield EngineHarness(embedded.engine, embedded.model, starter.loop, starter.folder, head_start_s)
         return
@@ -225,12 +228,12 @@ def started(request: pytest.FixtureRequest, starter: EngineStarter) -> Iterator[
 
 @pytest.fixture
 def bench(started: EngineHarness) -> Iterator[EngineHarness]:
-    """The engine whole, awake and running, as a test finds it and leaves it."""
+    """The engine with complete weights, awake and not paused, before and after each test."""
     yield started
     started.run(started.restore())
 
 
 @pytest.fixture
 def reference(bench: EngineHarness) -> Reference:
-    """What the engine must agree with; its weights are random."""
+    """The reference of random weights, which the engine serves."""
     return bench.serve(bench.random_model(0), "random")

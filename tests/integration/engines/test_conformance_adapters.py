@@ -1,4 +1,4 @@
-"""An adapter that weight syncs bring apart from the model: served as if it were merged, or refused by name."""
+"""Adapters from weight syncs, separate from the model: served like merged weights, or rejected by name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PROMPT = tuple(3 + (7 * n) % 250 for n in range(150))
 
 @pytest.fixture
 def trainer(bench: EngineHarness) -> Iterator[AdaptedTrainer]:
-    """Its model is the engine's, before and after."""
+    """A trainer whose base model the engine serves before and after each test."""
     bench.serve(bench.random_model(0), "random")
     yield AdaptedTrainer(bench.model)
-    bench.model = bench.model  # what the engine has is not known
+    bench.model = bench.model  # This marks the engine's weights as unknown.
     bench.serve(bench.model, "random")
 
 
-def lacks_it(bench: EngineHarness) -> bool:
+def lacks_adapter_sync(bench: EngineHarness) -> bool:
     return bench.capabilities.synced_adapter_rank == 0
 
 
@@ -40,7 +40,7 @@ def nbytes(trainer: AdaptedTrainer) -> int:
     return sum(tensor.nbytes for tensor in trainer.tensors.values())
 
 
-def test_after_every_sync_the_engine_serves_the_new_adapter(bench: EngineHarness, route: str, trainer: AdaptedTrainer):
+def test_engine_serves_new_adapter_after_every_sync(bench: EngineHarness, route: str, trainer: AdaptedTrainer):
     async def run() -> None:
         async with bench.syncing(route, trainer=trainer) as weight_sync:
             metrics = await weight_sync.self_test(await bench.next_version())
@@ -53,7 +53,7 @@ def test_after_every_sync_the_engine_serves_the_new_adapter(bench: EngineHarness
                 assert metrics["weights/bytes"] == nbytes(trainer)
                 assert (await bench.engine.health()).version == version
 
-    if lacks_it(bench):
+    if lacks_adapter_sync(bench):
         return
     bench.run(run())
     assert_serves(bench, Reference(trainer.full_weights()))
@@ -61,8 +61,8 @@ def test_after_every_sync_the_engine_serves_the_new_adapter(bench: EngineHarness
     assert_serves(bench, Reference(trainer.model))
 
 
-def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: EngineHarness, trainer: AdaptedTrainer):
-    if not lacks_it(bench):
+def test_unsupported_adapter_sync_is_rejected(bench: EngineHarness, trainer: AdaptedTrainer):
+    if not lacks_adapter_sync(bench):
         rank = bench.capabilities.synced_adapter_rank + 1
         if rank > 1 << 10:
             return
@@ -77,7 +77,7 @@ def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: EngineHarne
     assert_serves(bench, Reference(bench.model))
 
 
-def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: EngineHarness, trainer: AdaptedTrainer):
+def test_running_request_continues_with_new_adapter(bench: EngineHarness, trainer: AdaptedTrainer):
     async def run(request: Any) -> tuple[Any, int]:
         async with bench.syncing(trainer=trainer) as weight_sync:
             first = await bench.next_version()
@@ -91,13 +91,13 @@ def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: EngineHa
             (completion,) = await call
             return completion, first
 
-    if lacks_it(bench):
+    if lacks_adapter_sync(bench):
         return
     old = Reference(trainer.full_weights())
     request = bench.request(PROMPT, max_tokens=600)
     completion, first = bench.run(run(request))
     spans = assert_spans(completion, [first, first + 1])
-    assert len(spans) == 2, "the sync came too late: nothing is tested"
+    assert len(spans) == 2, "the sync came too late for this test"
     change = spans[1].start
     before = old.logprobs(PROMPT, completion.token_ids[:change], request.sampling)[1]
     assert largest_difference(completion.full_logprobs[:change], before) <= TOLERANCE
@@ -105,20 +105,20 @@ def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: EngineHa
     assert largest_difference(completion.full_logprobs[change:], after) <= TOLERANCE
 
 
-def test_a_named_adapter_acts_on_the_model_itself(bench: EngineHarness, trainer: AdaptedTrainer, tmp_path: Any):
+def test_named_adapter_applies_to_base_model(bench: EngineHarness, trainer: AdaptedTrainer, tmp_path: Any):
     async def sync() -> None:
         async with bench.syncing(trainer=trainer) as weight_sync:
             await weight_sync.sync_all(await bench.next_version())
 
-    if lacks_it(bench):
+    if lacks_adapter_sync(bench):
         return
     folder = save_tiny_adapter(tmp_path, bench.model, seed=9)
     bench.run(bench.engine.load_adapter("a", folder))
     bench.run(sync())
-    wanted = {None: Reference(trainer.full_weights()), "a": Reference(merged(trainer.model, folder))}
-    requests = [bench.request(PROMPT, adapter=adapter, seed=n) for n in range(2) for adapter in wanted]
+    references = {None: Reference(trainer.full_weights()), "a": Reference(merged(trainer.model, folder))}
+    requests = [bench.request(PROMPT, adapter=adapter, seed=n) for n in range(2) for adapter in references]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
-        assert_logprobs(wanted[request.adapter], request, completion)
+        assert_logprobs(references[request.adapter], request, completion)
     bench.run(bench.engine.unload_adapter("a"))
     (scored,) = bench.run(bench.engine.score([PROMPT]))
-    assert math.isclose(largest_difference(scored, wanted[None].score([PROMPT])[0]), 0, abs_tol=TOLERANCE)
+    assert math.isclose(largest_difference(scored, references[None].score([PROMPT])[0]), 0, abs_tol=TOLERANCE)

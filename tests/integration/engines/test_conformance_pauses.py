@@ -1,4 +1,4 @@
-"""Every engine is paused between two tokens and goes on: with new weights, or as if nothing had been."""
+"""Every engine pauses between two tokens and continues, with new weights or unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ from tests.support.reference_sampler import Reference
 def paused_with_new_weights(
     bench: EngineHarness, mode: str, requests: list[SampleRequest]
 ) -> tuple[list[Any], Any, list[int]]:
-    """Completions of `requests`, one of a request that came while paused, and the versions before and after."""
+    """Sync new weights during a pause.
+
+    Returns:
+        The completions of `requests`, the completion of a request that arrived during the pause, and the versions
+        before and after.
+    """
 
     async def run() -> tuple[list[Any], Any, list[int]]:
         old = (await bench.engine.health()).version
@@ -41,15 +46,15 @@ def paused_with_new_weights(
         assert (await bench.engine.health()).paused
         await bench.publish(bench.random_model(1), probed=True)
         await asyncio.sleep(0.05)
-        assert not late.done(), "a request that came while paused must wait"
+        assert not late.done(), "a request that arrives during a pause must wait"
         await bench.engine.resume()
         return await calls, (await late)[0], [old, old + 1]
 
     return bench.run(run())
 
 
-def refuses_mode(bench: EngineHarness, mode: str) -> bool:
-    """Whether the engine lacks the mode; then it says so by name."""
+def lacks_mode(bench: EngineHarness, mode: str) -> bool:
+    """True if the engine lacks a pause mode. This also checks that the engine rejects the mode by name."""
     if mode in bench.capabilities.pause_modes:
         return False
     with pytest.raises(UnsupportedParameter, match=mode) as caught:
@@ -66,8 +71,8 @@ def assert_new_weights(bench: EngineHarness, late: Any, version: int) -> None:
     assert late.versions[0].version == version
 
 
-def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: EngineHarness, reference: Reference):
-    if refuses_mode(bench, "keep"):
+def test_pause_keep_continues_with_new_weights(bench: EngineHarness, reference: Reference):
+    if lacks_mode(bench, "keep"):
         return
     requests = long_requests(bench)
     completions, late, versions = paused_with_new_weights(bench, "keep", requests)
@@ -81,12 +86,12 @@ def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: EngineHar
         assert (
             largest_difference(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
         )
-        wanted = new.full_logprobs_after(reference, request.token_ids, completion.token_ids, after.start)
-        assert largest_difference(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
+        expected = new.full_logprobs_after(reference, request.token_ids, completion.token_ids, after.start)
+        assert largest_difference(completion.full_logprobs[after.start :], expected) <= TOLERANCE
 
 
-def test_pause_retract_reads_everything_again_with_the_new_weights(bench: EngineHarness, reference: Reference):
-    if refuses_mode(bench, "retract"):
+def test_pause_retract_prefills_again_with_new_weights(bench: EngineHarness, reference: Reference):
+    if lacks_mode(bench, "retract"):
         return
     requests = long_requests(bench)
     completions, late, versions = paused_with_new_weights(bench, "retract", requests)
@@ -98,12 +103,12 @@ def test_pause_retract_reads_everything_again_with_the_new_weights(bench: Engine
         before, after = completion.versions
         ids, start = [*request.token_ids.tolist(), *completion.token_ids.tolist()], len(request.token_ids) - 1
         (old_scores,), (new_scores,) = reference.score([ids]), new.score([ids])
-        wanted = [*old_scores[start:][: before.stop], *new_scores[start:][after.start :]]
-        assert largest_difference(completion.full_logprobs, wanted) <= TOLERANCE
+        expected = [*old_scores[start:][: before.stop], *new_scores[start:][after.start :]]
+        assert largest_difference(completion.full_logprobs, expected) <= TOLERANCE
 
 
-def test_pause_abort_returns_what_there_is(bench: EngineHarness, reference: Reference):
-    if refuses_mode(bench, "abort"):
+def test_pause_abort_returns_tokens_so_far(bench: EngineHarness, reference: Reference):
+    if lacks_mode(bench, "abort"):
         return
     requests = long_requests(bench)
     completions, late, versions = paused_with_new_weights(bench, "abort", requests)
@@ -115,8 +120,8 @@ def test_pause_abort_returns_what_there_is(bench: EngineHarness, reference: Refe
         assert_logprobs(reference, request, completion)
 
 
-def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: EngineHarness, reference: Reference):
-    if refuses_mode(bench, "wait"):
+def test_pause_wait_finishes_running_requests_with_old_weights(bench: EngineHarness, reference: Reference):
+    if lacks_mode(bench, "wait"):
         return
     requests = long_requests(bench)
     completions, late, versions = paused_with_new_weights(bench, "wait", requests)
@@ -128,57 +133,59 @@ def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: EngineHarness
 
 
 @pytest.mark.parametrize("on_sync", ["keep", "recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
-def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(
-    bench: EngineHarness, reference: Reference, on_sync: str
-):
-    """As a run syncs that samples meanwhile: 16 of them have begun, the others wait for room."""
-    if refuses_mode(bench, PAUSE_MODES[on_sync]):
+def test_sync_loses_none_of_64_active_requests(bench: EngineHarness, reference: Reference, on_sync: str):
+    """The sync of an asynchronous run, with 16 running requests and 48 in the queue."""
+    if lacks_mode(bench, PAUSE_MODES[on_sync]):
         return
     tokens = [LONGEST if n < MAX_NUM_SEQS else 4 for n in range(64)]
-    requests = [bench.request((*PROMPT, n), temperature=0.0, max_tokens=most) for n, most in enumerate(tokens)]
+    requests = [
+        bench.request((*PROMPT, n), temperature=0.0, max_tokens=max_tokens) for n, max_tokens in enumerate(tokens)
+    ]
     client = EngineClient([bench.engine], deadline_s=60)
 
     async def run() -> tuple[list[Completion], list[int], dict[str, float]]:
         old = (await bench.engine.health()).version
-        begun = [asyncio.ensure_future(client.generate([request])) for request in requests[:MAX_NUM_SEQS]]
+        running = [asyncio.ensure_future(client.generate([request])) for request in requests[:MAX_NUM_SEQS]]
         await bench.wait_until_running(MAX_NUM_SEQS)
         waiting = [asyncio.ensure_future(client.generate([request])) for request in requests[MAX_NUM_SEQS:]]
         await asyncio.sleep(0.05)
         async with client.pause_requests(PAUSE_MODES[on_sync]):
             await bench.publish(bench.random_model(1))
-        answers = await asyncio.gather(*begun, *waiting)
-        return [completion for (completion,) in answers], [old, old + 1], await client.metrics()
+        results = await asyncio.gather(*running, *waiting)
+        return [completion for (completion,) in results], [old, old + 1], await client.metrics()
 
     completions, versions, metrics = bench.run(run())
     assert [len(completion.token_ids) for completion in completions] == tokens
     assert {completion.stop_reason for completion in completions} == {"length"}
     spans = [assert_spans(completion, versions) for completion in completions]
-    assert all(of_one[-1].version == versions[1] for of_one in spans)
-    assert all(len(of_one) == 1 for of_one in spans[MAX_NUM_SEQS:]), "those that waited"
-    assert all(len(of_one) == (1 if on_sync == "abort" else 2) for of_one in spans[:MAX_NUM_SEQS])
+    assert all(request_spans[-1].version == versions[1] for request_spans in spans)
+    assert all(len(request_spans) == 1 for request_spans in spans[MAX_NUM_SEQS:]), "requests that waited"
+    assert all(len(request_spans) == (1 if on_sync == "abort" else 2) for request_spans in spans[:MAX_NUM_SEQS])
     assert (metrics["engines/wasted_tokens"] >= MAX_NUM_SEQS) == (on_sync == "abort")
     if on_sync != "keep":
-        rest = [(completion, of_one[-1].start) for completion, of_one in zip(completions, spans, strict=True)]
-        fresh = bench.generate(
+        tails = [
+            (completion, request_spans[-1].start) for completion, request_spans in zip(completions, spans, strict=True)
+        ]
+        expected = bench.generate(
             *(
                 bench.request(
                     np.concatenate((request.token_ids, completion.token_ids[:start])).tolist(),
                     temperature=0.0,
                     max_tokens=len(completion.token_ids) - start,
                 )
-                for request, (completion, start) in zip(requests, rest, strict=True)
+                for request, (completion, start) in zip(requests, tails, strict=True)
             )
         )
-        assert [completion.token_ids[start:].tolist() for completion, start in rest] == [
-            one.token_ids.tolist() for one in fresh
+        assert [completion.token_ids[start:].tolist() for completion, start in tails] == [
+            completion.token_ids.tolist() for completion in expected
         ]
 
 
-def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: EngineHarness, reference: Reference):
-    if refuses_mode(bench, "keep"):
+def test_queued_request_uses_only_new_weights(bench: EngineHarness, reference: Reference):
+    if lacks_mode(bench, "keep"):
         return
     running = [bench.request(LONG_PROMPT, seed=n, max_tokens=400) for n in range(MAX_NUM_SEQS)]
-    queued = bench.request(LONG_PROMPT, seed=99, max_tokens=12)  # the engine's places are taken
+    queued = bench.request(LONG_PROMPT, seed=99, max_tokens=12)  # It waits, because the engine is full.
 
     async def run() -> list[Any]:
         calls = bench.start(*running)
@@ -196,7 +203,7 @@ def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: EngineHarne
     assert_logprobs(Reference(bench.model), queued, completion)
 
 
-def test_pause_and_resume_change_nothing_by_themselves(bench: EngineHarness, reference: Reference):
+def test_pause_and_resume_do_not_change_results(bench: EngineHarness, reference: Reference):
     for mode in sorted(bench.capabilities.pause_modes - {"abort"}):
         request = bench.request(PROMPT, seed=5, max_tokens=LONGEST)
 
@@ -212,7 +219,7 @@ def test_pause_and_resume_change_nothing_by_themselves(bench: EngineHarness, ref
         assert_logprobs(reference, request, completion)
 
 
-def test_an_unknown_pause_mode_is_refused_by_name(bench: EngineHarness):
+def test_unknown_pause_mode_is_rejected_by_name(bench: EngineHarness):
     with pytest.raises(UnsupportedParameter, match="later"):
         bench.run(bench.engine.pause("later"))
     assert not bench.run(bench.engine.health()).paused

@@ -1,4 +1,4 @@
-"""Every engine samples what the model says, tells how likely it was, and ends where it should."""
+"""Every engine samples from the model's distribution, returns exact log-probs, and applies stopping rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = [(50, 60, 70, 80, 90), tuple(range(100, 131)), (9,)]
 
 @pytest.fixture
 def reference(bench: EngineHarness) -> Reference:
-    """What the engine must agree with; its weights are random."""
+    """The reference of random weights, which the engine serves."""
     return bench.serve(bench.random_model(0), "random")
 
 
@@ -35,8 +35,8 @@ def spell(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def refused(bench: EngineHarness, parameter: str, **sampling: Any) -> None:
-    """The refusal names engine and parameter, and capabilities say why."""
+def assert_rejected(bench: EngineHarness, parameter: str, **sampling: Any) -> None:
+    """Check that the error names engine and parameter, and that the capabilities give a reason."""
     with pytest.raises(UnsupportedParameter, match=parameter) as caught:
         bench.generate(bench.request(PROMPTS[0], **sampling))
     assert bench.capabilities.name in str(caught.value)
@@ -46,20 +46,20 @@ def refused(bench: EngineHarness, parameter: str, **sampling: Any) -> None:
 # -- tokens and log-probs ---------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_are_hugging_faces(bench: EngineHarness, reference: Reference):
+def test_greedy_tokens_match_hugging_face(bench: EngineHarness, reference: Reference):
     requests = [bench.request(prompt, temperature=0.0, max_tokens=24) for prompt in PROMPTS]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert completion.request_id == request.request_id
         assert completion.token_ids.tolist() == reference.greedy(request.token_ids, 24)
         assert completion.stop_reason == "length"
         assert completion.stop_text is None
-        assert completion.logprobs.tolist() == [0.0] * 24  # nothing else could have been sampled
+        assert completion.logprobs.tolist() == [0.0] * 24  # No other token could have been sampled.
         assert_logprobs(reference, request, completion)
         assert_spans(completion, [bench.run(bench.engine.health()).version])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_the_references(bench: EngineHarness, reference: Reference, temperature: float):
+def test_logprobs_match_reference(bench: EngineHarness, reference: Reference, temperature: float):
     requests = [
         bench.request(prompt, seed=seed, temperature=temperature, max_tokens=20)
         for prompt in PROMPTS
@@ -88,29 +88,31 @@ def test_logprobs_are_of_the_distribution_really_sampled_from(
 ):
     missing = sampling.keys() - bench.capabilities.sampling
     if missing:
-        refused(bench, sorted(missing)[0], **{name: sampling[name] for name in sorted(missing)[:1]})
+        assert_rejected(bench, sorted(missing)[0], **{name: sampling[name] for name in sorted(missing)[:1]})
         return
     requests = [bench.request(prompt, seed=seed, **sampling) for prompt in PROMPTS for seed in range(3)]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
-        assert all(math.isfinite(one) for one in completion.logprobs), "sampled what cannot be sampled"
+        assert all(math.isfinite(logprob) for logprob in completion.logprobs), "a truncated token was sampled"
         assert_logprobs(reference, request, completion)
 
 
-def test_one_batch_may_mix_all_ways_of_sampling(bench: EngineHarness, reference: Reference):
-    ways: list[dict[str, Any]] = [
+def test_batch_mixes_all_sampling_parameters(bench: EngineHarness, reference: Reference):
+    options: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7},
         {"top_k": 3},
         {"top_p": 0.5},
         {"temperature": 1.3, "min_p": 0.05},
     ]
-    chosen = [way for way in ways if way.keys() <= bench.capabilities.sampling | {"temperature"}]
-    requests = [bench.request(prompt, seed=seed, **way) for seed, way in enumerate(chosen) for prompt in PROMPTS]
+    supported = [sampling for sampling in options if sampling.keys() <= bench.capabilities.sampling | {"temperature"}]
+    requests = [
+        bench.request(prompt, seed=seed, **sampling) for seed, sampling in enumerate(supported) for prompt in PROMPTS
+    ]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert_logprobs(reference, request, completion)
 
 
-def test_scores_are_the_references(bench: EngineHarness, reference: Reference):
+def test_scores_match_reference(bench: EngineHarness, reference: Reference):
     sequences = [list(range(3, 43)), [9, 2], [200, 100, 50, 25, 12], [7]]
     for temperature in (1.0, 0.7):
         if temperature != 1.0 and not bench.capabilities.score_temperature:
@@ -119,14 +121,14 @@ def test_scores_are_the_references(bench: EngineHarness, reference: Reference):
             assert bench.refusal_reason("score")
             continue
         scores = bench.run(bench.engine.score(sequences, temperature))
-        for got, wanted in zip(scores, reference.score(sequences, temperature), strict=True):
-            assert largest_difference(got, wanted) <= TOLERANCE
+        for actual, expected in zip(scores, reference.score(sequences, temperature), strict=True):
+            assert largest_difference(actual, expected) <= TOLERANCE
 
 
 # -- groups and seeds -------------------------------------------------------------------------------------------------
 
 
-def test_samples_of_a_group_differ_and_come_in_request_order(bench: EngineHarness, reference: Reference):
+def test_group_samples_differ_and_keep_request_order(bench: EngineHarness, reference: Reference):
     requests = [bench.request(PROMPTS[1], name=f"sample-{n}", group="one", seed=n, max_tokens=8 + n) for n in range(8)]
     completions = bench.generate(*requests)
     assert [c.request_id for c in completions] == [r.request_id for r in requests]
@@ -136,7 +138,7 @@ def test_samples_of_a_group_differ_and_come_in_request_order(bench: EngineHarnes
         assert_logprobs(reference, request, completion)
 
 
-def test_a_seed_decides_the_tokens_whatever_else_runs(bench: EngineHarness, reference: Reference):
+def test_seed_determines_tokens_in_any_batch(bench: EngineHarness, reference: Reference):
     if not bench.capabilities.seeds:
         assert bench.refusal_reason("seed")
         return
@@ -148,10 +150,10 @@ def test_a_seed_decides_the_tokens_whatever_else_runs(bench: EngineHarness, refe
     assert len({tuple(c.token_ids) for c in (together[0], together[3], together[7], alone)}) == 4
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
+# -- stopping ---------------------------------------------------------------------------------------------------------
 
 SPELLED = "abc</d>."
-"""What the model of these tests repeats; the token after "." is "a"."""
+"""The text that the model of these tests repeats in a cycle."""
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def speller(bench: EngineHarness) -> EngineHarness:
 
 
 def spelled(bench: EngineHarness, **sampling: Any) -> Any:
-    """The continuation of "a"."""
+    """Return the continuation of "a"."""
     (completion,) = bench.generate(bench.request(spell("a"), **({"temperature": 0.0, "max_tokens": 40} | sampling)))
     assert len(completion.token_ids) == len(completion.logprobs) == len(completion.full_logprobs)
     assert_spans(completion, [bench.run(bench.engine.health()).version])
@@ -175,13 +177,13 @@ def test_max_tokens_ends_with_length(speller: EngineHarness):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_string_over_several_tokens_ends_and_stays(speller: EngineHarness, temperature: float):
+def test_multi_token_stop_string_ends_and_is_kept(speller: EngineHarness, temperature: float):
     completion = spelled(speller, stop=("never", "</d>"), temperature=temperature)
     assert TOKENIZER.decode(completion.token_ids) == "bc</d>"
     assert (completion.stop_reason, completion.stop_text) == ("stop", "</d>")
 
 
-def test_a_stop_token_ends_and_stays(speller: EngineHarness):
+def test_stop_token_ends_and_is_kept(speller: EngineHarness):
     (bracket,) = spell("<")
     completion = spelled(speller, stop_token_ids=(bracket, 250))
     assert TOKENIZER.decode(completion.token_ids) == "bc<"
@@ -198,28 +200,28 @@ def test_stops_of_one_request_do_not_end_another(speller: EngineHarness):
     assert [c.stop_reason for c in completions] == ["stop", "length", "stop"]
 
 
-def test_min_tokens_puts_a_stop_string_off(speller: EngineHarness):
+def test_min_tokens_delays_stop_string(speller: EngineHarness):
     if "min_tokens" not in speller.capabilities.sampling:
-        refused(speller, "min_tokens", min_tokens=6)
+        assert_rejected(speller, "min_tokens", min_tokens=6)
         return
     completion = spelled(speller, stop=("c<",), min_tokens=6)
-    assert TOKENIZER.decode(completion.token_ids) == "bc</d>.abc<"  # the second time
+    assert TOKENIZER.decode(completion.token_ids) == "bc</d>.abc<"  # the second occurrence
     assert (completion.stop_reason, completion.stop_text) == ("stop", "c<")
 
 
-@pytest.mark.parametrize(("least", "text"), [(2, "bc<"), (3, "bc<"), (4, "bc</d>.abc<")])
-def test_a_stop_string_may_end_with_token_number_min_tokens(speller: EngineHarness, least: int, text: str):
+@pytest.mark.parametrize(("min_tokens", "text"), [(2, "bc<"), (3, "bc<"), (4, "bc</d>.abc<")])
+def test_stop_string_may_end_at_min_tokens(speller: EngineHarness, min_tokens: int, text: str):
     if "min_tokens" not in speller.capabilities.sampling:
-        refused(speller, "min_tokens", min_tokens=6)
+        assert_rejected(speller, "min_tokens", min_tokens=6)
         return
-    completion = spelled(speller, stop=("c<",), min_tokens=least)
+    completion = spelled(speller, stop=("c<",), min_tokens=min_tokens)
     assert TOKENIZER.decode(completion.token_ids) == text
     assert (completion.stop_reason, completion.stop_text) == ("stop", "c<")
 
 
 def test_min_tokens_forbids_a_stop_token(speller: EngineHarness):
     if "min_tokens" not in speller.capabilities.sampling:
-        refused(speller, "min_tokens", min_tokens=6)
+        assert_rejected(speller, "min_tokens", min_tokens=6)
         return
     completion = spelled(speller, stop_token_ids=tuple(spell("<")), min_tokens=6)
     assert TOKENIZER.decode(completion.token_ids[:2]) == "bc"
@@ -229,25 +231,25 @@ def test_min_tokens_forbids_a_stop_token(speller: EngineHarness):
 
 @pytest.fixture(params=[END_OF_SEQUENCE, END_OF_TURN])
 def end(bench: EngineHarness, request: pytest.FixtureRequest) -> str:
-    """A token that ends responses; the model spells "ab", then this token, and "a" again where it is ignored."""
+    """A token that ends responses. The model repeats "ab" and this token in a cycle."""
     bench.serve(bench.spelling_model(f"ab{request.param}"), f"ending in {request.param}")
     return str(request.param)
 
 
-def test_an_end_token_ends_and_is_kept(bench: EngineHarness, end: str):
+def test_end_token_ends_and_is_kept(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=False)
     assert completion.token_ids.tolist() == spell(f"b{end}")
     assert (completion.stop_reason, completion.stop_text) == ("stop", end)
 
 
-def test_an_end_token_ends_beside_own_stop_tokens(bench: EngineHarness, end: str):
+def test_end_token_ends_with_custom_stop_tokens(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("x")))
     assert completion.token_ids.tolist() == spell(f"b{end}")
     completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("b")))
     assert completion.token_ids.tolist() == spell("b")
 
 
-def test_ignore_eos_goes_on(bench: EngineHarness, end: str):
+def test_ignore_eos_continues_after_end_token(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=True, max_tokens=7)
     assert completion.token_ids.tolist() == spell(f"b{end}ab{end}ab")
     assert completion.stop_reason == "length"
@@ -255,18 +257,18 @@ def test_ignore_eos_goes_on(bench: EngineHarness, end: str):
 
 def test_min_tokens_forbids_end_tokens(bench: EngineHarness, end: str):
     if "min_tokens" not in bench.capabilities.sampling:
-        refused(bench, "min_tokens", min_tokens=6)
+        assert_rejected(bench, "min_tokens", min_tokens=6)
         return
     completion = spelled(bench, ignore_eos=False, min_tokens=6)
     assert spell(end)[0] not in completion.token_ids[:5]
     assert len(completion.token_ids) >= 6
 
 
-# -- what cannot be honoured ------------------------------------------------------------------------------------------
+# -- unsupported and invalid requests ---------------------------------------------------------------------------------
 
 
-def test_every_parameter_is_honoured_or_refused_by_name(bench: EngineHarness):
-    on: dict[str, Any] = {
+def test_every_parameter_is_supported_or_rejected_by_name(bench: EngineHarness):
+    active: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 4,
@@ -277,21 +279,21 @@ def test_every_parameter_is_honoured_or_refused_by_name(bench: EngineHarness):
         "stop_token_ids": (3,),
         "ignore_eos": True,
     }
-    for parameter, value in on.items():
+    for parameter, value in active.items():
         if parameter in bench.capabilities.sampling:
             (completion,) = bench.generate(bench.request(PROMPTS[0], max_tokens=4, **{parameter: value}))
             assert 1 <= len(completion.token_ids) <= 4
         else:
-            refused(bench, parameter, **{parameter: value})
+            assert_rejected(bench, parameter, **{parameter: value})
 
 
-def test_a_temperature_that_is_no_number_never_reaches_an_engine():
+def test_nan_temperature_is_rejected():
     with pytest.raises(ConfigError, match=r"temperature=nan is not allowed"):
         parse_sampling_params({"max_tokens": 1, "temperature": math.nan})
 
 
 @pytest.mark.parametrize(
-    ("prompt", "named"),
+    ("prompt", "message"),
     [
         ((), "token"),
         ((5, 320), "token ids.*320"),
@@ -300,18 +302,18 @@ def test_a_temperature_that_is_no_number_never_reaches_an_engine():
     ],
     ids=["empty", "beyond the vocabulary", "negative", "too long"],
 )
-def test_prompts_that_cannot_be_read_are_refused_by_name(bench: EngineHarness, prompt: tuple[int, ...], named: str):
+def test_invalid_prompts_are_rejected_by_name(bench: EngineHarness, prompt: tuple[int, ...], message: str):
     before = bench.run(bench.engine.health())
-    good = bench.request(PROMPTS[0])
-    with pytest.raises(UnsupportedParameter, match=named) as caught:
-        bench.generate(good, bench.request(prompt))
+    valid = bench.request(PROMPTS[0])
+    with pytest.raises(UnsupportedParameter, match=message) as caught:
+        bench.generate(valid, bench.request(prompt))
     assert bench.capabilities.name in str(caught.value)
     after = bench.run(bench.engine.health())
-    assert (after.running, after.queued) == (0, 0), "what was beside it must not run"
+    assert (after.running, after.queued) == (0, 0), "the valid request of the call must not run"
     assert after.generated_tokens == before.generated_tokens
 
 
-def test_a_prompt_may_fill_all_but_one_place_of_the_model(bench: EngineHarness, reference: Reference):
+def test_prompt_may_leave_space_for_one_token(bench: EngineHarness, reference: Reference):
     request = bench.request([7 + n % 90 for n in range(MAX_MODEL_LEN - 1)], temperature=0.0, max_tokens=100)
     (completion,) = bench.generate(request)
     assert completion.stop_reason == "length"

@@ -1,4 +1,4 @@
-"""Weights reach every engine over every route, whole or not at all, and what goes wrong is named."""
+"""Weights reach every engine over every route, completely or not at all, and errors name the cause."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.support.weight_targets import LocalTrainer
 
 PROMPT = tuple(3 + (7 * n) % 250 for n in range(150))
 STAGED = "checkpoint"
-"""The route that overwrites nothing before everything arrived."""
+"""The route that overwrites no tensor before all have arrived."""
 
 
 @pytest.fixture
 def reference(bench: EngineHarness) -> Reference:
-    """Of random weights that the engine has."""
+    """The reference of random weights, which the engine serves."""
     return bench.serve(bench.random_model(0), "random")
 
 
 def perturb(model: torch.nn.Module) -> None:
-    """An optimizer step: every parameter moves."""
+    """Change every parameter, like an optimizer step."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -37,7 +37,7 @@ def perturb(model: torch.nn.Module) -> None:
 
 
 def assert_serves(bench: EngineHarness, reference: Reference) -> None:
-    """Sampling and scoring are the reference's: no weights, and no keys and values, of another version."""
+    """Check that sampling uses no weights, keys or values of another version than the reference's."""
     for temperature in (0.0, 1.0):
         request = bench.request(PROMPT, temperature=temperature)
         (completion,) = bench.generate(request)
@@ -50,16 +50,16 @@ def assert_serves(bench: EngineHarness, reference: Reference) -> None:
 def assert_partially_loaded(bench: EngineHarness) -> None:
     assert bench.run(bench.engine.health()).torn
     for call in (bench.engine.generate([bench.request(PROMPT)]), bench.engine.score([[1, 2, 3]])):
-        with pytest.raises(EngineError, match="half of a weight transfer"):
+        with pytest.raises(EngineError, match="is not fully loaded"):
             bench.run(call)
 
 
 class PerturbingTrainer(LocalTrainer):
-    """Reads its parameters twice for a sync: to announce them, and to send them, when one of them is another."""
+    """A trainer that changes one bit of one parameter between the manifest and the transfer."""
 
-    def __init__(self, model: Any, altered: str):
+    def __init__(self, model: Any, perturbed_name: str):
         super().__init__(model, bucket_bytes=1 << 14)
-        self.altered = altered
+        self.perturbed_name = perturbed_name
         self._announced = False
 
     def prepare_manifest(self, version: int, perturbed: bool = False) -> Any:
@@ -69,14 +69,14 @@ class PerturbingTrainer(LocalTrainer):
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().parameters():
-            if self._announced and name == self.altered:
+            if self._announced and name == self.perturbed_name:
                 tensor = tensor.detach().clone()
-                tensor.view(torch.int32).view(-1)[-1] ^= 1  # the smallest change that there is
+                tensor.view(torch.int32).view(-1)[-1] ^= 1  # the smallest possible change
             yield name, tensor
 
 
 class DroppingEngine:
-    """Loses one bucket on its way to the engine."""
+    """An engine that loses one bucket."""
 
     def __init__(self, engine: Any, lost: int):
         self._engine = engine
@@ -90,17 +90,17 @@ class DroppingEngine:
             await self._engine.receive_weights(bucket)
 
 
-def test_every_route_is_there_or_refused_by_name(bench: EngineHarness):
+def test_every_route_works_or_is_rejected_by_name(bench: EngineHarness):
     for route in [*(WEIGHT_ROUTES - bench.capabilities.weight_routes), "pigeon"]:
         with pytest.raises((UnsupportedParameter, WeightSyncError), match=route) as caught:
             bench.run(bench.engine.connect_weights(route, "", 1, 2, 1.0))
-        assert bench.cheapest_route in str(caught.value), "the message says which routes there are"
+        assert bench.cheapest_route in str(caught.value), "the message lists the supported routes"
 
 
-# -- what arrives -----------------------------------------------------------------------------------------------------
+# -- successful syncs -------------------------------------------------------------------------------------------------
 
 
-def test_after_every_sync_the_engine_serves_the_new_weights(bench: EngineHarness, route: str, reference: Reference):
+def test_engine_serves_new_weights_after_every_sync(bench: EngineHarness, route: str, reference: Reference):
     async def run() -> None:
         async with bench.syncing(route) as weight_sync:
             for _ in range(2):
@@ -116,10 +116,8 @@ def test_after_every_sync_the_engine_serves_the_new_weights(bench: EngineHarness
     assert_serves(bench, Reference(bench.model))
 
 
-def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
-    bench: EngineHarness, route: str, reference: Reference
-):
-    for bucket_bytes, few in ((1, False), (1 << 30, True)):
+def test_bucket_size_determines_number_of_buckets(bench: EngineHarness, route: str, reference: Reference):
+    for bucket_bytes, is_single in ((1, False), (1 << 30, True)):
         bench.model = bench.random_model(4)
         trainer = LocalTrainer(bench.model, bucket_bytes=bucket_bytes)
 
@@ -128,11 +126,11 @@ def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
                 return await weight_sync.sync_all(await bench.next_version())
 
         tensors = len(list(bench.model.parameters()))
-        assert bench.run(run())["weights/buckets"] == (1 if few else tensors)
+        assert bench.run(run())["weights/buckets"] == (1 if is_single else tensors)
     assert_serves(bench, Reference(bench.model))
 
 
-def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: EngineHarness, reference: Reference):
+def test_partial_sync_sends_only_changed_tensors(bench: EngineHarness, reference: Reference):
     bench.model = bench.random_model(5)
     trainer = LocalTrainer(bench.model)
     trainer.sender = WeightSender(
@@ -155,7 +153,7 @@ def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: EngineHar
     assert_serves(bench, Reference(bench.model))
 
 
-def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: EngineHarness, route: str, reference: Reference):
+def test_self_test_gap_closes_with_true_weights(bench: EngineHarness, route: str, reference: Reference):
     bench.model = bench.random_model(6)
 
     async def run() -> tuple[int, dict[str, float]]:
@@ -164,19 +162,19 @@ def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: EngineHarn
             return version, await weight_sync.self_test(version)
 
     version, metrics = bench.run(run())
-    assert metrics["weights/rehearsal_gap"] > 0.1
+    assert metrics["weights/self_test_gap"] > 0.1
     assert metrics["weights/probe_gap"] <= TOLERANCE
     assert bench.run(bench.engine.health()).version == version
     assert_serves(bench, Reference(bench.model))
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- failed syncs -----------------------------------------------------------------------------------------------------
 
 
 def failing_sync(
     bench: EngineHarness, route: str, error: type[SkyRLError] | tuple[type[SkyRLError], ...], match: str, **between: Any
 ) -> None:
-    """Weights that are not served yet fail to arrive as the next version."""
+    """Check that a sync of the next version raises `error`."""
 
     async def run() -> None:
         async with bench.syncing(route, **between) as weight_sync:
@@ -187,7 +185,7 @@ def failing_sync(
 
 
 def assert_old_or_partial_then_repaired(bench: EngineHarness, route: str, old: Reference) -> None:
-    """A staged route left the old weights serving, the others nothing; a complete sync ends either."""
+    """Check that a staged route still serves the old weights, others serve none, and a full sync repairs both."""
     if route == STAGED:
         assert not bench.run(bench.engine.health()).torn
         assert_serves(bench, old)
@@ -209,31 +207,29 @@ def unserved_model(bench: EngineHarness, seed: int) -> Any:
 
 
 @pytest.mark.fault("F30")
-@pytest.mark.parametrize("altered", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_one_altered_bit_is_caught_by_the_tensors_name(
-    bench: EngineHarness, route: str, reference: Reference, altered: str
-):
-    trainer = PerturbingTrainer(unserved_model(bench, 8), altered)
-    failing_sync(bench, route, WeightSyncError, rf"{altered}.* arrived altered", trainer=trainer)
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
+def test_flipped_bit_error_names_tensor(bench: EngineHarness, route: str, reference: Reference, name: str):
+    trainer = PerturbingTrainer(unserved_model(bench, 8), name)
+    failing_sync(bench, route, WeightSyncError, rf"{name}.* changed in transit", trainer=trainer)
     assert_old_or_partial_then_repaired(bench, route, reference)
 
 
 @pytest.mark.fault("F30")
-def test_a_lost_bucket_is_caught_by_name(bench: EngineHarness, route: str, reference: Reference):
-    cut = plan_buckets(LocalTrainer(unserved_model(bench, 9), bucket_bytes=1 << 14).prepare_manifest(1))
-    third, last = DroppingEngine(bench.engine, 2), DroppingEngine(bench.engine, len(cut) - 1)
-    failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 came instead", engine=third)
-    if route == "broadcast":  # its bytes wait for a receiver
-        what = rf"bucket {len(cut)} of {len(cut)} \({cut[-1].names[0]}"
-        failing_sync(bench, route, DeadlineExceeded, what, engine=last, deadline_s=6)
+def test_lost_bucket_error_names_it(bench: EngineHarness, route: str, reference: Reference):
+    buckets = plan_buckets(LocalTrainer(unserved_model(bench, 9), bucket_bytes=1 << 14).prepare_manifest(1))
+    third, last = DroppingEngine(bench.engine, 2), DroppingEngine(bench.engine, len(buckets) - 1)
+    failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 was sent instead", engine=third)
+    if route == "broadcast":  # The sender waits for a receiver of the last bucket.
+        message = rf"bucket {len(buckets)} of {len(buckets)} \({buckets[-1].names[0]}"
+        failing_sync(bench, route, DeadlineExceeded, message, engine=last, deadline_s=6)
     else:
-        failing_sync(bench, route, WeightSyncError, rf"{cut[-1].names[0]}.* never arrived", engine=last)
+        failing_sync(bench, route, WeightSyncError, rf"{buckets[-1].names[0]}.* never arrived", engine=last)
     assert_old_or_partial_then_repaired(bench, route, reference)
 
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_stale_version_is_refused_and_the_weights_stay(
+def test_stale_version_is_rejected_and_weights_stay(
     bench: EngineHarness, route: str, reference: Reference, behind: int
 ):
     trainer = LocalTrainer(bench.random_model(0))
@@ -251,7 +247,7 @@ def test_a_stale_version_is_refused_and_the_weights_stay(
     assert_serves(bench, reference)
 
 
-def test_another_trainer_may_begin_at_any_version(bench: EngineHarness, route: str, reference: Reference):
+def test_another_trainer_may_start_at_any_version(bench: EngineHarness, route: str, reference: Reference):
     async def run() -> None:
         version = (await bench.engine.health()).version
         trainer = LocalTrainer(bench.random_model(12))
@@ -278,7 +274,7 @@ def with_another_shape(trainer: LocalTrainer) -> Any:
         yield name, tensor[:-1] if name == "model.norm.weight" else tensor
 
 
-def with_one_more(trainer: LocalTrainer) -> Any:
+def with_extra_tensor(trainer: LocalTrainer) -> Any:
     yield from trainer.model.named_parameters()
     yield "model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2)
 
@@ -287,13 +283,13 @@ def with_one_more(trainer: LocalTrainer) -> Any:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        (without_norm, r"model\.norm\.weight is held by the engine, but"),
-        (with_an_infinity, r"model\.norm\.weight holds NaN or infinity"),
-        (with_another_shape, r"model\.norm\.weight is announced as \[63\], the engine's is \[64\]"),
-        (with_one_more, r"model\.layers\.9\.mlp\.up_proj\.weight was announced, but"),
+        (without_norm, r"the engine has model\.norm\.weight, but"),
+        (with_an_infinity, r"model\.norm\.weight contains NaN or infinity"),
+        (with_another_shape, r"model\.norm\.weight is announced with shape \[63\], but the engine's is \[64\]"),
+        (with_extra_tensor, r"model\.layers\.9\.mlp\.up_proj\.weight was announced, but"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
+def test_mismatched_weights_are_rejected_before_transfer(
     bench: EngineHarness, reference: Reference, parameters: Callable[[LocalTrainer], Any], message: str
 ):
     class Misfit(LocalTrainer):
@@ -310,18 +306,18 @@ def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
     assert_serves(bench, reference)
 
 
-def test_a_skipped_sync_is_caught_by_the_engines_name(bench: EngineHarness, reference: Reference):
+def test_skipped_sync_error_names_engine(bench: EngineHarness, reference: Reference):
     trainer = LocalTrainer(bench.random_model(14))
 
     async def run() -> None:
         async with bench.syncing(trainer=trainer) as weight_sync:
-            with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or altered"):
+            with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or corrupt"):
                 await weight_sync.verify((await bench.engine.health()).version, [bench.engine])
 
     bench.run(run())
 
 
-def test_a_commit_without_a_manifest_is_refused(bench: EngineHarness, reference: Reference):
-    with pytest.raises(WeightSyncError, match="begin a sync first"):
+def test_commit_without_manifest_is_rejected(bench: EngineHarness, reference: Reference):
+    with pytest.raises(WeightSyncError, match="Begin a sync first"):
         bench.run(bench.engine.commit_weights(99))
     assert_serves(bench, reference)

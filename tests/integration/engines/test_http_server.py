@@ -1,4 +1,4 @@
-"""A real engine behind the endpoint, used by the programs that people use: openai, curl, a trainer, a shell."""
+"""A real engine behind the endpoint, used by openai, curl, a trainer and the command `serve`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MESSAGES: Any = [{"role": "user", "content": "Say something."}]
 
 
 class HttpServer:
-    """An engine and its endpoint, on a loop that runs beside clients that block."""
+    """An engine and its endpoint on an event loop in a background thread, so that clients may block."""
 
     def __init__(self) -> None:
         self.loop = BackgroundLoop()
@@ -53,19 +53,19 @@ class HttpServer:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[HttpServer]:
-    served = HttpServer()
-    yield served
-    served.close()
+def http_server() -> Iterator[HttpServer]:
+    server = HttpServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def client(served: HttpServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.endpoint.url}/v1", api_key=TOKEN, max_retries=0, timeout=60) as client:
+def client(http_server: HttpServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{http_server.endpoint.url}/v1", api_key=TOKEN, max_retries=0, timeout=60) as client:
         yield client
 
 
-def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: HttpServer, client: openai.OpenAI):
+def test_openai_chat_has_engine_logprobs(http_server: HttpServer, client: openai.OpenAI):
     answer = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -83,43 +83,45 @@ def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: HttpSe
         SampleRequest(f"{n}", to_token_array(prompt), sampling, request_seed(5, "0", n, 0, 0), group="g")
         for n in range(3)
     ]
-    own: list[Completion] = served.loop.run(served.engine.generate(requests))
-    assert len({tuple(one.token_ids) for one in own}) == 3
-    for choice, completion in zip(answer.choices, own, strict=True):
+    completions: list[Completion] = http_server.loop.run(http_server.engine.generate(requests))
+    assert len({tuple(completion.token_ids) for completion in completions}) == 3
+    for choice, completion in zip(answer.choices, completions, strict=True):
         assert choice.token_ids == completion.token_ids.tolist()  # type: ignore[attr-defined]
         assert choice.message.content == byte_tokenizer().decode(
             completion.token_ids.tolist(), skip_special_tokens=True
         )
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        got = [row.logprob for row in choice.logprobs.content]
-        assert got == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
+        logprobs = [row.logprob for row in choice.logprobs.content]
+        assert logprobs == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
         assert choice.finish_reason == ("stop" if completion.stop_reason == "stop" else "length")
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
-    assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in own)
+    assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in completions)
 
 
 def test_openai_reads_a_stream(client: openai.OpenAI):
     options: Any = {"model": "tiny", "messages": MESSAGES, "seed": 1, "max_tokens": 8}
-    whole = client.chat.completions.create(**options).choices[0]
+    complete = client.chat.completions.create(**options).choices[0]
     text, reasons, tokens = "", [], 0
     for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
         reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
         tokens += chunk.usage.completion_tokens if chunk.usage else 0
-    assert (text, reasons) == (whole.message.content, [whole.finish_reason]) and 0 < tokens <= 8
+    assert (text, reasons) == (complete.message.content, [complete.finish_reason]) and 0 < tokens <= 8
 
 
-def test_openai_completes_text_and_stops_before_a_stop_string(client: openai.OpenAI):
+def test_openai_completion_ends_before_stop_string(client: openai.OpenAI):
     options: Any = {"model": "tiny", "prompt": "Once upon", "seed": 2, "max_tokens": 24}
-    whole = client.completions.create(**options, logprobs=0).choices[0]
-    assert whole.logprobs is not None and len(whole.logprobs.token_logprobs or []) == len(whole.logprobs.tokens or [])
-    at = next(i for i, character in enumerate(whole.text) if i > 2 and character.isprintable())
-    stop = whole.text[at]
-    cut = client.completions.create(**options, stop=stop).choices[0]
-    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
+    complete = client.completions.create(**options, logprobs=0).choices[0]
+    assert complete.logprobs is not None and len(complete.logprobs.token_logprobs or []) == len(
+        complete.logprobs.tokens or []
+    )
+    at = next(i for i, character in enumerate(complete.text) if i > 2 and character.isprintable())
+    stop = complete.text[at]
+    truncated = client.completions.create(**options, stop=stop).choices[0]
+    assert (truncated.text, truncated.finish_reason) == (complete.text[: complete.text.index(stop)], "stop")
 
 
-def test_openai_lists_the_model_and_sees_its_own_errors(served: HttpServer, client: openai.OpenAI):
+def test_openai_lists_model_and_raises_own_errors(http_server: HttpServer, client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
@@ -128,9 +130,9 @@ def test_openai_lists_the_model_and_sees_its_own_errors(served: HttpServer, clie
         client.chat.completions.create(model="gpt", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="256"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 300}])
-    with openai.OpenAI(base_url=f"{served.endpoint.url}/v1", api_key="wrong", max_retries=0) as stranger:
+    with openai.OpenAI(base_url=f"{http_server.endpoint.url}/v1", api_key="wrong", max_retries=0) as anonymous_client:
         with pytest.raises(openai.AuthenticationError):
-            stranger.models.list()
+            anonymous_client.models.list()
 
 
 def curl(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -139,24 +141,26 @@ def curl(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_curl_completes_a_chat(served: HttpServer):
+def test_curl_completes_a_chat(http_server: HttpServer):
     body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 4})
-    url = f"{served.endpoint.url}/v1/chat/completions"
+    url = f"{http_server.endpoint.url}/v1/chat/completions"
     json_body = ("-H", "Content-Type: application/json", "-d", body)
     text, _, status = curl(url, "-H", f"Authorization: Bearer {TOKEN}", *json_body).stdout.rpartition("\n")
     assert status == "200" and json.loads(text)["choices"][0]["message"]["role"] == "assistant"
     assert curl(url, *json_body).stdout.endswith("\n401")
 
 
-def test_prometheus_reads_what_a_client_was_told(served: HttpServer, client: openai.OpenAI):
-    def counted() -> dict[str, float]:
-        text = curl(f"{served.endpoint.url}/metrics", "-H", f"Authorization: Bearer {TOKEN}").stdout.rpartition("\n")[0]
+def test_prometheus_counts_match_client_usage(http_server: HttpServer, client: openai.OpenAI):
+    def scrape() -> dict[str, float]:
+        text = curl(f"{http_server.endpoint.url}/metrics", "-H", f"Authorization: Bearer {TOKEN}").stdout.rpartition(
+            "\n"
+        )[0]
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {series: float(value) for series, _, value in lines}
 
-    before = counted()
+    before = scrape()
     usage = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, max_tokens=6).usage
-    after = counted()
+    after = scrape()
     assert usage is not None
     for kind, tokens in (("prompt", usage.prompt_tokens), ("completion", usage.completion_tokens)):
         assert after[f"skyrl_http_{kind}_tokens_total"] - before[f"skyrl_http_{kind}_tokens_total"] == tokens > 0
@@ -164,17 +168,17 @@ def test_prometheus_reads_what_a_client_was_told(served: HttpServer, client: ope
 
 
 @pytest.mark.fault("F28")
-def test_curl_cannot_send_a_gigabyte(served: HttpServer, tmp_path: Path):
+def test_oversized_curl_body_is_rejected(http_server: HttpServer, tmp_path: Path):
     big = tmp_path / "big"
     with big.open("wb") as file:
-        file.truncate(1 << 30)  # sparse
+        file.truncate(1 << 30)  # a sparse file
     options = ("-H", f"Authorization: Bearer {TOKEN}", "-H", "Content-Type: application/json", "-T", str(big))
-    assert curl(f"{served.endpoint.url}/generate", "-X", "POST", *options).stdout.endswith("\n413")
-    assert curl(f"{served.endpoint.url}/health", "-H", f"Authorization: Bearer {TOKEN}").stdout.endswith("\n200")
+    assert curl(f"{http_server.endpoint.url}/generate", "-X", "POST", *options).stdout.endswith("\n413")
+    assert curl(f"{http_server.endpoint.url}/health", "-H", f"Authorization: Bearer {TOKEN}").stdout.endswith("\n200")
 
 
 @pytest.mark.parametrize("route", ["broadcast", "checkpoint", "ipc"])
-def test_weights_arrive_over_http(served: HttpServer, tmp_path: Path, route: str):
+def test_weights_arrive_over_http(http_server: HttpServer, tmp_path: Path, route: str):
     model = tiny_model(seed=11)
     trainer = LocalTrainer(model)
     ids = [[5, 6, 7, 8, 9], [30, 31, 32]]
@@ -183,7 +187,7 @@ def test_weights_arrive_over_http(served: HttpServer, tmp_path: Path, route: str
         return score(model, token_ids)
 
     async def run() -> None:
-        remote = await RemoteEngine(served.endpoint.url, TOKEN, name="far", deadline_s=30).connect(10)
+        remote = await RemoteEngine(http_server.endpoint.url, TOKEN, name="far", deadline_s=30).connect(10)
         try:
             before = (await remote.health()).version
             probe = Probe(ids, trainer_score)
@@ -197,17 +201,17 @@ def test_weights_arrive_over_http(served: HttpServer, tmp_path: Path, route: str
                 metrics = await weight_sync.sync_all(version)
                 assert metrics["weights/probe_gap"] < 1e-4
                 assert (await remote.health()).version == version
-                done = (
+                completion = (
                     await remote.generate([SampleRequest("r", to_token_array((5, 6)), SamplingParams(max_tokens=3), 1)])
                 )[0]
-                assert {span.version for span in done.versions} == {version}
+                assert {span.version for span in completion.versions} == {version}
             with torch.no_grad():
                 model.get_parameter("model.norm.weight")[0] = float("nan")
             with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
                 await weight_sync.sync_all(before + 3)
             assert (await remote.health()).version == before + 2
             await remote.score(ids)
-            await remote.connect_weights("checkpoint", "", 1, 2, 5)  # leaves the transfer group
+            await remote.connect_weights("checkpoint", "", 1, 2, 5)  # makes the engine leave the transfer group
         finally:
             trainer.disconnect_weights()
             await remote.close()
@@ -231,7 +235,7 @@ asyncio.run(main())
 """
 
 
-def test_a_server_killed_in_a_request_is_an_error_by_name_in_time():
+def test_killed_server_is_reported_by_name_in_time():
     process = subprocess.Popen([sys.executable, "-c", SLOW_SERVER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
 
@@ -260,8 +264,8 @@ def test_a_server_killed_in_a_request_is_an_error_by_name_in_time():
 
 
 @contextmanager
-def serving(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The process and the port of `serve`, which has said that it serves."""
+def run_serve(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start the command `serve`, wait until it serves, and yield its process and port."""
     _, port = free_address()
     overrides = [
         f"trainer.policy.model.path={tiny_model_path}",
@@ -285,7 +289,7 @@ def serving(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Pop
         while not (lines and lines[-1].startswith("Serving")):
             lines.append(process.stdout.readline())
             assert lines[-1], process.communicate()
-        assert lines[-1] == f"Serving tiny at http://127.0.0.1:{port}/v1; the token is that of SKYRL_API_KEY.\n"
+        assert lines[-1] == f"Serving tiny at http://127.0.0.1:{port}/v1; the token is the value of SKYRL_API_KEY.\n"
         assert TOKEN not in "".join(lines)
         yield process, port
     finally:
@@ -296,8 +300,8 @@ def serving(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Pop
 
 @pytest.mark.slow
 @pytest.mark.defect("group-signals-kill-ray-first")
-def test_serve_starts_engines_answers_and_ends_on_a_signal(tiny_model_path: str, tmp_path: Path):
-    with serving(tiny_model_path, tmp_path) as (process, port):
+def test_serve_starts_responds_and_stops_on_signal(tiny_model_path: str, tmp_path: Path):
+    with run_serve(tiny_model_path, tmp_path) as (process, port):
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0) as client:
             answer = client.chat.completions.create(model="tiny", messages=MESSAGES)
         assert answer.usage is not None and 0 < answer.usage.completion_tokens <= 8
@@ -309,8 +313,8 @@ def test_serve_starts_engines_answers_and_ends_on_a_signal(tiny_model_path: str,
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_serve_ends_with_the_cause_once_its_engine_is_dead(tiny_model_path: str, tmp_path: Path):
-    with serving(tiny_model_path, tmp_path) as (process, _):
+def test_serve_exits_with_cause_of_engine_death(tiny_model_path: str, tmp_path: Path):
+    with run_serve(tiny_model_path, tmp_path) as (process, _):
         children = psutil.Process(process.pid).children(recursive=True)
         (engine,) = [child for child in children if "_AsyncWorkerActor" in " ".join(child.cmdline())]
         engine.kill()

@@ -1,4 +1,4 @@
-"""Token strings, bytes, offsets and log-probs of OpenAI's routes: a real engine behind real HTTP, read by `openai`."""
+"""Token strings, bytes, offsets and log-probs of OpenAI's routes with a real engine, read by `openai`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class CompletionsServer:
         self.loop.close()
 
     def scores(self, *sequences: list[int]) -> list[list[float]]:
-        found: list[list[float]] = self.loop.run(self.engine.score(list(sequences)))
-        return found
+        logprobs: list[list[float]] = self.loop.run(self.engine.score(list(sequences)))
+        return logprobs
 
     def complete(self, stream: bool, **options: Any) -> list[Any]:
         """Return the choices of a completion."""
@@ -61,10 +61,10 @@ class CompletionsServer:
 
 
 @pytest.fixture(scope="module", params=[*KINDS])
-def served(request: pytest.FixtureRequest) -> Iterator[CompletionsServer]:
-    served = CompletionsServer(request.param)
-    yield served
-    served.close()
+def server(request: pytest.FixtureRequest) -> Iterator[CompletionsServer]:
+    completions_server = CompletionsServer(request.param)
+    yield completions_server
+    completions_server.close()
 
 
 def check_offsets(choice: Any) -> None:
@@ -76,14 +76,14 @@ def check_offsets(choice: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_tokens_joined_are_the_content(served: CompletionsServer, stream: bool):
+def test_chat_tokens_join_to_content(server: CompletionsServer, stream: bool):
     options: Any = SAMPLING | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 0, "extra_body": ALL_TOKENS}
     if stream:
-        chunks = served.client.chat.completions.create(**options, stream=True)
+        chunks = server.client.chat.completions.create(**options, stream=True)
         choices = [choice for chunk in chunks for choice in chunk.choices if choice.finish_reason is None]
         answers = [(choice.delta.content, choice) for choice in choices]
     else:
-        choices = served.client.chat.completions.create(**options).choices
+        choices = server.client.chat.completions.create(**options).choices
         answers = [(choice.message.content, choice) for choice in choices]
     assert len(answers) == 2
     for text, choice in answers:
@@ -91,39 +91,39 @@ def test_chat_tokens_joined_are_the_content(served: CompletionsServer, stream: b
         assert len(rows) == len(choice.token_ids) == LENGTH
         assert text and "".join(row.token for row in rows) == text
         assert all(row.top_logprobs == [] for row in rows)
-        if served.kind != "byte fallback":  # it replaces more than the bytes that are wrong
-            read = bytes(byte for row in rows for byte in row.bytes)
-            assert read.decode("utf-8", "replace") == text
+        if server.kind != "byte fallback":  # byte fallback replaces more than the invalid bytes
+            data = bytes(byte for row in rows for byte in row.bytes)
+            assert data.decode("utf-8", "replace") == text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completion_tokens_joined_are_the_text(served: CompletionsServer, stream: bool):
-    choices = served.complete(stream)
+def test_completion_tokens_join_to_text(server: CompletionsServer, stream: bool):
+    choices = server.complete(stream)
     assert len(choices) == 2
     for choice in choices:
         assert len(choice.logprobs.tokens) == LENGTH and choice.text
         check_offsets(choice)
 
 
-def test_greedy_log_probs_are_the_model_s(served: CompletionsServer):
-    choice, _ = served.complete(False, temperature=0)
-    (scores,) = served.scores(choice.prompt_token_ids + choice.token_ids)
+def test_greedy_logprobs_are_the_models(server: CompletionsServer):
+    choice, _ = server.complete(False, temperature=0)
+    (scores,) = server.scores(choice.prompt_token_ids + choice.token_ids)
     assert choice.logprobs.token_logprobs == pytest.approx(scores[-LENGTH:], abs=1e-4)
     assert max(choice.logprobs.token_logprobs) < 0
-    chat = served.client.chat.completions.create(
+    chat = server.client.chat.completions.create(
         **SAMPLING, messages=MESSAGES, temperature=0, logprobs=True, extra_body=ALL_TOKENS
     )
-    (rows,) = served.scores(chat.prompt_token_ids + chat.choices[0].token_ids)  # type: ignore[attr-defined]
+    (rows,) = server.scores(chat.prompt_token_ids + chat.choices[0].token_ids)  # type: ignore[attr-defined]
     logprobs = chat.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     assert [row.logprob for row in logprobs.content] == pytest.approx(rows[-LENGTH:], abs=1e-4)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_puts_prompts_and_their_tokens_first(served: CompletionsServer, stream: bool):
+def test_echo_prepends_prompt_and_its_tokens(server: CompletionsServer, stream: bool):
     prompts = [PROMPT, "a mat and"]
-    plain = served.complete(stream, prompt=prompts)
-    echoed = served.complete(stream, prompt=prompts, echo=True)
+    plain = server.complete(stream, prompt=prompts)
+    echoed = server.complete(stream, prompt=prompts, echo=True)
     assert len(echoed) == 4
     for index, (choice, without) in enumerate(zip(echoed, plain, strict=True)):
         prompt = prompts[index // 2]
@@ -131,34 +131,36 @@ def test_echo_puts_prompts_and_their_tokens_first(served: CompletionsServer, str
         assert choice.token_ids == without.token_ids
         check_offsets(choice)
         count = len(choice.prompt_token_ids)
-        (scores,) = served.scores(choice.prompt_token_ids)
+        (scores,) = server.scores(choice.prompt_token_ids)
         assert choice.logprobs.text_offset[count] == len(prompt)
         assert choice.logprobs.token_logprobs[0] is None
         assert choice.logprobs.token_logprobs[1:count] == pytest.approx(scores, abs=1e-4)
         assert choice.logprobs.token_logprobs[count:] == pytest.approx(without.logprobs.token_logprobs, abs=1e-4)
-    (short, _) = served.complete(stream, prompt=PROMPT, echo=True, logprobs=None)
-    assert short.text == PROMPT + served.complete(stream)[0].text and short.logprobs is None
+    (without_logprobs, _) = server.complete(stream, prompt=PROMPT, echo=True, logprobs=None)
+    assert without_logprobs.text == PROMPT + server.complete(stream)[0].text and without_logprobs.logprobs is None
 
 
-def test_tokens_of_a_text_that_a_stop_string_cut(served: CompletionsServer):
-    whole, _ = served.complete(False)
-    stop = next(character for character in whole.text[6:] if character.isascii() and character.isalnum())
-    choice, _ = served.complete(False, stop=stop)
-    assert (choice.text, choice.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
+def test_tokens_of_text_truncated_at_stop_string(server: CompletionsServer):
+    complete, _ = server.complete(False)
+    stop = next(character for character in complete.text[6:] if character.isascii() and character.isalnum())
+    choice, _ = server.complete(False, stop=stop)
+    assert (choice.text, choice.finish_reason) == (complete.text[: complete.text.index(stop)], "stop")
     assert len(choice.logprobs.tokens) == len(choice.token_ids) < LENGTH
     check_offsets(choice)
 
 
-def test_a_stop_token_reads_as_within_the_text(served: CompletionsServer):
-    texts = get_vocabulary_texts(served.tokenizer)
+def test_stop_token_is_decoded_within_text(server: CompletionsServer):
+    texts = get_vocabulary_texts(server.tokenizer)
     sampling = SamplingParams(max_tokens=8, stop_token_ids=tuple(range(len(texts))))
     requests = [SampleRequest(str(seed), to_token_array((5,)), sampling, seed) for seed in range(16)]
-    completions: list[Completion] = served.loop.run(served.engine.generate(requests))
-    assert [done.stop_text for done in completions] == [texts[done.token_ids[0]] for done in completions]
+    completions: list[Completion] = server.loop.run(server.engine.generate(requests))
+    assert [completion.stop_text for completion in completions] == [
+        texts[completion.token_ids[0]] for completion in completions
+    ]
 
 
-def test_a_model_is_found_by_its_name(served: CompletionsServer):
-    model = served.client.models.retrieve(NAME)
+def test_model_is_found_by_name(server: CompletionsServer):
+    model = server.client.models.retrieve(NAME)
     assert (model.id, model.object) == (NAME, "model")
-    with pytest.raises(openai.NotFoundError, match="model='org/other' is not served here"):
-        served.client.models.retrieve("org/other")
+    with pytest.raises(openai.NotFoundError, match="model='org/other' is not server here"):
+        server.client.models.retrieve("org/other")

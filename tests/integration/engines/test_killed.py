@@ -1,4 +1,4 @@
-"""An engine that is killed between two buckets of a sync, with a request under way: both end by name, in time."""
+"""An engine killed between two buckets of a weight sync: sync and request fail in time and name the engine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.registry import load_object
 
 
-async def main(place, model, token):
-    engine = load_object(place)(model=model, max_num_seqs=4, max_model_len=1024, threads=1, name="far")
+async def main(engine_class, model, token):
+    engine = load_object(engine_class)(model=model, max_num_seqs=4, max_model_len=1024, threads=1, name="far")
     async with HttpEndpoint(engine, None, model_name="tiny", token=token) as endpoint:
         print("at", endpoint.url, flush=True)
         await asyncio.sleep(600)
@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
-    """Starts an engine behind HTTP in a process of its own; returns the process and its address."""
+    """Return a function that starts an engine behind HTTP in a new process and returns process and address."""
     model = str(save_tiny_model(tmp_path / "model", "qwen3"))
     script = tmp_path / "server.py"
     script.write_text(SERVER)
@@ -71,7 +71,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str
         for line in process.stdout:
             if line.startswith("at "):
                 return process, line.split()[1]
-        raise AssertionError("it ended before it served")
+        raise AssertionError("the server exited before it served")
 
     yield start
     for process in processes:
@@ -79,8 +79,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str
         process.communicate()
 
 
-class KilledAtTheSecondBucket:
-    """Passes everything on to an engine, whose process it kills when one bucket has arrived and another comes."""
+class EngineKilledAtSecondBucket:
+    """A proxy of an engine that kills the engine's process before its second bucket."""
 
     def __init__(self, engine: RemoteEngine, pid: int):
         self._engine = engine
@@ -100,30 +100,30 @@ class KilledAtTheSecondBucket:
 @pytest.mark.fault("F29")
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(("backend", "route"), CASES)
-def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_goes_on(
+def test_engine_killed_between_buckets_does_not_stop_trainer(
     serve: Callable[[str], tuple[subprocess.Popen[str], str]], tmp_path: Path, backend: str, route: str
 ):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed; scripts/cpu_engines installs it")
     process, url = serve(backend)
-    family = psutil.Process(process.pid).children(recursive=True)
+    children = psutil.Process(process.pid).children(recursive=True)
     trainer = LocalTrainer(tiny_model("qwen3", seed=3), bucket_bytes=1 << 14)
     folder = str(tmp_path / "weights")
 
     async def run() -> None:
         remote = await RemoteEngine(url, TOKEN, name="far", deadline_s=60).connect(60)
-        doomed = KilledAtTheSecondBucket(remote, process.pid)
-        weight_sync = WeightSync(trainer, lambda: [doomed], route=route, deadline_s=60, folder=folder)
+        killed_engine = EngineKilledAtSecondBucket(remote, process.pid)
+        weight_sync = WeightSync(trainer, lambda: [killed_engine], route=route, deadline_s=60, folder=folder)
         request = SampleRequest("r", to_token_array((5, 6)), SamplingParams(max_tokens=1_000, ignore_eos=True), seed=1)
-        under_way = asyncio.ensure_future(remote.generate([request]))
+        running = asyncio.ensure_future(remote.generate([request]))
         while not (await remote.health()).running:
             await asyncio.sleep(0.01)
         await remote.pause("keep")
         with pytest.raises(EngineError, match="'far'"):
             await weight_sync.sync_all(1)
         with pytest.raises(EngineError, match="'far'"):
-            await under_way
-        assert doomed.killed_at and time.monotonic() - doomed.killed_at < 40
+            await running
+        assert killed_engine.killed_at and time.monotonic() - killed_engine.killed_at < 40
         await remote.close()
 
         survivor = TransformersEngine(tiny_model("qwen3"), name="near")
@@ -135,5 +135,5 @@ def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_go
             await survivor.close()
 
     asyncio.run(run())
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive, "processes of a killed engine live on"
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive, "processes of a killed engine are still alive"

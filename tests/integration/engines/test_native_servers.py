@@ -1,4 +1,4 @@
-"""What only vLLM's and SGLang's own servers can get wrong; all else is held by the conformance suite."""
+"""Tests of vLLM's and SGLang's own servers in addition to the conformance suite."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Server:
     process: NativeServerProcess
 
     def run(
-        self, use: Callable[[NativeEngine], Coroutine[Any, Any, None]], *overrides: str, backend: str | None = None
+        self, check: Callable[[NativeEngine], Coroutine[Any, Any, None]], *overrides: str, backend: str | None = None
     ) -> None:
-        """`use` with an engine that is connected as a run would connect it."""
+        """Call `check` with an engine that is connected like in a run."""
 
         async def connected() -> None:
             cfg = load_preset(
@@ -62,7 +62,7 @@ class Server:
             engine = await connect_engine(self.process.address, cfg)
             assert isinstance(engine, NativeEngine)
             try:
-                await use(engine)
+                await check(engine)
             finally:
                 await engine.close()
 
@@ -71,7 +71,7 @@ class Server:
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """vLLM's as people start it who know nothing of us, except for development mode."""
+    """A server that is started without options of this package, except for vLLM's development mode."""
     kind = request.param
     if importlib.util.find_spec(kind) is None:
         pytest.skip(f"{kind} is not installed; scripts/cpu_engines installs it")
@@ -90,25 +90,27 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def noop(engine: NativeEngine) -> None:
-    """Connecting is enough."""
+    """Do nothing; the test needs only the connection."""
 
 
-def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
+def test_greedy_and_sampled_logprobs_match_reference(server: Server):
     reference = Reference(tiny_model("qwen3"))
 
-    async def use(engine: NativeEngine) -> None:
+    async def check(engine: NativeEngine) -> None:
         for temperature in (0.0, 1.0):
             request = SampleRequest(
                 "r", to_token_array(PROMPT), SamplingParams(max_tokens=16, temperature=temperature), 1
             )
             assert_logprobs(reference, request, (await engine.generate([request]))[0])
 
-    server.run(use)
+    server.run(check)
 
 
-def test_vllms_temperatures_need_the_right_log_probs(server: Server):
-    async def use(engine: NativeEngine) -> None:
-        sampling = SamplingParams(max_tokens=4, temperature=0.7, ignore_eos=True)  # a plain server draws as it likes
+def test_vllm_temperature_requires_processed_logprobs(server: Server):
+    async def check(engine: NativeEngine) -> None:
+        sampling = SamplingParams(
+            max_tokens=4, temperature=0.7, ignore_eos=True
+        )  # a server without processed log-probs
         request = SampleRequest("r", to_token_array(PROMPT), sampling, 1)
         if server.kind == "sglang":
             assert len((await engine.generate([request]))[0].token_ids) == 4
@@ -117,29 +119,31 @@ def test_vllms_temperatures_need_the_right_log_probs(server: Server):
             await engine.generate([request])
         assert "--logprobs-mode processed_logprobs" in engine.capabilities.refusals["temperature"]
 
-    server.run(use)
+    server.run(check)
 
 
-def test_a_wrong_token_is_an_engine_error_that_says_401(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_token_is_engine_error_with_401(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(API_KEY_ENV, "guessed")
     with pytest.raises(EngineError, match=r"401.*SKYRL_API_KEY") as caught:
         server.run(noop)
     assert "guessed" not in str(caught.value)
 
 
-def test_a_server_of_another_kind_is_refused_by_address(server: Server):
+def test_server_of_another_kind_is_rejected_by_address(server: Server):
     other, name = {"vllm": ("sglang", "SGLang"), "sglang": ("vllm", "vLLM")}[server.kind]
-    with pytest.raises(EngineError, match=rf"{server.process.address}.* no {name} server; see generator\.backend"):
+    with pytest.raises(
+        EngineError, match=rf"{server.process.address}.* not an? {name} server; check generator\.backend"
+    ):
         server.run(noop, backend=other)
 
 
-def test_a_backend_without_a_server_of_its_own_is_refused_by_key(server: Server):
+def test_backend_without_native_server_is_rejected_by_key(server: Server):
     with pytest.raises(ConfigError, match=r"remote_inference_engine_urls.*generator\.backend.*transformers"):
         server.run(noop, backend="transformers")
 
 
-def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
-    """Tied embeddings on a CPU: without our extension vLLM keeps the old head, and only a probe sees it."""
+def test_probe_verifies_weights_or_names_engine(server: Server):
+    """With tied embeddings on a CPU and without WorkerExtension, vLLM keeps the old head; only a probe detects it."""
     trainer = LocalTrainer(tiny_model("qwen3", seed=1))
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight.mul_(-1)  # type: ignore[operator]
@@ -147,23 +151,23 @@ def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
     async def trainer_score(ids: Any) -> list[list[float]]:
         return score(trainer.model, ids)
 
-    async def use(engine: NativeEngine) -> None:
+    async def check(engine: NativeEngine) -> None:
         probe = Probe(IDS, trainer_score)
         weight_sync = WeightSync(trainer, lambda: [engine], route="in_process", deadline_s=60, probe=probe)
         if server.kind == "vllm":
-            with pytest.raises(WeightSyncError, match=rf"{server.process.address}.*stale or altered"):
+            with pytest.raises(WeightSyncError, match=rf"{server.process.address}.*stale or corrupt"):
                 await weight_sync.sync_all(1)
             return
         assert (await weight_sync.sync_all(1))["weights/probe_gap"] <= 1e-4
         folders = list((server.folder / "weight_sync" / "served").glob("*/*"))
         assert [folder.name for folder in folders] == ["weights_000001"]
 
-    server.run(use)
+    server.run(check)
 
 
 @pytest.mark.defect("D09")
-def test_torchrls_calls_reach_sglangs_own_server(server: Server):
-    """Generation, a wrapper over it, and weights; a server of another kind is no SGLang."""
+def test_torchrl_calls_reach_native_sglang_server(server: Server):
+    """Generation, a wrapper and a weight update work; a server of another kind is rejected."""
     if server.kind != "sglang":
         with pytest.raises(ConnectionError, match=r"no SGLang server at .*no model_path"):
             AsyncSGLang.connect(server.process.address, connect_timeout=200.0)
@@ -173,17 +177,17 @@ def test_torchrls_calls_reach_sglangs_own_server(server: Server):
         assert sglang.model_path == server.model
         sampling = {"max_new_tokens": 5, "temperature": 0.0}
         version = sglang.update_weights(trained)
-        said: Any = sglang.generate(input_ids=PROMPT, sampling_params=sampling, return_logprobs=True)
-        assert len(said["output_ids"]) == len(said["meta_info"]["output_token_logprobs"]) == 5
-        assert said["meta_info"]["weight_version"] == str(version)
+        response: Any = sglang.generate(input_ids=PROMPT, sampling_params=sampling, return_logprobs=True)
+        assert len(response["output_ids"]) == len(response["meta_info"]["output_token_logprobs"]) == 5
+        assert response["meta_info"]["weight_version"] == str(version)
         wrapper = SGLangWrapper(sglang, input_mode="tokens", generate=False, inplace=False)
         out = wrapper(TensorDict(tokens=torch.tensor(IDS[0])))
         torch.testing.assert_close(out["log_probs"].full[1:].tolist(), score(trained, IDS[:1])[0], atol=1e-4, rtol=0)
         assert sglang.flush_cache()
 
 
-def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server):
-    async def use(engine: NativeEngine) -> None:
+def test_killed_server_is_reported_by_name_in_time(server: Server):
+    async def check(engine: NativeEngine) -> None:
         request = SampleRequest("r", to_token_array(PROMPT), SamplingParams(max_tokens=900, ignore_eos=True), 1)
         call = asyncio.ensure_future(engine.generate([request]))
         while not (await engine.health()).running:
@@ -197,4 +201,4 @@ def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server
         with pytest.raises(EngineError, match=server.process.address):
             await engine.health()
 
-    server.run(use)
+    server.run(check)

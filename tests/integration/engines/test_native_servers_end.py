@@ -18,14 +18,14 @@ def work(name):
     time.sleep(600)
 
 if __name__ == "__main__":
-    held = SharedMemory(create=True, size=64)
-    multiprocessing.get_context("spawn").Process(target=work, args=(held.name,)).start()
+    segment = SharedMemory(create=True, size=64)
+    multiprocessing.get_context("spawn").Process(target=work, args=(segment.name,)).start()
     time.sleep(600)
 """
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")
-def test_a_server_that_is_stopped_leaves_neither_processes_nor_shared_memory(tmp_path: Path):
+def test_stopped_server_leaves_no_processes_or_shared_memory(tmp_path: Path):
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
@@ -33,8 +33,8 @@ def test_a_server_that_is_stopped_leaves_neither_processes_nor_shared_memory(tmp
     with server.stdout:
         segments = [Path("/dev/shm") / name for name in server.stdout.readline().split()]
     assert all(segment.exists() for segment in segments)
-    family = psutil.Process(server.pid).children(recursive=True)
+    children = psutil.Process(server.pid).children(recursive=True)
     end(server)
     end(server)
-    assert not any(member.is_running() for member in family)
+    assert not any(child.is_running() for child in children)
     assert not any(segment.exists() for segment in segments)

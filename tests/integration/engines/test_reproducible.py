@@ -1,4 +1,4 @@
-"""The transformers engine in processes of its own: the same bits, and nothing left behind."""
+"""The transformers engine samples the same tokens and log-probs in every process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ async def main(path):
     ]
     completions = await engine.generate(requests)
     await engine.close()
-    answers = [dataclasses.asdict(one) | {"running_s": 0} for one in completions]
-    print(json.dumps(answers, default=lambda array: array.tolist()))
+    results = [dataclasses.asdict(completion) | {"running_s": 0} for completion in completions]
+    print(json.dumps(results, default=lambda array: array.tolist()))
 
 asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_two_processes_sample_the_same_bits(tmp_path: Path):
+def test_two_processes_sample_bitwise_equal_tokens(tmp_path: Path):
     path = save_tiny_model(tmp_path, hidden_size=64, layers=2)
     outputs = [
         subprocess.run([sys.executable, "-c", _RUN, path], capture_output=True, text=True, timeout=120, check=True)

@@ -1,4 +1,4 @@
-"""All engines sample the same tokens from the same logits; each package runs in a process of its own."""
+"""All engines sample the same tokens from the same logits. Each package runs in a separate process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.native_servers import STAND_INS
+from tests.support.native_servers import STUBS
 from tests.support.sampler_runs import REQUESTS, STEPS, sampled_by_rows
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, Any]:
-    """By package: what its process printed."""
-    paths = os.pathsep.join([*sys.path, str(STAND_INS)])
+def script_outputs() -> dict[str, Any]:
+    """The JSON that each package's process printed, by package."""
+    paths = os.pathsep.join([*sys.path, str(STUBS)])
     environment = os.environ | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
     processes = {
         package: subprocess.Popen(
@@ -31,39 +31,41 @@ def said() -> dict[str, Any]:
         for package in ("vllm", "sglang")
         if importlib.util.find_spec(package) is not None
     }
-    found = {}
+    outputs = {}
     try:
         for package, process in processes.items():
             out, errors = process.communicate(timeout=300)
             assert process.returncode == 0, errors
-            found[package] = json.loads(out.splitlines()[-1])
+            outputs[package] = json.loads(out.splitlines()[-1])
     finally:
         for process in processes.values():
             process.kill()
             process.communicate()
-    return found
+    return outputs
 
 
-def of(said: dict[str, Any], package: str) -> Any:
-    return said[package] if package in said else pytest.skip(f"{package} is not installed; see scripts/cpu_engines")
+def output_of(outputs: dict[str, Any], package: str) -> Any:
+    if package not in outputs:
+        pytest.skip(f"{package} is not installed; see scripts/cpu_engines")
+    return outputs[package]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["vllm", "sglang"])
-def test_the_same_seeds_and_logits_give_the_same_tokens_and_log_probs_in_every_engine(said: Any, package: str):
-    for plan, ours in sampled_by_rows().items():
-        theirs = of(said, package)["said"][plan]
-        assert theirs.keys() == ours.keys()
-        for request, tokens in ours.items():
-            assert [tuple(token) for token in theirs[request]] == tokens, (plan, request)
+def test_seed_and_logits_determine_sample_in_every_engine(script_outputs: Any, package: str):
+    for plan, expected in sampled_by_rows().items():
+        samples = output_of(script_outputs, package)["samples"][plan]
+        assert samples.keys() == expected.keys()
+        for request, tokens in expected.items():
+            assert [tuple(token) for token in samples[request]] == tokens, (plan, request)
 
 
-def test_the_same_seeds_and_logits_give_the_same_tokens_whatever_the_batch():
+def test_seed_and_logits_determine_tokens_in_any_batch():
     ids = {
-        plan: {request: [token for token, *_ in tokens] for request, tokens in said.items()}
-        for plan, said in sampled_by_rows().items()
+        plan: {request: [token for token, *_ in tokens] for request, tokens in samples.items()}
+        for plan, samples in sampled_by_rows().items()
     }
-    assert ids["together"].keys() == ids["staggered"].keys() == {one.request_id for one in REQUESTS}
+    assert ids["together"].keys() == ids["staggered"].keys() == {request.request_id for request in REQUESTS}
     for plan in ("alone", "staggered"):
         for request, tokens in ids[plan].items():
             assert len(tokens) == STEPS
@@ -72,10 +74,10 @@ def test_the_same_seeds_and_logits_give_the_same_tokens_whatever_the_batch():
 
 @pytest.mark.slow
 @pytest.mark.defect("a-generator-for-every-request")
-def test_a_step_of_vllm_does_not_have_more_operations_with_more_requests(said: Any):
-    counted = of(said, "vllm")
-    few, many = counted["vLLM's own"]
-    assert all(b - a >= 252 for a, b in zip(few, many, strict=True)), "one that does is noticed"
+def test_vllm_step_operations_are_independent_of_requests(script_outputs: Any):
+    counts = output_of(script_outputs, "vllm")
+    few, many = counts["vLLM's own"]
+    assert all(b - a >= 252 for a, b in zip(few, many, strict=True)), "the count detects one operation per request"
     for rows in ("plain", "mixed"):
-        few, many = counted[rows]
+        few, many = counts[rows]
         assert few == many, rows

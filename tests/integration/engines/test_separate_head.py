@@ -1,4 +1,4 @@
-"""A head of its own in the weights, although config.json ties it to the embedding: engines serve what is trained."""
+"""Checkpoints with a separate head although config.json ties it to the embedding: engines serve the trained head."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_separate_head_is_served_and_synced(kind: str, tmp_path: Path):
         return [before, after]
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other people's, when their packages are imported
+        warnings.simplefilter("ignore")  # warnings of third-party packages on import
         engine = load_object(ENGINES[kind])(
             model=path, dtype="float32", device="cpu", max_num_seqs=4, max_model_len=128, name="separate", threads=1
         )

@@ -1,7 +1,8 @@
-"""What is particular to SGLang; everything that engines have in common is in the conformance suite.
+"""Tests of the SGLang engine alone. The conformance suite tests what engines have in common.
 
-The engine here is not the suite's: an untied Qwen2, prompts read in pieces of 16 tokens, and a scheduler that samples
-a token before the one before it is written down, as on an accelerator; its cache has room for two long requests.
+This engine differs from the suite's: an untied Qwen2, chunked prefill of 16 tokens, and overlap scheduling, which
+starts a step before the previous one is processed, as on an accelerator. Its KV cache is large enough for two long
+requests.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from tests.support.weight_targets import LocalTrainer
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 PROMPT = tuple(range(20, 60))
 MODEL: dict[str, Any] = {"hidden_size": 128, "tied": False}
-ROOM = 1040
-"""Tokens in the cache."""
+CACHE_TOKENS = 1040
+"""Size of the KV cache in tokens."""
 
 
-def surroundings() -> dict[str, Any]:
-    """What SGLang changes for the whole process unless it is kept from it."""
+def process_state() -> dict[str, Any]:
+    """Return the state of this process that SGLang would change without isolation."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)}
     return {
         "handlers": handlers,
@@ -86,14 +87,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]
     model = tiny_model("qwen2", **MODEL)
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
-    before, children = surroundings(), set(psutil.Process().children())
+    before, children = process_state(), set(psutil.Process().children())
     options: dict[str, Any] = {
         "chunked_prefill_size": 16,
         "disable_overlap_schedule": False,
-        "max_total_tokens": ROOM,
+        "max_total_tokens": CACHE_TOKENS,
     }
     engine = SGLangEngine(str(path), name="particular", max_num_seqs=16, max_model_len=512, threads=1, **options)
-    after = surroundings()
+    after = process_state()
     (process,) = (child for child in set(psutil.Process().children()) - children if "sglang" in child.name())
     loop = BackgroundLoop()
     yield RunningEngine(engine, model, str(path), loop, before, after, process)
@@ -101,7 +102,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]
     loop.close()
 
 
-SOME = 64
+TIMED_TOKENS = 64
 names = itertools.count()
 
 
@@ -110,15 +111,15 @@ def request(prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) ->
     return SampleRequest(f"particular-{next(names)}", to_token_array(prompt), params, seed)
 
 
-async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyncio.Task[list[Completion]]]:
-    """Each in a call of its own, with some tokens sampled, of the hundreds that it is for.
+async def start(engine: SGLangEngine, *requests: SampleRequest) -> list[asyncio.Task[list[Completion]]]:
+    """Start each request in a separate call, and wait until it has some of its hundreds of tokens.
 
-    The engine does not tell how far it is, and machines differ: another request is timed first.
+    The engine does not report its progress, so another request is timed first.
     """
-    started = time.monotonic()
-    await engine.generate([request(tuple(reversed(PROMPT)), max_tokens=SOME)])
-    seconds = time.monotonic() - started
-    calls = [asyncio.ensure_future(engine.generate([one])) for one in requests]
+    start_s = time.monotonic()
+    await engine.generate([request(tuple(reversed(PROMPT)), max_tokens=TIMED_TOKENS)])
+    seconds = time.monotonic() - start_s
+    calls = [asyncio.ensure_future(engine.generate([started])) for started in requests]
     async with asyncio.timeout(30):
         while (await engine.health()).running < len(requests):
             await asyncio.sleep(0.002)
@@ -130,14 +131,14 @@ async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyn
 
 
 @pytest.mark.parametrize("key", ["pipeline_parallel_size", "data_parallel_size"])
-def test_parallelism_that_sglang_cannot_combine_is_refused_with_its_version(tiny_model_path: str, key: str):
-    twice: dict[str, Any] = {key: 2}
-    with pytest.raises(ConfigError, match=rf"generator.inference_engine_{key}=2: SGLang \d+\.\d+"):
-        SGLangEngine(tiny_model_path, **twice)
+def test_unsupported_parallelism_error_names_sglang_version(tiny_model_path: str, key: str):
+    options: dict[str, Any] = {key: 2}
+    with pytest.raises(ConfigError, match=rf"generator.inference_engine_{key}=2 is not supported: SGLang \d+\.\d+"):
+        SGLangEngine(tiny_model_path, **options)
 
 
-def test_adapters_on_a_cpu_are_refused_with_the_reason(tiny_model_path: str):
-    with pytest.raises(ConfigError, match=r"max_lora_rank=8: SGLang \d+\.\d+.* pinned"):
+def test_adapters_on_cpu_are_rejected(tiny_model_path: str):
+    with pytest.raises(ConfigError, match=r"max_lora_rank=8 is not supported: SGLang \d+\.\d+.* pinned"):
         SGLangEngine(tiny_model_path, max_lora_rank=8)
 
 
@@ -156,14 +157,12 @@ def arguments(path: str, device: str = "cpu", **options: Any) -> dict[str, Any]:
     )
 
 
-def test_what_the_engine_must_set_itself_cannot_be_given(tiny_model_path: str):
-    with pytest.raises(
-        ConfigError, match=r"generator\.engine_init_kwargs\.sampling_backend='flashinfer'.*leave it out"
-    ):
+def test_reserved_arguments_are_rejected(tiny_model_path: str):
+    with pytest.raises(ConfigError, match=r"generator\.engine_init_kwargs\.sampling_backend='flashinfer'.*Remove it"):
         arguments(tiny_model_path, sampling_backend="flashinfer")
 
 
-def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str):
+def test_keys_become_sglang_arguments_which_take_precedence(tiny_model_path: str):
     plain = arguments(tiny_model_path, tensor_parallel_size=2, enable_prefix_caching=False, max_num_batched_tokens=64)
     assert (plain["tp_size"], plain["disable_radix_cache"]) == (2, True)
     assert (plain["max_prefill_tokens"], plain["chunked_prefill_size"]) == (64, 64)
@@ -172,43 +171,43 @@ def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str
     assert arguments(tiny_model_path, attention_backend="intel_amx")["attention_backend"] == "intel_amx"
 
 
-def test_graphs_are_for_accelerators_where_they_are_the_default(tiny_model_path: str):
-    given = {"enforce_eager": GeneratorConfig().enforce_eager}
-    assert arguments(tiny_model_path, "cuda", **given)["disable_cuda_graph"] is False
+def test_cuda_graphs_default_on_accelerators_only(tiny_model_path: str):
+    defaults = {"enforce_eager": GeneratorConfig().enforce_eager}
+    assert arguments(tiny_model_path, "cuda", **defaults)["disable_cuda_graph"] is False
     assert arguments(tiny_model_path, "cuda", enforce_eager=True)["disable_cuda_graph"] is True
-    assert arguments(tiny_model_path, "cpu", **given)["disable_cuda_graph"] is True
+    assert arguments(tiny_model_path, "cpu", **defaults)["disable_cuda_graph"] is True
 
 
-def test_stand_ins_have_every_name_and_do_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_stubs_have_every_name_and_raise_on_call(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
     package = "skyrl_train.engines.sglang.stubs"
     attention = importlib.import_module(f"{package}.sgl_kernel.flash.attention")
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.flash\.attention\.forward\.fast is not installed"):
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.flash\.attention\.forward\.fast is a stub"):
         attention.forward.fast(1)
     assert importlib.import_module(f"{package}.torchvision").transforms.InterpolationMode
     with pytest.raises(ImportError):
         importlib.import_module(f"{package}.no_such_package")
 
 
-def test_a_checkpoint_with_names_that_sglang_would_skip_is_refused(tmp_path: Path):
+def test_checkpoint_with_names_sglang_skips_is_rejected(tmp_path: Path):
     model = tiny_model("qwen3_moe", tied=False)
     model.config.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"no 'model\.layers\.0\.mlp\.experts\.0\.\w+\.weight' .*save_pretrained"):
+    with pytest.raises(
+        ConfigError, match=r"no tensor 'model\.layers\.0\.mlp\.experts\.0\.\w+\.weight' .*save_pretrained"
+    ):
         SGLangEngine(str(tmp_path))
 
 
-def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_only_files_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     instance = uuid.uuid4().hex
     script = f"""
 import sys, time
 from skyrl_train.engines.sglang.processes import _TempFiles
 files = _TempFiles()
-files.name({instance!r})
+files.write_instance_id({instance!r})
 print(files.folder, flush=True)
 time.sleep(60)
 """
@@ -227,31 +226,31 @@ time.sleep(60)
     assert not folder.exists() and not shared.exists()
 
 
-# -- with one ---------------------------------------------------------------------------------------------------------
+# -- with an engine ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_an_argument_that_sglang_does_not_know_is_an_error_and_leaves_nothing(tiny_model_path: str):
-    before = surroundings()
+def test_unknown_sglang_argument_fails_without_side_effects(tiny_model_path: str):
+    before = process_state()
     with pytest.raises(ConfigError, match=r"Engine 'sglang': SGLang .*no_such_argument"):
         SGLangEngine(tiny_model_path, no_such_argument=1)
-    assert surroundings() == before
+    assert process_state() == before
 
 
 @pytest.mark.slow
-def test_starting_it_leaves_this_process_as_it_was(running: RunningEngine):
+def test_start_restores_process_state(running: RunningEngine):
     assert running.after == running.before
-    # Another test of this process may have imported SGLang before: equal is not enough.
+    # Another test may have imported SGLang before, so equality alone proves nothing.
     assert running.after["rope of a vision tower"]["rope_type"] == "axial"
-    with _isolated_transformers_patches():  # as a second engine of this process starts
+    with _isolated_transformers_patches():  # like the start of a second engine
         assert set(CONFIG_MAPPING) > set(running.after["model types"])
     assert sorted(CONFIG_MAPPING) == running.after["model types"]
-    assert not any("stand_ins" in entry for entry in sys.path)
+    assert not any("sglang/stubs" in entry for entry in sys.path)
 
 
 @pytest.mark.slow
-def test_it_samples_the_very_tokens_of_the_transformers_engine(running: RunningEngine):
-    ways: list[dict[str, Any]] = [
+def test_samples_match_transformers_engine(running: RunningEngine):
+    options: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},
         {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
@@ -262,28 +261,30 @@ def test_it_samples_the_very_tokens_of_the_transformers_engine(running: RunningE
     ]
     seeds = (1, 2**63 + 5, 2**64 - 1)
     prompts = (PROMPT[:5], PROMPT)
-    wanted = [request(prompt, seed, **way) for way, seed, prompt in itertools.product(ways, seeds, prompts)]
+    requests = [
+        request(prompt, seed, **sampling) for sampling, seed, prompt in itertools.product(options, seeds, prompts)
+    ]
     other = TransformersEngine(tiny_model("qwen2", **MODEL), byte_tokenizer(), name="other")
 
     async def both() -> tuple[list[Completion], list[Completion]]:
         try:
-            return await running.engine.generate(wanted), await other.generate(wanted)
+            return await running.engine.generate(requests), await other.generate(requests)
         finally:
             await other.close()
 
-    for ours, theirs in zip(*running.run(both()), strict=True):
-        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-        assert (ours.stop_reason, ours.stop_text) == (theirs.stop_reason, theirs.stop_text)
-        assert largest_difference(ours.logprobs, theirs.logprobs) < TOLERANCE
-        assert largest_difference(ours.full_logprobs, theirs.full_logprobs) < TOLERANCE
+    for actual, expected in zip(*running.run(both()), strict=True):
+        assert actual.token_ids.tolist() == expected.token_ids.tolist()
+        assert (actual.stop_reason, actual.stop_text) == (expected.stop_reason, expected.stop_text)
+        assert largest_difference(actual.logprobs, expected.logprobs) < TOLERANCE
+        assert largest_difference(actual.full_logprobs, expected.full_logprobs) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: RunningEngine, mode: str):
+def test_abort_while_paused_returns_tokens_immediately(running: RunningEngine, mode: str):
     async def run() -> tuple[SampleRequest, Completion, Completion]:
         first, second = (request(seed=seed, max_tokens=450) for seed in (1, 2))
-        calls = await under_way(running.engine, first, second)
+        calls = await start(running.engine, first, second)
         await running.engine.pause(mode)
         await running.engine.abort([first.request_id])
         (aborted,) = await asyncio.wait_for(calls[0], 5)
@@ -291,22 +292,20 @@ def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: Run
         await running.engine.resume()
         return first, aborted, (await calls[1])[0]
 
-    asked, aborted, finished = running.run(run())
+    first, aborted, finished = running.run(run())
     assert (aborted.stop_reason, finished.stop_reason, len(finished.token_ids)) == ("abort", "length", 450)
     assert 0 < len(aborted.token_ids) < 450
-    _, full = Reference(running.model).logprobs(PROMPT, aborted.token_ids, asked.sampling)
+    _, full = Reference(running.model).logprobs(PROMPT, aborted.token_ids, first.sampling)
     assert largest_difference(aborted.full_logprobs, full) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.defect("ids-kept-by-the-rest-of-a-failed-call")
-def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
-    running: RunningEngine, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_request_aborts_rest_of_its_call(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     broken, *others = (request(seed=seed, max_tokens=400) for seed in range(3))
     sample = RequestManager._sample
 
-    async def fails(self: RequestManager, entry: Any) -> Completion:
+    async def sample_or_fail(self: RequestManager, entry: Any) -> Completion:
         if entry.request is broken:
             await asyncio.sleep(0.2)
             raise EngineError("its log-probs are not finite")
@@ -314,24 +313,24 @@ def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
 
     async def run() -> list[Completion]:
         with monkeypatch.context() as patch:
-            patch.setattr(RequestManager, "_sample", fails)
+            patch.setattr(RequestManager, "_sample", sample_or_fail)
             with pytest.raises(EngineError, match="not finite"):
                 await running.engine.generate([broken, *others])
         assert (await running.engine.health()).running == 0
         return await running.engine.generate([broken, *others])
 
-    assert [len(one.token_ids) for one in running.run(run())] == [400, 400, 400]
+    assert [len(completion.token_ids) for completion in running.run(run())] == [400, 400, 400]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_scores_beside_paused_requests_change_nothing_about_them(running: RunningEngine, mode: str):
+def test_scoring_does_not_affect_paused_requests(running: RunningEngine, mode: str):
     sequences = [list(range(5, 200)), [7, 8, 9], list(range(30, 90))]
 
     async def run() -> tuple[list[list[float]], Completion, Completion]:
         plain, paused = (request(seed=3, max_tokens=300) for _ in range(2))
         (expected,) = await running.engine.generate([plain])
-        (call,) = await under_way(running.engine, paused)
+        (call,) = await start(running.engine, paused)
         await running.engine.pause(mode)
         scores = await asyncio.wait_for(running.engine.score(sequences), 30)
         assert not call.done()
@@ -340,19 +339,19 @@ def test_scores_beside_paused_requests_change_nothing_about_them(running: Runnin
 
     scores, expected, completion = running.run(run())
     assert completion.token_ids.tolist() == expected.token_ids.tolist()
-    for got, wanted in zip(scores, Reference(running.model).score(sequences), strict=True):
-        assert largest_difference(got, wanted) < TOLERANCE
+    for actual, reference in zip(scores, Reference(running.model).score(sequences), strict=True):
+        assert largest_difference(actual, reference) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_requests_go_on(running: RunningEngine):
+def test_score_retracts_paused_requests_when_cache_is_full(running: RunningEngine):
     prompts = [tuple((7 * n + first) % 250 + 3 for n in range(280)) for first in (0, 90)]
     scored = [(11 * n) % 250 + 3 for n in range(511)]
-    assert 2 * len(prompts[0]) + len(scored) > ROOM
+    assert 2 * len(prompts[0]) + len(scored) > CACHE_TOKENS
 
     async def run() -> tuple[list[list[float]], list[Completion], list[Completion]]:
         expected = await running.engine.generate([request(prompt, max_tokens=220) for prompt in prompts])
-        calls = await under_way(running.engine, *(request(prompt, max_tokens=220) for prompt in prompts))
+        calls = await start(running.engine, *(request(prompt, max_tokens=220) for prompt in prompts))
         await running.engine.pause()
         scores = await asyncio.wait_for(running.engine.score([scored]), 30)
         assert not any(call.done() for call in calls)
@@ -360,14 +359,16 @@ def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_reques
         return scores, expected, [completion for call in calls for completion in await call]
 
     (score,), expected, completions = running.run(run())
-    assert [one.token_ids.tolist() for one in completions] == [one.token_ids.tolist() for one in expected]
+    assert [completion.token_ids.tolist() for completion in completions] == [
+        completion.token_ids.tolist() for completion in expected
+    ]
     assert largest_difference(score, Reference(running.model).score([scored])[0]) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(running: RunningEngine):
+def test_request_cancelled_during_scoring_is_aborted(running: RunningEngine):
     async def run() -> None:
-        (call,) = await under_way(running.engine, request(max_tokens=450))
+        (call,) = await start(running.engine, request(max_tokens=450))
         await running.engine.pause()
         scores = asyncio.ensure_future(running.engine.score([list(range(first, 250)) for first in range(3, 13)]))
         await asyncio.sleep(0.05)
@@ -383,10 +384,10 @@ def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
-def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(running: RunningEngine, delay_s: float):
-    async def half_read(asked: SampleRequest) -> asyncio.Task[list[Completion]]:
+def test_chunked_prefill_can_be_aborted_while_paused(running: RunningEngine, delay_s: float):
+    async def pause_in_prefill(started: SampleRequest) -> asyncio.Task[list[Completion]]:
         await running.engine.reset_prefix_cache()
-        call = asyncio.ensure_future(running.engine.generate([asked]))
+        call = asyncio.ensure_future(running.engine.generate([started]))
         while not (await running.engine.health()).running:
             await asyncio.sleep(0.001)
         await asyncio.sleep(delay_s)
@@ -395,12 +396,12 @@ def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(runni
         return call
 
     async def run() -> Completion:
-        dropped, kept = (request(tuple(range(3, 250)) + tuple(range(3, 203)), max_tokens=50) for _ in range(2))
-        call = await half_read(dropped)
-        await asyncio.wait_for(running.engine.abort([dropped.request_id]), 5)
+        aborted, continued = (request(tuple(range(3, 250)) + tuple(range(3, 203)), max_tokens=50) for _ in range(2))
+        call = await pause_in_prefill(aborted)
+        await asyncio.wait_for(running.engine.abort([aborted.request_id]), 5)
         assert (await asyncio.wait_for(call, 5))[0].stop_reason == "abort"
         await running.engine.resume()
-        call = await half_read(kept)
+        call = await pause_in_prefill(continued)
         await running.engine.resume()
         return (await call)[0]
 
@@ -411,35 +412,35 @@ def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(runni
 
 
 @pytest.mark.slow
-def test_a_retracted_request_aborted_while_it_is_read_again_returns_what_it_has(running: RunningEngine):
-    asked = request(tuple(range(3, 200)), max_tokens=300)
+def test_retracted_request_aborted_in_prefill_returns_its_tokens(running: RunningEngine):
+    retracted = request(tuple(range(3, 200)), max_tokens=300)
 
     async def run() -> Completion:
-        (call,) = await under_way(running.engine, asked)
+        (call,) = await start(running.engine, retracted)
         await running.engine.pause("retract")
         await running.engine.reset_prefix_cache()
         await running.engine.resume()
         await asyncio.sleep(0.02)
         await running.engine.pause()
-        await asyncio.wait_for(running.engine.abort([asked.request_id]), 5)
+        await asyncio.wait_for(running.engine.abort([retracted.request_id]), 5)
         await running.engine.resume()
         return (await call)[0]
 
     completion = running.run(run())
     assert completion.stop_reason == "abort"
-    _, full = Reference(running.model).logprobs(asked.token_ids, completion.token_ids, asked.sampling)
+    _, full = Reference(running.model).logprobs(retracted.token_ids, completion.token_ids, retracted.sampling)
     assert len(full) > 0
     assert largest_difference(completion.full_logprobs, full) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running: RunningEngine):
-    class Impatient:
+def test_cancelled_commit_is_served(running: RunningEngine):
+    class ImpatientEngine:
         def __getattr__(self, name: str) -> Any:
             return getattr(running.engine, name)
 
         async def commit_weights(self, version: int) -> None:
-            running.process.suspend()  # SGLang takes long
+            running.process.suspend()  # This delays SGLang's response.
             try:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(running.engine.commit_weights(version), 0.3)
@@ -451,9 +452,9 @@ def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running:
 
     async def run() -> Completion:
         weight_sync = WeightSync(
-            LocalTrainer(running.model), lambda: [Impatient()], route="in_process", deadline_s=60.0
+            LocalTrainer(running.model), lambda: [ImpatientEngine()], route="in_process", deadline_s=60.0
         )
-        (call,) = await under_way(running.engine, request(max_tokens=300))
+        (call,) = await start(running.engine, request(max_tokens=300))
         await weight_sync.sync_all(1)
         await asyncio.wait_for(call, 20)
         (completion,) = await asyncio.wait_for(running.engine.generate([request()]), 20)
@@ -463,43 +464,43 @@ def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running:
 
 
 @pytest.mark.slow
-def test_the_prompt_cache_is_forgotten_although_a_request_runs_on_it(running: RunningEngine):
+def test_prefix_cache_reset_works_during_running_request(running: RunningEngine):
     prompt = tuple(range(100, 180))
 
-    async def cached(*after: SampleRequest) -> int:
+    async def count_cached_tokens(*requests: SampleRequest) -> int:
         before = (await running.engine.health()).cached_tokens
-        await running.engine.generate(list(after))
+        await running.engine.generate(list(requests))
         return (await running.engine.health()).cached_tokens - before
 
     async def run() -> tuple[int, int]:
-        (call,) = await under_way(running.engine, request(prompt, max_tokens=400))
-        known = await cached(request(prompt, max_tokens=1))
+        (call,) = await start(running.engine, request(prompt, max_tokens=400))
+        before_reset = await count_cached_tokens(request(prompt, max_tokens=1))
         await running.engine.reset_prefix_cache()
-        forgotten = await cached(request(prompt, max_tokens=1))
+        after_reset = await count_cached_tokens(request(prompt, max_tokens=1))
         assert not call.done()
         await call
-        return known, forgotten
+        return before_reset, after_reset
 
-    known, forgotten = running.run(run())
-    assert known >= 64
-    assert forgotten == 0
+    before_reset, after_reset = running.run(run())
+    assert before_reset >= 64
+    assert after_reset == 0
 
 
 @pytest.mark.slow
-def test_an_idle_engine_and_a_paused_one_take_no_processor(running: RunningEngine):
-    def used() -> float:
+def test_idle_and_paused_engines_use_no_cpu(running: RunningEngine):
+    def cpu_time_s() -> float:
         times = running.process.cpu_times()
         return times.user + times.system
 
     async def run() -> list[float]:
         spent = []
-        for pauses in (False, True):
-            calls = await under_way(running.engine, request(max_tokens=400)) if pauses else []
-            if pauses:
+        for is_paused in (False, True):
+            calls = await start(running.engine, request(max_tokens=400)) if is_paused else []
+            if is_paused:
                 await running.engine.pause()
-            before = used()
+            before_s = cpu_time_s()
             await asyncio.sleep(1.0)
-            spent.append(used() - before)
+            spent.append(cpu_time_s() - before_s)
             await running.engine.resume()
             await asyncio.gather(*calls)
         return spent
@@ -508,55 +509,55 @@ def test_an_idle_engine_and_a_paused_one_take_no_processor(running: RunningEngin
 
 
 def shared_memory(*processes: psutil.Process) -> set[int]:
-    """Inodes of the files in /dev/shm that these processes have mapped: semaphores are not mapped by their names."""
+    """Return the inodes of the files in /dev/shm that processes have mapped. Semaphores have other names there."""
     lines = (line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines())
     return {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
 
 
-def still_there(inodes: set[int]) -> list[str]:
-    """Names in /dev/shm."""
+def remaining_files(inodes: set[int]) -> list[str]:
+    """Return the names of the files in /dev/shm that have one of these inodes."""
     return [file.name for file in os.scandir("/dev/shm") if file.inode() in inodes]
 
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_its_process_may_die_and_only_the_engine_is_gone(running: RunningEngine):
+def test_killed_process_fails_only_its_engine(running: RunningEngine):
     async def run() -> None:
-        (call,) = await under_way(running.engine, request(max_tokens=450))
+        (call,) = await start(running.engine, request(max_tokens=450))
         join = running.engine.connect_weights
-        waiting = asyncio.ensure_future(join("broadcast", "127.0.0.1:1", 1, 2, 3.0))  # nobody is there
+        waiting = asyncio.ensure_future(join("broadcast", "127.0.0.1:1", 1, 2, 3.0))  # No trainer listens there.
         queued = asyncio.ensure_future(join("in_process", "", 1, 2, 3.0))
         running.process.kill()
-        gone = rf"Engine 'particular' is dead: its process {running.process.pid} ended with exit code -9\."
-        with pytest.raises(EngineError, match=gone):
+        message = rf"Engine 'particular' is dead: its process {running.process.pid} ended with exit code -9\."
+        with pytest.raises(EngineError, match=message):
             await asyncio.wait_for(call, 10)
-        for ask in (running.engine.health, running.engine.pause, running.engine.reset_prefix_cache):
-            with pytest.raises(EngineError, match=gone):
-                await ask()
+        for method in (running.engine.health, running.engine.pause, running.engine.reset_prefix_cache):
+            with pytest.raises(EngineError, match=message):
+                await method()
         await running.engine.close()
         await running.engine.close()
-        with pytest.raises(EngineError, match=gone):
+        with pytest.raises(EngineError, match=message):
             await queued
-        with pytest.raises(WeightSyncError, match="could not meet"):
+        with pytest.raises(WeightSyncError, match="could not connect to the other ranks"):
             await waiting
 
     folder = Path(running.engine._processes._files.folder)
     shared = shared_memory(running.process)
-    assert folder.is_dir() and still_there(shared)
+    assert folder.is_dir() and remaining_files(shared)
     running.run(run())
-    assert not folder.exists() and not still_there(shared)
+    assert not folder.exists() and not remaining_files(shared)
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """SGLang's sockets are in the folder for temporary files, and a socket's path has at most 107 characters."""
+    """A temporary folder with a short path. SGLang's sockets are in it, and their paths have at most 107 characters."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
+def test_close_during_requests_leaves_no_process_or_file(
     running: RunningEngine, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
@@ -565,10 +566,10 @@ def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
     engine = SGLangEngine(running.path, name="closing", max_num_seqs=4, max_model_len=512, threads=1)
     (process,) = (child for child in set(this.children()) - children if "sglang" in child.name())
     shared = shared_memory(this, process) - before
-    assert still_there(shared) and any(short_path.iterdir()), "nothing to leave"
+    assert remaining_files(shared) and any(short_path.iterdir()), "there are no files to clean up"
 
     async def run() -> None:
-        calls = await under_way(engine, *(request(seed=seed, max_tokens=450) for seed in range(3)))
+        calls = await start(engine, *(request(seed=seed, max_tokens=450) for seed in range(3)))
         assert not any(call.done() for call in calls)
         await engine.close()
         for call in calls:
@@ -577,5 +578,5 @@ def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
 
     asyncio.run(run())
     assert not process.is_running()
-    assert not still_there(shared)
+    assert not remaining_files(shared)
     assert not list(short_path.iterdir())

@@ -1,6 +1,6 @@
-"""What is particular to vLLM; everything that engines have in common is in the conformance suite.
+"""Tests of the vLLM engine alone. The conformance suite tests what engines have in common.
 
-The engine here has a cache of five blocks, two of which a long request fills.
+This engine has a KV cache of five blocks, two of which a long request fills.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 BLOCK_BYTES = 128 * 2 * 2 * 2 * 32 * 4
-"""Of 128 tokens: keys and values of two layers with two heads of 32 numbers."""
+"""Size of a cache block of 128 tokens: keys and values of two layers with two heads of 32 numbers."""
 LENGTH = 256
-READS_IT = "vllm.v1.attention.ops.triton_unified_attention"
-"""Keeps what the environment says of batch invariance when it is imported."""
+ATTENTION_MODULE = "vllm.v1.attention.ops.triton_unified_attention"
+"""The module that reads the environment variable for batch invariance when it is imported."""
 FIRST, SECOND, THIRD = ([start + n % 50 for n in range(200)] for start in (20, 90, 160))
 """Prompts of two blocks."""
 
 
 def start(path: str, **options: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other people's, when their packages are imported
+        warnings.simplefilter("ignore")  # warnings of third-party packages on import
         from skyrl_train.engines.vllm.engine import VLLMEngine
 
         return VLLMEngine(path, name="particular", max_num_seqs=4, max_model_len=LENGTH, threads=1, **options)
@@ -73,7 +73,7 @@ class RunningEngine:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+def module_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     folder = tmp_path_factory.mktemp("vllm")
     path = save_tiny_model(folder / "model", "qwen3")
     engine, loop = start(path, kv_cache_memory_bytes=6 * BLOCK_BYTES, max_lora_rank=8), BackgroundLoop()
@@ -83,10 +83,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
 
 
 @pytest.fixture
-def running(one: RunningEngine) -> Iterator[RunningEngine]:
-    yield one
-    if one.engine.lifecycle.state is not EngineState.CLOSED:
-        one.bench.run(one.bench.restore())
+def running(module_engine: RunningEngine) -> Iterator[RunningEngine]:
+    yield module_engine
+    if module_engine.engine.lifecycle.state is not EngineState.CLOSED:
+        module_engine.bench.run(module_engine.bench.restore())
 
 
 @pytest.fixture
@@ -94,39 +94,37 @@ def reference(running: RunningEngine) -> Reference:
     return running.bench.serve(running.bench.random_model(0), "random")
 
 
-def test_adapters_for_a_mixture_of_experts_on_a_cpu_are_refused_with_the_reason(tmp_path: Path):
+def test_moe_adapters_on_cpu_are_rejected(tmp_path: Path):
     path = save_tiny_model(tmp_path, "qwen3_moe", tied=False)
     with pytest.raises(ConfigError, match=r"max_lora_rank=8: vLLM \d+\.\d+.* mixture of experts.* has 4 experts"):
         start(path, max_lora_rank=8)
 
 
-def test_latent_attention_of_a_size_that_cpus_do_not_compute_is_refused(tmp_path: Path):
+def test_unsupported_mla_size_on_cpu_is_rejected(tmp_path: Path):
     model = tiny_model("deepseek_v3", tied=False)
     model.config.update({"head_dim": 64, "qk_rope_head_dim": 64, "kv_lora_rank": 256})
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"qk_rope_head_dim to be 576; .* has 320\. Set generator\.backend=transf"):
+    with pytest.raises(ConfigError, match=r"qk_rope_head_dim = 576; .* has 320\. Set generator\.backend=transf"):
         start(str(tmp_path))
 
 
-def test_requests_are_made_ready_while_steps_go_on(
+def test_requests_are_built_on_callers_thread(
     running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, processor = running.bench, running.engine.llm_engine.input_processor
     process, threads = processor.process_inputs, list[str]()
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         threads.append(threading.current_thread().name)
         return process(*args, **kwargs)
 
-    monkeypatch.setattr(processor, "process_inputs", watched)
+    monkeypatch.setattr(processor, "process_inputs", recorded)
     (completion,) = bench.generate(request := bench.request(FIRST, max_tokens=8))
     assert_logprobs(reference, request, completion)
-    assert threads == ["engine-bench"], "the caller's, not the one that takes steps"
+    assert threads == ["engine-bench"], "the caller's thread, not the engine's"
 
 
-def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(
-    running: RunningEngine, reference: Reference
-):
+def test_score_preempts_paused_requests_when_cache_is_full(running: RunningEngine, reference: Reference):
     bench, engine = running.bench, running.engine
     requests = [bench.request(prompt, max_tokens=50, seed=n) for n, prompt in enumerate((FIRST, SECOND))]
 
@@ -141,15 +139,15 @@ def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(
         return await calls, scores, health
 
     completions, scores, (before, after) = bench.run(run(), 60)
-    assert (before, after) == (2, 1), "one of two gives way"
-    for got, wanted in zip(scores, reference.score([THIRD, [5, 9, 77]]), strict=True):
-        assert largest_difference(got, wanted) <= TOLERANCE
+    assert (before, after) == (2, 1), "one of two requests is preempted"
+    for actual, expected in zip(scores, reference.score([THIRD, [5, 9, 77]]), strict=True):
+        assert largest_difference(actual, expected) <= TOLERANCE
     for request, completion in zip(requests, completions, strict=True):
         assert len(completion.token_ids) == 50
         assert_logprobs(reference, request, completion)
 
 
-def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
+def test_failed_load_requires_complete_sync(
     running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, load = running.bench, running.served.load_weights
@@ -162,7 +160,7 @@ def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
     with pytest.raises(WeightSyncError, match="engine particular: receive failed: RuntimeError: out of memory"):
         bench.run(bench.publish(bench.random_model(1)))
     assert bench.run(running.engine.health()).torn
-    with pytest.raises(EngineError, match="half of a weight transfer"):
+    with pytest.raises(EngineError, match="is not fully loaded"):
         bench.generate(bench.request(FIRST))
     monkeypatch.undo()
     new = bench.serve(bench.random_model(2))
@@ -170,13 +168,13 @@ def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
-def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
-    def died(*args: Any, **kwargs: Any) -> None:
+def test_unresponsive_rank_ends_engine(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("rank 1 is gone")
 
-    monkeypatch.setattr(running.engine.llm_engine, "collective_rpc", died)
-    monkeypatch.setattr(running.engine, "device_monitor", DeviceMonitor(running.engine.lifecycle, died))
-    monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
+    monkeypatch.setattr(running.engine.llm_engine, "collective_rpc", fail)
+    monkeypatch.setattr(running.engine, "device_monitor", DeviceMonitor(running.engine.lifecycle, fail))
+    monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # Undoing this revives the engine after the test.
     with pytest.raises(EngineError, match="'particular': connect failed: OSError: rank 1 is gone"):
         running.bench.run(running.engine.connect_weights("in_process", "", 1, 2, 1.0))
     with pytest.raises(EngineError, match=r"'particular' is dead.*OSError: rank 1 is gone"):
@@ -184,18 +182,16 @@ def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: RunningEn
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_after_a_step_that_fails_the_ranks_devices_are_asked(
-    running: RunningEngine, monkeypatch: pytest.MonkeyPatch, lost: bool
-):
-    """The ranks' stub device is in the state that an illegal access leaves it in, or is not."""
+def test_failed_step_checks_devices_of_ranks(running: RunningEngine, monkeypatch: pytest.MonkeyPatch, lost: bool):
+    """The device check of the ranks fails, as after an illegal memory access, or passes."""
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     ranks: Any = running.core.model_executor.driver_worker.worker
-    fresh = DeviceMonitor(running.engine.lifecycle, running.engine.accelerator.compute)
-    monkeypatch.setattr(running.engine, "device_monitor", fresh)
-    monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
+    monitor = DeviceMonitor(running.engine.lifecycle, running.engine.device_monitor.check_device)
+    monkeypatch.setattr(running.engine, "device_monitor", monitor)
+    monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # Undoing this revives the engine after the test.
     monkeypatch.setattr(running.engine.llm_engine, "step", fails)
     if lost:
         monkeypatch.setattr(ranks, "check_device", fails)
@@ -204,7 +200,7 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
     if not lost:
         assert not running.bench.run(running.engine.health()).running
         return
-    with pytest.raises(EngineError, match="'particular' is dead: its accelerator does not compute"):
+    with pytest.raises(EngineError, match="'particular' is dead: its accelerator no longer works"):
         running.bench.run(running.engine.health())
     with pytest.raises(EngineError, match="'particular' is dead"):
         running.bench.generate(running.bench.request(FIRST))
@@ -212,14 +208,14 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
 
 @pytest.fixture
 def on_device(running: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
-    """As on an accelerator: vLLM's executor is told to sleep and to wake, for which its workers on CPUs do nothing."""
+    """The engine as on an accelerator: its executor sleeps and wakes, which does nothing in vLLM's CPU workers."""
     monkeypatch.setattr(running.engine, "_on_cpu", False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(running.core.model_executor.driver_worker.worker, "discard", lambda tags: None)
     return running
 
 
-def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: RunningEngine, reference: Reference):
+def test_weights_wake_before_cache(on_device: RunningEngine, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     for tags in (None, ["kv_cache"], ["weights", "kv_cache"]):
         bench.run(engine.sleep(1))
@@ -235,45 +231,43 @@ def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: Runn
 
 
 @pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
-def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(
-    on_device: RunningEngine, reference: Reference
-):
+def test_score_restores_cache_of_sleeping_engine_temporarily(on_device: RunningEngine, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(1))
     with pytest.raises(EngineError, match="asleep"):
         bench.run(engine.score([[5, 9, 77]]))
     bench.run(engine.wake_up(["weights"]))
-    (got,) = bench.run(engine.score([[5, 9, 77]]))
-    assert largest_difference(got, reference.score([[5, 9, 77]])[0]) <= TOLERANCE
+    (scores,) = bench.run(engine.score([[5, 9, 77]]))
+    assert largest_difference(scores, reference.score([[5, 9, 77]])[0]) <= TOLERANCE
     assert on_device.core.model_executor.sleeping_tags == {"kv_cache"}
-    assert on_device.core.scheduler.kv_cache_manager.usage == 0, "and nothing in it is found again"
+    assert on_device.core.scheduler.kv_cache_manager.usage == 0, "no cached prompt remains"
     with pytest.raises(EngineError, match="asleep"):
         bench.generate(bench.request(FIRST))
     bench.run(engine.wake_up())
     assert not bench.run(engine.health()).asleep
 
 
-def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: RunningEngine):
+def test_sleep_level_2_discards_weights_until_commit(on_device: RunningEngine):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(2))
     bench.run(engine.wake_up())
-    with pytest.raises(WeightSyncError, match="begin a sync first"):
+    with pytest.raises(WeightSyncError, match="Begin a sync first"):
         bench.run(engine.commit_weights(99))
     bench.run(engine.connect_weights("in_process", "", 1, 2, 1.0))
-    assert bench.run(engine.health()).torn, "nothing came yet"
+    assert bench.run(engine.health()).torn, "no weights have arrived yet"
     new = bench.serve(bench.random_model(3))
     assert not bench.run(engine.health()).torn
     request = bench.request(FIRST)
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
-def test_a_sampler_of_another_kind_is_refused(running: RunningEngine):
+def test_unknown_sampler_is_rejected(running: RunningEngine):
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        running.engine.llm_engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
+        running.engine.llm_engine.collective_rpc("prepare", args=("again", 0))  # Our sampler already replaces vLLM's.
 
 
 @pytest.mark.parametrize("option", ["speculative_config", "logits_processors"])
-def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: RunningEngine, option: str):
+def test_options_that_bypass_sampler_are_rejected(running: RunningEngine, option: str):
     from vllm.v1.sample.sampler import Sampler
 
     from skyrl_train.engines.vllm.sampler import replace_sampler
@@ -283,60 +277,59 @@ def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: Runnin
     runner = SimpleNamespace(
         sampler=Sampler(), input_batch=SimpleNamespace(logitsprocs=processors), speculative_config=drafts
     )
-    with pytest.raises(ConfigError, match=f"'one': {option}.*engine_init_kwargs"):
-        replace_sampler(runner, "one")
+    with pytest.raises(ConfigError, match=f"'particular' does not support {option}.*engine_init_kwargs"):
+        replace_sampler(runner, "particular")
 
 
-def test_graphs_are_for_accelerators_where_they_are_the_default(running: RunningEngine):
+def test_cuda_graphs_default_on_accelerators_only(running: RunningEngine):
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
-    given = {"enforce_eager": GeneratorConfig().enforce_eager, "max_num_seqs": 4, "max_model_len": LENGTH}
+    defaults = {"enforce_eager": GeneratorConfig().enforce_eager, "max_num_seqs": 4, "max_model_len": LENGTH}
     model = running.engine.llm_engine.model_config.model
-    assert [engine_arguments(model, cpu, 0, given)["enforce_eager"] for cpu in (False, True)] == [False, True]
-    assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
+    assert [engine_arguments(model, on_cpu, 0, defaults)["enforce_eager"] for on_cpu in (False, True)] == [False, True]
+    assert engine_arguments(model, False, 0, defaults | {"enforce_eager": True})["enforce_eager"] is True
 
 
-def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(
-    running: RunningEngine, monkeypatch: pytest.MonkeyPatch
-):
+def test_batch_invariance_is_set_before_vllm_import(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     from skyrl_train.engines.vllm.arguments import enable_batch_invariance
 
-    with pytest.raises(ConfigError, match=r"generator\.batch_invariant=true: .*CPUs have no such mode"):
+    with pytest.raises(ConfigError, match=r"generator\.batch_invariant=true is not supported on a CPU"):
         enable_batch_invariance(on_cpu=True)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    monkeypatch.setitem(sys.modules, READS_IT, ModuleType(READS_IT))
-    with pytest.raises(ConfigError, match="has had an engine without"):
+    monkeypatch.setitem(sys.modules, ATTENTION_MODULE, ModuleType(ATTENTION_MODULE))
+    with pytest.raises(ConfigError, match="has already started an engine without"):
         enable_batch_invariance(on_cpu=False)
-    monkeypatch.delitem(sys.modules, READS_IT)
+    monkeypatch.delitem(sys.modules, ATTENTION_MODULE)
     enable_batch_invariance(on_cpu=False)
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
 
 
-def test_on_a_cpu_nothing_is_compiled(running: RunningEngine):
-    """Which its environment settles before vLLM's modules of compiled functions are imported."""
+def test_nothing_is_compiled_on_cpu(running: RunningEngine):
+    """The engine sets the environment before vLLM's modules with compiled functions are imported."""
     from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
     assert not hasattr(batched_count_greater_than, "_torchdynamo_orig_callable")
 
 
-def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: RunningEngine):
+def test_engine_overrides_vllm_environment(running: RunningEngine):
     config = running.engine.llm_engine.vllm_config
     assert not config.use_v2_model_runner
     assert type(running.engine.llm_engine.engine_core).__name__ == "InprocClient"
 
 
-def test_vllm_schedules_asynchronously_unless_told_otherwise(running: RunningEngine):
+def test_async_scheduling_is_default_on_accelerators(running: RunningEngine):
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
-    model, given = str(running.folder / "model"), {"max_model_len": LENGTH, "max_num_seqs": 4}
-    assert engine_arguments(model, False, 0, given)["async_scheduling"]
-    assert not engine_arguments(model, False, 0, {**given, "async_scheduling": False})["async_scheduling"]
+    model, limits = str(running.folder / "model"), {"max_model_len": LENGTH, "max_num_seqs": 4}
+    assert engine_arguments(model, False, 0, limits)["async_scheduling"]
+    assert not engine_arguments(model, False, 0, {**limits, "async_scheduling": False})["async_scheduling"]
     assert not running.engine.llm_engine.vllm_config.scheduler_config.async_scheduling, "on a CPU"
 
 
-def test_pipelines_are_refused_by_name(running: RunningEngine):
+def test_pipeline_parallelism_is_rejected(running: RunningEngine):
     assert running.bench.refusal_reason("pipeline_parallel_size")
-    with pytest.raises(ConfigError, match=r"inference_engine_pipeline_parallel_size=2: vLLM .* tensor parallelism"):
+    message = r"inference_engine_pipeline_parallel_size=2 is not supported: with it vLLM .* tensor parallelism"
+    with pytest.raises(ConfigError, match=message):
         start(str(running.folder / "model"), pipeline_parallel_size=2)
 
 
@@ -348,9 +341,7 @@ def save_adapter(folder: Path, seed: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_it(
-    running: RunningEngine, reference: Reference
-):
+def test_adapter_survives_unloading_while_in_use(running: RunningEngine, reference: Reference):
     bench, engine = running.bench, running.engine
     folder = save_adapter(running.folder / "adapter", 1)
     prompt = FIRST[:20]
@@ -361,27 +352,27 @@ def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_i
     async def run() -> tuple[Any, Any, Any]:
         await engine.load_adapter("one", folder)
         (alone,) = await engine.generate([long("one")])
-        under_way, innocent = bench.start(long("one")), bench.start(plain)
+        adapted_call, plain_call = bench.start(long("one")), bench.start(plain)
         await bench.wait_until_running(1)
         shutil.rmtree(folder)
         await engine.unload_adapter("one")
-        assert not under_way.done()
+        assert not adapted_call.done()
         assert [path for path in private.iterdir() if path.is_dir()], "still in use"
-        return alone, (await under_way)[0], (await innocent)[0]
+        return alone, (await adapted_call)[0], (await plain_call)[0]
 
     plain = long(None)
     bench.run(engine.load_adapter("first", folder))
     private = Path(engine._adapters._folder.name)
     bench.run(engine.unload_adapter("first"))
     assert not list(private.iterdir())
-    alone, under_way, innocent = bench.run(run())
-    assert under_way.token_ids.tolist() == alone.token_ids.tolist() != innocent.token_ids.tolist()
-    assert largest_difference(under_way.full_logprobs, alone.full_logprobs) <= TOLERANCE
-    assert_logprobs(reference, plain, innocent)
-    assert not list(private.iterdir()), "nobody uses it any more"
+    alone, adapted, unadapted = bench.run(run())
+    assert adapted.token_ids.tolist() == alone.token_ids.tolist() != unadapted.token_ids.tolist()
+    assert largest_difference(adapted.full_logprobs, alone.full_logprobs) <= TOLERANCE
+    assert_logprobs(reference, plain, unadapted)
+    assert not list(private.iterdir()), "no request uses it any more"
 
 
-def test_a_cancel_during_submission_leaves_nothing_running(
+def test_cancel_during_submission_leaves_no_request(
     running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, engine = running.bench, running.engine
@@ -396,7 +387,7 @@ def test_a_cancel_during_submission_leaves_nothing_running(
         call = engine.generate([bench.request(FIRST[:20], max_tokens=200) for _ in range(2)])
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(call, 0.1)
-        await engine.reset_prefix_cache()  # comes after the submission, and what the cancel asked for
+        await engine.reset_prefix_cache()  # This command runs after the submission and the abort.
         health = await engine.health()
         return int(health.running + health.queued)
 
@@ -404,53 +395,56 @@ def test_a_cancel_during_submission_leaves_nothing_running(
     assert bench.run(run()) == 0
 
 
-def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: RunningEngine, reference: Reference):
-    """The last test here: it ends the engine."""
+def test_close_aborts_requests_waiting_in_pause(running: RunningEngine, reference: Reference):
+    """This test must be the last with this engine, because it closes the engine."""
     bench, engine = running.bench, running.engine
 
     async def run() -> Any:
-        began = bench.start(bench.request(FIRST, max_tokens=50))
+        started = bench.start(bench.request(FIRST, max_tokens=50))
         await bench.wait_until_running(1)
         await engine.pause("keep")
         waiting = bench.start(bench.request(SECOND))
         await asyncio.sleep(0.1)
         await engine.close()
         async with asyncio.timeout(10):
-            return [*await began, *await waiting]
+            return [*await started, *await waiting]
 
-    began, waiting = bench.run(run())
-    assert (began.stop_reason, waiting.stop_reason, waiting.token_ids.tolist()) == ("abort", "abort", [])
+    started, waiting = bench.run(run())
+    assert (started.stop_reason, waiting.stop_reason, waiting.token_ids.tolist()) == ("abort", "abort", [])
     with pytest.raises(EngineError, match="closed"):
         bench.run(engine.health())
 
 
-def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: RunningEngine):
-    """After the last test of the other engine: one runs in a process at a time."""
+def test_sync_rejects_padded_experts(module_engine: RunningEngine):
+    """This runs after the last test of the other engine, because a process runs one engine at a time."""
     config = tiny_model("qwen3_moe", tied=False).config
     config.moe_intermediate_size = 48
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    folder = one.folder / "padded"
+    folder = module_engine.folder / "padded"
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     engine = start(str(folder), kv_cache_memory_bytes=6 * BLOCK_BYTES)
     try:
-        padded = EngineHarness(engine, model, one.loop, one.folder)
+        padded = EngineHarness(engine, model, module_engine.loop, module_engine.folder)
         with pytest.raises(WeightSyncError, match="pads the experts of this model from 48 to 64 columns"):
             padded.run(padded.publish(model))
         assert not padded.run(engine.health()).torn
-        assert len(padded.run(engine.score([[5, 9, 77]]))[0]) == 2, "it serves what it has"
+        assert len(padded.run(engine.score([[5, 9, 77]]))[0]) == 2, "it still serves its weights"
     finally:
-        one.loop.run(engine.close())
+        module_engine.loop.run(engine.close())
 
 
-def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_steps_under_way(
-    one: RunningEngine, monkeypatch: pytest.MonkeyPatch
+def test_seed_determines_tokens_across_preemptions_and_pauses(
+    module_engine: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    """The other engine has ended. The cache has room for two of the four; a step reads at most 48 tokens of prompts."""
-    path, preempted = str(one.folder / "model"), list[str]()
+    """The KV cache is large enough for two of four requests, and a step prefills at most 48 tokens.
+
+    The module's engine has been closed before.
+    """
+    path, preempted = str(module_engine.folder / "model"), list[str]()
     enable_async_scheduling(monkeypatch)
-    options = {"kv_cache_memory_bytes": 6 * BLOCK_BYTES, "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
-    engine = start(path, **options)
+    limits = {"kv_cache_memory_bytes": 6 * BLOCK_BYTES, "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+    engine = start(path, **limits)
     core = engine.llm_engine.engine_core.engine_core
     scheduler = core.scheduler
     preempt = scheduler._preempt_request
@@ -460,11 +454,11 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
         preempt(request, *args, **kwargs)
 
     monkeypatch.setattr(scheduler, "_preempt_request", counted)
-    bench = EngineHarness(engine, tiny_model("qwen3"), one.loop, one.folder)
-    ways: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.7, "min_p": 0.02}]
+    bench = EngineHarness(engine, tiny_model("qwen3"), module_engine.loop, module_engine.folder)
+    options: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.7, "min_p": 0.02}]
     requests = [
-        bench.request([20 * n + i % 40 + 1 for i in range(100)], seed=2**64 - 1 - n, max_tokens=140, **way)
-        for n, way in enumerate(ways)
+        bench.request([20 * n + i % 40 + 1 for i in range(100)], seed=2**64 - 1 - n, max_tokens=140, **sampling)
+        for n, sampling in enumerate(options)
     ]
 
     async def run() -> Any:
@@ -479,13 +473,13 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
 
     try:
         assert core.batch_queue is not None, "steps overlap"
-        got = bench.run(run(), 60)
+        completions = bench.run(run(), 60)
     finally:
-        one.loop.run(engine.close())
-    assert len(preempted) > 2, "more than retraction preempts"
+        module_engine.loop.run(engine.close())
+    assert len(preempted) > 2, "requests are preempted in addition to the retraction"
     other = TransformersEngine(path, max_num_seqs=4)
-    wanted = one.loop.run(other.generate(requests))
-    one.loop.run(other.close())
-    for mine, theirs in zip(got, wanted, strict=True):
-        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
-        assert len(mine.token_ids) == 140
+    expected = module_engine.loop.run(other.generate(requests))
+    module_engine.loop.run(other.close())
+    for actual, reference in zip(completions, expected, strict=True):
+        assert actual.token_ids.tolist() == reference.token_ids.tolist()
+        assert len(actual.token_ids) == 140

@@ -155,7 +155,7 @@ def test_the_prompt_as_a_model_reads_it(
     ("arguments", "says"),
     [
         (["gsm8", "--data", "{data}"], "Did you mean 'gsm8k'"),
-        (["gsm8k", "--data", "{data}", "--row", "2"], "row 2 is not one of its rows, 0 to 1"),
+        (["gsm8k", "--data", "{data}", "--row", "2"], "row 2 does not exist. Choose one from 0 to 1"),
         (["gsm8k", "--data", "missing.jsonl"], "missing.jsonl: no such file"),
         (["gsm8k", "--data", "{data}", "generator.max_turn=2"], "generator.max_turns"),
         (["gsm8k", "--data", "{data}", "18"], "'18' is not key=value"),

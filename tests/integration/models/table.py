@@ -211,7 +211,7 @@ COLUMNS = (
                 "vLLM keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
             ),
             "MiniMax-M2": Refusal(
-                r"vLLM's routing on CPUs knows sigmoid scores only with groups of experts",
+                r"vLLM's expert routing on CPUs supports sigmoid scores only with groups of experts",
                 "vLLM's routing on CPUs does not know its sigmoid scores",
             ),
         },
@@ -222,16 +222,16 @@ COLUMNS = (
         in_ci="Qwen3",
         refused={
             "Mistral 0.1": Refusal(
-                r"Engine '.*': SGLang cannot serve models of type 'mistral': its code for them attends to everything, "
-                "where this one has a sliding window of 6 tokens; set generator",
+                r"Engine '.*': SGLang cannot serve models of type 'mistral': its code for them has full attention, "
+                "but this model has a sliding window of 6 tokens; set generator",
                 "SGLang ignores its sliding window, on GPUs too; contexts within the window are served",
             ),
             "Gemma 4": Refusal(
-                _NOT_IN_SGLANG.format("gemma4_text", r"its code reads one size of heads, .* have \[32, 512\]"),
+                _NOT_IN_SGLANG.format("gemma4_text", r"its code reads one head size, .* have \[32, 512\]"),
                 "SGLang reads one size of heads, where the layers of Gemma 4 have two",
             ),
             "OLMo 3": Refusal(
-                _NOT_IN_SGLANG.format("olmo3", "its code for them reads one set of rope parameters"),
+                _NOT_IN_SGLANG.format("olmo3", "its code for them reads one set of RoPE parameters"),
                 "SGLang reads one set of rope parameters, where OLMo 3 has one for each kind of layer",
             ),
             **{
@@ -257,7 +257,7 @@ COLUMNS = (
                 )
             },
             "DeepSeek-V3": Refusal(
-                _NOT_ON_CPUS.format("deepseek_v3", r"computes no latent attention \(MLA\)"),
+                _NOT_ON_CPUS.format("deepseek_v3", r"does not support latent attention \(MLA\)"),
                 "SGLang's attention on CPUs has no latent attention (MLA)",
             ),
             "gpt-oss": Refusal(

@@ -1,4 +1,7 @@
-"""Runs of seconds: through the entrypoints' own code, in this process and over one Ray unless the process is tested."""
+"""Fixtures of runs that take seconds. They use the entrypoints' code in this process and share one Ray.
+
+Only tests of a process start an entrypoint in a separate one.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ PRESETS = REPOSITORY / "examples" / "algorithms"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ENTRYPOINTS = {"main_base": Experiment, "main_generate": EvaluationExp, "main_sft": SFTExp}
 ONE_PROCESS = "environment.skyrl_gym.max_env_workers=1"
-"""Of environments: each costs a second to start, and there would be two for every core."""
+"""One environment process: each costs a second to start, and the default is two per core."""
 REGISTRIES = (*vars(algorithms).values(), environments, tools, trackers)
 
 
 def command(entrypoint: str, overrides: list[str]) -> list[str]:
-    """An entrypoint in a process of its own, for tests of what a process does."""
+    """Return the command of an entrypoint in a separate process."""
     return [sys.executable, "-m", f"skyrl_train.entrypoints.{entrypoint}", *overrides]
 
 
 def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) -> None:
-    """Start a run; kill -9 its driver when `step` steps are logged, so while a later one is under way."""
+    """Start a run, and kill its driver with SIGKILL when `step` steps are logged, while a later one is running."""
     metrics = folder / "ckpts" / "metrics.jsonl"
     deadline = time.monotonic() + 400
     with (folder / "killed.log").open("w") as log:
@@ -54,23 +57,23 @@ def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) ->
     while not (metrics.exists() and re.search(rf'"step": {step},', metrics.read_text())):
         assert driver.poll() is None and time.monotonic() < deadline, (folder / "killed.log").read_text()[-4000:]
         time.sleep(0.005)
-    family = psutil.Process(driver.pid).children(recursive=True)
+    children = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    _, left = psutil.wait_procs(family, timeout=30)
-    assert not left, f"a killed driver left {[process.cmdline()[:3] for process in left]}"
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, f"a killed driver left {[process.cmdline()[:3] for process in alive]}"
 
 
 @pytest.fixture(scope="package")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder in which this process, Ray's workers and environment processes find modules of `trainer.plugins`.
 
-    What they register in this process is forgotten in the end. A module's name stands for one text in all tests.
+    Registrations in this process are undone at the end. A module's name stands for one text in all tests.
     """
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "lower_case_plugin.py").write_text(LOWER_CASE)
     with pytest.MonkeyPatch.context() as patch:
-        for registry in (one for one in REGISTRIES if isinstance(one, Registry)):
+        for registry in (value for value in REGISTRIES if isinstance(value, Registry)):
             patch.setattr(registry, "loaded", dict(registry.loaded))
             patch.setattr(registry, "table", dict(registry.table))
         for path in (PRESETS, folder):
@@ -83,7 +86,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="package")
 def ray_of_all_runs(plugins: Path) -> Iterator[None]:
-    """One Ray for all runs of this package; ranks and engines are each run's own processes."""
+    """One Ray for all runs of this package. Ranks and engines are separate processes of each run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         with Cluster():
@@ -92,26 +95,26 @@ def ray_of_all_runs(plugins: Path) -> Iterator[None]:
 
 @pytest.fixture
 def run(ray_of_all_runs: None, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """An entrypoint's command line, run in this process; fails with what it said unless it exits with `expect`."""
+    """Run an entrypoint's command line in this process. Fails with the output unless it exits with `expect`."""
 
     def start(entrypoint: str, *overrides: str, expect: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        said, errors, code = io.StringIO(), io.StringIO(), 0
-        with monkeypatch.context() as patch, redirect_stdout(said), redirect_stderr(errors):
+        output, errors, code = io.StringIO(), io.StringIO(), 0
+        with monkeypatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
             for name, value in env.items():
                 patch.setenv(name, value)
             try:
                 start_experiment(ENTRYPOINTS[entrypoint], list(overrides))
             except SystemExit as exit:
                 code = int(exit.code or 0)
-        assert code == expect, said.getvalue()[-4000:] + errors.getvalue()[-6000:]
-        return subprocess.CompletedProcess(overrides, code, said.getvalue(), errors.getvalue())
+        assert code == expect, output.getvalue()[-4000:] + errors.getvalue()[-6000:]
+        return subprocess.CompletedProcess(overrides, code, output.getvalue(), errors.getvalue())
 
     return start
 
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.jsonl (24 problems) and validation.jsonl (8)."""
+    """A folder with train.jsonl (24 problems) and validation.jsonl (8 problems)."""
     folder = tmp_path_factory.mktemp("arithmetic")
     for split, count in (("train", 24), ("validation", 8)):
         rows = generate(count, 2, 9, 0, split)
@@ -123,7 +126,8 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(arithmetic: Path, tiny_model_path: str) -> Callable[[Path], list[str]]:
     """Overrides of a run of seconds: 4 prompts x 4 samples, 16 tokens, one evaluation before and one after.
 
-    No reference model, which is a process more to start; tests of it say `trainer.algorithm.use_kl_loss=true`.
+    It has no reference model, which would be another process to start. Tests of it set
+    `trainer.algorithm.use_kl_loss=true`.
     """
 
     def overrides(folder: Path) -> list[str]:
@@ -152,7 +156,7 @@ def small(arithmetic: Path, tiny_model_path: str) -> Callable[[Path], list[str]]
 
 @pytest.fixture
 def gsm8k_recipe(gsm8k_jsonl: Path, tmp_path: Path) -> Path:
-    """A folder of a user's: the recipe, and 32 problems beside it."""
+    """A user's folder with the recipe and 32 problems."""
     folder = tmp_path / "project"
     shutil.copytree(REPOSITORY / "examples" / "gsm8k", folder)
     subprocess.run(
@@ -182,14 +186,14 @@ register("lower_case", "lower_case_plugin:LowerCaseEnv")
 
 @pytest.fixture
 def easy(small: Callable[[Path], list[str]], plugins: Path) -> Callable[[Path], list[str]]:
-    """`small` with a task that a random model gets rewards in: the share of lower-case letters in what it writes."""
+    """`small` with a task that rewards a random model: the share of lower-case letters in its responses."""
 
     def overrides(folder: Path) -> list[str]:
         folder.mkdir(exist_ok=True)
         rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return [
-            *(one for one in small(folder) if not one.startswith(("environment.", "data."))),
+            *(override for override in small(folder) if not override.startswith(("environment.", "data."))),
             f"data.train_data=['{folder / 'rows.jsonl'}']",
             "data.val_data=[]",
             "environment.env_class=lower_case",
@@ -203,21 +207,21 @@ def easy(small: Callable[[Path], list[str]], plugins: Path) -> Callable[[Path], 
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """metrics.jsonl by step, without what a clock decides."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return metrics.jsonl by step, without values that depend on a clock."""
+    rows: dict[int, dict[str, Any]] = {}
     for line in (folder / "ckpts" / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        assert row["step"] not in found, f"step {row['step']} is recorded twice"
-        found[row["step"]] = {
+        assert row["step"] not in rows, f"step {row['step']} is recorded twice"
+        rows[row["step"]] = {
             k: v
             for k, v in row.items()
             if not k.startswith(("timing/", "throughput/", "engines/tokens_per_s", "time", "memory/"))
         }
-    return found
+    return rows
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+    """Return the values of a nested mapping by dotted key."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}

@@ -1,4 +1,4 @@
-"""A program as a user starts it, in an environment with PATH and HOME and nothing else, and watched meanwhile."""
+"""Runs a program as a user starts it, with only PATH and HOME in the environment, and watches its processes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ import psutil
 
 REPOSITORY = Path(__file__).parents[3]
 _FOLDERS = [folder for folder in os.environ["PATH"].split(os.pathsep) if not folder.startswith(sys.prefix)]
-_FOLDERS = [folder for folder in os.environ["PATH"].split(os.pathsep) if not folder.startswith(sys.prefix)]
 PATH = os.pathsep.join([str(REPOSITORY / ".uv" / "bin"), *_FOLDERS])
-"""The user's, with the uv that scripts/bootstrap gets where there is none; no environment is activated."""
+"""The user's PATH without an activated environment, with the uv that scripts/bootstrap installs where there is none."""
 _SITE = re.compile(r"(/\S+)/lib/python3\.\d+/site-packages/")
 _PACKAGE_SOURCES = ("UV_FIND_LINKS", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 def clean_environment(home: Path) -> dict[str, str]:
-    """`env -i` with PATH and HOME."""
+    """Return the environment of `env -i` with PATH and HOME."""
     return {"PATH": PATH, "HOME": str(home)}
 
 
 def installing_environment(home: Path) -> dict[str, str]:
-    """The same for a command that makes an environment: with where this machine gets its packages from."""
+    """Return the environment of a command that creates a virtual environment: with this machine's package sources."""
     cache = subprocess.run(
         [str(shutil.which("uv", path=PATH)), "cache", "dir"], capture_output=True, text=True, check=True
     )
@@ -39,17 +38,17 @@ def installing_environment(home: Path) -> dict[str, str]:
 
 @dataclass
 class Finished:
-    """What a program printed, and what was seen of the processes below it."""
+    """The output of a program, and observations of its child processes."""
 
     output: str = ""
     site_prefixes: set[str] = field(default_factory=set)
-    """Of every process, the environments whose packages it had loaded."""
+    """Virtual environments whose packages any process had loaded."""
     workers: set[int] = field(default_factory=set)
-    """Processes of Ray's workers."""
+    """Process ids of Ray's workers."""
 
 
 def run_watched(command: Sequence[str], env: dict[str, str], cwd: Path, timeout: float = 400) -> Finished:
-    """Run to the end, which must be good; look into its processes all the while."""
+    """Run a program that must succeed, and watch its processes meanwhile."""
     seen = Finished()
     with subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True

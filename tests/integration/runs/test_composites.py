@@ -21,7 +21,7 @@ from .conftest import Run, metrics_of
 IN_CI = ("Qwen2.5-VL-transformers",)
 ADAPTERS = ("trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=1e-2")
 SHORT = ("trainer.max_prompt_length=96", "generator.max_input_length=96")
-"""Within an attention chunk of the tiny Llama 4, beyond which vLLM computes something else."""
+"""Lengths within an attention chunk of the tiny Llama 4, beyond which vLLM computes something else."""
 CELLS = [
     pytest.param(row, engine, id=cell, marks=[] if cell in IN_CI else [pytest.mark.on_demand])
     for row in COMPOSITES
@@ -32,7 +32,7 @@ CELLS = [
 
 @pytest.fixture
 def train(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callable[..., Path]:
-    def started(path: str, *overrides: str) -> Path:
+    def start(path: str, *overrides: str) -> Path:
         overrides = (f"trainer.policy.model.path={path}", *SHORT, *overrides)
         done = run("main_base", *easy(tmp_path), *overrides, "generator.weight_sync_check=probe")
         assert "is used as a text model" in done.stderr
@@ -43,7 +43,7 @@ def train(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callab
                 assert row["policy/grad_norm"] > 0
         return tmp_path
 
-    return started
+    return start
 
 
 def assert_only_language_model_changed(base: str, exported: Path) -> None:
@@ -61,7 +61,7 @@ def assert_only_language_model_changed(base: str, exported: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "engine"), CELLS)
-def test_grpo_trains_the_language_model_of_a_composite(
+def test_grpo_trains_language_model_of_composite(
     train: Callable[..., Path], tmp_path: Path, row: Any, engine: str
 ) -> None:
     if engine == "vllm":
@@ -77,7 +77,7 @@ def test_grpo_trains_the_language_model_of_a_composite(
 @pytest.mark.slow
 @pytest.mark.on_demand
 @pytest.mark.parametrize(("engine", "sync"), [("transformers", "adapter"), ("vllm", "adapter"), ("vllm", "merged")])
-def test_adapters_of_a_composite_are_synced_and_exported(
+def test_composite_adapters_are_synced_and_exported(
     train: Callable[..., Path], tmp_path: Path, engine: str, sync: str
 ) -> None:
     if engine == "vllm":
@@ -114,11 +114,9 @@ def test_composite_is_trained_by_two_ranks(
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-def test_resumed_ppo_of_a_composite_is_bitwise_the_uninterrupted_run(
-    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
-) -> None:
+def test_resumed_composite_ppo_is_bitwise_equal(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> None:
     base = save_composite(tmp_path / "composite", "gemma3", tied=True)
-    given = (
+    common = (
         f"trainer.policy.model.path={base}",
         f"trainer.critic.model.path={base}",
         "trainer.algorithm.advantage_estimator=gae",
@@ -130,7 +128,7 @@ def test_resumed_ppo_of_a_composite_is_bitwise_the_uninterrupted_run(
     exported = []
     for name, stops in (("whole", (4,)), ("parts", (2, 4))):
         for stop in stops:
-            run("main_base", *easy(tmp_path / name), *given, f"trainer.max_steps={stop}")
+            run("main_base", *easy(tmp_path / name), *common, f"trainer.max_steps={stop}")
         exported.append(tmp_path / name / "exports" / "global_step_4" / "policy")
         assert_only_language_model_changed(base, exported[-1])
     whole, parts = (load_file(folder / "model.safetensors") for folder in exported)
@@ -139,14 +137,14 @@ def test_resumed_ppo_of_a_composite_is_bitwise_the_uninterrupted_run(
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-def test_sft_of_a_composite_resumes_and_is_exported(run: Run, tmp_path: Path) -> None:
+def test_composite_sft_resumes_and_is_exported(run: Run, tmp_path: Path) -> None:
     base = save_composite(tmp_path / "composite", "mistral3")
     rows = [
         {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "abc" * (1 + i % 3)}]}
         for i in range(12)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = (
+    common = (
         f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
         f"trainer.policy.model.path={base}",
         f"trainer.ckpt_path={tmp_path / 'ckpts'}",
@@ -159,8 +157,8 @@ def test_sft_of_a_composite_resumes_and_is_exported(run: Run, tmp_path: Path) ->
         "trainer.max_tokens_per_microbatch=2048",
         "trainer.policy.optimizer_config.lr=1e-3",
     )
-    run("main_sft", *given, "trainer.max_steps=2")
-    run("main_sft", *given, "trainer.max_steps=4")
+    run("main_sft", *common, "trainer.max_steps=2")
+    run("main_sft", *common, "trainer.max_steps=4")
     assert sorted(metrics_of(tmp_path)) == [1, 2, 3, 4]
     export(ExportRequest(str(tmp_path / "ckpts" / "global_step_4"), str(tmp_path / "model")))
     assert_only_language_model_changed(base, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Two-turn episodes of a plugin's environment, from the command line to what was trained on."""
+"""Two-turn episodes of a plugin's environment, from the command line to the training batch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TwiceEnv(BaseTextEnv):
         self.turns += 1
         reward = sum(c.isascii() and c.islower() for c in action) / max(len(action), 1)
         done = self.turns >= self.extras["max_turns"]
-        said = [] if done else [{"role": "user", "content": "again"}]
-        return BaseTextEnvStepOutput(observations=said, reward=reward, done=done, metadata={"turn": self.turns})
+        messages = [] if done else [{"role": "user", "content": "again"}]
+        return BaseTextEnvStepOutput(observations=messages, reward=reward, done=done, metadata={"turn": self.turns})
 
 
 register("twice", "twice_plugin:TwiceEnv")
@@ -39,18 +39,18 @@ REWRITING = (
     "{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Marks the earlier answers."""
+"""A template that marks earlier answers."""
 
 
 @pytest.fixture
 def twice(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path) -> list[str]:
-    """Two steps of 4 prompts x 4 samples x 2 turns."""
+    """Overrides of two steps with 4 prompts x 4 samples x 2 turns."""
     (plugins / "twice_plugin.py").write_text(PLUGIN)
     (tmp_path / "rewriting.jinja").write_text(REWRITING)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        *(one for one in small(tmp_path) if not one.startswith(("environment.", "data."))),
+        *(override for override in small(tmp_path) if not override.startswith(("environment.", "data."))),
         f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
         f"data.val_data=['{tmp_path / 'rows.jsonl'}']",
         "trainer.plugins=[twice_plugin]",
@@ -67,27 +67,25 @@ def dumped(folder: Path, step: int) -> Path:
     return folder / "exports" / "dumped_data" / f"global_step_{step}_training_input.safetensors"
 
 
-def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, twice: list[str], tmp_path: Path):
+def test_two_turns_form_one_sequence(run: Run, twice: list[str], tmp_path: Path):
     run("main_base", *twice, "generator.batched=true", "trainer.algorithm.advantage_estimator=reinforce++")
-    found = metrics_of(tmp_path)
+    rows = metrics_of(tmp_path)
     for step in (1, 2):
-        assert found[step]["episode/turns"] == found[step]["environment/turn"] == 2
-        assert found[step]["rollouts/failed"] == 0
-        assert found[step]["rollouts/trajectories"] == 16
-        # fp32 on a CPU: what was trained on is what was sampled, in its context
-        assert found[step]["rollout/logprob_diff_max"] < 1e-4
-    assert "eval/unknown/avg_score" in found[0]
+        assert rows[step]["episode/turns"] == rows[step]["environment/turn"] == 2
+        assert rows[step]["rollouts/failed"] == 0
+        assert rows[step]["rollouts/trajectories"] == 16
+        # In fp32 on a CPU, the tokens trained on are those sampled, in the same context.
+        assert rows[step]["rollout/logprob_diff_max"] < 1e-4
+    assert "eval/unknown/avg_score" in rows[0]
     batch, uids = read_batch(dumped(tmp_path, 1))
     assert len(batch) == len(uids) == 16 and batch.episode_ids is None
     assert batch.token_rewards is not None
     rewarded = batch.sum_per_sequence((batch.token_rewards != 0).long())
-    assert int(rewarded.max()) == 2, "each turn has its own"
-    assert_kept(tmp_path)
+    assert int(rewarded.max()) == 2, "each turn has its own reward"
+    assert_rollouts_were_trained_on(tmp_path)
 
 
-def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step(
-    run: Run, twice: list[str], tmp_path: Path
-):
+def test_history_rewriting_template_needs_step_wise_trajectories(run: Run, twice: list[str], tmp_path: Path):
     template = [
         "generator.chat_template.source=file",
         f"generator.chat_template.name_or_path={tmp_path}/rewriting.jinja",
@@ -97,17 +95,17 @@ def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step
     assert not (tmp_path / "ckpts" / "metrics.jsonl").exists()
 
     run("main_base", *twice, *template, "generator.step_wise_trajectories=true")
-    found = metrics_of(tmp_path)
-    assert found[2]["rollouts/trajectories"] == 16 and found[2]["episode/sequences"] == 2
-    assert max(found[step]["rollout/logprob_diff_max"] for step in (1, 2)) < 1e-4
+    rows = metrics_of(tmp_path)
+    assert rows[2]["rollouts/trajectories"] == 16 and rows[2]["episode/sequences"] == 2
+    assert max(rows[step]["rollout/logprob_diff_max"] for step in (1, 2)) < 1e-4
     batch, uids = read_batch(dumped(tmp_path, 1))
     assert len(batch) == len(uids) == 32 and batch.episode_ids is not None
     assert batch.episode_ids.unique(return_counts=True)[1].tolist() == [2] * 16
-    assert_kept(tmp_path)
+    assert_rollouts_were_trained_on(tmp_path)
 
 
-def assert_kept(folder: Path) -> None:
-    """The rollouts that the run in this folder kept are the batches that it trained on."""
+def assert_rollouts_were_trained_on(folder: Path) -> None:
+    """Check that the rollouts saved in this folder are the batches that the run trained on."""
     files, views = RolloutReader(folder / "ckpts"), RolloutViews(folder / "ckpts")
     assert files.steps() == [1, 2]
     vocabulary = files.vocabulary()
@@ -117,7 +115,9 @@ def assert_kept(folder: Path) -> None:
         for row in table.to_pylist():
             trained = np.array(row["trained"])
             gap = np.array(row["old_logprobs"])[trained] - np.array(row["rollout_logprobs"])[trained]
-            assert len(gap) and np.abs(gap).max() < 1e-4, "the trainer's, though the update is a single step"
+            assert len(gap) and np.abs(gap).max() < 1e-4, (
+                "the file has the trainer's log-probs although the update is a single step"
+            )
             opening, answer = json.loads(row["messages"])[:2]
             assert opening["content"].startswith("say ") and answer["role"] == "assistant"
             assert answer["content"] in row["text"] and len(row["turns"]) == 2

@@ -1,4 +1,4 @@
-"""DeepSpeed through the entrypoint: it learns, engines hold its weights, and a run goes on bit for bit."""
+"""DeepSpeed through the entrypoint: it trains, engines hold its weights, and a run resumes bitwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .conftest import Run, metrics_of
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2)])
-def test_a_run_learns_and_goes_on_bit_for_bit(
+def test_deepspeed_run_resumes_bitwise(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, stage: int, ranks: int
 ):
     def start(name: str, *overrides: str) -> dict[int, dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Every command of the documentation that starts a run, as it stands there but small: one step, on this machine.
+"""Every command of the documentation that starts a run, unchanged but small: one step, on this machine.
 
-What is appended is `SMALL` and what `MORE` has for the command; all other keys must be the run's as the page has them.
+`SMALL` and the command's entry of `MORE` are appended; all other keys of the run must be those of the page.
 """
 
 from __future__ import annotations
@@ -63,32 +63,32 @@ MORE: dict[str, list[str]] = {
     ],
     "mini_swe": ["generator.max_input_length=1024", "generator.max_turns=2"],
 }
-"""A word of a command -> what it needs besides to be small."""
+"""A word of a command -> further overrides that make it small."""
 NOT_HERE = {
     r"skyrl-train train '?trainer\.plugins=\[my_envs\]": "test_your_environment.py runs it",
     r"skyrl-train train '?trainer\.logger=\[tensorboard,mlflow\]": (
-        "mlflow needs an environment of its own: test_tracker_libraries.py trains with it"
+        "mlflow needs a separate environment: test_tracker_libraries.py trains with it"
     ),
-    r"python -m integrations\.verifiers": "verifiers pins versions that the rest does not have",
+    r"python -m integrations\.verifiers": "verifiers pins other versions of shared dependencies",
     r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:": "test_storage.py runs it",
 }
-"""Commands that this file does not run."""
+"""Commands that this file does not run -> why."""
 RUNS = [
-    one
-    for one in find_commands(
+    command
+    for command in find_commands(
         r"python -m (skyrl_train\.entrypoints|(examples|integrations)\.\S+)\.main_|skyrl-train (train|sft|generate) "
     )
-    if not {"--help", "--cfg"} & set(one.words) and not any(re.match(start, str(one)) for start in NOT_HERE)
+    if not {"--help", "--cfg"} & set(command.words) and not any(re.match(start, str(command)) for start in NOT_HERE)
 ]
 
 
-def test_what_is_not_run_here_is_still_documented():
+def test_excluded_commands_are_still_documented():
     assert [start for start in NOT_HERE if not find_commands(start)] == []
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reader's home, which is also where commands are typed: rows where the pages have them, models, `examples`."""
+    """A reader's home and working folder with models, `examples`, and rows where the pages have them."""
     folder = tmp_path_factory.mktemp("home")
     rows = datasets.Dataset.from_list([ROW] * 8)
     (folder / "data" / "gsm8k").mkdir(parents=True)
@@ -96,14 +96,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows.to_parquet(folder / "data" / "gsm8k" / f"{split}.parquet")
     rows.to_json(folder / "prompts.jsonl")
     (folder / "examples").symlink_to(REPOSITORY / "examples")
-    for kind in ("qwen3", "qwen3_moe"):  # of which vLLM takes the heads on a CPU
+    for kind in ("qwen3", "qwen3_moe"):  # vLLM supports the size of their heads on a CPU
         save_tiny_model(folder / "models" / kind, kind)
     save_tiny_reward_model(folder / "models" / "reward")
     return folder
 
 
 def start(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a command in this process, over the Ray that is there; it must end well."""
+    """Run a command in this process, over the existing Ray. It must succeed."""
     main, arguments = cli.main, words[1:]
     if words[0] == "python":
         main, arguments = importlib.import_module(words[2]).main, words[3:]
@@ -111,8 +111,8 @@ def start(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code: object = 0
     try:
         main()
-    except SystemExit as left:
-        code = left.code or 0
+    except SystemExit as exit:
+        code = exit.code or 0
     assert code == 0, f"exit status {code}: {' '.join(words)}"
 
 
@@ -127,7 +127,7 @@ def check_needs(command: Command) -> None:
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUNS, ids=str)
-def test_it_trains(
+def test_documented_command_trains(
     command: Command, home: Path, ray_of_all_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     check_needs(command)
@@ -137,35 +137,35 @@ def test_it_trains(
     monkeypatch.syspath_prepend(str(REPOSITORY))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     if "mini_swe" in command.words:
-        for made in find_commands(r"python -m examples\.mini_swe_agent\.mini_swe_dataset"):
-            start([os.path.expandvars(word) for word in made.words], monkeypatch)
+        for dataset_command in find_commands(r"python -m examples\.mini_swe_agent\.mini_swe_dataset"):
+            start([os.path.expandvars(word) for word in dataset_command.words], monkeypatch)
     appended = [f"trainer.policy.model.path={home}/models/qwen3", *SMALL]
     for word, more in MORE.items():
-        appended += [one.format(models=home / "models") for one in more if word in str(command)]
+        appended += [override.format(models=home / "models") for override in more if word in str(command)]
     appended += [f"trainer.ckpt_path={tmp_path / 'ckpts'}", f"trainer.export_path={tmp_path / 'exports'}"]
-    with elsewhere(command, home / "models" / "qwen3", tmp_path) as here:
-        places = here | {"/shared": str(home), "/tmp/weights": str(tmp_path / "weights")}
-        words = [_here(word, places) for word in command.words if word not in PLACEHOLDERS]
+    with elsewhere(command, home / "models" / "qwen3", tmp_path) as addresses:
+        replacements = addresses | {"/shared": str(home), "/tmp/weights": str(tmp_path / "weights")}
+        words = [_localize(word, replacements) for word in command.words if word not in PLACEHOLDERS]
         start([*words, *appended], monkeypatch)
     (row,) = (values for step, values in metrics_of(tmp_path).items() if step == 1)
     assert row["policy/optimizer_steps"] >= 1 and row["rollouts/failed"] == 0
-    assert_kept(words, appended, tmp_path / "ckpts" / "config.yaml")
+    assert_values_of_page(words, appended, tmp_path / "ckpts" / "config.yaml")
 
 
-def _here(word: str, places: Mapping[str, str]) -> str:
-    """A word of a page with its variables, and with what it calls the reader's own machines and folders."""
-    for theirs, ours in places.items():
-        word = word.replace(theirs, ours)
+def _localize(word: str, replacements: Mapping[str, str]) -> str:
+    """Return a word of a page with expanded variables and with the test's machines and folders."""
+    for original, local in replacements.items():
+        word = word.replace(original, local)
     return os.path.expandvars(word)
 
 
-def assert_kept(words: Sequence[str], appended: Sequence[str], file: Path) -> None:
-    """The run had the values of the page, but for keys that were appended."""
+def assert_values_of_page(words: Sequence[str], appended: Sequence[str], file: Path) -> None:
+    """Check that the run had the values of the page, except for appended keys."""
     saved = flat(yaml.safe_load(file.read_text()))
-    ours = {one.partition("=")[0] for one in appended}
+    appended_keys = {override.partition("=")[0] for override in appended}
     for key, _, value in (word.partition("=") for word in words if "=" in word and not word.startswith("--")):
         key = canonical_key(key.lstrip("+"))
-        if key not in ours:
+        if key not in appended_keys:
             assert str(saved[key]) == str(_parsed(value)), key
 
 
@@ -178,24 +178,27 @@ def _parsed(value: str) -> Any:
 
 @contextmanager
 def elsewhere(command: Command, model: Path, folder: Path) -> Iterator[dict[str, str]]:
-    """The addresses in a command -> those of servers on this machine, engines' by the commands of their own pages."""
+    """Start the servers that a command names, with the commands of their pages.
+
+    Yields their addresses in the command -> the addresses on this machine.
+    """
     with ExitStack() as stack:
-        here: dict[str, str] = {}
+        addresses: dict[str, str] = {}
         for word in command.words:
             if word.startswith("generator.remote_inference_engine_urls="):
                 native = "generator.backend=vllm" in command.words
                 for address in yaml.safe_load(word.partition("=")[2]):
-                    here[address] = stack.enter_context(vllm_s_own(model, folder) if native else served(model))
+                    addresses[address] = stack.enter_context(vllm_server(model, folder) if native else served(model))
             if "openenv.base_url=" in word:
                 server = Server()
                 stack.callback(server.close)
-                here["127.0.0.1:8000"] = f"127.0.0.1:{server.port}"
-        yield here
+                addresses["127.0.0.1:8000"] = f"127.0.0.1:{server.port}"
+        yield addresses
 
 
 @contextmanager
 def served(model: Path) -> Iterator[str]:
-    """An engine for other machines, by the command of docs/serving.md."""
+    """Start an engine for other machines with the command of docs/serving.md; yield its address."""
     (command,) = find_commands(r"python -m skyrl_train\.entrypoints\.serve .*http_endpoint_host")
     port = free_address()[1]
     own = ["generator.http_endpoint_host=127.0.0.1", f"generator.http_endpoint_port={port}"]
@@ -205,8 +208,8 @@ def served(model: Path) -> Iterator[str]:
 
 
 @contextmanager
-def vllm_s_own(model: Path, folder: Path) -> Iterator[str]:
-    """vLLM's server, by the command of docs/engines.md."""
+def vllm_server(model: Path, folder: Path) -> Iterator[str]:
+    """Start vLLM's own server with the command of docs/engines.md; yield its address."""
     (block,) = (text for _, text in fenced_blocks("bash") if "vllm.entrypoints" in text)
     port = free_address()[1]
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -1,4 +1,4 @@
-"""An engine that dies in the middle of a run: the run goes on, or stops with what it learnt and the first cause."""
+"""An engine that dies during a run: the run continues, or saves its last step and stops with the first cause."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ ADAPTER_ONLY = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.s
 
 
 def engines_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Ray's worker processes that hold an engine: the async actors."""
-    found = []
+    """Return Ray's worker processes that run an engine, which are the asynchronous actors."""
+    engines = []
     for process in psutil.Process(driver.pid).children(recursive=True):
         try:
             if "_AsyncWorkerActor" in " ".join(process.cmdline()):
-                found.append(process)
+                engines.append(process)
         except psutil.Error:
             continue
-    return found
+    return engines
 
 
 @dataclass
 class Run:
     code: int
     output: str
-    gone: bool
-    """The engine hit, while the run went on."""
+    engine_ended: bool
+    """True if the engine process ended while the run continued."""
 
 
-def run_and_hit(overrides: list[str], folder: Path, signal_sent: signal.Signals) -> Run:
-    """Start a run and send the signal to one engine after the first step."""
+def run_and_signal_engine(overrides: list[str], folder: Path, signal_sent: signal.Signals) -> Run:
+    """Start a run, send a signal to one engine after the first step, and return the result of the run."""
     metrics, log = folder / "ckpts" / "metrics.jsonl", folder / "run.log"
     deadline = time.monotonic() + 480
     with log.open("w") as output:
         driver = subprocess.Popen(command("main_base", overrides), stdout=output, stderr=output, env=os.environ)
-    hit: psutil.Process | None = None
-    gone = False
+    engine: psutil.Process | None = None
+    engine_ended = False
     try:
         while driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-            if hit is None and metrics.exists() and re.search(r'"step": 1,', metrics.read_text()):
-                hit = next(iter(engines_of(driver)), None)
-                if hit is not None:
-                    hit.send_signal(signal_sent)
-            if hit is not None and not gone:
-                gone = not hit.is_running() and driver.poll() is None
-        assert hit is not None, log.read_text()[-4000:]
-        return Run(driver.wait(timeout=max(1.0, deadline - time.monotonic())), log.read_text(), gone)
+            if engine is None and metrics.exists() and re.search(r'"step": 1,', metrics.read_text()):
+                engine = next(iter(engines_of(driver)), None)
+                if engine is not None:
+                    engine.send_signal(signal_sent)
+            if engine is not None and not engine_ended:
+                engine_ended = not engine.is_running() and driver.poll() is None
+        assert engine is not None, log.read_text()[-4000:]
+        return Run(driver.wait(timeout=max(1.0, deadline - time.monotonic())), log.read_text(), engine_ended)
     finally:
         driver.kill()
 
 
-def assert_whole(folder: Path, *, steps: int) -> None:
-    """Every step was taken, one engine restarted, and nothing was lost or sampled with weights of another version."""
-    found = metrics_of(folder)
-    assert set(found) == set(range(steps + 1))
-    assert found[steps]["engines/restarts"] == 1
+def assert_complete(folder: Path, *, steps: int) -> None:
+    """Assert that all steps were taken, one engine was restarted, and no rollout failed or has stale weights."""
+    rows = metrics_of(folder)
+    assert set(rows) == set(range(steps + 1))
+    assert rows[steps]["engines/restarts"] == 1
     for step in range(1, steps + 1):
-        values = found[step]
+        values = rows[step]
         assert values["rollouts/failed"] == 0
         assert values["weights/version"] == step
         assert values["rollout/logprob_diff_max"] <= 1e-4
@@ -86,7 +86,7 @@ def assert_whole(folder: Path, *, steps: int) -> None:
         pytest.param(2, ADAPTER_ONLY, id="2-adapters"),
     ],
 )
-def test_a_killed_engine_comes_back_with_current_weights(
+def test_killed_engine_restarts_with_current_weights(
     small: Callable[[Path], list[str]], tmp_path: Path, engines: int, adapters: list[str]
 ):
     overrides = [
@@ -97,17 +97,15 @@ def test_a_killed_engine_comes_back_with_current_weights(
         "generator.weight_sync_check=probe",
         "trainer.eval_before_train=false",
     ]
-    run = run_and_hit(overrides, tmp_path, signal.SIGKILL)
+    run = run_and_signal_engine(overrides, tmp_path, signal.SIGKILL)
     assert run.code == 0, run.output[-4000:]
-    assert_whole(tmp_path, steps=6)
+    assert_complete(tmp_path, steps=6)
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_an_engine_that_hangs_is_killed_at_its_deadline_and_replaced(
-    small: Callable[[Path], list[str]], tmp_path: Path
-):
+def test_hung_engine_is_replaced_at_its_deadline(small: Callable[[Path], list[str]], tmp_path: Path):
     overrides = [
         *small(tmp_path),
         "trainer.max_steps=3",
@@ -116,21 +114,21 @@ def test_an_engine_that_hangs_is_killed_at_its_deadline_and_replaced(
         "trainer.timeouts.weight_sync_s=15",
         "trainer.eval_before_train=false",
     ]
-    run = run_and_hit(overrides, tmp_path, signal.SIGSTOP)
+    run = run_and_signal_engine(overrides, tmp_path, signal.SIGSTOP)
     assert run.code == 0, run.output[-4000:]
-    assert run.gone, "it held its slot until the run was over"
-    assert_whole(tmp_path, steps=3)
+    assert run.engine_ended, "the hung engine kept its GPU until the end of the run"
+    assert_complete(tmp_path, steps=3)
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_without_restarts_the_run_stops_and_keeps_what_it_learnt(small: Callable[[Path], list[str]], tmp_path: Path):
+def test_run_without_restarts_saves_and_stops(small: Callable[[Path], list[str]], tmp_path: Path):
     overrides = [*small(tmp_path), "trainer.max_steps=60", "trainer.epochs=20", "generator.max_engine_restarts=0"]
     overrides += ["device=cpu", "trainer.guards.max_cut_fraction=null"]
-    run = run_and_hit([*overrides, "trainer.ckpt_interval=50"], tmp_path, signal.SIGKILL)
+    run = run_and_signal_engine([*overrides, "trainer.ckpt_interval=50"], tmp_path, signal.SIGKILL)
     assert run.code == 1
-    assert "restarts of generator.max_engine_restarts are spent" in run.output
+    assert "restarts that generator.max_engine_restarts allows are used up" in run.output
     assert_matches_snapshot(run.output, tmp_path, Path(__file__).parent / "console" / "engine_dies.txt")
     saved = (tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text()
     assert int(saved) >= 1

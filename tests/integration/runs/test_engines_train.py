@@ -1,4 +1,4 @@
-"""Every engine in every layout trains through the real entrypoint, and every sync is proven by log-probs."""
+"""Every engine in every placement trains through the real entrypoint, and every sync is verified by log-probs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import Run, metrics_of
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A qwen3 with heads of 32, which both engines want on a CPU."""
+    """A qwen3 with heads of size 32, which both engines require on a CPU."""
     return str(save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3"))
 
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         ("vllm", False, 2, "adapter"),
         ("sglang", True, 1, "merged"),
-        # Above, each value of each column is there once; the rest:
+        # The rows above have each value of each column once.
         pytest.param("vllm", True, 1, None, marks=pytest.mark.on_demand),
         pytest.param("vllm", True, 2, "merged", marks=pytest.mark.on_demand),
         pytest.param("vllm", False, 1, None, marks=pytest.mark.on_demand),
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param("sglang", False, 2, None, marks=pytest.mark.on_demand),
     ],
 )
-def test_three_steps_with_proven_weights(
+def test_three_steps_with_probed_weights(
     run: Run,
     small: Callable[[Path], list[str]],
     model: str,
@@ -54,7 +54,7 @@ def test_three_steps_with_proven_weights(
         f"trainer.policy.model.path={model}",
         f"generator.backend={backend}",
         f"trainer.placement.colocate_all={str(colocated).lower()}",
-        f"generator.async_engine={str(colocated == (engines == 1)).lower()}",  # SkyRL's key, without effect here
+        f"generator.async_engine={str(colocated == (engines == 1)).lower()}",  # a key of SkyRL without effect
         f"generator.num_inference_engines={engines}",
         "generator.weight_sync_check=probe",
         "generator.max_num_seqs=16",
@@ -62,10 +62,10 @@ def test_three_steps_with_proven_weights(
         "trainer.eval_before_train=false",
         "trainer.max_steps=3",
     )
-    found = metrics_of(tmp_path)
-    assert set(found) == {0, 1, 2, 3}
-    for step in sorted(found)[1:]:
-        values = found[step]
+    rows = metrics_of(tmp_path)
+    assert set(rows) == {0, 1, 2, 3}
+    for step in sorted(rows)[1:]:
+        values = rows[step]
         assert values["weights/version"] == step
         assert values["weights/probe_gap"] <= 1e-4
         assert values["rollout/logprob_diff_max"] <= 1e-4

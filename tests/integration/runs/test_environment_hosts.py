@@ -1,4 +1,4 @@
-"""Runs whose environments are in hosts of the cluster: the same as beside the driver, also when hosts and nodes go."""
+"""Runs whose environments are on hosts of the cluster equal runs in the driver, also if hosts and nodes are lost."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SlowTwiceEnv(BaseTextEnv):
         self.turns += 1
         reward = sum(c.isascii() and c.islower() for c in action) / max(len(action), 1)
         done = self.turns >= self.extras["max_turns"]
-        said = [] if done else [{"role": "user", "content": "again"}]
-        return BaseTextEnvStepOutput(observations=said, reward=reward, done=done, metadata={"turn": self.turns})
+        messages = [] if done else [{"role": "user", "content": "again"}]
+        return BaseTextEnvStepOutput(observations=messages, reward=reward, done=done, metadata={"turn": self.turns})
 
 
 register("slow_twice", "slow_twice_plugin:SlowTwiceEnv")
@@ -39,16 +39,14 @@ register("slow_twice", "slow_twice_plugin:SlowTwiceEnv")
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_with_hosts_is_that_of_the_driver_bit_for_bit_also_if_one_is_lost_with_its_node(
-    small: Callable[[Path], list[str]], tmp_path: Path
-):
+def test_lost_environment_host_keeps_run_bitwise_equal(small: Callable[[Path], list[str]], tmp_path: Path):
     (tmp_path / "slow_twice_plugin.py").write_text(PLUGIN)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def overrides(folder: Path, *own: str) -> list[str]:
         return [
-            *(one for one in small(folder) if not one.startswith(("environment.", "data."))),
+            *(override for override in small(folder) if not override.startswith(("environment.", "data."))),
             f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
             f"data.val_data=['{tmp_path / 'rows.jsonl'}']",
             "trainer.plugins=[slow_twice_plugin]",
@@ -70,29 +68,29 @@ def test_a_run_with_hosts_is_that_of_the_driver_bit_for_bit_also_if_one_is_lost_
         for name, own in (("driver", []), ("hosts", hosts)):
             folder = tmp_path / name
             folder.mkdir()
-            with (folder / "said.log").open("w") as said:
+            with (folder / "run.log").open("w") as log:
                 run = subprocess.Popen(
-                    command("main_base", overrides(folder, *own)), env=environment, stdout=said, stderr=said
+                    command("main_base", overrides(folder, *own)), env=environment, stdout=log, stderr=log
                 )
             if own:
                 victim = node_with_a_host(cluster, folder, run)
                 cluster.kill(victim)
-            assert run.wait(timeout=400) == 0, (folder / "said.log").read_text()[-4000:]
+            assert run.wait(timeout=400) == 0, (folder / "run.log").read_text()[-4000:]
     assert metrics_of(tmp_path / "driver") == metrics_of(tmp_path / "hosts")
-    log = (tmp_path / "hosts" / "ckpts" / "logs" / "driver.log").read_text()
-    assert re.search(r"environment host \d is lost, with \d+ episodes", log)
+    driver_log = (tmp_path / "hosts" / "ckpts" / "logs" / "driver.log").read_text()
+    assert re.search(r"environment host \d is lost, with \d+ episodes", driver_log)
 
 
 def node_with_a_host(cluster: RayNodes, folder: Path, run: subprocess.Popen[bytes]) -> int:
-    """After the first step: one of the nodes for environments where there are any."""
+    """Wait for the first step, and return one of the nodes for environments that has a host."""
     metrics = folder / "ckpts" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and '"step": 1,' in metrics.read_text()):
-        assert run.poll() is None and time.monotonic() < deadline, (folder / "said.log").read_text()[-4000:]
+        assert run.poll() is None and time.monotonic() < deadline, (folder / "run.log").read_text()[-4000:]
         time.sleep(0.01)
     indices = range(2, len(cluster.addresses))
     return next(
         index
         for index in indices
-        if any("environments.worker" in " ".join(one.cmdline()) for one in cluster.processes(index))
+        if any("environments.worker" in " ".join(process.cmdline()) for process in cluster.processes(index))
     )

@@ -1,4 +1,4 @@
-"""What users bring: plugins under Ray, and subclasses of Experiment."""
+"""Extensions by users: plugins under Ray, and subclasses of Experiment."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ ONE_STEP = (
 
 
 def without_environment(overrides: list[str]) -> list[str]:
-    return [one for one in overrides if not one.startswith(("environment.", "data.train"))]
+    return [override for override in overrides if not override.startswith(("environment.", "data.train"))]
 
 
 @pytest.mark.slow
-def test_plugins_work_in_the_driver_in_ranks_and_in_environment_processes(
+def test_plugins_work_in_every_process(
     run: Run,
     small: Callable,  # type: ignore[type-arg]
     plugins: Path,
@@ -96,15 +96,15 @@ def test_plugins_work_in_the_driver_in_ranks_and_in_environment_processes(
         "trainer.algorithm.advantage_estimator=centred",
         "trainer.algorithm.policy_loss_type=reinforce",
     )
-    found = metrics_of(tmp_path)[1]
-    assert found["rollouts/failed"] == 0
-    assert found["environment/length"] > 0
-    assert found["policy/grad_norm"] > 0
+    row = metrics_of(tmp_path)[1]
+    assert row["rollouts/failed"] == 0
+    assert row["environment/length"] > 0
+    assert row["policy/grad_norm"] > 0
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_subclass_of_the_experiment_replaces_one_part(small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+def test_experiment_subclass_replaces_generator(small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     (tmp_path / "main_halved.py").write_text(SUBCLASS)
     command = [sys.executable, str(tmp_path / "main_halved.py"), *small(tmp_path), *ONE_STEP]
     command += ["trainer.dump_data_batch=true"]
@@ -116,7 +116,7 @@ def test_a_subclass_of_the_experiment_replaces_one_part(small: Callable, tmp_pat
 
 
 @pytest.mark.slow
-def test_evaluation_alone_scores_a_model_and_trains_nothing(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+def test_evaluation_scores_without_training(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     done = run("main_generate", *small(tmp_path))
     scores = json.loads(done.stdout[done.stdout.index("{") :])
     assert scores["eval/arithmetic/num_failed"] == 0

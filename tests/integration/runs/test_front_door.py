@@ -1,4 +1,4 @@
-"""The command line that everybody types first, started as a user does: nothing in the environment but PATH and HOME."""
+"""Command lines started as a user does: with only PATH and HOME in the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import os, sys
 from pathlib import Path
 (Path({folder!r}) / str(os.getpid())).write_text(sys.prefix)
 """
-"""A plugin that says which environment each process that imports it has."""
+"""A plugin that records the virtual environment of each process that imports it."""
 
 NO_SUCH_PYTHON = """
 import sys
@@ -36,14 +36,14 @@ ray_cluster.START_TIMEOUT_S = 3.0
 sys.executable = "/no/such/python"
 ray_cluster.Cluster().connect()
 """
-"""A driver whose Python the cluster has not got."""
+"""A driver whose Python does not exist on the cluster."""
 
 OWN_PROGRAM = """
 import skyrl_train as sk
 from skyrl_train.algorithms.reductions import token_mean
 from skyrl_train.experiment.base import Experiment, run_experiment
 
-import ray  # before anything of ours
+import ray  # before the experiment starts
 
 
 @sk.register.reduction("my_mean")
@@ -80,13 +80,11 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_an_isolated_environment_of_uv_is_that_of_every_process(
-    small: Callable[[Path], list[str]], home: Path, tmp_path: Path
-):
+def test_all_processes_use_isolated_uv_environment(small: Callable[[Path], list[str]], home: Path, tmp_path: Path):
     command = ["uv", "run", "--isolated", "-m", "skyrl_train.entrypoints.main_base", *small(tmp_path), *ONE_STEP]
     done = run_watched(command, installing_environment(home), REPOSITORY)
     assert metrics_of(tmp_path)[1]["rollouts/failed"] == 0
-    (prefix,) = done.site_prefixes  # one, of the driver and of all others
+    (prefix,) = done.site_prefixes  # the same one in the driver and all other processes
     assert prefix != sys.prefix
     assert len(done.workers) >= 2
     assert "virtual environment" not in done.output
@@ -94,13 +92,13 @@ def test_an_isolated_environment_of_uv_is_that_of_every_process(
 
 @contextmanager
 def ray_started_by_hand(env: dict[str, str]) -> Iterator[str]:
-    """RAY_ADDRESS of a cluster that somebody started with the Python of the tests."""
+    """Start a cluster by hand with the Python of the tests; yield its RAY_ADDRESS."""
     address = "{}:{}".format(*free_address())
     start = ["start", "--head", "--block", f"--port={address.partition(':')[2]}", "--num-cpus=2"]
     command = [str(Path(sys.executable).with_name("ray")), *start, "--include-dashboard=false"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:
         assert head.stdout is not None
-        assert any("Ray runtime started" in line for line in head.stdout), "it ended before it began"
+        assert any("Ray runtime started" in line for line in head.stdout), "Ray did not start"
         try:
             yield address
         finally:
@@ -110,20 +108,20 @@ def ray_started_by_hand(env: dict[str, str]) -> Iterator[str]:
 
 @pytest.fixture
 def installed_wheel(tmp_path: Path) -> Path:
-    """Python of an environment with the wheel in it, and everything else from the environment of the tests."""
+    """The Python of an environment with the wheel, which gets everything else from the environment of the tests."""
     folder = tmp_path / "installed"
     venv.create(folder, symlinks=True)
     (site,) = (folder / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
         archive.extractall(site)
-    (theirs,) = Path(sys.prefix, "lib").glob("python*/site-packages")
-    (site / "theirs.pth").write_text(f"{theirs}\n")
+    (test_packages,) = Path(sys.prefix, "lib").glob("python*/site-packages")
+    (site / "test_packages.pth").write_text(f"{test_packages}\n")
     return folder / "bin" / "python"
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
+def test_joined_cluster_runs_python_of_driver(
     small: Callable[[Path], list[str]], installed_wheel: Path, home: Path, tmp_path: Path
 ):
     folder = tmp_path / "prefixes"
@@ -133,7 +131,7 @@ def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
     with ray_started_by_hand(clean_environment(home)) as address:
         env = clean_environment(home) | {"RAY_ADDRESS": address}
         run_watched([*command, "trainer.plugins=[probe]"], env, tmp_path)
-        elsewhere = subprocess.run(
+        missing_python = subprocess.run(
             [str(installed_wheel), "-c", NO_SUCH_PYTHON],
             env=env,
             capture_output=True,
@@ -141,8 +139,8 @@ def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
             timeout=120,
             check=False,
         )
-    assert "ConfigError: RAY_ADDRESS=" in elsewhere.stderr
-    assert "workers run the driver's Python, /no/such/python, which must be there on every node" in elsewhere.stderr
+    assert "ConfigError: RAY_ADDRESS=" in missing_python.stderr
+    assert "workers run the driver's Python, /no/such/python, which must exist on every node" in missing_python.stderr
     assert metrics_of(tmp_path)[1]["rollouts/failed"] == 0
     prefixes = [file.read_text() for file in folder.iterdir()]
     assert len(prefixes) >= 4, "driver, rank, engine and processes of environments"
@@ -150,31 +148,29 @@ def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
 
 
 @pytest.mark.slow
-def test_a_program_of_the_user_s_own_reads_its_keys_and_uses_its_names(
-    small: Callable[[Path], list[str]], home: Path, tmp_path: Path
-):
+def test_own_program_has_own_keys_and_names(small: Callable[[Path], list[str]], home: Path, tmp_path: Path):
     (tmp_path / "main_tenfold.py").write_text(OWN_PROGRAM)
     own = ["+generator.my_reward=0.5", "+environment.my_factor=10", "trainer.algorithm.loss_reduction=my_mean"]
     command = ["uv", "run", "--project", str(REPOSITORY), "--no-sync", "main_tenfold.py", *small(tmp_path), *ONE_STEP]
     done = run_watched([*command, *own], clean_environment(home), tmp_path)
     assert metrics_of(tmp_path)[1]["reward/mean"] == 5.0
     assert done.site_prefixes == {sys.prefix}
-    assert "note: generator.my_reward=0.5 is a key of your own. Only your code reads it." in done.output
+    assert "note: generator.my_reward=0.5 is a custom key. Only your code reads it." in done.output
 
 
-def _of_children() -> float:
+def _children_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def refusal(home: Path, cwd: Path, entrypoint: str, *arguments: str) -> tuple[str, float]:
-    """What an entrypoint prints that exits with 2, and its CPU-seconds: a busy machine stretches all others."""
+    """Run an entrypoint that exits with 2. Return its stderr and CPU-seconds, which a busy machine cannot stretch."""
     command = [sys.executable, "-m", f"skyrl_train.entrypoints.{entrypoint}", *arguments]
-    before = _of_children()
+    before = _children_cpu_s()
     done = subprocess.run(
         command, env=clean_environment(home), cwd=cwd, capture_output=True, text=True, timeout=60, check=False
     )
-    seconds = _of_children() - before
+    seconds = _children_cpu_s() - before
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr, seconds
@@ -195,12 +191,12 @@ MISSING = {
 
 @pytest.mark.parametrize("entrypoint", ["check_config", "main_base"])
 @pytest.mark.parametrize("what", MISSING)
-def test_what_is_not_there_is_said_before_ray_starts(
+def test_missing_inputs_are_reported_before_ray_starts(
     what: str, entrypoint: str, small: Callable[[Path], list[str]], home: Path, tmp_path: Path
 ):
     (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
-    arguments, said = ([text.format(folder=tmp_path) for text in MISSING[what][0]], MISSING[what][1])
+    arguments, message = ([text.format(folder=tmp_path) for text in MISSING[what][0]], MISSING[what][1])
     text, seconds = refusal(home, tmp_path, entrypoint, *small(tmp_path), *arguments)
-    assert said.format(folder=tmp_path) in text
+    assert message.format(folder=tmp_path) in text
     assert seconds < 2 * slowness(), "importing torch and Ray takes longer"
     assert not (tmp_path / "ckpts").exists()

@@ -18,7 +18,7 @@ from .front_door import REPOSITORY, clean_environment, run_watched
 
 
 def commands_of_the_readme() -> tuple[str, str]:
-    """The two commands of its GSM8K chapter, as they stand there: the data, and the training."""
+    """Return the two commands of the README's GSM8K chapter, unchanged: the data, and the training."""
     chapter = (REPOSITORY / "README.md").read_text().partition("\n## GRPO on GSM8K\n")[2]
     block = chapter.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
     data, training = (line for line in block.splitlines() if line.strip())
@@ -27,7 +27,7 @@ def commands_of_the_readme() -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def home(gsm8k_jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's home after the README's first command, but for where rows come from and how many."""
+    """A user's home after the README's first command, with local input and a limited number of rows."""
     home = tmp_path_factory.mktemp("home")
     data, _ = commands_of_the_readme()
     command = ["bash", "-c", f"{data} --input {gsm8k_jsonl} --limit 64"]
@@ -37,18 +37,18 @@ def home(gsm8k_jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gsm8k(home: Path) -> Path:
-    """Parquet files as examples/gsm8k writes them; 64 rows to evaluate on."""
+    """A folder with Parquet files as examples/gsm8k writes them, and 64 rows to evaluate on."""
     return home / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A qwen3 with heads of 32, which vLLM wants on a CPU."""
+    """A qwen3 with heads of size 32, which vLLM requires on a CPU."""
     return str(save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3"))
 
 
 def command_of_the_guide(gsm8k: Path, model: str, backend: str) -> list[str]:
-    """What it passes to main_base, but for the two paths."""
+    """Return the arguments that the guide passes to main_base, with other paths."""
     return [
         "trainer.algorithm.advantage_estimator=grpo",
         f"data.train_data=['{gsm8k}/train.parquet']",
@@ -66,8 +66,8 @@ def command_of_the_guide(gsm8k: Path, model: str, backend: str) -> list[str]:
     ]
 
 
-def test_check_config_with_the_readme_s_arguments_knows_what_is_missing(home: Path, model: str, tmp_path: Path):
-    """`uv run -m skyrl_train.entrypoints.check_config` with the same arguments, as the README says."""
+def test_check_of_readme_command_reports_missing_data(home: Path, model: str, tmp_path: Path):
+    """Run `uv run -m skyrl_train.entrypoints.check_config` with the README's arguments, as the README says."""
     _, training = commands_of_the_readme()
     command = f"{training.replace('main_base', 'check_config')} trainer.policy.model.path={model}"
 
@@ -82,7 +82,8 @@ def test_check_config_with_the_readme_s_arguments_knows_what_is_missing(home: Pa
     done = check(tmp_path)
     assert done.returncode == 2
     for name in ("train", "validation"):
-        assert f"{name}.parquet: must be a file that exists. There is no folder {tmp_path}/data/gsm8k" in done.stderr
+        message = f"{name}.parquet: must be a file that exists. The folder {tmp_path}/data/gsm8k does not exist"
+        assert message in done.stderr
 
 
 FILE_OF_THE_GUIDE = """
@@ -118,7 +119,7 @@ environment:
 
 
 def sizes(folder: Path) -> list[str]:
-    """Two small steps, every sync proven."""
+    """Return overrides for two small steps with a probe of every sync."""
     return [
         "trainer.train_batch_size=16",
         "trainer.policy_mini_batch_size=16",
@@ -133,23 +134,23 @@ def sizes(folder: Path) -> list[str]:
 
 
 def assert_trained(folder: Path, samples: int) -> None:
-    """Two steps of 16 prompts and an evaluation, with the weights of each step in the engine."""
-    found = metrics_of(folder)
-    assert set(found) == {0, 1, 2}
+    """Check two steps of 16 prompts and an evaluation, with the weights of each step in the engine."""
+    rows = metrics_of(folder)
+    assert set(rows) == {0, 1, 2}
     for step in (1, 2):
-        assert found[step]["rollouts/trajectories"] == 16 * samples
-        assert found[step]["rollout/logprob_diff_max"] <= 1e-4
-        assert found[step]["weights/version"] == step
-        assert found[step]["weights/probe_gap"] <= 1e-4
-        assert found[step]["policy/kl"] >= 0.0
-    assert found[2]["eval/openai/gsm8k/num_failed"] == 0
+        assert rows[step]["rollouts/trajectories"] == 16 * samples
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
+        assert rows[step]["weights/version"] == step
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["policy/kl"] >= 0.0
+    assert rows[2]["eval/openai/gsm8k/num_failed"] == 0
 
 
 CANARIES = {
     name: f"canary-{name.lower()}"
     for name in ("SLURM_JWT", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
 }
-"""A user's secrets, of which nothing may be in what a run prints or writes."""
+"""A user's secrets, which must not appear in a run's output and files."""
 
 
 def assert_no_canary(output: str, folder: Path, home: Path) -> None:
@@ -166,8 +167,8 @@ def assert_no_canary(output: str, folder: Path, home: Path) -> None:
 @pytest.mark.parametrize(
     "backend", ["transformers", *(pytest.param(other, marks=pytest.mark.on_demand) for other in ("sglang", "vllm"))]
 )
-def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path, backend: str):
-    """As a user has it: `uv run` in the repository and nothing in the environment."""
+def test_readme_command_trains(home: Path, model: str, tmp_path: Path, backend: str):
+    """Run the command as a user does: `uv run` in the repository with nothing in the environment."""
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
     _, training = commands_of_the_readme()
@@ -180,13 +181,13 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
         "trainer.logger=[wandb,tensorboard]",
         "trainer.hf_save_interval=2",
     ]
-    # No tracker of the run may need an account, nor an engine the hub.
+    # No tracker of the run may need an account, and no engine the hub.
     env = clean_environment(home) | CANARIES
     done = run_watched(["bash", "-c", f"{training} {shlex.join(changes)}"], env, REPOSITORY)
     assert_no_canary(done.output, tmp_path, home)
     assert_trained(tmp_path, samples=4)
-    assert done.site_prefixes == {sys.prefix}, "a process of another environment"
-    assert len(done.workers) >= 3, "the trainer's, the reference's and the engine's"
+    assert done.site_prefixes == {sys.prefix}, "a process runs in another environment"
+    assert len(done.workers) >= 3, "trainer, reference and engine have a worker each"
     for noise in ("Failed to load weights", "Token authentication", "repeated", "virtual environment", "Installed"):
         assert noise not in done.output, noise
     lines = done.output.splitlines()
@@ -199,11 +200,11 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
     assert any(line.startswith("wandb: offline, `wandb sync ") for line in lines)
 
 
-@pytest.mark.filterwarnings("ignore:In 'guide'. Defaults list is missing")  # SkyRL's files have no _self_
+@pytest.mark.filterwarnings("ignore:In 'guide'. Defaults list is missing")  # files of SkyRL have no _self_
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sglang"])
-def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model: str, tmp_path: Path, backend: str):
+def test_guide_configuration_file_trains(run: Run, gsm8k: Path, model: str, tmp_path: Path, backend: str):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
     (tmp_path / "guide.yaml").write_text(FILE_OF_THE_GUIDE.format(backend=backend, model=model))
@@ -223,15 +224,15 @@ def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
+    "placement",
     [
         ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
         ["trainer.placement.colocate_all=false"],
     ],
     ids=["two-ranks-two-engines", "dedicated"],
 )
-def test_the_recipe_trains_in_other_layouts(
-    run: Run, gsm8k: Path, tiny_model_path: str, tmp_path: Path, layout: list[str]
+def test_recipe_trains_in_other_placements(
+    run: Run, gsm8k: Path, tiny_model_path: str, tmp_path: Path, placement: list[str]
 ):
     run(
         "main_base",
@@ -240,6 +241,6 @@ def test_the_recipe_trains_in_other_layouts(
         "generator.n_samples_per_prompt=4",
         "generator.sampling_params.max_generate_length=64",
         "trainer.logger=console",
-        *layout,
+        *placement,
     )
     assert_trained(tmp_path, samples=4)

@@ -1,4 +1,4 @@
-"""`ray job submit` of the GSM8K recipe to a cluster with a token, from a folder and a home of their own."""
+"""`ray job submit` of the GSM8K recipe to a cluster with a token, from a separate folder and home."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ class OfTheFolder(sk.TextEnv):
     def step(self, action):
         return sk.StepOutput(observations=[], reward=float(len(action) % 2), done=True)
 """
-"""Only in the folder that is submitted: the driver, ranks, the engine and environment processes find it there."""
-STARTS_S = 120
+"""A module that is only in the submitted folder, where the driver, ranks, the engine and environment processes find it.
+"""
+START_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class JobServer:
-    """A cluster's job server, and what a client of another machine knows of it."""
+    """A cluster's job server, and a client's access to it from another machine."""
 
     client: dict[str, str]
-    """The client's environment: address and token, no file of either."""
+    """The client's environment with address and token, without files that contain them."""
     raylet: psutil.Process
 
     def job(self, *arguments: str, **env: str) -> str:
-        """What `ray job` prints."""
+        """Run `ray job` and return its output."""
         with subprocess.Popen(
             [RAY, "job", *arguments],
             env=self.client | env,
@@ -60,13 +61,14 @@ class JobServer:
             return done.communicate(timeout=300)[0]
 
     def workers(self) -> list[psutil.Process]:
-        """Ranks and engines, which are our shells of actors."""
-        return [one for one in self.raylet.children() if one.name().startswith("ray::") and "Shell" in one.name()]
+        """Return the processes of ranks and engines."""
+        processes = self.raylet.children()
+        return [process for process in processes if "WorkerActor" in process.name()]
 
 
 @pytest.fixture
 def job_server(tmp_path: Path) -> Iterator[JobServer]:
-    """As docs/multi_node.md starts it by hand, on a machine of two CPUs and a home of its own."""
+    """Start a job server as docs/multi_node.md does by hand, on a machine with two CPUs and a separate home."""
     if importlib.util.find_spec("aiohttp_cors") is None:
         pytest.skip("ray[default] is not installed: the extra `jobs`")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -82,7 +84,7 @@ def job_server(tmp_path: Path) -> Iterator[JobServer]:
     with subprocess.Popen(command, env=on_head, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:
         assert head.stdout is not None
         try:
-            assert any("Ray runtime started" in line for line in head.stdout), "it ended before it began"
+            assert any("Ray runtime started" in line for line in head.stdout), "Ray did not start"
             yield JobServer(
                 environment
                 | {
@@ -90,7 +92,7 @@ def job_server(tmp_path: Path) -> Iterator[JobServer]:
                     "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
                     "RAY_AUTH_TOKEN": (tmp_path / "head" / ".ray" / "auth_token").read_text(),
                 },
-                next(one for one in psutil.Process(head.pid).children() if one.name() == "raylet"),
+                next(process for process in psutil.Process(head.pid).children() if process.name() == "raylet"),
             )
         finally:
             head.terminate()
@@ -98,10 +100,10 @@ def job_server(tmp_path: Path) -> Iterator[JobServer]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _until(met: Callable[[], object], what: str, log: Path) -> None:
-    deadline = time.monotonic() + STARTS_S
-    while not met():
-        assert time.monotonic() < deadline, f"{what}: {log.read_text()[-6000:]}"
+def _wait_until(is_met: Callable[[], object], problem: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not is_met():
+        assert time.monotonic() < deadline, f"{problem}: {log.read_text()[-6000:]}"
         time.sleep(0.1)
 
 
@@ -112,9 +114,7 @@ def _steps(folder: Path) -> list[int]:
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
-    job_server: JobServer, gsm8k_recipe: Path, tmp_path: Path
-):
+def test_submitted_job_outlives_client_and_stops_cleanly(job_server: JobServer, gsm8k_recipe: Path, tmp_path: Path):
     (gsm8k_recipe / "of_the_folder.py").write_text(PLUGIN)
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": "600", "PYTHONPATH": str(REPOSITORY)}
     submit = [RAY, "job", "submit", "--submission-id=gsm8k", "--working-dir=."]
@@ -135,21 +135,23 @@ def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
         "trainer.max_prompt_length=1024",
         "trainer.eval_before_train=false",
         "trainer.eval_interval=0",
-        "trainer.ckpt_interval=100000",  # so that the only one is that of its end
+        "trainer.ckpt_interval=100000",  # so that only the end of the run saves a checkpoint
         "trainer.epochs=1000",
         "generator.sampling_params.max_generate_length=16",
     ]
-    said = tmp_path / "client.log"
-    with said.open("w") as log:
+    client_log = tmp_path / "client.log"
+    with client_log.open("w") as log:
         client = subprocess.Popen(
             [*submit, *run], cwd=gsm8k_recipe, env=job_server.client | {"PYTHONUNBUFFERED": "1"}, stdout=log, stderr=log
         )
-    _until(lambda: len(_steps(tmp_path)) >= 2, "no steps", said)
-    _until(lambda: re.search(r"^step +\d+/\d+ ", said.read_text(), re.M), "the client shows no steps", said)
+    _wait_until(lambda: len(_steps(tmp_path)) >= 2, "no steps", client_log)
+    _wait_until(
+        lambda: re.search(r"^step +\d+/\d+ ", client_log.read_text(), re.M), "the client shows no steps", client_log
+    )
     client.send_signal(signal.SIGINT)
     assert client.wait(30) != 0
     reached = _steps(tmp_path)[-1]
-    _until(lambda: _steps(tmp_path)[-1] >= reached + 2, "the run ended with its client", said)
+    _wait_until(lambda: _steps(tmp_path)[-1] >= reached + 2, "the run ended with its client", client_log)
 
     assert "RUNNING" in job_server.job("status", "gsm8k")
     assert "Invalid authentication token" in job_server.job("status", "gsm8k", RAY_AUTH_TOKEN="wrong")
@@ -165,7 +167,7 @@ def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
     assert "\nended by SIGTERM\n" in printed
     assert f"resume from step {last}" in printed
     assert "warning: `ray job stop`" not in printed
-    assert all(wait_for_exit(one.pid) for one in workers), "slots are free again"
+    assert all(wait_for_exit(worker.pid) for worker in workers), "the job's slots are released"
     token = job_server.client["RAY_AUTH_TOKEN"]
     assert token not in printed + job_server.job("list")
     written = [file for file in (tmp_path / "ckpts").rglob("*") if file.is_file()]

@@ -1,4 +1,4 @@
-"""What a run writes to `logs`, a file for each role, and what of it is on the terminal."""
+"""The logs of a run, a file for each role, and the part of them on the terminal."""
 
 from __future__ import annotations
 
@@ -58,14 +58,12 @@ register("talks", "talkative_plugin:Talks")
 SECRET = "5ecret-0f-a-user"
 
 
-def test_each_role_has_a_file_and_the_terminal_what_a_person_needs(
-    plugins: Path, small: Callable[[Path], list[str]], tmp_path: Path
-):
+def test_each_role_logs_to_own_file(plugins: Path, small: Callable[[Path], list[str]], tmp_path: Path):
     (plugins / "talkative_plugin.py").write_text(TALKATIVE)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f'{{"prompt": [{{"role": "user", "content": "say {i}"}}]}}\n' for i in range(24)))
     overrides = [
-        *(one for one in small(tmp_path) if not one.startswith("data.")),
+        *(override for override in small(tmp_path) if not override.startswith("data.")),
         f"data.train_data=['{data}']",
         "trainer.eval_before_train=false",
         "trainer.eval_interval=0",
@@ -84,7 +82,7 @@ def test_each_role_has_a_file_and_the_terminal_what_a_person_needs(
     line = TALKATIVE[: TALKATIVE.index("return len(mask) // 0")].count("\n") + 1
     ended, where, cause = failed.stderr.splitlines()[-3:]
     assert where == f"The traceback is in {logs / 'driver.log'}."
-    assert ended == "It ended in step 3 of 6."
+    assert ended == "The run ended in step 3 of 6."
     place = f"{plugins / 'talkative_plugin.py'}:{line} in divide"
     assert cause.startswith("learner 0.update: ZeroDivisionError: ") and cause.endswith(f" ({place})"), cause
 
@@ -98,9 +96,9 @@ def test_each_role_has_a_file_and_the_terminal_what_a_person_needs(
     assert learner.startswith("--- learner 0, process ")
     assert "a loss prints 1 <SOME_API_KEY>\nas a library's C code does\na loss prints 2 " in learner
     assert "an environment prints <SOME_API_KEY>\n" in environments
-    said = failed.stdout + failed.stderr
-    assert f"note: environments print to {logs / 'environments.log'}\n" in said
-    assert "a person should look at this" in said
-    of_logs = ("a loss prints", "an environment prints", "C code", "outdated", "(most recent call last)")
-    for absent in (SECRET, "pid=", "_AsyncWorkerActor", *of_logs):
-        assert absent not in said, said
+    output = failed.stdout + failed.stderr
+    assert f"note: environments print to {logs / 'environments.log'}\n" in output
+    assert "a person should look at this" in output
+    only_in_logs = ("a loss prints", "an environment prints", "C code", "outdated", "(most recent call last)")
+    for absent in (SECRET, "pid=", "_AsyncWorkerActor", *only_in_logs):
+        assert absent not in output, output

@@ -1,4 +1,4 @@
-"""Adapters through the entrypoint: they learn, and a run goes on bit for bit. Engines: see test_engines_train.py."""
+"""LoRA adapters: training and bitwise resuming through the entrypoint. See test_engines_train.py for engines."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ ADAPTERS = [
 
 @pytest.fixture
 def start(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callable[..., dict[int, dict[str, Any]]]:
-    """A run in a folder below tmp_path; its metrics by step."""
+    """Return a function that runs in a folder below tmp_path and returns the metrics by step."""
 
-    def started(name: str, *overrides: str) -> dict[int, dict[str, Any]]:
+    def start_run(name: str, *overrides: str) -> dict[int, dict[str, Any]]:
         folder = tmp_path / name
         folder.mkdir()
         run("main_base", *easy(folder), *ADAPTERS, *overrides)
         return metrics_of(folder)
 
-    return started
+    return start_run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sync"), [pytest.param(2, "merged", marks=pytest.mark.on_demand), (2, "adapter")])
-def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
+def test_adapters_train_sync_and_resume_bitwise(
     start: Callable[..., Any], tiny_model_path: str, tmp_path: Path, ranks: int, sync: str
 ):
     layout = [f"trainer.placement.policy_num_gpus_per_node={ranks}", f"trainer.policy.model.lora.sync={sync}"]
@@ -62,14 +62,14 @@ def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
     adapter = load_file(exported / "adapter" / "adapter_model.safetensors")
     size = sum(tensor.nbytes for tensor in adapter.values())
     assert (rows[6]["weights/bytes"] == size) == (sync == "adapter")
-    assert_one_process_exports_what_the_ranks_do(checkpoint.with_name("global_step_6"), exported, tmp_path)
+    assert_export_equals_the_ranks_export(checkpoint.with_name("global_step_6"), exported, tmp_path)
 
 
-def assert_one_process_exports_what_the_ranks_do(checkpoint: Path, exported: Path, to: Path) -> None:
+def assert_export_equals_the_ranks_export(checkpoint: Path, exported: Path, to: Path) -> None:
     export(ExportRequest(str(checkpoint), str(to / "adapter"), adapter=True))
-    ours = load_file(to / "adapter" / "adapter_model.safetensors")
-    theirs = load_file(exported / "adapter" / "adapter_model.safetensors")
-    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    adapter = load_file(to / "adapter" / "adapter_model.safetensors")
+    expected = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert adapter.keys() == expected.keys() and all(adapter[name].equal(expected[name]) for name in adapter)
     export(ExportRequest(str(checkpoint), str(to / "merged")))
     torch.testing.assert_close(
         load_file(to / "merged" / "model.safetensors"), load_file(exported / "model.safetensors"), rtol=1e-6, atol=1e-7
@@ -80,7 +80,7 @@ def assert_one_process_exports_what_the_ranks_do(checkpoint: Path, exported: Pat
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_with_other_adapters_is_another_run(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
+def test_run_with_other_adapters_is_rejected(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
     overrides = [*small(tmp_path), "trainer.max_steps=1", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
     run("main_base", *overrides, "trainer.policy.model.lora.rank=4")
     other = run("main_base", *overrides, "trainer.policy.model.lora.rank=8", expect=2)

@@ -1,4 +1,4 @@
-"""A run of many steps takes no more memory and no more descriptors than one of few."""
+"""Memory and file descriptors of a run do not grow with its number of steps."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .conftest import command
 EARLY, LATE = 50, 200
 WINDOW = 10
 ROLES = ("main_base", "ray::_WorkerActor", "ray::_AsyncWorkerActor", "VLLM::", "sglang::")
-MOST = 1.02
+MAX_GROWTH = 1.02
 ENVIRONMENT = {
     "RAY_ADDRESS": "local",
-    # oneDNN keeps the kernels it compiled for the last 1024 shapes, which fill within the first 150 steps.
+    # oneDNN caches compiled kernels for the last 1024 shapes; the cache fills within the first 150 steps.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
 }
 
-Looks = dict[tuple[int, str], tuple[float, int]]
+Usage = dict[tuple[int, str], tuple[float, int]]
 
 
-def look(driver: subprocess.Popen[bytes]) -> Looks:
-    """(Process, its role) -> (MiB of memory of its own, open descriptors)."""
+def measure(driver: subprocess.Popen[bytes]) -> Usage:
+    """Return (resident memory in MiB, open file descriptors) of each process, by (process id, role)."""
     root = psutil.Process(driver.pid)
-    found = {}
+    usage = {}
     for process in [root, *root.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             title = " ".join(process.cmdline())
             role = next((role for role in ROLES if role in title), None)
             if role is not None and (role != "main_base" or process == root):
-                found[process.pid, role] = (process.memory_info().rss / 2**20, process.num_fds())
-    return found
+                usage[process.pid, role] = (process.memory_info().rss / 2**20, process.num_fds())
+    return usage
 
 
-def least(looks: list[Looks]) -> Looks:
-    """What a process held at its quietest: a connection or a file that is open for a moment is not growth."""
-    every = set.intersection(*(set(each) for each in looks))
-    return {key: (min(each[key][0] for each in looks), min(each[key][1] for each in looks)) for key in every}
+def minimum(samples: list[Usage]) -> Usage:
+    """Return the minimum of each process, which ignores connections and files that are open for a moment."""
+    keys = set.intersection(*(set(sample) for sample in samples))
+    return {key: (min(sample[key][0] for sample in samples), min(sample[key][1] for sample in samples)) for key in keys}
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def least(looks: list[Looks]) -> Looks:
 @pytest.mark.parametrize("backend", ["transformers", "vllm", "sglang"])
 def test_memory_and_descriptors_do_not_grow(small: Callable[[Path], list[str]], tmp_path: Path, backend: str):
     steps = [
-        f"trainer.policy.model.path={save_tiny_model(tmp_path / 'model', kind='qwen3')}",  # a head's size vLLM has
+        f"trainer.policy.model.path={save_tiny_model(tmp_path / 'model', kind='qwen3')}",  # vLLM supports its head size
         f"generator.backend={backend}",
         "trainer.train_batch_size=2",
         "trainer.policy_mini_batch_size=2",
@@ -73,22 +73,26 @@ def test_memory_and_descriptors_do_not_grow(small: Callable[[Path], list[str]], 
             env=os.environ | ENVIRONMENT,
         )
     rows = tmp_path / "ckpts" / "metrics.jsonl"
-    looks: dict[int, list[Looks]] = {EARLY: [], LATE: []}
+    samples: dict[int, list[Usage]] = {EARLY: [], LATE: []}
     try:
         while driver.poll() is None:
             time.sleep(0.05)
             last = rows.read_text().count("\n") - 1 if rows.exists() else 0  # step 0 has a row, too
-            for step in looks:
+            for step in samples:
                 if step <= last < step + WINDOW:
-                    looks[step].append(look(driver))
+                    samples[step].append(measure(driver))
         assert driver.wait() == 0, (tmp_path / "log").read_text()[-3000:]
     finally:
         driver.kill()
         driver.wait()
-    early, late = least(looks[EARLY]), least(looks[LATE])
+    early, late = minimum(samples[EARLY]), minimum(samples[LATE])
     assert set(early) == set(late)
     assert {"main_base", "ray::_WorkerActor", "ray::_AsyncWorkerActor"} <= {role for _, role in early}
     for process, (memory, descriptors) in early.items():
-        later, more = late[process]
-        assert later <= MOST * memory, f"{process}: {memory:.1f} MiB after {EARLY} steps, {later:.1f} after {LATE}"
-        assert more <= descriptors, f"{process}: {descriptors} descriptors after {EARLY} steps, {more} after {LATE}"
+        late_memory, late_descriptors = late[process]
+        assert late_memory <= MAX_GROWTH * memory, (
+            f"{process}: {memory:.1f} MiB after {EARLY} steps, {late_memory:.1f} after {LATE}"
+        )
+        assert late_descriptors <= descriptors, (
+            f"{process}: {descriptors} descriptors after {EARLY} steps, {late_descriptors} after {LATE}"
+        )

@@ -17,7 +17,7 @@ from .conftest import Run, metrics_of
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_two_steps_with_proven_weights(run: Run, small: Callable[[Path], list[str]], tmp_path: Path, backend: str):
+def test_two_steps_with_probed_weights(run: Run, small: Callable[[Path], list[str]], tmp_path: Path, backend: str):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
     model = save_tiny_model(tmp_path / "model", "qwen3")
@@ -37,10 +37,10 @@ def test_two_steps_with_proven_weights(run: Run, small: Callable[[Path], list[st
         )
     finally:
         server.stop()
-    found = metrics_of(tmp_path)
-    assert {1, 2} <= set(found)
+    rows = metrics_of(tmp_path)
+    assert {1, 2} <= set(rows)
     for step in (1, 2):
-        assert found[step]["weights/version"] == step
-        assert found[step]["weights/probe_gap"] <= 1e-4
-        assert found[step]["rollout/logprob_diff_max"] <= 1e-4
-        assert found[step]["rollouts/failed"] == 0
+        assert rows[step]["weights/version"] == step
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
+        assert rows[step]["rollouts/failed"] == 0

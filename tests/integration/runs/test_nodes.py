@@ -1,4 +1,4 @@
-"""Runs over four Ray nodes: one of each kind is lost, and what docs/multi_node.md says happens."""
+"""Runs on four Ray nodes: one of each kind is lost, and the run behaves as docs/multi_node.md says."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ APART = [
     "generator.num_inference_engines=2",
     "generator.weight_sync_check=probe",
 ]
-"""Of a run whose trainer and engines have nodes of their own."""
+"""Overrides of a run whose trainer and engines have separate nodes."""
 
 
 @pytest.fixture
 def nodes() -> Iterator[RayNodes]:
-    """The driver's, two for the trainer (1 and 2) and two for engines (3 and 4)."""
+    """The driver's node, two for the trainer (1 and 2) and two for engines (3 and 4)."""
     with ray_nodes([{}] * 4, cpus=2, labels=[TRAINER, TRAINER, ENGINE, ENGINE]) as running:
         yield running
 
@@ -54,7 +54,16 @@ def run_and_lose(
     expect: int = 0,
     cwd: Path | None = None,
 ) -> str:
-    """A run's output; node `lost`, or what it says then, is killed after the second step."""
+    """Return a run's output. A node is killed after the second step.
+
+    Args:
+        nodes: The cluster.
+        overrides: The arguments of the run.
+        folder: The run's folder is `ckpts` in it.
+        lost: The node to kill, or a function that returns it at that time; None to kill none.
+        expect: The expected exit status.
+        cwd: The working folder of the driver.
+    """
     metrics, log = folder / "ckpts" / "metrics.jsonl", folder / "run.log"
     deadline = time.monotonic() + 500
     with log.open("w") as output:
@@ -74,8 +83,8 @@ def run_and_lose(
     return log.read_text()
 
 
-def until(driver: subprocess.Popen[bytes], pattern: str, file: Path, log: Path) -> None:
-    """Wait until this is in the file."""
+def wait_until(driver: subprocess.Popen[bytes], pattern: str, file: Path, log: Path) -> None:
+    """Wait until a pattern is in a file."""
     deadline = time.monotonic() + 240
     while not (file.exists() and re.search(pattern, file.read_text())):
         assert driver.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
@@ -84,24 +93,24 @@ def until(driver: subprocess.Popen[bytes], pattern: str, file: Path, log: Path) 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_lost_engine_s_node_costs_a_restart_elsewhere(small: Callable, nodes: RayNodes, tmp_path: Path):  # type: ignore[type-arg]
+def test_engine_of_lost_node_restarts_elsewhere(small: Callable, nodes: RayNodes, tmp_path: Path):  # type: ignore[type-arg]
     overrides = [*small(tmp_path), *APART, "trainer.max_steps=5", "trainer.placement.policy_num_gpus_per_node=2"]
-    said = run_and_lose(nodes, overrides, tmp_path, lost=3)
-    assert re.search(r"engine \d died \(.*its node .* was lost.* and was restarted with the current weights", said)
-    found = metrics_of(tmp_path)
-    assert set(found) == set(range(6))
-    assert found[5]["engines/restarts"] == 1
-    assert found[5]["rollouts/failed"] == 0
-    assert found[5]["rollout/logprob_diff_max"] <= 1e-4
+    output = run_and_lose(nodes, overrides, tmp_path, lost=3)
+    assert re.search(r"engine \d died \(.*its node .* was lost.* and was restarted with the current weights", output)
+    rows = metrics_of(tmp_path)
+    assert set(rows) == set(range(6))
+    assert rows[5]["engines/restarts"] == 1
+    assert rows[5]["rollouts/failed"] == 0
+    assert rows[5]["rollout/logprob_diff_max"] <= 1e-4
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_engine_over_two_nodes_trains_and_is_started_again_when_either_is_lost(
+def test_multi_node_engine_restarts_after_node_loss(
     small: Callable[[Path], list[str]], nodes: RayNodes, tmp_path: Path, rank: int
 ):
-    """The scheduler is where rank 0 is."""
+    """The scheduler runs with rank 0."""
     overrides = [
         *small(tmp_path),
         *APART,
@@ -113,30 +122,34 @@ def test_an_engine_over_two_nodes_trains_and_is_started_again_when_either_is_los
         "trainer.placement.nodes_per_engine=2",
     ]
 
-    def of_rank() -> int:
-        titles = {at: [" ".join(one.cmdline()) for one in nodes.processes(at)] for at in (3, 4)}
-        (node,) = [at for at in titles if any(one.startswith(f"VLLM::Worker_TP{rank}") for one in titles[at])]
+    def node_of_rank() -> int:
+        titles = {node: [" ".join(process.cmdline()) for process in nodes.processes(node)] for node in (3, 4)}
+        prefix = f"VLLM::Worker_TP{rank}"
+        (node,) = [node for node in titles if any(title.startswith(prefix) for title in titles[node])]
         return node
 
     before = {*Path("/dev/shm").glob("psm_*")}
-    said = run_and_lose(nodes, overrides, tmp_path, lost=of_rank)
-    for left in {*Path("/dev/shm").glob("psm_*")} - before:  # vLLM's, of a node that lost its power
-        left.unlink()
-    ended = r"engine 0 is ended, as a part of it is gone: engine 0 node 1 died during ended: its node .* was lost"
-    assert bool(re.search(ended, said)) == (rank == 1), said[-4000:]
-    assert re.search(r"engine 0 died .* and was restarted with the current weights", said), said[-4000:]
-    assert "Traceback" not in said
-    found = metrics_of(tmp_path)
-    assert set(found) == set(range(6))
-    assert found[5]["engines/restarts"] == 1
-    assert found[5]["rollouts/failed"] == 0
-    assert found[5]["rollout/logprob_diff_max"] <= 1e-4
+    output = run_and_lose(nodes, overrides, tmp_path, lost=node_of_rank)
+    for file in {*Path("/dev/shm").glob("psm_*")} - before:  # left by vLLM on the killed node
+        file.unlink()
+    ended = (
+        r"Killing engine 0, because one of its processes is gone: "
+        r"engine 0 node 1 died during wait_until_exit: its node .* was lost"
+    )
+    assert bool(re.search(ended, output)) == (rank == 1), output[-4000:]
+    assert re.search(r"engine 0 died .* and was restarted with the current weights", output), output[-4000:]
+    assert "Traceback" not in output
+    rows = metrics_of(tmp_path)
+    assert set(rows) == set(range(6))
+    assert rows[5]["engines/restarts"] == 1
+    assert rows[5]["rollouts/failed"] == 0
+    assert rows[5]["rollout/logprob_diff_max"] <= 1e-4
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_lost_trainer_s_node_ends_the_run_or_starts_it_again_on_what_is_left(
+def test_lost_trainer_node_ends_or_restarts_run(
     small: Callable[[Path], list[str]],
     nodes: RayNodes,
     tmp_path: Path,
@@ -144,29 +157,29 @@ def test_a_lost_trainer_s_node_ends_the_run_or_starts_it_again_on_what_is_left(
 ):
     overrides = [*small(tmp_path), *APART, "trainer.max_steps=5", "trainer.placement.policy_num_gpus_per_node=4"]
     overrides.append(f"trainer.restarts={restarts}")
-    said = run_and_lose(nodes, overrides, tmp_path, lost=2, expect=1 - restarts)
-    assert re.search(rf"learner \d died during \w+: its node {nodes.addresses[2]} \(Ray's id \w+\) was lost", said)
+    output = run_and_lose(nodes, overrides, tmp_path, lost=2, expect=1 - restarts)
+    assert re.search(rf"learner \d died during \w+: its node {nodes.addresses[2]} \(Ray's id \w+\) was lost", output)
     assert not list((tmp_path / "ckpts").glob("*.partial"))
     if restarts:
-        assert "RESTART 1 of the 1 of trainer.restarts" in said
-        assert "2 ranks (4 are configured) and 2 engines on the 4 nodes that are left" in said
-        found = metrics_of(tmp_path)
-        assert set(found) == set(range(6))
-        assert (found[5]["trainer/restarts"], found[5]["trainer/ranks"]) == (1, 2)
+        assert "RESTART 1 of 1 (trainer.restarts)" in output
+        assert "2 ranks (4 are configured) and 2 engines on the 4 remaining nodes" in output
+        rows = metrics_of(tmp_path)
+        assert set(rows) == set(range(6))
+        assert (rows[5]["trainer/restarts"], rows[5]["trainer/ranks"]) == (1, 2)
     else:
         assert int((tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text()) >= 1
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_lost_head_ends_the_run_and_the_same_command_resumes_it(easy: Callable, tmp_path: Path):  # type: ignore[type-arg]
+def test_run_resumes_after_lost_head(easy: Callable, tmp_path: Path):  # type: ignore[type-arg]
     overrides = [*easy(tmp_path), "trainer.epochs=4", "trainer.max_steps=5", "trainer.ckpt_interval=1"]
-    said = []
+    outputs = []
     for lost, expect in ((HEAD, 1), (None, 0)):
         with ray_nodes([{}] * 2) as nodes:
-            said.append(run_and_lose(nodes, overrides, tmp_path, lost=lost, expect=expect))
-    assert "Ray" in said[0] and "Traceback" not in said[0], said[0][-3000:]
-    assert re.search(r"resumed at step [2-4] of 5", said[1])
+            outputs.append(run_and_lose(nodes, overrides, tmp_path, lost=lost, expect=expect))
+    assert "Ray" in outputs[0] and "Traceback" not in outputs[0], outputs[0][-3000:]
+    assert re.search(r"resumed at step [2-4] of 5", outputs[1])
     assert not list((tmp_path / "ckpts").glob("*.partial"))
     assert set(metrics_of(tmp_path)) == set(range(6))
 
@@ -174,10 +187,8 @@ def test_a_lost_head_ends_the_run_and_the_same_command_resumes_it(easy: Callable
 @pytest.mark.defect("newcomers-on-other-nodes-are-told-loopback")
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_an_engine_joins_on_a_node_that_came_after_the_run_began_on_one(
-    easy: Callable[[Path], list[str]], tmp_path: Path
-):
-    """All nodes are this machine, whose loopback leads to every one: where rank 0 listens is what counts."""
+def test_engine_joins_on_later_node(easy: Callable[[Path], list[str]], tmp_path: Path):
+    """All nodes are this machine, whose loopback reaches them all. So the test checks where rank 0 listens."""
     endless = ["device=cpu", "trainer.epochs=5000", "trainer.ckpt_interval=0", "trainer.placement.colocate_all=false"]
     folder, log = tmp_path / "ckpts", tmp_path / "run.log"
     with ray_nodes([], head_cpus=3) as nodes, log.open("w") as output:
@@ -188,21 +199,21 @@ def test_an_engine_joins_on_a_node_that_came_after_the_run_began_on_one(
             env=os.environ | nodes.environment,
         )
         try:
-            until(driver, '"step": 1,', folder / "metrics.jsonl", log)
+            wait_until(driver, '"step": 1,', folder / "metrics.jsonl", log)
             nodes.add(num_cpus=2)
-            engines(["add", "2", str(folder)])  # the head has room for one, the new node for both
-            until(driver, "engine [12] joined(.|\n)*engine [12] joined", log, log)
-            workers = [one for one in nodes.processes(0) if one.name().startswith("ray::_WorkerActor")]
-            listening = {one.laddr.ip for rank in workers for one in rank.net_connections() if one.status == "LISTEN"}
-            assert nodes.addresses[0] in listening
-            assert any("AsyncShell" in one.name() for one in nodes.processes(1))
+            engines(["add", "2", str(folder)])  # the head has room for one engine, the new node for both
+            wait_until(driver, "engine [12] joined(.|\n)*engine [12] joined", log, log)
+            workers = [process for process in nodes.processes(0) if process.name().startswith("ray::_WorkerActor")]
+            connections = [connection for worker in workers for connection in worker.net_connections()]
+            assert nodes.addresses[0] in {each.laddr.ip for each in connections if each.status == "LISTEN"}
+            assert any("AsyncWorkerActor" in process.name() for process in nodes.processes(1))
         finally:
             driver.terminate()
             driver.wait()
 
 
 def server_of_client(nodes: RayNodes) -> psutil.Process:
-    """The process of the head that serves the one client there is."""
+    """Return the process on the head that serves the only client."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for process in nodes.host.children(recursive=True):
@@ -210,17 +221,15 @@ def server_of_client(nodes: RayNodes) -> psutil.Process:
                 if "--mode=specific-server" in process.cmdline():
                     return process
         time.sleep(0.02)
-    raise AssertionError("no client came")
+    raise AssertionError("no client connected")
 
 
 @pytest.mark.defect("an-engine-s-death-ends-a-run-behind-a-ray-client")
 @pytest.mark.defect("a-client-s-server-died-as-it-was-forked")
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
-    small: Callable[[Path], list[str]], tmp_path: Path
-):
-    """Nor does the first server that the head starts for it live, as now and then one does not."""
+def test_ray_client_driver_restarts_dead_engine(small: Callable[[Path], list[str]], tmp_path: Path):
+    """The first server that the head starts for the client is killed, as happens now and then."""
     log, port = tmp_path / "run.log", free_address()[1]
     steps = ["device=cpu", "trainer.max_steps=40", "trainer.epochs=40", "trainer.eval_before_train=false"]
     with ray_nodes([], head_cpus=2, client_port=port) as nodes, log.open("w") as output:
@@ -232,20 +241,20 @@ def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
         )
         try:
             server_of_client(nodes).kill()
-            until(driver, '"step": 2,', tmp_path / "ckpts" / "metrics.jsonl", log)
-            (engine,) = [one for one in nodes.processes(0) if "AsyncShell" in one.name()]
+            wait_until(driver, '"step": 2,', tmp_path / "ckpts" / "metrics.jsonl", log)
+            (engine,) = [process for process in nodes.processes(0) if "AsyncWorkerActor" in process.name()]
             engine.kill()
             assert driver.wait(timeout=120) == 0, log.read_text()[-6000:]
         finally:
             driver.kill()
             driver.wait()
-    assert "server for this Ray client died; asking for another, 2 of 4" in log.read_text()
+    assert "server for this Ray client died; connecting again, attempt 2 of 4" in log.read_text()
     assert metrics_of(tmp_path)[40]["engines/restarts"] == 1
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_gsm8k_recipe_over_nodes(gsm8k_recipe: Path, nodes: RayNodes, tmp_path: Path):
+def test_gsm8k_recipe_trains_on_several_nodes(gsm8k_recipe: Path, nodes: RayNodes, tmp_path: Path):
     overrides = [
         "--config-dir=.",
         "--config-name=gsm8k",
@@ -272,7 +281,7 @@ def test_the_gsm8k_recipe_over_nodes(gsm8k_recipe: Path, nodes: RayNodes, tmp_pa
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(easy: Callable, nodes: RayNodes, tmp_path: Path):  # type: ignore[type-arg]
+def test_checkpoint_of_four_ranks_resumes_with_fewer(easy: Callable, nodes: RayNodes, tmp_path: Path):  # type: ignore[type-arg]
     def overrides(folder: Path, ranks: int, steps: int) -> list[str]:
         shape = ["trainer.placement.strategy=SPREAD", f"trainer.placement.policy_num_gpus_per_node={ranks}"]
         return [*easy(folder), *APART, *shape, f"trainer.max_steps={steps}"]
@@ -284,11 +293,11 @@ def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(easy: Callable
     for copy in copies.values():
         shutil.copytree(four, copy)
     run_and_lose(nodes, overrides(four, 4, 3), four, lost=None)
-    wanted = metrics_of(four)[3]
-    assert wanted["reward/mean"] > 0 < wanted["reward/std"], "something to learn from"
+    expected = metrics_of(four)[3]
+    assert expected["reward/mean"] > 0 < expected["reward/std"], "the rewards must differ"
     for ranks, folder in copies.items():
         assert "resumed at step 2 of 3" in run_and_lose(nodes, overrides(folder, ranks, 3), folder, lost=None)
-        got = metrics_of(folder)[3]
-        assert got["weights/version"] == 3
+        row = metrics_of(folder)[3]
+        assert row["weights/version"] == 3
         for name in ("policy/loss", "policy/entropy", "policy/grad_norm", "reward/mean", "response/mean_tokens"):
-            assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (ranks, name)
+            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (ranks, name)

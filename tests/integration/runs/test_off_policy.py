@@ -1,4 +1,4 @@
-"""Engines that sample from another policy than the one that is trained: seen, measured, corrected."""
+"""Engines that sample from another policy than the trained one: detection, metrics and corrections."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ from skyrl_train.experiment import publisher
 from .conftest import Run, metrics_of
 
 HALF = ["generator.model_dtype=float16", "trainer.max_steps=1", "trainer.ckpt_interval=0"]
-EVERY_SECOND = """
+STALE_ENGINES = """
 from skyrl_train.experiment.base import Experiment, run_experiment
 
 
-class EverySecond(Experiment):
+class StaleEngines(Experiment):
     def build_trainer(self, running):
         trainer = super().build_trainer(running)
         publish = trainer.publisher.publish
 
-        async def every_second(version):
+        async def publish_even_versions(version):
             return await publish(version) if version % 2 == 0 else {}
 
-        trainer.publisher.publish = every_second
+        trainer.publisher.publish = publish_even_versions
         return trainer
 
 
 if __name__ == "__main__":
-    run_experiment(EverySecond)
+    run_experiment(StaleEngines)
 """
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_old(
-    easy: Callable[[Path], list[str]], tmp_path: Path
-):
-    (tmp_path / "main_stale.py").write_text(EVERY_SECOND)
+def test_truncated_importance_sampling_with_stale_engines(easy: Callable[[Path], list[str]], tmp_path: Path):
+    (tmp_path / "main_stale.py").write_text(STALE_ENGINES)
     command = [
         sys.executable,
         str(tmp_path / "main_stale.py"),
@@ -55,25 +53,23 @@ def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_
     ]
     done = subprocess.run(command, timeout=500, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    found = metrics_of(tmp_path)
-    # Step 1, 3, ...: engines hold what is trained; step 2, 4, ...: what it was one update before.
-    fresh = [found[step] for step in range(3, 17, 2)]
-    stale = [found[step] for step in range(2, 17, 2)]
+    rows = metrics_of(tmp_path)
+    # In steps 1, 3, ... engines have the current weights; in steps 2, 4, ... those from one update before.
+    fresh = [rows[step] for step in range(3, 17, 2)]
+    stale = [rows[step] for step in range(2, 17, 2)]
     assert {row["rollouts/max_staleness"] for row in fresh} == {0}
     assert {row["rollouts/max_staleness"] for row in stale} == {1}
     assert max(row["mismatch/ratio_std"] for row in fresh) < 1e-3
     assert min(row["mismatch/ratio_std"] for row in stale) > 1e-2
     assert min(row["mismatch/kl"] for row in stale) > 100 * max(row["mismatch/kl"] for row in fresh)
     assert max(row["mismatch/ess_tokens"] for row in stale) < min(row["mismatch/ess_tokens"] for row in fresh)
-    first, last = (sum(found[step]["reward/mean"] for step in steps) / 3 for steps in ((1, 2, 3), (14, 15, 16)))
+    first, last = (sum(rows[step]["reward/mean"] for step in steps) / 3 for steps in ((1, 2, 3), (14, 15, 16)))
     assert last > first + 0.2
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unchanged(
-    run: Run, small: Callable[[Path], list[str]], tmp_path: Path
-):
+def test_ratios_average_one_with_truncated_sampling(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
     run(
         "main_base",
         *small(tmp_path),
@@ -87,29 +83,27 @@ def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unch
         "generator.sampling_params.temperature=0.7",
     )
     for step in (1, 2):
-        found = metrics_of(tmp_path)[step]
-        assert abs(found["mismatch/ratio_mean"] - 1) < 1e-4
-        assert found["mismatch/ratio_max"] < 1 + 1e-3
-        assert abs(found["policy/ratio"] - 1) < 1e-4
-        assert found["mismatch/ess_sequences"] > 1 - 1e-6
+        row = metrics_of(tmp_path)[step]
+        assert abs(row["mismatch/ratio_mean"] - 1) < 1e-4
+        assert row["mismatch/ratio_max"] < 1 + 1e-3
+        assert abs(row["policy/ratio"] - 1) < 1e-4
+        assert row["mismatch/ess_sequences"] > 1 - 1e-6
 
 
 @pytest.mark.slow
-def test_engines_in_half_precision_are_compared_with_the_trainer_before_the_first_step(
-    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
-):
+def test_half_precision_engines_are_compared_first(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path):
     run("main_base", *easy(tmp_path), *HALF)
-    found = metrics_of(tmp_path)
-    assert 0 < found[0]["weights/probe_gap_mean"] <= publisher.HALF_PRECISION_MEAN_TOLERANCE
-    assert found[0]["weights/probe_gap_mean"] <= found[0]["weights/probe_gap"]
-    assert "weights/probe_gap" not in found[1], "the first sync tells: later ones need no forward of their own"
+    rows = metrics_of(tmp_path)
+    assert 0 < rows[0]["weights/probe_gap_mean"] <= publisher.HALF_PRECISION_MEAN_TOLERANCE
+    assert rows[0]["weights/probe_gap_mean"] <= rows[0]["weights/probe_gap"]
+    assert "weights/probe_gap" not in rows[1], "only the first sync compares log-probs"
 
 
 @pytest.mark.on_demand
-def test_a_run_whose_engines_compute_something_else_ends_before_it_trains_on_what_they_sample(
+def test_mismatching_engines_end_the_run_before_training(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(publisher, "HALF_PRECISION_MEAN_TOLERANCE", 1e-9)
-    refused = run("main_base", *easy(tmp_path / "other"), *HALF, expect=1)
-    assert "do not compute the same model" in refused.stderr
+    failed = run("main_base", *easy(tmp_path / "other"), *HALF, expect=1)
+    assert "do not compute the same model" in failed.stderr
     assert not (tmp_path / "other" / "ckpts" / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Parallel groups, of sequence and of tensor parallelism, through the entrypoint."""
+"""Parallel groups with sequence and tensor parallelism, through the entrypoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .conftest import Run, metrics_of
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("sequence", marks=pytest.mark.on_demand), "tensor"])
-def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
+def test_all_models_train_in_parallel_groups(
     run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path, kind: str
 ):
     run(
@@ -35,7 +35,9 @@ def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
     rows = metrics_of(tmp_path)
     for step in (1, 2):
         assert rows[step]["weights/probe_gap"] <= 1e-4
-        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, "scores are not those of the engine, which has one rank"
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, (
+            "log-probs differ from those of the engine, which has one rank"
+        )
         assert rows[step]["policy/grad_norm"] > 0
         assert rows[step]["critic/grad_norm"] > 0
     assert 1e-6 < rows[1]["policy/kl"] < rows[2]["policy/kl"]
@@ -45,7 +47,7 @@ def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["rollout", "old_policy"])
-def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_before(
+def test_expert_parallel_moe_trains_with_routing_replay(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, replay: str
 ):
     model = save_tiny_model(tmp_path / "model", "qwen3_moe")
@@ -65,7 +67,7 @@ def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_b
     for step in (1, 2):
         assert rows[step]["weights/probe_gap"] <= 1e-4
         assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, (
-            "scores are not those of the engine, which has all experts"
+            "log-probs differ from those of the engine, which has all experts"
         )
         assert rows[step]["policy/grad_norm"] > 0
         assert 1.0 <= rows[step]["policy/router_load_max"] <= 2.0

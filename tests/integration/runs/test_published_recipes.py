@@ -1,4 +1,4 @@
-"""Every recipe that SkyRL publishes, two steps at toy size through the module that it names."""
+"""Every recipe that SkyRL publishes: two steps at toy size through the module that it names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL_KEYS = [
     "trainer.placement.critic_num_nodes=1",
     "trainer.placement.critic_num_gpus_per_node=1",
     "trainer.algorithm.overlong_buffer.len=4",
-    # A tiny model ends no answer and solves nothing: these would leave nothing to train on.
+    # A tiny model ends no answer and solves nothing, so these filters would leave nothing to train on.
     "trainer.algorithm.dynamic_sampling.type=null",
     "trainer.algorithm.zero_variance_filter=false",
     "generator.apply_overlong_filtering=false",
@@ -71,7 +71,7 @@ SMALL_KEYS = [
     "generator.retokenize_chat_history=false",
     "generator.max_num_seqs=8",
 ]
-"""After a recipe's own keys: what a test has no use for the size of, and what this machine has not got."""
+"""Overrides after a recipe's own keys, for sizes that a test does not need and hardware that this machine lacks."""
 LEFT_OUT = (
     "data.",
     "environment.",
@@ -88,24 +88,24 @@ LEFT_OUT = (
     "generator.inference_engine.",
     "generator.chat_template",
 )
-"""Rows name their environment, and the models are tiny."""
+"""Keys of recipes that are dropped: rows name their environment, and the models are tiny."""
 
 
 def own_keys(recipe: Recipe) -> list[str]:
-    keys = [one for one in shlex.split(recipe.arguments) if not one.startswith(LEFT_OUT)]
+    keys = [word for word in shlex.split(recipe.arguments) if not word.startswith(LEFT_OUT)]
     small = {key.partition("=")[0] for key in SMALL_KEYS}
     return [key for key in keys if canonical_key(key.lstrip("+").partition("=")[0]) not in small]
 
 
-RUNNABLE = [one for one in ACCEPTED if (REPOSITORY / f"{one.module.replace('.', '/')}.py").is_file()]
-REFUSED_HERE = [one for one in RUNNABLE if one.module.startswith("examples.flash_rl.")]
-EVALUATES = [one for one in RUNNABLE if one.module.endswith("main_generate")]
-TRAINS = [one for one in RUNNABLE if one not in REFUSED_HERE + EVALUATES]
+RUNNABLE = [recipe for recipe in ACCEPTED if (REPOSITORY / f"{recipe.module.replace('.', '/')}.py").is_file()]
+REFUSED = [recipe for recipe in RUNNABLE if recipe.module.startswith("examples.flash_rl.")]
+EVALUATES = [recipe for recipe in RUNNABLE if recipe.module.endswith("main_generate")]
+TRAINS = [recipe for recipe in RUNNABLE if recipe not in REFUSED + EVALUATES]
 
 
 @pytest.mark.on_demand
-@pytest.mark.parametrize("recipe", TRAINS, ids=[one.source for one in TRAINS])
-def test_a_published_recipe_trains_through_its_own_module(
+@pytest.mark.parametrize("recipe", TRAINS, ids=[recipe.source for recipe in TRAINS])
+def test_published_recipe_trains_through_own_module(
     recipe: Recipe,
     small: Callable[[Path], list[str]],
     tiny_model_path: str,
@@ -113,9 +113,8 @@ def test_a_published_recipe_trains_through_its_own_module(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    paths = [
-        one for one in small(tmp_path) if one.startswith(("data.", "trainer.policy.model.path", "trainer.ckpt_path"))
-    ]
+    prefixes = ("data.", "trainer.policy.model.path", "trainer.ckpt_path")
+    paths = [override for override in small(tmp_path) if override.startswith(prefixes)]
     models = [f"trainer.{role}.model.path={tiny_model_path}" for role in ("ref", "critic")]
     keys = [*own_keys(recipe), *SMALL_KEYS, *paths, *models, f"trainer.export_path={tmp_path / 'exports'}"]
     keys.append(f"trainer.policy.model.lora.lora_sync_path={tmp_path / 'adapters'}")

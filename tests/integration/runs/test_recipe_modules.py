@@ -1,4 +1,6 @@
-"""Modules that SkyRL's recipes call, by their names, two steps each; test_published_recipes has all, on demand."""
+"""Modules that SkyRL's recipes call, by their names, two steps each. On demand, test_published_recipes runs all
+recipes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ REFUSED = (
 @pytest.mark.parametrize(
     "module", [pytest.param(name, marks=pytest.mark.on_demand) if "custom" in name else name for name in RECIPES]
 )
-def test_a_recipe_trains_through_its_own_module(
+def test_recipe_trains_through_own_module(
     module: str,
     small: Callable[[Path], list[str]],
     ray_of_all_runs: None,
@@ -57,7 +59,7 @@ def test_a_recipe_trains_through_its_own_module(
 
 
 @pytest.mark.parametrize("module", REFUSED)
-def test_what_needs_other_peoples_services_is_refused_in_a_sentence(module: str):
+def test_recipes_with_external_services_are_refused(module: str):
     command = [sys.executable, "-m", module, "trainer.epochs=1"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Engines that were started elsewhere: a run finds them by address and sends them its weights."""
+"""Remote engines: a run connects to servers by address and sends them its weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "a-token-for-tests"
 
 @pytest.fixture
 def server(tiny_model_path: str, tmp_path: Path) -> Iterator[str]:
-    """host:port of `serve` with one transformers engine."""
+    """Start `serve` with one transformers engine and yield its host:port."""
     _, port = free_address()
     keys = [f"trainer.policy.model.path={tiny_model_path}", f"generator.http_endpoint_port={port}"]
     command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys, "data.train_data=[none]"]
@@ -28,7 +28,7 @@ def server(tiny_model_path: str, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ["broadcast", pytest.param("checkpoint", marks=pytest.mark.on_demand)])
-def test_a_run_trains_with_an_engine_that_runs_elsewhere(
+def test_run_trains_with_a_remote_engine(
     run: Run, small: Callable[[Path], list[str]], server: str, tmp_path: Path, route: str
 ):
     run(
@@ -42,10 +42,10 @@ def test_a_run_trains_with_an_engine_that_runs_elsewhere(
         "trainer.max_steps=2",
         SKYRL_API_KEY=TOKEN,
     )
-    found = metrics_of(tmp_path)
-    assert set(found) == {0, 1, 2}
-    for step in sorted(found)[1:]:
-        values = found[step]
+    rows = metrics_of(tmp_path)
+    assert set(rows) == {0, 1, 2}
+    for step in sorted(rows)[1:]:
+        values = rows[step]
         assert values["weights/version"] == step
         assert values["weights/probe_gap"] <= 1e-4
         assert values["rollout/logprob_diff_max"] <= 1e-4

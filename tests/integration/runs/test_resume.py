@@ -1,4 +1,4 @@
-"""Promise 6: a run that was killed and resumed is the run that was not."""
+"""Resuming: a run that was killed and resumed has the same results as a run without interruption."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ SIX_STEPS = ("trainer.epochs=1", "trainer.max_steps=6", "trainer.hf_save_interva
 @pytest.mark.slow
 @pytest.mark.fault("F35")
 @pytest.mark.fault("F37")
-def test_a_killed_run_resumes_to_the_same_metrics_and_the_same_bits(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+def test_killed_run_resumes_bitwise_identical(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run("main_base", *small(straight), *SIX_STEPS)
     killed.mkdir()
     overrides = [*small(killed), *SIX_STEPS]
     kill_in_the_middle_of_step(overrides, killed, step=3)
-    # Step 4 may have ended before the signal came; steps are saved two by two.
+    # Step 4 may have ended before the signal arrived. Every second step is saved.
     assert (killed / "ckpts" / "latest_ckpt_global_step.txt").read_text() in ("2", "4")
     done = run("main_base", *overrides)
     assert "resumed" in done.stdout
     assert metrics_of(killed) == metrics_of(straight)
     assert rollouts_of(killed) == rollouts_of(straight)
     weights = "exports/global_step_6/policy/model.safetensors"
-    ours, theirs = load_file(killed / weights), load_file(straight / weights)
-    assert all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
+    resumed, expected = load_file(killed / weights), load_file(straight / weights)
+    assert all(bool((resumed[name] == tensor).all()) for name, tensor in expected.items())
 
 
 def rollouts_of(folder: Path) -> list[dict[str, Any]]:
-    """What the run in this folder kept, without what a clock decides."""
+    """Return the rollouts that the run wrote, without measured times."""
     rows: list[dict[str, Any]] = RolloutReader(folder / "ckpts").table().to_pylist()
     assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6} and len(rows) == 6 * 16
     for turn in (turn for row in rows for turn in row["turns"]):
@@ -49,14 +49,14 @@ def rollouts_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.fault("F06")
 @pytest.mark.fault("F09")
-def test_a_run_goes_on_only_with_its_own_data_and_folder(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+def test_resume_requires_same_data_and_folder(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     overrides = [*small(tmp_path), "trainer.max_steps=2", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
-    data = tmp_path / "mine.jsonl"
+    data = tmp_path / "train.jsonl"
     data.write_text(Path(overrides[0].split("'")[1]).read_text())
     overrides[0] = f"data.train_data=['{data}']"
     run("main_base", *overrides)
-    again = run("main_base", *overrides)
-    assert "resumed at step 2 of 2" in again.stdout, "a finished run has nothing left to do"
+    resumed = run("main_base", *overrides)
+    assert "resumed at step 2 of 2" in resumed.stdout, "a finished run takes no more steps"
 
     lines = data.read_text().splitlines()
     row = json.loads(lines[0])

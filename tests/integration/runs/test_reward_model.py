@@ -1,4 +1,4 @@
-"""A reward model as the only judge of a run: with shared slots, dedicated slots, and in evaluation alone."""
+"""A reward model as the only source of rewards: with colocated or dedicated placement, and in evaluation only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Overrides = Callable[[Path], list[str]]
 
 @pytest.fixture
 def chat(easy: Overrides, tmp_path: Path) -> Overrides:
-    """Overrides of two steps whose rewards are 10 times a tiny classifier's scores and nothing else."""
+    """Return overrides for two steps whose rewards are 10 times the scores of a tiny classifier."""
     reward_model = save_tiny_reward_model(tmp_path / "reward_model", seed=1)
 
     def overrides(folder: Path) -> list[str]:
         folder.mkdir()
         return [
-            *(one for one in easy(folder) if not one.startswith(("environment.", "trainer.plugins"))),
+            *(option for option in easy(folder) if not option.startswith(("environment.", "trainer.plugins"))),
             "environment.env_class=chat",
             f"trainer.reward.model.path={reward_model}",
             "trainer.reward.coef=10",
@@ -34,14 +34,12 @@ def chat(easy: Overrides, tmp_path: Path) -> Overrides:
     return overrides
 
 
-JUDGED = ("reward/", "environment/", "policy/", "response/")
+REWARD_METRICS = ("reward/", "environment/", "policy/", "response/")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dedicated", [False, pytest.param(True, marks=pytest.mark.on_demand)])
-def test_a_run_learns_from_a_reward_model_alone_in_shared_and_dedicated_slots(
-    run: Run, chat: Overrides, tmp_path: Path, dedicated: bool
-):
+def test_reward_model_in_shared_and_dedicated_placement(run: Run, chat: Overrides, tmp_path: Path, dedicated: bool):
     run("main_base", *chat(tmp_path / "colocated"))
     rows = metrics_of(tmp_path / "colocated")
     for step in (1, 2):
@@ -52,18 +50,21 @@ def test_a_run_learns_from_a_reward_model_alone_in_shared_and_dedicated_slots(
         two_replicas = ["trainer.placement.colocate_all=false", "trainer.placement.reward_num_gpus_per_node=2"]
         run("main_base", *chat(tmp_path / "dedicated"), *two_replicas)
         rewards = [
-            {step: {key: value for key, value in row.items() if key.startswith(JUDGED)} for step, row in found.items()}
-            for found in (rows, metrics_of(tmp_path / "dedicated"))
+            {
+                step: {key: value for key, value in row.items() if key.startswith(REWARD_METRICS)}
+                for step, row in metrics.items()
+            }
+            for metrics in (rows, metrics_of(tmp_path / "dedicated"))
         ]
-        assert rewards[0] == rewards[1], "no score depends on the replica or on timing"
+        assert rewards[0] == rewards[1], "scores depend neither on the replica nor on timing"
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_evaluation_alone_is_scored_and_conversations_that_are_too_long_are_failures(
-    run: Run, chat: Overrides, tmp_path: Path
-):
-    overrides = [one for one in chat(tmp_path / "run") if not one.startswith(("data.val", "trainer.eval_interval"))]
+def test_reward_model_scores_evaluation_only(run: Run, chat: Overrides, tmp_path: Path):
+    overrides = [
+        option for option in chat(tmp_path / "run") if not option.startswith(("data.val", "trainer.eval_interval"))
+    ]
     evaluation = [f"data.val_data=['{tmp_path / 'run' / 'rows.jsonl'}']", "trainer.eval_interval=1"]
     done = run("main_generate", *overrides, *evaluation)
     scores = json.loads(done.stdout[done.stdout.index("{") :])

@@ -1,4 +1,4 @@
-"""Samplers between rollouts and training, from the command line to the checkpoint."""
+"""Group filters between rollouts and training, from the command line to the checkpoint."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SIX_STEPS = ("trainer.max_steps=6", "trainer.epochs=6", "trainer.hf_save_interva
 
 @pytest.fixture
 def parity(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Overrides of `small` on 10 prompts that a random model answers rightly half of the time; nothing is evaluated."""
+    """Return overrides for 10 prompts that a random model answers correctly half of the time, without evaluation."""
     (plugins / "parity_plugin.py").write_text(PLUGIN)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def overrides(folder: Path) -> list[str]:
-        kept = [one for one in small(folder) if not one.startswith(("environment.", "data."))]
+        base = [option for option in small(folder) if not option.startswith(("environment.", "data."))]
         return [
-            *kept,
+            *base,
             f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
             "data.val_data=[]",
             "trainer.plugins=[parity_plugin]",
@@ -50,10 +50,8 @@ def parity(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path):  
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
-    run: Run, parity: Callable[[Path], list[str]], tmp_path: Path
-):
-    samplers = [
+def test_filtered_run_resumes_bitwise_identical(run: Run, parity: Callable[[Path], list[str]], tmp_path: Path):
+    filters = [
         "trainer.algorithm.dynamic_sampling.type=filter",
         "trainer.algorithm.overlong_buffer.len=8",
         "trainer.algorithm.overlong_buffer.penalty_factor=0.5",
@@ -61,29 +59,27 @@ def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
         *SIX_STEPS,
     ]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    run("main_base", *parity(straight), *samplers)
+    run("main_base", *parity(straight), *filters)
     from_step_2 = f"trainer.resume_path={straight / 'ckpts' / 'global_step_2'}"
-    run("main_base", *parity(resumed), *samplers, "trainer.resume_mode=from_path", from_step_2)
+    run("main_base", *parity(resumed), *filters, "trainer.resume_mode=from_path", from_step_2)
 
-    found = metrics_of(straight)
-    assert metrics_of(resumed) == {step: found[step] for step in range(3, 7)}
-    assert sum(found[step]["sampling/dropped"] for step in range(1, 7)) > 0
-    assert sum(found[step]["sampling/left_out"] for step in range(1, 7)) > 0
-    assert all(found[step]["rollouts/failed"] == 0 for step in range(1, 7))
-    assert 0 < found[1]["reward/length_penalty"] <= 0.5
+    rows = metrics_of(straight)
+    assert metrics_of(resumed) == {step: rows[step] for step in range(3, 7)}
+    assert sum(rows[step]["sampling/dropped"] for step in range(1, 7)) > 0
+    assert sum(rows[step]["sampling/curriculum_skipped"] for step in range(1, 7)) > 0
+    assert all(rows[step]["rollouts/failed"] == 0 for step in range(1, 7))
+    assert 0 < rows[1]["reward/length_penalty"] <= 0.5
     for step in range(1, 7):
-        kept = found[step]["sampling/drawn"] - found[step]["sampling/dropped"]
-        assert kept in (2, 4), "4 prompts, and the 2 that are left of an epoch of 10"
+        used = rows[step]["sampling/drawn"] - rows[step]["sampling/dropped"]
+        assert used in (2, 4), "an epoch of 10 prompts has steps of 4, 4 and 2"
     weights = "exports/global_step_6/policy/model.safetensors"
-    ours, theirs = load_file(resumed / weights), load_file(straight / weights)
-    assert all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
+    actual, expected = load_file(resumed / weights), load_file(straight / weights)
+    assert all(bool((actual[name] == tensor).all()) for name, tensor in expected.items())
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_cuts_the_slow_rollouts_that_it_began_in_addition(
-    run: Run, parity: Callable[[Path], list[str]], tmp_path: Path
-):
+def test_over_provisioned_run_cancels_slow_rollouts(run: Run, parity: Callable[[Path], list[str]], tmp_path: Path):
     run(
         "main_base",
         *parity(tmp_path),
@@ -94,7 +90,7 @@ def test_a_run_cuts_the_slow_rollouts_that_it_began_in_addition(
         "generator.zero_reward_on_non_stop=true",
         "trainer.algorithm.zero_variance_filter=true",
     )
-    found = metrics_of(tmp_path)
-    assert [found[step]["sampling/cut"] for step in (1, 2, 3)] == [2, 2, 1]
-    assert [found[step]["rollouts/trajectories"] for step in (1, 2, 3)] == [8, 8, 4]
-    assert all(found[step]["rollouts/failed"] == 0 for step in (1, 2, 3))
+    rows = metrics_of(tmp_path)
+    assert [rows[step]["sampling/cancelled"] for step in (1, 2, 3)] == [2, 2, 1]
+    assert [rows[step]["rollouts/trajectories"] for step in (1, 2, 3)] == [8, 8, 4]
+    assert all(rows[step]["rollouts/failed"] == 0 for step in (1, 2, 3))

@@ -1,4 +1,4 @@
-"""Training and serving end in good order when their process group gets a signal, whatever they are doing."""
+"""Training and serving shut down cleanly when their process group receives a signal at any moment."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.signal_handlers import default_sighup, handles_signal
 
 from .conftest import command
 
-TOKEN = "not-a-secret-of-anybody"
+TOKEN = "token-for-tests"
 on_demand = pytest.mark.on_demand
 
 
 @dataclass(frozen=True)
 class Program:
-    """A run or a server in a process group of its own, perhaps below `timeout`."""
+    """A run or a server in a new process group. Its leader may be the command `timeout`."""
 
     leader: subprocess.Popen[bytes]
     folder: Path
@@ -45,7 +45,7 @@ class Program:
 
     @property
     def children(self) -> list[str]:
-        """Names of all living descendants of the driver."""
+        """Names of all running descendants of the driver."""
         names = []
         for child in self.driver.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -66,7 +66,7 @@ class Program:
     def check_end(self, allowed: Sequence[int], send: Callable[[], None], within_s: float = 30) -> None:
         """Call `send`. The program must exit with an `allowed` status within `within_s` and leave no process behind."""
         driver = self.driver
-        family = driver.children(recursive=True)
+        processes = driver.children(recursive=True)
         send()
         try:
             status = self.leader.wait(within_s)
@@ -77,8 +77,8 @@ class Program:
         assert status in allowed, self.log[-4000:]
         assert status <= 0 or f"ended by {signal.Signals(status - 128).name}" in self.log
         assert "Traceback" not in self.log, self.log[-8000:]
-        _, left = psutil.wait_procs(family, timeout=30)
-        assert not left, f"left {[process.cmdline()[:3] for process in left]}"
+        _, remaining = psutil.wait_procs(processes, timeout=30)
+        assert not remaining, f"still running: {[process.cmdline()[:3] for process in remaining]}"
 
 
 Moments = dict[str, Callable[[Program], bool]]
@@ -93,7 +93,7 @@ TRAINING: Moments = {
     "evaluation": lambda program: "so far: evaluate" in program.log,
     "closing": lambda program: "steps, in" in program.log,
 }
-"""How a program looks at the moment."""
+"""Conditions that show that a program has reached a moment."""
 SIGNALS = [pytest.param(signal.SIGINT, marks=on_demand, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM")]
 
 
@@ -125,7 +125,7 @@ def started(folder: Path, arguments: Sequence[str]) -> Iterator[Program]:
 @pytest.mark.defect("signals-in-a-library")
 @pytest.mark.parametrize("moment", STARTS)
 @pytest.mark.parametrize("number", SIGNALS)
-def test_start_exits_at_once_on_group_signal(
+def test_group_signal_during_start_exits_immediately(
     moment: str, number: signal.Signals, small: Callable[[Path], list[str]], folder: Path
 ):
     with started(folder, command("main_base", small(folder))) as program:
@@ -134,7 +134,7 @@ def test_start_exits_at_once_on_group_signal(
         program.check_end([128 + number], lambda: os.killpg(program.leader.pid, number), within_s=10)
         while (folders := list(folder.glob("ray-*[!k]"))) and time.monotonic() < sent + 30:
             time.sleep(0.05)
-        assert not folders, "Ray's folder goes with the run"
+        assert not folders, "Ray's folder is deleted with the run"
 
 
 @on_demand
@@ -147,7 +147,7 @@ def test_group_signal_saves_last_step(
 ):
     with started(folder, command("main_base", [*small(folder), *training(moment)])) as program:
         program.wait_until(TRAINING[moment])
-        late = [0] if moment == "closing" else []  # the interpreter has dropped its handlers
+        late = [0] if moment == "closing" else []  # the interpreter has already removed its handlers
         program.check_end([128 + number, *late], lambda: os.killpg(program.leader.pid, number))
         check_saved(program)
 
@@ -156,7 +156,7 @@ def test_group_signal_saves_last_step(
 @pytest.mark.defect("group-signals-kill-ray-first")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_timeout_saves_last_step(number: signal.Signals, small: Callable[[Path], list[str]], folder: Path):
-    """`timeout` that gets a signal does what it does when the time is up: it signals its child, then its group."""
+    """When `timeout` receives a signal, it signals its child and then its process group, as when the time is up."""
     timeout = ["timeout", "--preserve-status", "600"]
     with started(folder, [*timeout, *command("main_base", [*small(folder), *training("step")])]) as program:
         program.wait_until(TRAINING["step"])
@@ -165,7 +165,7 @@ def test_timeout_saves_last_step(number: signal.Signals, small: Callable[[Path],
 
 
 def training(moment: str) -> list[str]:
-    """Overrides that make the moment last or come often."""
+    """Return overrides that make the moment last long or occur often."""
     if moment == "closing":
         return []
     if moment == "evaluation":
@@ -210,7 +210,7 @@ def test_group_signal_ends_serve(moment: str, number: signal.Signals, tiny_model
     ]
     with started(folder, command("serve", overrides)) as program:
         program.wait_until((STARTS | SERVING).get(moment, SERVING["idle"]))
-        request = threading.Thread(target=ask, args=(port,), daemon=True)
+        request = threading.Thread(target=send_long_request, args=(port,), daemon=True)
         if moment == "request":
             request.start()
             time.sleep(1)
@@ -219,8 +219,8 @@ def test_group_signal_ends_serve(moment: str, number: signal.Signals, tiny_model
         program.check_end([status], lambda: os.killpg(program.leader.pid, number))
 
 
-def ask(port: int) -> None:
-    """Send a request that takes longer than the test; its answer does not matter."""
+def send_long_request(port: int) -> None:
+    """Send a request that takes longer than the test, and ignore the answer."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 30_000, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     with (

@@ -27,11 +27,11 @@ Script = Callable[..., tuple[dict[int, dict[str, Any]], str]]
 
 @pytest.fixture
 def script(small: Callable[[Path], list[str]], tmp_path: Path) -> Script:
-    """Run a script for two steps; returns its rows of metrics and what it printed."""
+    """Run a script for two steps; return its rows of metrics and its output."""
 
     def run(name: str, *overrides: str, expect: int = 0) -> tuple[dict[int, dict[str, Any]], str]:
-        given = {text.partition("=")[0]: text for text in (*small(tmp_path), *TWO_STEPS, *overrides)}
-        keys = list(given.values())
+        overrides_by_key = {text.partition("=")[0]: text for text in (*small(tmp_path), *TWO_STEPS, *overrides)}
+        keys = list(overrides_by_key.values())
         done = subprocess.run(
             [sys.executable, str(SCRIPTS / name), *keys],
             cwd=tmp_path,
@@ -40,9 +40,9 @@ def script(small: Callable[[Path], list[str]], tmp_path: Path) -> Script:
             text=True,
             timeout=300,
         )
-        said = done.stdout + done.stderr
-        assert done.returncode == expect, said[-8000:]
-        return metrics_of(tmp_path) if expect == 0 else {}, said
+        output = done.stdout + done.stderr
+        assert done.returncode == expect, output[-8000:]
+        return metrics_of(tmp_path) if expect == 0 else {}, output
 
     return run
 
@@ -57,13 +57,13 @@ def test_own_generator_with_rewards_by_token(script: Script):
         assert rows[step]["generate/step"] == step
         assert rows[step]["reward/mean"] > 1  # a sum over tokens
         assert rows[step]["policy/grad_norm"] > 0
-        assert rows[step]["mismatch/kl"] < 1e-3  # log-probs that the engines told are those of the trainer
+        assert rows[step]["mismatch/kl"] < 1e-3  # the engines' log-probs are those of the trainer
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_script_of_the_page(script: Script, tmp_path: Path):
-    """As it stands in docs/from_skyrl.md; the scripts beside this file have its parts."""
+def test_documented_script_trains(script: Script, tmp_path: Path):
+    """Run the script of docs/from_skyrl.md unchanged; the scripts in skyrl_scripts have its parts."""
     (tmp_path / "page.py").write_text(snippets("docs/from_skyrl.md")[0])
     rows, _ = script(str(tmp_path / "page.py"))
     assert set(rows) == {0, 1, 2} and rows[2]["rollouts/failed"] == 0
@@ -71,9 +71,9 @@ def test_the_script_of_the_page(script: Script, tmp_path: Path):
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_own_loss_reaches_the_ranks_from_the_main_program(script: Script):
+def test_own_loss_reaches_ranks(script: Script):
     rows, _ = script("own_loss.py", "trainer.algorithm.policy_loss_type=my_reinforce")
-    assert rows[2]["policy/clip_ratio"] == 0.25  # what the function says
+    assert rows[2]["policy/clip_ratio"] == 0.25  # the value that the function returns
 
 
 @pytest.mark.on_demand
@@ -100,7 +100,7 @@ def test_own_environment_of_the_gym_package(script: Script, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_own_experiment_with_rows_tracker_and_a_changed_generator(script: Script, tmp_path: Path):
+def test_own_experiment_replaces_data_tracker_and_generator(script: Script, tmp_path: Path):
     rows, _ = script("own_experiment.py", "trainer.dump_data_batch=true")
     logged = [json.loads(line) for line in (tmp_path / "exports" / "mine.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged] == [0, 1, 2]
@@ -118,7 +118,7 @@ def test_own_experiment_with_rows_tracker_and_a_changed_generator(script: Script
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_own_trainer_changes_masks_and_rewards_around_the_loop(script: Script, tmp_path: Path):
+def test_own_trainer_changes_masks_and_rewards(script: Script, tmp_path: Path):
     rows, _ = script(
         "own_trainer.py",
         "trainer.algorithm.advantage_estimator=no_op",
@@ -167,24 +167,27 @@ def test_own_trainer_overrides_every_method_of_a_step(script: Script, tmp_path: 
         expected += [("train", 1), ("load_checkpoints", 0)]
         expected += [(name, number) for name in (*called, "eval", "save_models", "save_checkpoints")]
     assert noted == expected
-    of = {name: [note for note in notes if note["name"] == name] for name, _ in noted}
+    notes_by_name = {name: [note for note in notes if note["name"] == name] for name, _ in noted}
     checkpoint = str(tmp_path / "ckpts" / "global_step_1")
-    assert [(note["folder"], note["seen"]) for note in of["load_checkpoints"]] == [(None, 0), (checkpoint, 48)]
-    assert of["save_checkpoints"][0]["folder"] == checkpoint
-    assert [note["scored"] for note in of["convert_to_training_input"]] == [False, False]
-    assert [note["scored"] for note in of["fwd_logprobs_values_reward"]] == [True, True]
-    assert {(note["phase"], note["count"]) for note in of["generate"]} == {("train", 48)}
-    assert [note["reward"] for note in of["compute_advantages_and_returns"]] == [1.5, 1.5]
+    assert [(note["folder"], note["seen"]) for note in notes_by_name["load_checkpoints"]] == [
+        (None, 0),
+        (checkpoint, 48),
+    ]
+    assert notes_by_name["save_checkpoints"][0]["folder"] == checkpoint
+    assert [note["scored"] for note in notes_by_name["convert_to_training_input"]] == [False, False]
+    assert [note["scored"] for note in notes_by_name["fwd_logprobs_values_reward"]] == [True, True]
+    assert {(note["phase"], note["count"]) for note in notes_by_name["generate"]} == {("train", 48)}
+    assert [note["reward"] for note in notes_by_name["compute_advantages_and_returns"]] == [1.5, 1.5]
     assert rows[2]["mine/seen"] == 96 and rows[2]["mine/grad_norm"] > 0 and rows[2]["eval/mine"] == 1
     timed = json.loads((tmp_path / "ckpts" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < timed["timing/own_update"] <= timed["timing/update_s"]
     folder = tmp_path / "exports"
     data = TrainingInputBatch().load(folder / "dumped_data" / "global_step_2_training_input.pkl")
     assert len(data) == 48 and not data["loss_mask"][:, 0].any() and data["loss_mask"][:, 1:].any()
-    assert of["train_critic_and_policy"][1]["trained"] == data["loss_mask"].sum()
+    assert notes_by_name["train_critic_and_policy"][1]["trained"] == data["loss_mask"].sum()
     assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_1", "global_step_2"]
 
 
-def test_a_mistake_is_told_before_ray_starts(script: Script):
-    _, said = script("own_loss.py", "trainer.algorithm.eps_clip_lo=0.1", expect=2)
-    assert "Did you mean trainer.algorithm.eps_clip_low?" in said and "Traceback" not in said
+def test_mistake_is_reported_before_ray_starts(script: Script):
+    _, output = script("own_loss.py", "trainer.algorithm.eps_clip_lo=0.1", expect=2)
+    assert "Did you mean trainer.algorithm.eps_clip_low?" in output and "Traceback" not in output

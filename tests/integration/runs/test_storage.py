@@ -1,4 +1,4 @@
-"""Runs whose data, model, checkpoints and exports are on an S3 server, by the entrypoint in a process of its own."""
+"""Runs with data, model, checkpoints and exports on an S3 server, started through the entrypoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server
 
 @pytest.fixture
 def inputs(tmp_path: Path, tiny_model_path: str) -> tuple[Path, Path]:
-    """A file of demonstrations, and the folder of a model."""
+    """Return a file of demonstrations and the folder of a model."""
     rows = [
         {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "abc" * (1 + i % 3)}]}
         for i in range(12)
@@ -48,7 +48,7 @@ def inputs(tmp_path: Path, tiny_model_path: str) -> tuple[Path, Path]:
 
 
 def overrides(data: object, model: object, run: object, exports: object) -> list[str]:
-    """Six steps, with a checkpoint after every second one."""
+    """Return overrides for six steps with a checkpoint after every second one."""
     return [
         f"data.train_data=['{data}']",
         f"trainer.policy.model.path={model}",
@@ -72,8 +72,8 @@ def put(server: S3Server, prefix: str, *files: Path) -> None:
         bucket.put_file(str(file), f"{BUCKET}/{prefix}/{file.name}")
 
 
-def train(given: list[str], expect: int = 0) -> str:
-    done = subprocess.run(command("main_sft", given), capture_output=True, text=True, env=os.environ, timeout=300)
+def train(arguments: list[str], expect: int = 0) -> str:
+    done = subprocess.run(command("main_sft", arguments), capture_output=True, text=True, env=os.environ, timeout=300)
     assert done.returncode == expect, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout + done.stderr
 
@@ -83,19 +83,19 @@ def metrics_in(content: bytes) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
 
 
-def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywhere(
+def test_run_on_remote_storage_leaks_no_credentials(
     server: S3Server, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     data, model = inputs
     put(server, "data", data)
     put(server, "models/tiny", *model.iterdir())
-    given = overrides(f"s3://{BUCKET}/data/{data.name}", f"s3://{BUCKET}/models/tiny", RUN, EXPORTS)
+    arguments = overrides(f"s3://{BUCKET}/data/{data.name}", f"s3://{BUCKET}/models/tiny", RUN, EXPORTS)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    said = train([*given, "trainer.max_ckpts_to_keep=2", "trainer.logger=[console,tensorboard,wandb]"])
+    output = train([*arguments, "trainer.max_ckpts_to_keep=2", "trainer.logger=[console,tensorboard,wandb]"])
 
     stored = server.objects()
     steps = {key.split("/")[2] for key in stored if key.startswith("team/run/global_step_")}
-    assert steps == {"global_step_4", "global_step_6"}, "two are kept there, too"
+    assert steps == {"global_step_4", "global_step_6"}, "remote storage also keeps two checkpoints"
     assert stored["team/run/latest_ckpt_global_step.txt"] == b"6"
     assert [row["step"] for row in metrics_in(stored["team/run/metrics.jsonl"])] == [1, 2, 3, 4, 5, 6]
     assert any(key.startswith("team/run/wandb/offline-run-") and key.endswith(".wandb") for key in stored)
@@ -103,27 +103,27 @@ def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywh
         assert f"team/run/{name}" in stored
     assert {"team/exports/global_step_6/policy/manifest.json", f"team/exports/{WEIGHTS}"} <= stored.keys()
     assert f"{RUN}".encode() in stored["team/run/config.yaml"]
-    assert json.loads(stored["team/run/.lock"])["ended"], "whoever comes next need not wait"
-    assert_a_checkpoint_there_is_exported_here(stored, tmp_path)
+    assert json.loads(stored["team/run/.lock"])["ended"], "the lock is released, so another run need not wait"
+    assert_remote_checkpoint_can_be_exported(stored, tmp_path)
 
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for secret in (ACCESS_KEY, SECRET_KEY):
-        assert secret not in said
+        assert secret not in output
         assert [key for key, content in {**files, **stored}.items() if secret.encode() in content] == []
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_command_of_the_page_trains(server: S3Server, tiny_model_path: str, tmp_path: Path):
-    """As docs/storage.md has it, with its addresses, but small."""
-    (found,) = find_commands(r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:")
-    words = [word.replace("s3://bucket/", f"s3://{BUCKET}/") for word in found.words[3:]]
+def test_documented_storage_command_trains(server: S3Server, tiny_model_path: str, tmp_path: Path):
+    """Run the command of docs/storage.md with its URIs and a small model."""
+    (documented,) = find_commands(r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:")
+    words = [word.replace("s3://bucket/", f"s3://{BUCKET}/") for word in documented.words[3:]]
     for split in ("train", "validation"):
         datasets.Dataset.from_list([ROW] * 8).to_parquet(tmp_path / f"{split}.parquet")
         put(server, "gsm8k", tmp_path / f"{split}.parquet")
     put(server, "models/qwen2.5-0.5b", *Path(tiny_model_path).iterdir())
-    given = command("main_base", [*words, *SMALL, "trainer.ckpt_interval=1", "trainer.hf_save_interval=1"])
-    done = subprocess.run(given, capture_output=True, text=True, env=os.environ, timeout=300, check=False)
+    arguments = command("main_base", [*words, *SMALL, "trainer.ckpt_interval=1", "trainer.hf_save_interval=1"])
+    done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     stored = server.objects()
     assert {"runs/a/global_step_1/manifest.json", "exports/a/global_step_1/policy/manifest.json"} <= stored.keys()
@@ -131,40 +131,40 @@ def test_the_command_of_the_page_trains(server: S3Server, tiny_model_path: str, 
     assert row["rollouts/failed"] == 0
 
 
-def assert_a_checkpoint_there_is_exported_here(stored: dict[str, bytes], folder: Path) -> None:
+def assert_remote_checkpoint_can_be_exported(stored: dict[str, bytes], folder: Path) -> None:
     local_copy.cache_clear()
     export(ExportRequest(f"{RUN}/global_step_6", str(folder / "model")))
     local_copy.cache_clear()
     assert (folder / "model" / "model.safetensors").read_bytes() == stored[f"team/exports/{WEIGHTS}"]
     card = (folder / "model" / "README.md").read_text()
-    assert "a run that learns from demonstrations. Loaded again" in card and "s3://" not in card
+    assert "a run that trains on demonstrations. Loaded again" in card and "s3://" not in card
     assert "`tiny`" in card and (folder / "model" / "learning_curve.png").is_file()
-    assert not list((folder / "cache").glob("checkpoint-*")), "nothing of it stays"
+    assert not list((folder / "cache").glob("checkpoint-*")), "the downloaded copy is deleted"
 
 
 @pytest.mark.on_demand
-def test_a_run_killed_in_the_middle_of_an_upload_resumes_on_another_machine_to_the_same_bits(
+def test_run_killed_during_upload_resumes_elsewhere(
     server: S3Server, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     data, model = inputs
     train(overrides(data, model, tmp_path / "straight", tmp_path / "straight_exports"))
 
-    given = overrides(data, model, RUN, EXPORTS)
+    arguments = overrides(data, model, RUN, EXPORTS)
     server.block_pattern = r"PUT /runs/team/run/global_step_4/policy/.*"
-    driver = subprocess.Popen(command("main_sft", given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert server.is_blocking.wait(120), "the second checkpoint is being uploaded"
-    family = psutil.Process(driver.pid).children(recursive=True)
+    driver = subprocess.Popen(command("main_sft", arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert server.is_blocking.wait(120), "the upload of the second checkpoint has started"
+    processes = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    psutil.wait_procs(family, timeout=30)
+    psutil.wait_procs(processes, timeout=30)
     server.unblock()
     stored = server.objects()
     assert "team/run/global_step_2/manifest.json" in stored
     assert "team/run/global_step_4/manifest.json" not in stored
 
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "another_machine"))
-    said = train(given)
-    assert "resumed at step 2 of 6" in said
+    output = train(arguments)
+    assert "resumed at step 2 of 6" in output
     stored = server.objects()
     assert stored[f"team/exports/{WEIGHTS}"] == (tmp_path / "straight_exports" / WEIGHTS).read_bytes()
     straight = (tmp_path / "straight" / "metrics.jsonl").read_bytes()
@@ -172,22 +172,20 @@ def test_a_run_killed_in_the_middle_of_an_upload_resumes_on_another_machine_to_t
 
 
 @pytest.mark.on_demand
-def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_what_is_here_and_finishes_the_upload(
-    server: S3Server, inputs: tuple[Path, Path], tmp_path: Path
-):
+def test_run_killed_during_upload_resumes_locally(server: S3Server, inputs: tuple[Path, Path], tmp_path: Path):
     data, model = inputs
-    given = overrides(data, model, RUN, EXPORTS)
+    arguments = overrides(data, model, RUN, EXPORTS)
     server.block_pattern = r"PUT /runs/team/run/global_step_4/policy/.*"
-    driver = subprocess.Popen(command("main_sft", given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen(command("main_sft", arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert server.is_blocking.wait(120)
-    here = tmp_path / "cache" / "runs" / "s3" / BUCKET / "team" / "run"
-    assert (here / "global_step_4" / "manifest.json").exists()
-    family = psutil.Process(driver.pid).children(recursive=True)
+    local = tmp_path / "cache" / "runs" / "s3" / BUCKET / "team" / "run"
+    assert (local / "global_step_4" / "manifest.json").exists()
+    processes = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    psutil.wait_procs(family, timeout=30)
+    psutil.wait_procs(processes, timeout=30)
     server.unblock()
-    assert re.search(r"resumed at step [46] of 6", train(given)), "step 4 is here, though not there"
+    assert re.search(r"resumed at step [46] of 6", train(arguments)), "step 4 is only in the local copy"
     stored = server.objects()
     steps = {key.split("/")[2] for key in stored if key.endswith("/manifest.json") and "/run/" in key}
     assert steps == {"global_step_2", "global_step_4", "global_step_6"}

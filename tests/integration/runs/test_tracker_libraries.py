@@ -1,4 +1,4 @@
-"""Each tracker with its real library, in an environment that has this package's dependencies and that one extra."""
+"""Each tracker with its real library, in an environment with this package's dependencies and that one extra."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl_train.report.rollout_files import RolloutReader
 
 REPOSITORY = Path(__file__).parents[3]
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
-"""With the uv that scripts/bootstrap gets where there is none."""
+"""The PATH with the uv that scripts/bootstrap installs where there is none."""
 HOSTILE = "\x1b[31m\x00</td><script>f()</script> **b** [a](javascript:f())\ud800\u202e\r\nnext line"
 SHOWN = r"\x1b[31m\x00</td><script>f()</script> **b** [a](javascript:f())\ud800\u202e\r" + "\nnext line"
 TABLE = {"prompt": SHOWN, "reward": 0.25, "stop_reason": "stop", "uid": "gsm8k-7", "status": "ok"} | {
@@ -32,7 +32,7 @@ TABLE = {"prompt": SHOWN, "reward": 0.25, "stop_reason": "stop", "uid": "gsm8k-7
     "version": 5,
     "sample": 0,
 }
-"""A row of completions but for the response."""
+"""A row of completions without the response."""
 LONG = "environment/" + 300 * "x"
 CANARIES = {name: f"canary-{name}" for name in ("SLURM_JWT", "HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD")}
 
@@ -43,15 +43,15 @@ import socket, sys
 
 def watch(event, arguments):
     if event in ("socket.bind", "socket.connect") and arguments[0].family != socket.AF_UNIX:
-        here = arguments[1][0] in ("127.0.0.1", "localhost", "::1")
-        probe = arguments[1][:2] == ("::1", 0)  # urllib3 looks whether there is IPv6
-        if not (probe or here and event == "socket.connect"):
+        is_local = arguments[1][0] in ("127.0.0.1", "localhost", "::1")
+        probe = arguments[1][:2] == ("::1", 0)  # urllib3 checks for IPv6 support
+        if not (probe or is_local and event == "socket.connect"):
             print("NETWORK", event, arguments[1], flush=True)
             raise OSError("no network in this test")
 
 sys.addaudithook(watch)
 """
-"""Says and refuses what would leave this machine, and every port that is opened on it."""
+"""Prints and blocks connections to other machines, and every port that is opened on this one."""
 
 REPORT = (
     WATCHED
@@ -112,11 +112,11 @@ print(json.dumps([{
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The Python of an environment with an extra, made once; skips without uv or the package index."""
-    made: dict[str, str] = {}
+    """Return the Python of an environment with an extra, created once. Skips without uv or the package index."""
+    pythons: dict[str, str] = {}
 
     def make(extra: str) -> str:
-        if extra not in made:
+        if extra not in pythons:
             if shutil.which("uv", path=PATH) is None:
                 pytest.skip("needs uv")
             folder = tmp_path_factory.mktemp(extra) / "venv"
@@ -131,14 +131,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
                 if done.returncode and "Failed to fetch" in done.stderr:
                     pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[0]}")
                 assert done.returncode == 0, done.stderr
-            made[extra] = python
-        return made[extra]
+            pythons[extra] = python
+        return pythons[extra]
 
     return make
 
 
 def read(python: str, code: str, *arguments: str, home: Path, **variables: str) -> Any:
-    """The runs that the library itself finds."""
+    """Return the runs that the library itself finds."""
     env = {"PATH": os.environ["PATH"], "HOME": str(home)} | variables
     done = subprocess.run(
         [python, "-c", code, *arguments], env=env, cwd=home, capture_output=True, text=True, timeout=200
@@ -148,15 +148,15 @@ def read(python: str, code: str, *arguments: str, home: Path, **variables: str) 
 
 
 def report(python: str, *arguments: str, home: Path, **variables: str) -> str:
-    """What a run printed; in an environment with secrets, of which nothing may be said, nor of network or failures."""
+    """Return the output of a run in an environment with secrets. It must not mention them, network or failures."""
     env = CANARIES | {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(REPOSITORY)} | variables
     done = subprocess.run(
         [python, "-c", REPORT, *arguments], env=env, cwd=home, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == ("fails" in arguments), done.stderr
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     for unwanted in ("NETWORK", "failed", "arning", "canary-", "http://", "INFO", "Uploading"):
-        assert unwanted not in said, said
+        assert unwanted not in output, output
     return done.stdout
 
 
@@ -176,20 +176,18 @@ def assert_no_secret_and_no_host(folder: Path) -> None:
 
 
 def start_three_times(python: str, tracker: str, run: Path, **variables: str) -> None:
-    """From the start, resumed at step 1 with another seed, and from the start again, which ends with an error."""
+    """Start a run, resume it at step 1 with another seed, and start it again with an error at the end."""
     home = run.parent / "home"
     for start, *others in (("0", "1"), ("1", "2"), ("0", "3", "fails")):
-        said = report(python, tracker, str(run), start, *others, home=home, **variables)
-        assert f"members ['console', 'diagnosis', 'jsonl', '{tracker}']" in said
+        output = report(python, tracker, str(run), start, *others, home=home, **variables)
+        assert f"members ['console', 'diagnosis', 'jsonl', '{tracker}']" in output
 
 
-def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_anew(
-    environment: Callable[[str], str], home: Path, tmp_path: Path
-):
+def test_mlflow_resumes_run_in_run_folder(environment: Callable[[str], str], home: Path, tmp_path: Path):
     python, run = environment("mlflow"), tmp_path / "run"
     run.mkdir()
     start_three_times(python, "mlflow", run)
-    assert os.listdir(home) == [], "something beside the run's folder"
+    assert os.listdir(home) == [], "files outside of the run's folder"
     first, second = read(python, READ_MLFLOW, f"sqlite:///{run}/mlflow/mlflow.db", home=home)
     assert sorted(first["rewards"]) == [[1, 0.25], [2, 0.5], [2, 0.5], [3, 0.75]]
     assert [step for step, _ in second["rewards"]] == [1, 2]
@@ -197,7 +195,7 @@ def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_an
     assert json.loads((run / "trackers.json").read_text()) == {"mlflow": second["id"]}
     assert len(first["metrics"]) == 7 and max(map(len, first["metrics"])) == 250
     assert {"reward/mean", "environment/_/a", "__/x"} <= set(first["metrics"])
-    # What is a parameter once cannot be changed; config.json has the newest values.
+    # MLflow's parameters cannot be changed; config.json has the latest values.
     assert first["params"]["trainer.seed"] == "1" and first["params"]["trainer.policy.lr"] == "1e-06"
     assert len(first["params"]["trainer.free.long"]) == 6000
     assert first["params"]["trainer.free.odd key_x21_"] == "[1, null]"
@@ -209,9 +207,7 @@ def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_an
     assert_no_secret_and_no_host(tmp_path)
 
 
-def test_a_folder_that_was_moved_gets_a_run_of_mlflow_whose_files_are_there(
-    environment: Callable[[str], str], home: Path, tmp_path: Path
-):
+def test_moved_folder_gets_new_mlflow_run(environment: Callable[[str], str], home: Path, tmp_path: Path):
     python, run, moved = environment("mlflow"), tmp_path / "run", tmp_path / "moved"
     run.mkdir()
     report(python, "mlflow", str(run), "0", "1", home=home)
@@ -248,9 +244,7 @@ def mlflow_server(python: str, folder: Path, port: int) -> Iterator[subprocess.P
 
 
 @pytest.mark.fault("F39")
-def test_a_server_of_mlflow_gets_the_run_and_one_that_goes_away_costs_the_tracker_and_a_warning(
-    environment: Callable[[str], str], home: Path, tmp_path: Path
-):
+def test_mlflow_server_failure_disables_tracker(environment: Callable[[str], str], home: Path, tmp_path: Path):
     python, run = environment("mlflow"), tmp_path / "run"
     run.mkdir()
     _, port = free_address()
@@ -276,9 +270,7 @@ def test_a_server_of_mlflow_gets_the_run_and_one_that_goes_away_costs_the_tracke
     assert time.monotonic() - began < 60
 
 
-def test_trackio_keeps_runs_where_it_is_told_continues_one_and_begins_another_one_anew(
-    environment: Callable[[str], str], home: Path, tmp_path: Path
-):
+def test_trackio_resumes_run_in_configured_folder(environment: Callable[[str], str], home: Path, tmp_path: Path):
     python, run, folder = environment("trackio"), tmp_path / "run", tmp_path / "trackio"
     run.mkdir()
     variables = {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
@@ -296,19 +288,19 @@ def test_trackio_keeps_runs_where_it_is_told_continues_one_and_begins_another_on
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_the_default_trackers_work_in_an_environment_of_their_own(
+def test_default_trackers_work_in_separate_environment(
     tracker: str, environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     run = tmp_path / "run"
     run.mkdir()
     for start in ("0", "1"):
         report(environment(tracker), tracker, str(run), start, "1", home=home, WANDB_MODE="offline")
-    found = {"tensorboard": "tensorboard/events.out.tfevents.*", "wandb": "wandb/offline-run-*/run-*.wandb"}
-    assert len(list(run.glob(found[tracker]))) == 2
+    patterns = {"tensorboard": "tensorboard/events.out.tfevents.*", "wandb": "wandb/offline-run-*/run-*.wandb"}
+    assert len(list(run.glob(patterns[tracker]))) == 2
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb"])
-def test_a_resumed_training_run_is_one_run_of_the_tracker(
+def test_resumed_run_is_one_tracker_run(
     tracker: str, small: Callable[[Path], list[str]], environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     python, folder = environment(tracker), tmp_path / "trackio"
@@ -340,14 +332,14 @@ def test_a_resumed_training_run_is_one_run_of_the_tracker(
 
 
 def assert_one_run_of_wandb(run: Path) -> None:
-    """Each start has a folder, of the same id, with the table of its step: all its samples."""
+    """Check that each start has a folder of the same run id, with the table of all samples of its step."""
     folders = sorted((run / "wandb").glob("offline-run-*"))
     assert [folder.name.rpartition("-")[2] for folder in folders] == [load_run_id(run, "wandb")] * 2
     for step, folder in enumerate(folders, 1):
         (table,) = [json.loads(file.read_text()) for file in folder.glob("files/media/table/*.json")]
         rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-        kept = RolloutReader(run).table([step], ["uid", "sample", "reward", "response_tokens", "text"]).to_pylist()
-        assert len(rows) == len(kept) == 16
-        for row, one in zip(rows, kept, strict=True):
-            assert [row[name] for name in ("uid", "sample", "reward", "tokens")] == [*one.values()][:4]
-            assert row["response"] == one["text"] and row["version"] == step - 1
+        saved = RolloutReader(run).table([step], ["uid", "sample", "reward", "response_tokens", "text"]).to_pylist()
+        assert len(rows) == len(saved) == 16
+        for row, rollout in zip(rows, saved, strict=True):
+            assert [row[name] for name in ("uid", "sample", "reward", "tokens")] == [*rollout.values()][:4]
+            assert row["response"] == rollout["text"] and row["version"] == step - 1

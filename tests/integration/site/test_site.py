@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, needs nobody else's server, and fits narrow and wide screens."""
+"""The documentation site builds without warnings, loads nothing from other hosts, and fits narrow and wide screens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: ru
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `scripts/docs` builds; mkdocs.yml makes every warning an error."""
+    """The folder of the built site. mkdocs.yml makes every warning an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """The site, served as it would be."""
+    """URL of a server for the site."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -49,7 +49,7 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path):
+def test_pages_load_nothing_from_other_hosts(site: Path):
     pages = {path.stem for path in (REPOSITORY / "docs").glob("*.md")} - {"index"}
     assert {path.parent.name for path in site.glob("*/index.html")} >= pages
     for page in site.rglob("*.html"):
@@ -61,18 +61,18 @@ def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path):
 
 @pytest.fixture(scope="module")
 def page(address: str) -> Iterator[Page]:
-    """A page of Chromium, which may ask nobody but the site."""
+    """A page of Chromium. Asserts at the end that it only sent requests to the site."""
     with sync_playwright() as playwright:
         with playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser:
             page = browser.new_page()
-            asked: list[str] = []
-            page.on("request", lambda request: asked.append(request.url))
+            requested: list[str] = []
+            page.on("request", lambda request: requested.append(request.url))
             yield page
-    assert [url for url in asked if not url.startswith((address, "data:"))] == []
+    assert [url for url in requested if not url.startswith((address, "data:"))] == []
 
 
 @needs_chromium
-def test_keys_are_found_by_words_of_their_whole_name_and_meaning(page: Page, address: str):
+def test_key_filter_searches_names_and_descriptions(page: Page, address: str):
     page.goto(f"{address}/configuration/")
     box, rows = page.locator(".key-filter"), page.locator("article tbody tr:visible")
     everything = rows.count()
@@ -88,9 +88,9 @@ def test_keys_are_found_by_words_of_their_whole_name_and_meaning(page: Page, add
 
 
 @needs_chromium
-def test_the_search_finds_a_key_by_its_whole_name(page: Page, address: str):
+def test_search_finds_key_by_full_name(page: Page, address: str):
     page.goto(f"{address}/")
-    # By its keys, which are what the theme listens to: it does not always see what is filled in at once.
+    # The theme listens to key presses, and may miss text that is filled in at once.
     page.locator("[data-md-component=search-query]").press_sequentially("trainer.algorithm.eps_clip_low")
     found = page.locator(".md-search-result__item")
     found.first.wait_for(timeout=30_000)
@@ -98,54 +98,54 @@ def test_the_search_finds_a_key_by_its_whole_name(page: Page, address: str):
 
 
 @needs_chromium
-def test_other_pages_have_no_filter_and_the_schemes_differ(page: Page, address: str):
-    grounds = []
+def test_other_pages_have_no_key_filter(page: Page, address: str):
+    backgrounds = []
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         page.goto(f"{address}/algorithms/")
-        grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert len(set(grounds)) == 2
+        backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(set(backgrounds)) == 2
     assert page.locator(".key-filter").count() == 0
 
 
 FORMULAS = ["algorithms", "async", "tensordict_losses"]
 """Pages with formulas, which are inline code."""
-MOVED = {"benchmarks", "configuration", "models", "report", "scale"}
-"""Pages with tables of many columns, or of keys and addresses that are not broken: on wide screens, too, these move."""
+SCROLLABLE = {"benchmarks", "configuration", "models", "report", "scale"}
+"""Pages whose tables may scroll on wide screens, too: they have many columns, or keys and addresses without breaks."""
 BOXES = "article :is(code, p, li, table, .md-typeset__scrollwrap)"
-OUTSIDE = """([boxes, moves]) => [...document.querySelectorAll(boxes)].filter(box => {
+OVERFLOWING = """([boxes, mayScroll]) => [...document.querySelectorAll(boxes)].filter(box => {
   const style = getComputedStyle(box);
   if (style.display === "inline") {
     const within = box.closest("td, th, p, li, pre") ?? box.parentElement;
     return within.tagName !== "PRE" && box.getBoundingClientRect().right > within.getBoundingClientRect().right + 5;
   }
-  const moved = ["auto", "scroll"].includes(style.overflowX);
-  return box.scrollWidth > box.clientWidth + 5 && !(moved && (moves || box.tagName === "CODE"));
+  const scrolls = ["auto", "scroll"].includes(style.overflowX);
+  return box.scrollWidth > box.clientWidth + 5 && !(scrolls && (mayScroll || box.tagName === "CODE"));
 }).map(box => `${box.tagName} ${box.scrollWidth} in ${box.clientWidth}: ${box.textContent.trim().slice(0, 40)}`)"""
-"""What is wider than its box; `moves`: tables may be moved sideways. Five pixels are the padding of inline code."""
+"""Script that lists contents wider than their box, with 5 px for the padding of inline code."""
 
 
-def boxes_that_are_too_small(page: Page, address: str, names: Iterable[str], width: int) -> list[str]:
+def overflowing_boxes(page: Page, address: str, names: Iterable[str], width: int) -> list[str]:
     page.set_viewport_size({"width": width, "height": 800})
     found = []
     for name in names:
         page.goto(f"{address}/{name}/")
         if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
             found.append(f"{name} is wider than the screen")
-        found += [f"{name}: {box}" for box in page.evaluate(OUTSIDE, [BOXES, width < 1000 or name in MOVED])]
+        found += [f"{name}: {box}" for box in page.evaluate(OVERFLOWING, [BOXES, width < 1000 or name in SCROLLABLE])]
     return found
 
 
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 1280])
 def test_formulas_fit_into_their_boxes(page: Page, address: str, width: int):
-    """Tables, of which formulas are cells, can be moved sideways on a telephone."""
-    assert boxes_that_are_too_small(page, address, FORMULAS, width) == []
+    """Tables with formulas may scroll horizontally on a phone."""
+    assert overflowing_boxes(page, address, FORMULAS, width) == []
 
 
 @needs_chromium
 @pytest.mark.on_demand
 @pytest.mark.parametrize("width", [390, 1280])
-def test_no_page_is_wider_than_the_screen_and_no_box_too_small(page: Page, address: str, width: int):
+def test_all_pages_fit_the_screen(page: Page, address: str, width: int):
     names = sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "index")
-    assert boxes_that_are_too_small(page, address, names, width) == []
+    assert overflowing_boxes(page, address, names, width) == []

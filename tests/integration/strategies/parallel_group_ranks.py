@@ -214,7 +214,7 @@ def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
     """Check an update and a forward pass as `Learner` calls them, with an objective that depends on full sequences."""
     size = worker.spec.parallel_size
     batch = policy_batch()
-    shards = split_into_micro_batches(batch, worker.world_size // size, LIMITS, share=False)
+    shards = split_into_micro_batches(batch, worker.world_size // size, LIMITS, share_prompts=False)
     count = max(len(rows) for rows in shards)
     micro_batches = [batch.select(rows) for rows in shards[worker.rank // size]]
     scores = worker.forward(micro_batches, count)

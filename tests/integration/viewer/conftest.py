@@ -21,7 +21,7 @@ from tests.support.viewer_runs import write_run
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
-ANSWER_MS = 10_000
+TIMEOUT_MS = 10_000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,15 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Shown:
-    """A page in the browser, and what it did that it must not."""
+    """A page in the browser, with a record of forbidden actions."""
 
     page: Any
     address: str
     bad: list[str] = field(default_factory=list)
-    """Dialogs, windows, errors of its script, and requests to anybody but its own server."""
+    """Dialogs, windows, script errors, and requests to other servers than the page's own."""
 
     def open(self, view: str = "") -> Any:
-        """Go to the view behind #, as a link does; returns Playwright's page."""
+        """Open a view, as a link with this fragment would, and return Playwright's page."""
         self.page.goto("about:blank")
         self.page.goto(f"{self.address}#{view}")
         return self.page
@@ -49,11 +49,11 @@ class Shown:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Of a module: while it is there this thread has an event loop, so that no other test could begin one."""
+    """A Chromium browser. It lives for one module, because other tests cannot start an event loop meanwhile."""
     with sync_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(
             executable_path=CHROMIUM,
-            chromium_sandbox=os.geteuid() != 0,  # it does not start as root
+            chromium_sandbox=os.geteuid() != 0,  # the sandbox does not start as root
             args=["--disable-gpu", "--disable-dev-shm-usage"],
         )
         yield running
@@ -62,7 +62,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two runs, of which the first kept rollouts of three steps."""
+    """Two runs. The first has rollouts of three steps."""
     folder = tmp_path_factory.mktemp("runs")
     first = write_run(folder / "first", "first", steps=40, kept=(1, 2, 3))
     return [first, write_run(folder / "second", "second", steps=30, lr=3e-6, seed=1)]
@@ -70,12 +70,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def report_address(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The report of both runs, in a file."""
+    """URL of a report file of both runs."""
     return reported(runs, tmp_path_factory.mktemp("report"))
 
 
 def reported(runs: list[Path], folder: Path) -> str:
-    """The address of the file that `skyrl-train report` writes."""
+    """Return the URL of the file that `skyrl-train report` writes."""
     report_command.main([*map(str, runs), "--out", str(folder / "report.html")])
     return (folder / "report.html").as_uri()
 
@@ -88,7 +88,7 @@ def watch_address(runs: list[Path]) -> Iterator[str]:
 
 @contextmanager
 def watching(runs: list[Path]) -> Iterator[str]:
-    """The address that `skyrl-train watch` prints."""
+    """Run `skyrl-train watch` and yield the URL that it prints."""
     command = [sys.executable, "-m", "skyrl_train.entrypoints.watch", *map(str, runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -101,49 +101,53 @@ def watching(runs: list[Path]) -> Iterator[str]:
 
 @contextmanager
 def shown(browser: Any, address: str, **settings: Any) -> Iterator[Shown]:
-    """A window at an address; at the end it must have done nothing that it must not."""
+    """Open a window at an address. Assert at the end that the page did nothing forbidden."""
     context = browser.new_context(viewport={"width": 1200, "height": 800}, **settings)
-    context.set_default_timeout(ANSWER_MS)
-    found = Shown(context.new_page(), address)
+    context.set_default_timeout(TIMEOUT_MS)
+    window = Shown(context.new_page(), address)
     own = "file:" if address.startswith("file:") else address.partition("#")[0]
 
-    def dialog(opened: Any) -> None:
-        found.bad.append(f"dialog {opened.message}")
-        opened.dismiss()
+    def on_dialog(dialog: Any) -> None:
+        window.bad.append(f"dialog {dialog.message}")
+        dialog.dismiss()
 
-    context.on("request", lambda asked: None if asked.url.startswith((own, "data:,")) else found.bad.append(asked.url))
-    context.on("page", lambda other: found.bad.append(f"window {other.url}"))
-    found.page.on("dialog", dialog)
-    found.page.on("pageerror", lambda error: found.bad.append(f"error {error}"))
-    found.page.on("console", lambda said: found.bad.append(said.text) if said.type == "error" else None)
-    found.page.goto(address)
-    found.address = found.page.url.partition("#")[0]  # without the token
-    yield found
+    def on_request(request: Any) -> None:
+        if not request.url.startswith((own, "data:,")):
+            window.bad.append(request.url)
+
+    context.on("request", on_request)
+    context.on("page", lambda other: window.bad.append(f"window {other.url}"))
+    window.page.on("dialog", on_dialog)
+    window.page.on("pageerror", lambda error: window.bad.append(f"error {error}"))
+    window.page.on("console", lambda message: window.bad.append(message.text) if message.type == "error" else None)
+    window.page.goto(address)
+    window.address = window.page.url.partition("#")[0]  # without the token
+    yield window
     context.close()
-    assert found.bad == []
+    assert window.bad == []
 
 
 @pytest.fixture(scope="module")
 def report_window(browser: Any, report_address: str) -> Iterator[Shown]:
-    with shown(browser, report_address) as found:
-        yield found
+    with shown(browser, report_address) as window:
+        yield window
 
 
 @pytest.fixture(scope="module")
 def watch_window(browser: Any, watch_address: str) -> Iterator[Shown]:
-    with shown(browser, watch_address) as found:
-        yield found
+    with shown(browser, watch_address) as window:
+        yield window
 
 
 @pytest.fixture(scope="module", autouse=True)
-def opened_before_any_test(report_window: Shown, watch_window: Shown) -> None:
-    """What a test opens must be closed at its end."""
+def open_shared_windows_first(report_window: Shown, watch_window: Shown) -> None:
+    """Open the shared windows before any test, so that they do not count as windows of a test."""
 
 
 @pytest.fixture(params=["report", "watch"])
 def window(request: pytest.FixtureRequest) -> Iterator[Shown]:
-    """The page, with its data from a file and from a server."""
-    found: Shown = request.getfixturevalue(f"{request.param}_window")
-    found.bad.clear()
-    yield found
-    assert found.bad == []
+    """The page with its data from a report file, and with its data from a server."""
+    window: Shown = request.getfixturevalue(f"{request.param}_window")
+    window.bad.clear()
+    yield window
+    assert window.bad == []

@@ -30,7 +30,7 @@ BAND = """canvas => {
     }
     return seen;
 }"""
-"""Pixels in the first run's color that let through what is behind them."""
+"""Script that counts translucent pixels in the first run's color."""
 CURVES = Path(__file__).parents[3] / "viewer" / "src" / "curves.ts"
 FIRST, SECOND = "59,130,246", "249,115,22"
 DARK, LIGHT = "rgb(20, 23, 27)", "rgb(255, 255, 255)"
@@ -41,7 +41,7 @@ def chart(page: Any, title: str) -> Any:
     return page.locator("figure.chart").filter(has=page.get_by_text(title, exact=True)).first
 
 
-def test_curves_of_two_runs_are_in_one_chart_with_a_legend(window: Shown):
+def test_curves_of_two_runs_share_chart_and_legend(window: Shown):
     page = window.open()
     last = [metric_lines(steps, seed)[-1]["reward/mean"] for steps, seed in ((40, 0), (30, 1))]
     values = chart(page, "reward/mean").locator(".values li")
@@ -54,7 +54,7 @@ def test_curves_of_two_runs_are_in_one_chart_with_a_legend(window: Shown):
     expect(page.get_by_role("group", name="Runs").get_by_label("second")).not_to_be_checked()
 
 
-def test_a_chart_has_a_line_in_the_color_of_each_run_and_the_slider_smooths_it(report_window: Shown):
+def test_slider_smooths_each_run_s_line(report_window: Shown):
     page = report_window.open("smooth=0")
     canvas = chart(page, "policy/grad_norm").locator("canvas")
     raw = canvas.evaluate(PIXELS)
@@ -65,8 +65,8 @@ def test_a_chart_has_a_line_in_the_color_of_each_run_and_the_slider_smooths_it(r
     assert "smooth=0.99" in page.url
 
 
-def test_each_of_the_main_curves_is_drawn(window: Shown):
-    """Those of asynchronous runs, mismatch, throughput and memory, too."""
+def test_all_main_curves_are_drawn(window: Shown):
+    """The main section includes curves of asynchronous runs, mismatch, throughput and memory."""
     (main,) = re.findall(r"const MAIN = \[(.*?)\];", CURVES.read_text(encoding="utf-8"), re.DOTALL)
     names = ["evaluation by source" if "*" in name else name for name in re.findall(r'"(.+?)"', main)]
     page = window.open("smooth=0")
@@ -80,26 +80,26 @@ def test_each_of_the_main_curves_is_drawn(window: Shown):
         assert sum(count for color, count in canvas.evaluate(PIXELS).items() if count > 500) > 20_000, "areas"
 
 
-def test_quantiles_of_rewards_are_bands_around_their_mean(window: Shown):
+def test_reward_quantiles_are_bands_around_mean(window: Shown):
     page = window.open("zoom=1~3&smooth=0&find=mean")
     names = ("reward/mean", "async/staleness_mean")
     banded, plain = (chart(page, name).locator("canvas").evaluate(BAND) for name in names)
     assert banded > 5_000 and plain < 0.1 * banded
 
 
-def test_pointing_at_a_step_tells_the_numbers_of_it(report_window: Shown):
+def test_pointing_at_step_shows_its_values(report_window: Shown):
     page = report_window.open()
     figure = chart(page, "policy/entropy")
     figure.locator(".u-over").hover(position={"x": 100, "y": 50})
     expect(figure.locator(".values li")).to_have_count(3)
-    at, *said = figure.locator(".values li").all_inner_texts()
-    step = int(at.removeprefix("step "))
+    point, *texts = figure.locator(".values li").all_inner_texts()
+    step = int(point.removeprefix("step "))
     assert 0 < step < 30
     values = [metric_lines(steps, seed)[step]["policy/entropy"] for steps, seed in ((40, 0), (30, 1))]
-    assert [float(text.split()[-1]) for text in said] == pytest.approx(values, rel=1e-3)
+    assert [float(text.split()[-1]) for text in texts] == pytest.approx(values, rel=1e-3)
 
 
-def test_a_part_of_the_steps_is_zoomed_into_and_out_of(report_window: Shown):
+def test_zoom_into_steps_and_back(report_window: Shown):
     page = report_window.open()
     box = chart(page, "reward/mean").locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + 40, box["y"] + 30)
@@ -111,27 +111,29 @@ def test_a_part_of_the_steps_is_zoomed_into_and_out_of(report_window: Shown):
     assert "zoom" not in page.url
 
 
-def test_metrics_are_found_by_part_of_their_name(window: Shown):
+def test_search_finds_metrics_by_substring(window: Shown):
     page = window.open()
     expect(page.locator("figure.chart").first).to_be_visible()
     page.keyboard.press("/")
     page.keyboard.type("GRAD")
-    expect(page.locator("figcaption")).to_have_text(["policy/grad_norm", "policy/grad_norm"])  # of main, of policy
+    expect(page.locator("figcaption")).to_have_text(
+        ["policy/grad_norm", "policy/grad_norm"]
+    )  # in the sections main and policy
     page.get_by_label("Find").fill("nothing")
     expect(page.get_by_text("No metric has “nothing” in its name.")).to_be_visible()
 
 
-def test_keys_that_differ_and_findings_are_shown(window: Shown):
+def test_differing_keys_and_findings_are_shown(window: Shown):
     page = window.open("tab=runs")
     row = page.locator("table.differing tbody tr", has_text="trainer.policy.optimizer_config.lr")
     expect(row.locator("td")).to_have_text(["1e-06", "3e-06"])
     page.get_by_role("button", name="Diagnosis 2").click()
     expect(page.locator(".finding.holds")).to_have_count(2)
-    expect(page.locator(".finding").first).to_contain_text("60% of the responses were cut")
+    expect(page.locator(".finding").first).to_contain_text("60% of the responses were truncated")
     expect(page.locator(".finding").first).to_contain_text("generator.sampling_params.max_generate_length")
 
 
-def test_dark_and_light_follow_the_system_until_someone_chooses(browser: Any, report_address: str):
+def test_theme_follows_system_until_chosen(browser: Any, report_address: str):
     with shown(browser, report_address, color_scheme="dark") as window:
         page = window.page
         back = page.locator("body")
@@ -141,7 +143,7 @@ def test_dark_and_light_follow_the_system_until_someone_chooses(browser: Any, re
         page.get_by_label("Theme").select_option("dark")
         expect(back).to_have_css("background-color", DARK)
         assert page.evaluate("Object.values(localStorage)") == ["dark"]
-        # Chromium keeps a file's storage after a moment, and a page that is opened anew before it finds none.
+        # Chromium stores a file's local storage with a delay; a page that is reloaded earlier finds none.
         for _ in range(20):
             page.reload()
             if back.evaluate("body => getComputedStyle(body).backgroundColor") == DARK:
@@ -153,14 +155,14 @@ def test_dark_and_light_follow_the_system_until_someone_chooses(browser: Any, re
 
 
 @pytest.mark.parametrize("view", ["", "tab=rollouts&step=1&uid=1001&group=1&sample=1&how=group", "tab=runs"])
-def test_a_window_of_1000_pixels_needs_no_sideways_scrolling(browser: Any, report_address: str, view: str):
+def test_narrow_window_needs_no_horizontal_scrolling(browser: Any, report_address: str, view: str):
     with shown(browser, f"{report_address}#{view}") as window:
         window.page.set_viewport_size({"width": 1000, "height": 700})
         window.page.locator("main > *").first.wait_for()
         assert window.page.evaluate("document.documentElement.scrollWidth") <= 1000
 
 
-def test_what_a_run_under_way_adds_appears_by_itself(browser: Any, tmp_path: Path):
+def test_new_steps_of_active_run_appear(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "live", "live", steps=12, kept=(11, 12))
     line = metric_lines(13, 0)[-1]
     with watching([run]) as address, shown(browser, address) as window:
@@ -178,11 +180,11 @@ def test_what_a_run_under_way_adds_appears_by_itself(browser: Any, tmp_path: Pat
 
 
 @pytest.mark.defect("one-unreadable-run-hid-the-curves-of-others")
-def test_a_run_whose_metrics_cannot_be_read_hides_no_other(browser: Any, tmp_path: Path):
+def test_unreadable_run_does_not_hide_others(browser: Any, tmp_path: Path):
     good, bad = (write_run(tmp_path / name, name, steps=4) for name in ("good", "bad"))
     (bad / "metrics.jsonl").unlink()
     (bad / "metrics.jsonl").mkdir()
     with watching([bad, good]) as address, shown(browser, address) as window:
         expect(chart(window.page, "reward/mean").locator(".values li")).to_have_count(1)
         expect(window.page.get_by_role("alert")).to_be_visible()
-        window.bad.clear()  # the browser's own line of the answer 500
+        window.bad.clear()  # the browser reports the response with status 500

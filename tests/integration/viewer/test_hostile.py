@@ -1,4 +1,4 @@
-"""What a model, a tool or a user's own code wrote is text: nothing of it runs or becomes an element."""
+"""Texts of models, tools and users' code are shown as text: nothing runs or becomes an element."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ HOSTILE = [
     "x" * 60_000 + f"<script>{RUN}</script>",
 ]  # fmt: skip
 ROWS = 48
-LOOKED_AT = """selector => {
+INSPECT = """selector => {
     const read = node => node.nodeType === Node.TEXT_NODE ? node.data
         : node.matches('.hidden-sign') ? String.fromCodePoint(parseInt(node.title.slice(2), 16))
         : node.matches('button.more') ? '' : [...node.childNodes].map(read).join('');
@@ -74,21 +74,21 @@ LOOKED_AT = """selector => {
     for (const { localName } of all) counted[localName] = (counted[localName] || 0) + 1;
     return [[...document.querySelectorAll(selector)].map(read), counted, bad];
 }"""
-"""The texts of some elements, with signs read as what they stand for; all elements by name; and what is wrong."""
+"""Script that returns the texts of elements with signs decoded, the number of elements by name, and forbidden ones."""
 expect = sync_api.expect
 
 
 def clean(text: str) -> str:
-    """Lone surrogates are no text: servers and files have U+FFFD instead."""
+    """Return the text with U+FFFD for lone surrogates, as servers and files have it."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 NAMES = [clean(text)[:200] for text in HOSTILE]
-"""Of rows, sources, metrics: what a table can hold."""
+"""Names of rows, sources and metrics, in a form that a table can hold."""
 
 
 def hostile_run(run: Path) -> Path:
-    """Each text is everywhere in a rollout of its own; the last rollouts are harmless."""
+    """Write a run in which each hostile text fills all fields of one rollout, followed by harmless rollouts."""
     texts = [*HOSTILE, *["harmless"] * (ROWS - len(HOSTILE))]
     names = [*NAMES, *[f"harmless {row}" for row in range(len(HOSTILE), ROWS)]]
     write_run(run, NAMES[0] + NAMES[32], steps=12)
@@ -134,7 +134,7 @@ def hostile_windows(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.parametrize("kind", ["watch", "report"])
-def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: dict[str, Shown], kind: str):
+def test_model_output_never_becomes_element_or_script(hostile_windows: dict[str, Shown], kind: str):
     assert len(HOSTILE) == len(set(HOSTILE)) == 40
     window = hostile_windows[kind]
     page = window.open("tab=rollouts")
@@ -149,40 +149,40 @@ def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: 
             page.locator(".sample summary").click()
         while len(text) > 50_000 and page.locator(".more").count():
             page.locator(".more").first.click()
-        said, counted, bad = page.evaluate(LOOKED_AT, ".message > .text-block")
+        texts, counts, bad = page.evaluate(INSPECT, ".message > .text-block")
         picture = json.dumps({"type": "image_url", "image_url": clean(text)}, ensure_ascii=False, indent=2)
-        assert said == [f"{clean(text)}\n{picture}", *[clean(text)] * 3, f"before {clean(text)} after"], row
+        assert texts == [f"{clean(text)}\n{picture}", *[clean(text)] * 3, f"before {clean(text)} after"], row
         assert bad == []
-        elements = elements or counted  # those around the harmless text
-        assert counted == elements, row
+        elements = elements or counts  # the elements around the harmless text
+        assert counts == elements, row
 
         page.mouse.move(0, 0)
         page.evaluate("hash => { location.hash = hash }", urlencode({**view, "how": "tokens", "token": 16}))
         expect(page.locator("dl.token-facts")).to_contain_text("token16id")
-        (token,), _, bad = page.evaluate(LOOKED_AT, "[data-token='16']")
+        (token,), _, bad = page.evaluate(INSPECT, "[data-token='16']")
         assert token.replace("↵\n", "\n") == clean(text)
         assert bad == []
     assert window.bad == []
 
 
 @pytest.mark.parametrize("kind", ["watch", "report"])
-def test_names_of_runs_and_metrics_and_sources_are_text_too(hostile_windows: dict[str, Shown], kind: str):
+def test_names_are_shown_as_text(hostile_windows: dict[str, Shown], kind: str):
     window = hostile_windows[kind]
     page = window.open()
     page.locator("summary", has_text="own").click()
     captions = page.locator("figcaption")
     expect(captions).to_have_count(40)
-    said, _, bad = page.evaluate(LOOKED_AT, "figcaption")
-    assert sorted(said) == sorted(f"own/{name}" for name in NAMES)
+    texts, _, bad = page.evaluate(INSPECT, "figcaption")
+    assert sorted(texts) == sorted(f"own/{name}" for name in NAMES)
     assert bad == []
-    assert page.evaluate(LOOKED_AT, "h1")[0] == [NAMES[0] + NAMES[32]]
+    assert page.evaluate(INSPECT, "h1")[0] == [NAMES[0] + NAMES[32]]
     page = window.open("tab=rollouts")
     expect(page.locator("label", has_text=re.compile("^source")).locator("option")).to_have_count(1 + ROWS)
-    assert page.evaluate(LOOKED_AT, "option")[2] == []
+    assert page.evaluate(INSPECT, "option")[2] == []
     assert window.bad == []
 
 
-def test_an_escape_is_shown_and_a_bidi_control_turns_nothing_round(hostile_windows: dict[str, Shown]):
+def test_escapes_and_bidi_controls_are_visible(hostile_windows: dict[str, Shown]):
     page = hostile_windows["report"].open(
         urlencode({"tab": "rollouts", "step": 1, "uid": NAMES[29], "group": 29, "sample": 0})
     )
@@ -194,7 +194,7 @@ def test_an_escape_is_shown_and_a_bidi_control_turns_nothing_round(hostile_windo
     assert "userU+202Egnp.exeU+202C" in page.locator(".message.user > .text-block").inner_text()
 
 
-ADDED = """([name, content]) => {
+ADD_ELEMENT = """([name, content]) => {
     const added = document.createElement(name);
     if (name === 'script') added.textContent = content;
     else for (const [key, value] of Object.entries(content)) added.setAttribute(key, value);
@@ -203,12 +203,12 @@ ADDED = """([name, content]) => {
 }"""
 
 
-def test_the_page_lets_no_script_run_but_its_own_even_if_one_were_in_it(browser: Any, tmp_path: Path):
+def test_page_policy_blocks_injected_scripts(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "run", "run", steps=3)
     context = browser.new_context()
     refused: list[str] = []
     page = context.new_page()
-    page.on("console", lambda said: refused.append(said.text))
+    page.on("console", lambda message: refused.append(message.text))
     page.goto(reported([run], tmp_path))
     sync_api.expect(page.locator("figure.chart").first).to_be_visible()
     assert refused == []
@@ -218,7 +218,7 @@ def test_the_page_lets_no_script_run_but_its_own_even_if_one_were_in_it(browser:
         ["img", {"src": "http://198.51.100.7/x.png"}],
         ["iframe", {"srcdoc": "<script>parent.injected = 1</script>"}],
     ):
-        assert page.evaluate(ADDED, element) is None
+        assert page.evaluate(ADD_ELEMENT, element) is None
     assert page.evaluate("fetch('http://198.51.100.7/').then(() => 'answered', () => 'refused')") == "refused"
     assert sum("Content Security Policy" in text for text in refused) >= 4
     context.close()

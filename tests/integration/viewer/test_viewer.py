@@ -31,7 +31,7 @@ FILTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "text=Calculator": lambda row: "calculator" in row["messages"],
 }
 SAMPLE = "tab=rollouts&step=1&uid=1001&group=1&sample=1"
-POINTED_AT = """async () => {
+TOKEN_FACTS = """async () => {
     const said = [];
     for (const token of document.querySelectorAll('[data-token]')) {
         token.dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
@@ -41,34 +41,34 @@ POINTED_AT = """async () => {
     }
     return said;
 }"""
-"""What is told of each token."""
+"""Script that points at each token and returns the facts that the page shows."""
 expect = sync_api.expect
 
 
 @pytest.fixture
-def there(window: Shown, runs: list[Path]) -> list[dict[str, Any]]:
-    """The rollouts that the page can show: a report has whole groups, as many as it has room for."""
+def page_rollouts(window: Shown, runs: list[Path]) -> list[dict[str, Any]]:
+    """The rollouts that the page has: all of the run, or the groups that fit into a report."""
     rows: list[dict[str, Any]] = RolloutReader(runs[0]).table().to_pylist()
     if window.address.startswith("file:"):
-        inside = json.loads(window.page.locator("#data").inner_text())["rollouts"]["0"]
-        groups = {(row["step"], row["group"]) for row in inside}
+        embedded = json.loads(window.page.locator("#data").inner_text())["rollouts"]["0"]
+        groups = {(row["step"], row["group"]) for row in embedded}
         rows = [row for row in rows if (row["step"], row["group"]) in groups]
-        assert len(rows) == len(inside)
+        assert len(rows) == len(embedded)
     return rows
 
 
 @pytest.mark.parametrize("query", FILTERS)
-def test_a_filter_leaves_the_rollouts_that_it_names(window: Shown, there: list[dict[str, Any]], query: str):
-    left = sum(map(FILTERS[query], there))
-    assert 0 < left < len(there)
+def test_filters_select_matching_rollouts(window: Shown, page_rollouts: list[dict[str, Any]], query: str):
+    left = sum(map(FILTERS[query], page_rollouts))
+    assert 0 < left < len(page_rollouts)
     page = window.open(f"tab=rollouts&{query}")
     expect(page.locator(STATUS)).to_have_text(f"1–{min(50, left)} of {left}")
     page.get_by_role("button", name="Clear").click()
-    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(page_rollouts)}")
     assert page.url.endswith("#tab=rollouts")
 
 
-def test_filters_are_set_by_hand_and_stand_in_the_address(window: Shown):
+def test_filters_are_stored_in_url(window: Shown):
     page = window.open("tab=rollouts")
     page.get_by_label("reward from").fill("0.75")
     page.get_by_label("source").select_option("gsm8k")
@@ -84,43 +84,43 @@ def test_filters_are_set_by_hand_and_stand_in_the_address(window: Shown):
 
 
 @pytest.mark.parametrize(("order", "sign"), [("reward", 1), ("-reward", -1)])
-def test_failed_rollouts_have_no_reward_and_come_last(
-    window: Shown, there: list[dict[str, Any]], order: str, sign: int
-):
-    worked = [row for row in there if row["status"] == "ok"]
-    first = min(worked, key=lambda row: (sign * row["reward"], row["step"], row["group"], row["sample"]))
+def test_failed_rollouts_are_sorted_last(window: Shown, page_rollouts: list[dict[str, Any]], order: str, sign: int):
+    successful = [row for row in page_rollouts if row["status"] == "ok"]
+    first = min(successful, key=lambda row: (sign * row["reward"], row["step"], row["group"], row["sample"]))
     page = window.open(f"tab=rollouts&order={order}")
     expect(page.locator(".list .facts > span:nth-child(2)").first).to_have_text(
         f"step {first['step']} · row {first['uid']} · {first['sample']}"
     )
-    assert len(worked) < len(there)
+    assert len(successful) < len(page_rollouts)
 
 
 @pytest.mark.parametrize("view", ["tab=constructor", f"{SAMPLE}&how=toString", f"{SAMPLE}&how=tokens&shade=toString"])
-def test_a_link_to_what_there_is_not_opens_what_there_is(report_window: Shown, view: str):
+def test_invalid_link_opens_default_view(report_window: Shown, view: str):
     page = report_window.open(view)
     expect(page.locator("figure.chart, .message.user, [data-token='0']").first).to_be_visible()
     assert report_window.bad == []
 
 
-def test_pages_follow_each_other_and_end(window: Shown, there: list[dict[str, Any]]):
+def test_pages_cover_all_rollouts(window: Shown, page_rollouts: list[dict[str, Any]]):
     page = window.open("tab=rollouts&order=step")
     seen: list[str] = []
-    names = [f"step {row['step']} · row {row['uid']} · {row['sample']}" for row in there]
+    names = [f"step {row['step']} · row {row['uid']} · {row['sample']}" for row in page_rollouts]
     listed = page.locator(".list .facts > span:nth-child(2)")
-    for first in range(0, len(there), 50):
-        expect(page.locator(STATUS)).to_have_text(f"{first + 1}–{min(first + 50, len(there))} of {len(there)}")
-        expect(listed).to_have_text(names[first : first + 50])  # rows come a moment after the range
+    for first in range(0, len(page_rollouts), 50):
+        expect(page.locator(STATUS)).to_have_text(
+            f"{first + 1}–{min(first + 50, len(page_rollouts))} of {len(page_rollouts)}"
+        )
+        expect(listed).to_have_text(names[first : first + 50])  # rows appear after the range
         seen += listed.all_inner_texts()
-        if first + 50 < len(there):
+        if first + 50 < len(page_rollouts):
             page.get_by_role("button", name="Next page").click()
     assert seen == names
     expect(page.get_by_role("button", name="Next page")).to_be_disabled()
 
 
-def test_keys_move_through_samples_over_the_ends_of_pages(window: Shown, there: list[dict[str, Any]]):
+def test_keys_move_across_pages(window: Shown, page_rollouts: list[dict[str, Any]]):
     page = window.open("tab=rollouts&order=step")
-    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(page_rollouts)}")
     page.keyboard.press("j")
     expect(page.get_by_role("heading", name="step 1 · row 1000 · sample 0")).to_be_visible()
     page.keyboard.press("j")
@@ -129,16 +129,16 @@ def test_keys_move_through_samples_over_the_ends_of_pages(window: Shown, there: 
     expect(page.get_by_role("heading", name="step 1 · row 1000 · sample 0")).to_be_visible()
     page.locator(".list button").last.click()
     page.keyboard.press("j")
-    expect(page.locator(STATUS)).to_have_text(f"51–100 of {len(there)}")
+    expect(page.locator(STATUS)).to_have_text(f"51–100 of {len(page_rollouts)}")
     expect(page.locator(".list li").first.locator("[aria-current]")).to_have_count(1)
     page.keyboard.press("k")
-    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(page_rollouts)}")
     expect(page.locator(".list li").last.locator("[aria-current]")).to_have_count(1)
 
 
-def test_keys_change_the_view_and_are_text_where_someone_types(window: Shown, there: list[dict[str, Any]]):
+def test_shortcuts_change_view_except_while_typing(window: Shown, page_rollouts: list[dict[str, Any]]):
     page = window.open("tab=rollouts")
-    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(page_rollouts)}")
     page.keyboard.press("j")
     expect(page.locator(".sample h2")).to_be_visible()
     for key, shows in (("t", ".tokens"), ("g", ".group article"), ("c", ".conversation .turn")):
@@ -164,7 +164,7 @@ def test_keys_change_the_view_and_are_text_where_someone_types(window: Shown, th
 def test_a_link_reopens_the_same_view(window: Shown):
     page = window.open("tab=rollouts")
     page.get_by_label("source").select_option("math")
-    expect(page.locator(STATUS)).not_to_contain_text(" of 1")  # less than a hundred are of math
+    expect(page.locator(STATUS)).not_to_contain_text(" of 1")  # the range changes once the filter is applied
     page.locator(".list button").nth(2).click()
     page.get_by_role("button", name="Tokens", exact=True).click()
     page.get_by_label("advantage").check()
@@ -179,7 +179,7 @@ def test_a_link_reopens_the_same_view(window: Shown):
     expect(page.locator(".token.chosen")).to_have_attribute("data-token", "12")
 
 
-def test_the_way_back_leads_to_the_view_before(window: Shown):
+def test_back_button_restores_previous_view(window: Shown):
     page = window.open("tab=rollouts")
     page.locator(".list button").first.click()
     heading = page.locator(".sample h2")
@@ -190,27 +190,27 @@ def test_the_way_back_leads_to_the_view_before(window: Shown):
     expect(heading).to_have_text(before)
 
 
-def test_tokens_have_the_numbers_of_the_batch(window: Shown, runs: list[Path]):
-    """Of an episode with two turns and a tool's answer between them: what the reader gives, to the last bit."""
+def test_token_view_has_values_of_the_batch(window: Shown, runs: list[Path]):
+    """The episode has two turns with a tool result between them. Values are compared bitwise."""
     (row,) = RolloutReader(runs[0]).table([1], filter=_named(group=1, sample=1)).to_pylist()
     prompt, ids, vocabulary = len(row["prompt_ids"]), [*row["prompt_ids"], *row["response_ids"]], synthetic_vocabulary()
     page = window.open(f"tab=rollouts&how=tokens&step=1&uid={row['uid']}&group=1&sample=1&token=0")
     expect(page.locator("[data-token]")).to_have_count(len(ids))
-    for index, (token, said) in enumerate(zip(ids, page.evaluate(POINTED_AT), strict=True)):
+    for index, (token, facts) in enumerate(zip(ids, page.evaluate(TOKEN_FACTS), strict=True)):
         own = index - prompt
         sampled = any(turn["start"] <= own < turn["stop"] for turn in row["turns"])
-        assert (said["token"], said["id"]) == (str(index), str(token))
-        assert said["text"] == vocabulary[token].replace(" ", "·")
-        assert said["in the loss"] == ("yes" if own >= 0 and row["trained"][own] else "no")
-        assert _same(said["log-prob in the engine"], row["rollout_logprobs"][own] if sampled else None)
+        assert (facts["token"], facts["id"]) == (str(index), str(token))
+        assert facts["text"] == vocabulary[token].replace(" ", "·")
+        assert facts["in the loss"] == ("yes" if own >= 0 and row["trained"][own] else "no")
+        assert _same(facts["log-prob in the engine"], row["rollout_logprobs"][own] if sampled else None)
         for name, column in (("log-prob in the trainer", "old_logprobs"), ("advantage", "advantages")):
-            assert _same(said[name], row[column][own] if own >= 0 else None), (name, index)
+            assert _same(facts[name], row[column][own] if own >= 0 else None), (name, index)
     trained = [prompt + own for own, is_trained in enumerate(row["trained"]) if is_trained]
     assert len(row["turns"]) == 2 and 0 < len(trained) < len(row["trained"])
     assert page.eval_on_selector_all(".token.trained", "all => all.map(one => +one.dataset.token)") == trained
 
 
-def test_pointing_at_a_token_tells_its_numbers(report_window: Shown):
+def test_pointing_at_token_shows_its_values(report_window: Shown):
     page = report_window.open("tab=rollouts&how=tokens&step=1&uid=1001&group=1&sample=1&token=20")
     facts = page.locator("dl.token-facts")
     expect(facts).to_contain_text("token20")
@@ -226,10 +226,10 @@ def test_pointing_at_a_token_tells_its_numbers(report_window: Shown):
 
 
 @pytest.mark.parametrize("shade", ["logprob", "gap", "advantage"])
-def test_tokens_are_as_dark_as_their_number_is_large(report_window: Shown, runs: list[Path], shade: str):
+def test_token_shading_is_proportional_to_value(report_window: Shown, runs: list[Path], shade: str):
     (row,) = RolloutReader(runs[0]).table([1], filter=_named(group=1, sample=0)).to_pylist()
     engine, trainer = (np.array(row[name], np.float64) for name in ("rollout_logprobs", "old_logprobs"))
-    values, least = {
+    values, min_scale = {
         "logprob": (-engine, 3.0),
         "gap": (trainer - engine, 0.01),
         "advantage": (np.array(row["advantages"]), 1e-6),
@@ -238,11 +238,11 @@ def test_tokens_are_as_dark_as_their_number_is_large(report_window: Shown, runs:
     page.locator("[data-token]").first.wait_for()
     read = "all => all.map(one => (one.matches('.negative') ? -1 : 1) * one.style.getPropertyValue('--strength'))"
     strengths = page.eval_on_selector_all("[data-token]", read)
-    np.testing.assert_allclose(strengths[16:], values / max(least, np.abs(values).max()), atol=6e-4)
+    np.testing.assert_allclose(strengths[16:], values / max(min_scale, np.abs(values).max()), atol=6e-4)
     assert strengths[:16] == [0] * 16
 
 
-def test_samples_of_a_prompt_stand_side_by_side(window: Shown, runs: list[Path]):
+def test_group_view_shows_samples_side_by_side(window: Shown, runs: list[Path]):
     page = window.open("tab=rollouts&how=group&step=2&uid=2003&group=3&sample=4")
     articles = page.locator(".group article")
     expect(articles).to_have_count(8)
@@ -257,7 +257,7 @@ def test_samples_of_a_prompt_stand_side_by_side(window: Shown, runs: list[Path])
 
 
 @pytest.mark.defect("equal-answers-were-the-prompt")
-def test_samples_that_all_answer_alike_stand_side_by_side_in_a_report_too(browser: Any, tmp_path: Path):
+def test_report_group_view_handles_equal_responses(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "run", "alike", steps=2, kept=(1,))
     (file,) = (run / "rollouts").glob("step_*.parquet")
     table = pq.read_table(file)
@@ -272,7 +272,7 @@ def test_samples_that_all_answer_alike_stand_side_by_side_in_a_report_too(browse
         expect(page.locator(".sample .message.user")).to_have_count(1)
 
 
-def test_a_conversation_has_its_turns_and_calls(window: Shown):
+def test_conversation_has_turns_and_calls(window: Shown):
     page = window.open("tab=rollouts&step=1&uid=1001&group=1&sample=1")
     expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
     call = page.locator(".message").nth(1).locator(".tool-call")
@@ -281,11 +281,11 @@ def test_a_conversation_has_its_turns_and_calls(window: Shown):
     expect(page.locator(".message.assistant .turn")).to_have_count(2)
 
 
-def test_a_call_that_only_the_environment_read_has_its_card_its_answer_and_its_time(window: Shown):
+def test_call_parsed_by_environment_is_shown(window: Shown):
     page = window.open("tab=rollouts&step=2&uid=2001&group=1&sample=1")
     expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
     asks, answer, last = (page.locator(".message").nth(index) for index in (1, 2, 3))
-    expect(asks.locator(".tool-call")).to_have_text("call of python timeoutcodeprint(6 * 7)")
+    expect(asks.locator(".tool-call")).to_have_text("call to python timeoutcodeprint(6 * 7)")
     expect(asks.locator(".turn")).to_contain_text("environment 0.25 s")
     expect(answer.locator(".answers")).to_have_text("answer to python")
     expect(answer.locator(".text-block")).to_have_text("42")
@@ -300,13 +300,13 @@ def _same(shown: str, value: float | None) -> bool:
     return shown == "–" if value is None else np.float32(shown) == np.float32(value)
 
 
-def test_a_browser_needs_the_printed_address_once_and_opens_links_in_any_tab(browser: Any, watch_address: str):
+def test_printed_address_authorizes_all_tabs(browser: Any, watch_address: str):
     server = watch_address.partition("#")[0]
     context = browser.new_context()
     page = context.new_page()
     page.goto(server)
-    expect(page.get_by_role("alert")).to_contain_text("Open the address that skyrl-train watch has printed")
-    page.goto(watch_address)  # the same document, with another part behind #
+    expect(page.get_by_role("alert")).to_contain_text("Open the address that skyrl-train watch printed")
+    page.goto(watch_address)  # the same document with another fragment
     expect(page.locator(".pulse")).to_contain_text("2 runs")
     assert page.url == server and context.cookies() == []
     page.reload()

@@ -1,4 +1,4 @@
-"""The `broadcast` route over real sockets: engines in threads of this process, and one in a process of its own."""
+"""The `broadcast` route over real sockets, with engines in threads of this process and in another process."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.support.weight_targets import FakeEngine, LocalTrainer, score
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 
 
-class Faulty(FakeEngine):
-    """An engine that does `action` once, when bucket `at` is due."""
+class FaultyEngine(FakeEngine):
+    """An engine that performs `action` once, when bucket `at` is due."""
 
     def __init__(self, name: str, action: str = "", at: int = 1):
         super().__init__(tiny_model(seed=2, **SMALL), name)
@@ -51,8 +51,8 @@ class Faulty(FakeEngine):
             self.dead = True
             self.receiver.close()
             raise EngineError(f"{self.name} died")
-        if action == "refuse":
-            raise EngineError(f"{self.name} refuses")
+        if action == "reject":
+            raise EngineError(f"{self.name} rejects the bucket")
         if action == "hang":
             await asyncio.sleep(3600)
         if action != "drop":
@@ -69,9 +69,9 @@ def sync_of(trainer: LocalTrainer, engines: Sequence[Any], deadline_s: float = 3
     return WeightSync(trainer, lambda: engines, route="broadcast", deadline_s=deadline_s)
 
 
-def holds_trainers_weights(trainer: LocalTrainer, engine: FakeEngine) -> bool:
-    held = dict(engine.model.named_parameters())
-    return all(torch.equal(held[name], tensor) for name, tensor in trainer.model.named_parameters())
+def has_trainers_weights(trainer: LocalTrainer, engine: FakeEngine) -> bool:
+    weights = dict(engine.model.named_parameters())
+    return all(torch.equal(weights[name], tensor) for name, tensor in trainer.model.named_parameters())
 
 
 def close(trainer: LocalTrainer, *engines: FakeEngine) -> None:
@@ -81,7 +81,7 @@ def close(trainer: LocalTrainer, *engines: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_two_engines_get_every_version_over_one_connection(tied):
+def test_engines_get_all_versions_over_one_connection(tied):
     trainer = LocalTrainer(tiny_model(seed=1, tied=tied, **SMALL), bucket_bytes=20_000)
     engines = [FakeEngine(tiny_model(seed=seed, tied=tied, **SMALL), f"engine-{seed}") for seed in (2, 3)]
     weight_sync = sync_of(trainer, engines)
@@ -89,20 +89,20 @@ def test_two_engines_get_every_version_over_one_connection(tied):
     connections = []
     connect = engines[0].receiver.connect
 
-    def counted(*arguments: Any) -> None:
+    def count_and_connect(*arguments: Any) -> None:
         connections.append(arguments)
         connect(*arguments)
 
-    engines[0].receiver.connect = counted  # type: ignore[method-assign,assignment]
+    engines[0].receiver.connect = count_and_connect  # type: ignore[method-assign,assignment]
 
-    async def syncs() -> None:
+    async def run() -> None:
         for version in (0, 1, 2):
             perturb(trainer.model)
             await weight_sync.sync_all(version)
-            assert all(holds_trainers_weights(trainer, engine) for engine in engines)
+            assert all(has_trainers_weights(trainer, engine) for engine in engines)
         assert len(connections) == 1
 
-    asyncio.run(syncs())
+    asyncio.run(run())
     close(trainer, *engines)
 
 
@@ -110,11 +110,11 @@ def plain(**tensors: Tensor) -> Any:
     return torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()})
 
 
-def test_tensors_that_stand_alone_arrive_bit_for_bit_however_they_lie_in_memory():
+def test_single_tensor_buckets_arrive_exactly():
     torch.manual_seed(0)
     sent = {
-        "whole": torch.randn(6, 8),
-        "with a gap": torch.randn(7),
+        "full": torch.randn(6, 8),
+        "with padding": torch.randn(7),
         "transposed": torch.randn(8, 6).T,
         "part": torch.randn(100)[1:41],
         "cast": torch.randn(12).bfloat16(),
@@ -128,7 +128,7 @@ def test_tensors_that_stand_alone_arrive_bit_for_bit_however_they_lie_in_memory(
     close(trainer, engine)
 
 
-def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too():
+def test_probe_agrees_over_bfloat16_wire():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), wire_dtype="bfloat16")
     engine = FakeEngine(tiny_model(seed=2, **SMALL), "engine-0")
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too
     probe = Probe([[1, 2, 3, 4]], trainer_score)
     weight_sync = WeightSync(trainer, lambda: [engine], route="broadcast", deadline_s=30, probe=probe)
     asyncio.run(weight_sync.sync_all(1))
-    assert holds_trainers_weights(trainer, engine)
+    assert has_trainers_weights(trainer, engine)
     close(trainer, engine)
 
 
@@ -149,18 +149,18 @@ def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too
 @pytest.mark.parametrize(
     ("action", "error", "message"),
     [
-        ("die", EngineError, "right died|engine 'right' was lost"),  # the others may notice first
+        ("die", EngineError, "right died|engine 'right' was lost"),  # other participants may notice it first
         ("hang", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 15 s"),
-        ("drop", WeightSyncError, "engine right: bucket 1 is missing: bucket 2 came instead"),
+        ("drop", WeightSyncError, "engine right: bucket 1 is missing: bucket 2 was sent instead"),
     ],
 )
-def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one_heals(action, error, message):
+def test_engine_lost_between_buckets_fails_sync_in_time(action, error, message):
     before = set(threading.enumerate())
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
-    engines = [Faulty("left"), Faulty("right")]
+    engines = [FaultyEngine("left"), FaultyEngine("right")]
     weight_sync = sync_of(trainer, engines, deadline_s=15)
 
-    async def story() -> None:
+    async def run() -> None:
         await weight_sync.sync_all(1)
         perturb(trainer.model)
         engines[1].action = action
@@ -168,24 +168,24 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
         with pytest.raises(error, match=message):
             await weight_sync.sync_all(2)
         assert time.monotonic() - start < 30
-        if action == "hang":  # else it may end before left has loaded anything
+        if action == "hang":  # otherwise the sync may end before left has loaded anything
             assert engines[0].receiver.partially_loaded
         assert engines[0].receiver.version == 1
         engines[1].dead = False  # restarted
-        with pytest.raises(WeightSyncError, match=r"engine left (is torn|serves version 1)"):
+        with pytest.raises(WeightSyncError, match=r"engine left (is partially loaded|serves version 1)"):
             await weight_sync.verify(2, engines)
         await weight_sync.sync_all(2)
         for engine in engines:
-            assert holds_trainers_weights(trainer, engine)
+            assert has_trainers_weights(trainer, engine)
             assert (engine.receiver.partially_loaded, engine.receiver.version) == (False, 2)
 
-    asyncio.run(story())
+    asyncio.run(run())
     close(trainer, *engines)
     assert not [thread for thread in set(threading.enumerate()) - before if "asyncio" in thread.name]
 
 
-class OneCallAtATime(LocalTrainer):
-    """A trainer that behaves like an actor: calls run one at a time, to their end, even if the caller gives up."""
+class SerialTrainer(LocalTrainer):
+    """A trainer that behaves like an actor: it runs one call at a time, to the end, even if the caller gives up."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -196,8 +196,8 @@ class OneCallAtATime(LocalTrainer):
         return [await asyncio.shield(call)]
 
 
-class Unwilling(Faulty):
-    """Fails as it is asked to connect, while the others wait for it."""
+class UnconnectableEngine(FaultyEngine):
+    """An engine that fails to connect, while the other participants wait for it."""
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         if self.action == "connect":
@@ -208,78 +208,76 @@ class Unwilling(Faulty):
 
 @pytest.mark.fault("F30")
 @pytest.mark.defect("a-disconnect-waits-for-what-hangs")
-@pytest.mark.parametrize(("action", "lost_calls"), [("refuse", 0), ("connect", 0), ("connect", 1)])
-def test_a_sync_that_one_engine_fails_is_called_off_for_all_long_before_its_deadline(
-    action: str, lost_calls: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Without closing its connection: the others would wait for it as long as they may.
+@pytest.mark.parametrize(("action", "lost_calls"), [("reject", 0), ("connect", 0), ("connect", 1)])
+def test_failure_of_one_engine_aborts_sync_early(action: str, lost_calls: int, monkeypatch: pytest.MonkeyPatch):
+    """Fail an engine that keeps its connection open, so that the others would wait until the deadline.
 
-    A busy machine may not take the first connection that calls the transfer off.
+    A busy machine may not accept the first connection that aborts the transfer.
     """
     attempts = itertools.count()
     monkeypatch.setattr(
         "skyrl_train.weight_sync.sync.abort_group",
         lambda address: None if next(attempts) < lost_calls else abort_group(address),
     )
-    trainer = OneCallAtATime(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
-    engines = [Unwilling("left"), Unwilling("right", action)]
+    trainer = SerialTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
+    engines = [UnconnectableEngine("left"), UnconnectableEngine("right", action)]
     weight_sync = sync_of(trainer, engines, deadline_s=120)
 
-    async def story() -> None:
+    async def run() -> None:
         start = time.monotonic()
-        with pytest.raises(EngineError, match=r"right (refuses|does not connect)"):
+        with pytest.raises(EngineError, match=r"right (rejects the bucket|does not connect)"):
             await weight_sync.sync_all(1)
         assert time.monotonic() - start < 30
         await weight_sync.sync_all(1)
-        assert all(holds_trainers_weights(trainer, engine) for engine in engines)
+        assert all(has_trainers_weights(trainer, engine) for engine in engines)
 
-    asyncio.run(story())
+    asyncio.run(run())
     close(trainer, *engines)
 
 
-class Forgetful(LocalTrainer):
-    """Sends another value of one parameter than the one that it announced."""
+class ChangingTrainer(LocalTrainer):
+    """A trainer that sends another value of one parameter than the one that it announced."""
 
-    def __init__(self, model: PreTrainedModel, altered: str):
+    def __init__(self, model: PreTrainedModel, changed: str):
         super().__init__(model, bucket_bytes=20_000)
-        self.altered = altered
+        self.changed = changed
         self.readings = 0
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         self.readings += 1
         second = self.readings % 2 == 0
         for name, tensor in self.model.named_parameters():
-            yield name, tensor + 1 if second and name == self.altered else tensor
+            yield name, tensor + 1 if second and name == self.changed else tensor
 
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(
-    ("altered", "torn"),
+    ("changed", "partially_loaded"),
     [
-        ("model.embed_tokens.weight", False),  # in the first bucket: nothing was loaded
+        ("model.embed_tokens.weight", False),  # in the first bucket, before anything is loaded
         ("model.layers.1.self_attn.q_proj.weight", True),
-        ("model.norm.weight", True),  # in the last, which no other follows
+        ("model.norm.weight", True),  # in the last bucket
     ],
 )
-def test_a_tensor_that_arrives_altered_is_named_though_the_next_bucket_is_on_its_way(altered: str, torn: bool):
-    trainer = Forgetful(tiny_model(seed=1, **SMALL), altered)
+def test_changed_tensor_is_named(changed: str, partially_loaded: bool):
+    trainer = ChangingTrainer(tiny_model(seed=1, **SMALL), changed)
     engines = [FakeEngine(tiny_model(seed=seed, **SMALL), f"engine-{seed}") for seed in (2, 3)]
     before = {name: tensor.detach().clone() for name, tensor in engines[0].model.named_parameters()}
     weight_sync = sync_of(trainer, engines)
-    with pytest.raises(WeightSyncError, match=f"engine-[23]: {altered} arrived altered"):
+    with pytest.raises(WeightSyncError, match=f"engine-[23]: {changed} changed in transit"):
         asyncio.run(weight_sync.sync_all(1))
     for engine in engines:
-        assert (engine.receiver.version, engine.receiver.partially_loaded) == (0, torn)
-    held = dict(engines[0].model.named_parameters())
-    assert torch.equal(held[altered], before[altered])
-    assert all(torch.equal(held[name], before[name]) for name in held) != torn
-    trainer.altered = ""
+        assert (engine.receiver.version, engine.receiver.partially_loaded) == (0, partially_loaded)
+    weights = dict(engines[0].model.named_parameters())
+    assert torch.equal(weights[changed], before[changed])
+    assert all(torch.equal(weights[name], before[name]) for name in weights) != partially_loaded
+    trainer.changed = ""
     asyncio.run(weight_sync.sync_all(1))
-    assert all(holds_trainers_weights(trainer, engine) for engine in engines)
+    assert all(has_trainers_weights(trainer, engine) for engine in engines)
     close(trainer, *engines)
 
 
-def test_buckets_of_a_broadcast_between_cpus_fit_the_cache():
+def test_cpu_broadcast_buckets_fit_the_cache():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=1 << 30)
     engine = FakeEngine(tiny_model(seed=2, **SMALL), "engine-0")
     assert trainer.prepare_manifest(0).bucket_bytes == 1 << 30
@@ -289,22 +287,24 @@ def test_buckets_of_a_broadcast_between_cpus_fit_the_cache():
 
 
 @pytest.mark.fault("F30")
-def test_engines_that_never_connect_are_a_deadline_not_a_hang():
+def test_engine_that_never_connects_hits_deadline():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL))
 
-    class Absent(Faulty):
+    class AbsentEngine(FaultyEngine):
         async def connect_weights(self, route, address, rank, world_size, timeout_s) -> None:
             await asyncio.sleep(3600)
 
     start = time.monotonic()
-    with pytest.raises((DeadlineExceeded, WeightSyncError), match=r"connecting trainer and engines|could not meet"):
-        asyncio.run(sync_of(trainer, [Absent("absent")], deadline_s=2).sync_all(1))
+    with pytest.raises(
+        (DeadlineExceeded, WeightSyncError), match=r"the connection of trainer and engines|could not connect"
+    ):
+        asyncio.run(sync_of(trainer, [AbsentEngine("absent")], deadline_s=2).sync_all(1))
     assert time.monotonic() - start < 30
 
 
 @pytest.mark.fault("F30")
-def test_a_bucket_out_of_step_is_refused_before_its_bytes_meet_a_buffer_of_another_size():
-    """gloo ends the process where lengths differ, so this must be seen first."""
+def test_unexpected_bucket_is_rejected_by_its_header():
+    """gloo ends the process if lengths differ, so the header must be checked first."""
     address = "{}:{}".format(*LocalTrainer(tiny_model(**SMALL)).address())
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(BroadcastGroup, address, 1, 2, "cpu", 10.0)
@@ -319,7 +319,7 @@ def test_a_bucket_out_of_step_is_refused_before_its_bytes_meet_a_buffer_of_anoth
 
 
 def serve(connection) -> None:
-    """An engine's process: method calls in, answers out."""
+    """Run an engine in its own process: receive method calls, send back results."""
     engine = FakeEngine(tiny_model(seed=5, **SMALL), "remote")
 
     def fingerprints() -> dict[str, int]:
@@ -334,8 +334,8 @@ def serve(connection) -> None:
             connection.send((None, error))
 
 
-class RemoteTarget:
-    """The engine in another process, called over a pipe."""
+class RemoteProcessEngine:
+    """An engine in another process that is called over a pipe."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -347,17 +347,17 @@ class RemoteTarget:
         self.capabilities = Capabilities("right")
 
     async def call(self, method: str, *args):
-        def ask():
+        def send_and_receive():
             try:
                 self.connection.send((method, args))
                 return self.connection.recv()
             except (EOFError, OSError) as error:
                 raise EngineError("remote died") from error
 
-        answer, error = await asyncio.to_thread(ask)
+        result, error = await asyncio.to_thread(send_and_receive)
         if error is not None:
             raise error
-        return answer
+        return result
 
     async def connect_weights(self, route, address, rank, world_size, timeout_s) -> None:
         await self.call("connect_weights", route, address, rank, world_size, timeout_s)
@@ -383,16 +383,16 @@ class RemoteTarget:
 
 
 @pytest.mark.fault("F30")
-def test_an_engine_process_killed_between_buckets_neither_hangs_the_trainer_nor_the_next_sync():
+def test_killed_engine_process_does_not_hang_trainer():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
-    remote, local = RemoteTarget(), FakeEngine(tiny_model(seed=2, **SMALL), "local")
+    remote, local = RemoteProcessEngine(), FakeEngine(tiny_model(seed=2, **SMALL), "local")
     engines: list[Any] = [local, remote]
     weight_sync = WeightSync(trainer, lambda: engines, route="broadcast", deadline_s=60)
 
-    async def story() -> None:
+    async def run() -> None:
         await weight_sync.sync_all(1)
-        held = await remote.call("fingerprints")
-        assert held == {name: fingerprint(tensor) for name, tensor in trainer.model.named_parameters()}
+        remote_fingerprints = await remote.call("fingerprints")
+        assert remote_fingerprints == {name: fingerprint(tensor) for name, tensor in trainer.model.named_parameters()}
         perturb(trainer.model)
         remote.kill_at = 2
         start = time.monotonic()
@@ -402,10 +402,10 @@ def test_an_engine_process_killed_between_buckets_neither_hangs_the_trainer_nor_
         assert local.receiver.partially_loaded
         engines.remove(remote)
         await weight_sync.sync_all(2)
-        assert holds_trainers_weights(trainer, local)
+        assert has_trainers_weights(trainer, local)
 
     try:
-        asyncio.run(story())
+        asyncio.run(run())
     finally:
         remote.process.kill()
         remote.process.join()

@@ -1,1 +1,1 @@
-"""The real training loop in virtual time, over engines and a learner that only wait."""
+"""The real training loop in virtual time, with engines and a learner that only wait."""

@@ -1,4 +1,4 @@
-"""An inference engine that decodes nothing, and takes the time that one would which batches continuously."""
+"""An inference engine that decodes nothing and takes the time of an engine with continuous batching."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ HOUR_S = 3600.0
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request in the engine. Decode steps are counted by the engine: all that run are in every step."""
+    """A request in the engine. Every running sequence takes part in every decode step."""
 
     request: SampleRequest
     tokens: int
-    """To sample."""
+    """Number of tokens to sample."""
     call: _Call
     arrival: int
-    began: float = -1.0
-    """The engine's count of steps when it joined the batch; -1 while it waits."""
-    began_s: float = 0.0
-    """The time then."""
-    done: Completion | None = None
+    start_step: float = -1.0
+    """The engine's number of steps when the sequence joined the batch; -1 while it waits."""
+    start_s: float = 0.0
+    """The time when the sequence joined the batch."""
+    completion: Completion | None = None
 
     @property
-    def ends(self) -> float:
-        return self.began + self.tokens
+    def end_step(self) -> float:
+        return self.start_step + self.tokens
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of generate()."""
+    """One call of `generate`."""
 
-    answer: asyncio.Future[None]
-    missing: int
+    done: asyncio.Future[None]
+    num_unfinished: int
     sequences: list[_Sequence] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """`length(request)` says how many tokens a request's answer has; `unit` is how many tokens one of them stands for.
+    """An engine that only takes time.
 
-    A step takes `decode_s + decode_per_sequence_s * batch`; between steps, prompts of arriving requests are read, one
-    for each group in a call. What runs is worked out when something changes, so that time costs nothing.
+    A step takes `decode_s + decode_per_sequence_s * batch`. Between steps the prompts of new requests are prefilled,
+    once per group. The state is computed only when something changes, so simulated time is free.
     """
 
     def __init__(
@@ -73,11 +73,19 @@ class SimulatedEngine:
         unit: int = 1,
         rng: random.Random | None = None,
     ):
-        """`rng`: decides when it fails, if engines do; it draws from the loop's time on."""
+        """Create an engine that serves version 0.
+
+        Args:
+            length: Returns the number of tokens of a request's response, in units.
+            timings: Durations of the engine's work.
+            name: The engine's name.
+            unit: Number of tokens that one simulated token stands for.
+            rng: Draws the time at which the engine dies, if `timings` has failures; None for an engine that never dies.
+        """
         self.name = name
         self.capabilities = Capabilities(
             name=name,
-            sampling=frozenset(one.name for one in fields(SamplingParams)),
+            sampling=frozenset(field.name for field in fields(SamplingParams)),
             weight_routes=frozenset({"in_process"}),
             pause_modes=PAUSE_MODES,
         )
@@ -86,17 +94,17 @@ class SimulatedEngine:
         self._length, self._timings, self._unit = length, timings, unit
         self._waiting: deque[_Sequence] = deque()
         self._running: list[tuple[float, int, _Sequence]] = []
-        """A heap by the step in which they end."""
+        """Running sequences, a heap by the step in which they end."""
         self._arrivals = count()
         self._steps = 0.0
-        """Decode steps taken, a fraction of the one under way included."""
-        self._reading_s = 0.0
+        """Number of decode steps so far, including a fraction of the current one."""
+        self._prefill_s = 0.0
         """Seconds of prefill before the next step."""
-        self._as_of = 0.0
-        """The time for which these are right."""
+        self._updated_s = 0.0
+        """Time of the last update of these numbers."""
         self._paused = False
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
-        """(steps, the version from there on)"""
+        """(number of steps, version from that step on)."""
         self._timer: asyncio.TimerHandle | None = None
         self._generated = 0
         if rng is not None and timings.failures_per_hour > 0:
@@ -109,60 +117,61 @@ class SimulatedEngine:
         self._check()
         if not requests:
             return []
-        here = {one.request.request_id for one in self._sequences()}
-        if twice := here & {one.request_id for one in requests}:
-            raise ValueError(f"{self.name}: {sorted(twice)} are under way already: requests need names of their own")
+        active_ids = {sequence.request.request_id for sequence in self._sequences()}
+        if duplicates := active_ids & {request.request_id for request in requests}:
+            raise ValueError(f"{self.name}: request ids {sorted(duplicates)} are already in use; they must be unique")
         call = _Call(asyncio.get_running_loop().create_future(), len(requests))
-        call.sequences = [_Sequence(one, self._length(one), call, next(self._arrivals)) for one in requests]
+        call.sequences = [_Sequence(request, self._length(request), call, next(self._arrivals)) for request in requests]
         self._catch_up()
         self._waiting += call.sequences
         self._admit()
         try:
-            await call.answer
+            await call.done
         finally:
-            if call.missing:
+            if call.num_unfinished:
                 self._forget(call)
-        return [one.done for one in call.sequences if one.done is not None]
+        return [sequence.completion for sequence in call.sequences if sequence.completion is not None]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._check()
         self._catch_up()
-        for one in self._sequences():
-            if one.request.request_id in request_ids:
-                self._finish(one, "abort")
+        for sequence in self._sequences():
+            if sequence.request.request_id in request_ids:
+                self._finish(sequence, "abort")
         self._admit()
 
     def die(self) -> None:
-        """Fail every call from now on, those under way included."""
+        """Fail all running and later calls."""
         if self.dead:
             return
         self._catch_up()
-        self._generated += self._sampled(one for *_, one in self._running)
+        self._generated += self._sampled(sequence for *_, sequence in self._running)
         self.dead = True
         if self._timer is not None:
             self._timer.cancel()
-        for call in dict.fromkeys(one.call for one in self._sequences()):  # in their order, as a set is in none
-            if not call.answer.done():
-                call.answer.set_exception(EngineError(f"engine {self.name} died"))
+        # dict.fromkeys keeps the order of calls, which a set does not.
+        for call in dict.fromkeys(sequence.call for sequence in self._sequences()):
+            if not call.done.done():
+                call.done.set_exception(EngineError(f"engine {self.name} died"))
 
     def _check(self) -> None:
         if self.dead:
             raise EngineError(f"engine {self.name} is dead")
 
     def _sampled(self, running: Iterable[_Sequence]) -> int:
-        """Tokens so far of sequences that run."""
-        return round(sum(self._steps - one.began for one in running)) * self._unit
+        """Return the number of tokens that running sequences have so far."""
+        return round(sum(self._steps - sequence.start_step for sequence in running)) * self._unit
 
     def _sequences(self) -> list[_Sequence]:
-        return [*(one for *_, one in self._running), *self._waiting]
+        return [*(sequence for *_, sequence in self._running), *self._waiting]
 
     def _forget(self, call: _Call) -> None:
-        """Its caller has gone."""
+        """Remove the sequences of a call that was cancelled."""
         if self.dead:
             return
         self._catch_up()
-        self._generated += self._sampled(one for *_, one in self._running if one.call is call)
-        self._waiting = deque(one for one in self._waiting if one.call is not call)
+        self._generated += self._sampled(sequence for *_, sequence in self._running if sequence.call is call)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.call is not call)
         self._running = [entry for entry in self._running if entry[2].call is not call]
         heapq.heapify(self._running)
         self._admit()
@@ -171,74 +180,78 @@ class SimulatedEngine:
 
     @property
     def _step_s(self) -> float:
-        """Of one unit of tokens, for the batch that runs."""
+        """Seconds of a decode step of one unit, for the running batch."""
         timings = self._timings
         return (timings.decode_s + timings.decode_per_sequence_s * len(self._running)) * self._unit
 
     def _catch_up(self) -> None:
-        """Take the steps up to now. Whatever ends in between has a timer of its own, so that the batch was the same."""
-        passed, self._as_of = now() - self._as_of, now()
+        """Take the steps up to now. The batch did not change meanwhile, because a timer fires when a sequence ends."""
+        elapsed_s, self._updated_s = now() - self._updated_s, now()
         if self._paused or not self._running:
             return
-        read = min(passed, self._reading_s)
-        self._reading_s -= read
-        self._steps = min(self._steps + (passed - read) / max(self._step_s, 1e-12), self._running[0][0])
+        prefill_s = min(elapsed_s, self._prefill_s)
+        self._prefill_s -= prefill_s
+        self._steps = min(self._steps + (elapsed_s - prefill_s) / max(self._step_s, 1e-12), self._running[0][0])
 
     def _admit(self) -> None:
-        """Let the first who wait join the batch, and set the timer for what ends first."""
-        joined = set()
+        """Move waiting sequences into the batch, and set the timer for the sequence that ends first."""
+        prefilled = set()
         while self._waiting and len(self._running) < self._timings.max_num_seqs and not self._paused:
-            one = self._waiting.popleft()
-            one.began, one.began_s = self._steps, now()
-            heapq.heappush(self._running, (one.ends, one.arrival, one))
-            if (prompt := (one.request.group or one.request.request_id, len(one.request.token_ids))) not in joined:
-                joined.add(prompt)
-                self._read(len(one.request.token_ids))
+            sequence = self._waiting.popleft()
+            request = sequence.request
+            sequence.start_step, sequence.start_s = self._steps, now()
+            heapq.heappush(self._running, (sequence.end_step, sequence.arrival, sequence))
+            if (prompt := (request.group or request.request_id, len(request.token_ids))) not in prefilled:
+                prefilled.add(prompt)
+                self._prefill(len(request.token_ids))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._running and not self._paused and not self.dead:
-            left = max(0.0, self._running[0][0] - self._steps)
-            seconds = self._reading_s + left * self._step_s
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._ended)
+            remaining_steps = max(0.0, self._running[0][0] - self._steps)
+            delay_s = self._prefill_s + remaining_steps * self._step_s
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._complete_first)
 
-    def _read(self, units: int) -> None:
-        self._reading_s += units * self._unit / self._timings.prefill_tokens_per_s
+    def _prefill(self, units: int) -> None:
+        self._prefill_s += units * self._unit / self._timings.prefill_tokens_per_s
 
-    def _ended(self) -> None:
-        """What was to end first has ended, and whatever ends in the same step."""
+    def _complete_first(self) -> None:
+        """Complete the sequence that ends first, and all that end in the same step."""
         self._catch_up()
-        self._reading_s = 0.0
+        self._prefill_s = 0.0
         self._steps = self._running[0][0]
         while self._running and self._running[0][0] <= self._steps + 1e-9:
             self._complete(heapq.heappop(self._running)[2], "stop")
         self._admit()
 
-    def _finish(self, one: _Sequence, reason: str) -> None:
+    def _finish(self, sequence: _Sequence, reason: str) -> None:
         """End a sequence early."""
-        if one.began < 0:
-            self._waiting.remove(one)
+        if sequence.start_step < 0:
+            self._waiting.remove(sequence)
         else:
-            self._running = [entry for entry in self._running if entry[2] is not one]
+            self._running = [entry for entry in self._running if entry[2] is not sequence]
             heapq.heapify(self._running)
-        self._complete(one, reason)
+        self._complete(sequence, reason)
 
-    def _complete(self, one: _Sequence, reason: str) -> None:
-        sampled = 0 if one.began < 0 else min(one.tokens, round(self._steps - one.began))
-        if reason == "stop" and sampled >= one.request.sampling.max_tokens:
+    def _complete(self, sequence: _Sequence, reason: str) -> None:
+        is_waiting, call, request = sequence.start_step < 0, sequence.call, sequence.request
+        sampled = 0 if is_waiting else min(sequence.tokens, round(self._steps - sequence.start_step))
+        if reason == "stop" and sampled >= request.sampling.max_tokens:
             reason = "length"
         ids, logprobs = np.zeros(sampled, np.int32), np.full(sampled, -1.0, np.float32)
-        spans = self._spans(one.began, sampled)
-        ran_s = 0.0 if one.began < 0 else now() - one.began_s
-        one.done = Completion(one.request.request_id, ids, logprobs, logprobs, reason, spans, running_s=ran_s)
+        spans = self._spans(sequence.start_step, sampled)
+        running_s = 0.0 if is_waiting else now() - sequence.start_s
+        sequence.completion = Completion(
+            request.request_id, ids, logprobs, logprobs, reason, spans, running_s=running_s
+        )
         self._generated += sampled * self._unit
-        one.call.missing -= 1
-        if not one.call.missing and not one.call.answer.done():
-            one.call.answer.set_result(None)
+        call.num_unfinished -= 1
+        if not call.num_unfinished and not call.done.done():
+            call.done.set_result(None)
 
-    def _spans(self, began: float, sampled: int) -> list[VersionSpan]:
-        """Which versions sampled the tokens of a sequence that joined the batch at this step."""
-        changes = [(max(0, round(steps - began)), version) for steps, version in self._versions]
+    def _spans(self, start_step: float, sampled: int) -> list[VersionSpan]:
+        """Return the versions of the tokens of a sequence that joined the batch at `start_step`."""
+        changes = [(max(0, round(steps - start_step)), version) for steps, version in self._versions]
         spans = []
         for (start, version), (stop, _) in pairwise([*changes, (sampled, 0)]):
             if start < min(stop, sampled):
@@ -250,15 +263,15 @@ class SimulatedEngine:
     async def pause(self, mode: str = "keep") -> None:
         self._check()
         while mode == "wait" and self._running:
-            await asyncio.wait([self._running[0][2].call.answer])
+            await asyncio.wait([self._running[0][2].call.done])
             self._check()
         self._catch_up()
         if mode == "abort":
-            for one in self._sequences():
-                self._finish(one, "abort")
+            for sequence in self._sequences():
+                self._finish(sequence, "abort")
         if mode == "retract":
-            for *_, one in self._running:
-                self._read(len(one.request.token_ids) + round(self._steps - one.began))
+            for *_, sequence in self._running:
+                self._prefill(len(sequence.request.token_ids) + round(self._steps - sequence.start_step))
         self._paused = True
         self._admit()
 
@@ -273,7 +286,7 @@ class SimulatedEngine:
         self._catch_up()
         self.version = version
         self._versions.append((self._steps, version))
-        oldest = min((one.began for *_, one in self._running), default=self._steps)
+        oldest = min((sequence.start_step for *_, sequence in self._running), default=self._steps)
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
             self._versions.pop(0)
 
@@ -292,7 +305,7 @@ class SimulatedEngine:
         self._check()
         self._catch_up()
         running, queued = len(self._running), len(self._waiting)
-        sampled = self._generated + self._sampled(one for *_, one in self._running)
+        sampled = self._generated + self._sampled(sequence for *_, sequence in self._running)
         return EngineHealth(self.name, self.version, running, queued, generated_tokens=sampled)
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""The rest of a simulated run: conversations, a learner, its state, and weight syncs."""
+"""The other parts of a simulated run: conversations, a learner, checkpoints, and weight syncs."""
 
 from __future__ import annotations
 
@@ -21,48 +21,57 @@ from tests.support.simulation.timings import Timings
 
 
 def prompt_units(timings: Timings, unit: int) -> int:
-    """What stands for a prompt, in units of `unit` tokens; there is no episode without one."""
+    """Return the length of a simulated prompt in units of `unit` tokens, at least 1."""
     return max(1, round(timings.prompt_tokens / unit))
 
 
 class SimulatedConversations:
-    """What ConversationGenerator does, with tools that only take time and answers that pass by chance."""
+    """A replacement of ConversationGenerator, with tools that only take time and random rewards."""
 
     def __init__(self, client: EngineClient, timings: Timings, samples: int, max_tokens: int, unit: int, seed: int):
-        """`most_tokens` of an answer, and prompts of `timings`, in units of `unit` tokens."""
+        """Create a generator of groups of `samples` episodes.
+
+        Args:
+            client: The client of the engines.
+            timings: Durations and probabilities.
+            samples: Number of episodes per group.
+            max_tokens: Maximum length of a response, in units.
+            unit: Number of tokens per unit.
+            seed: Seed of all random choices.
+        """
         self._client, self._timings, self._samples, self._seed = client, timings, samples, seed
         self._sampling = SamplingParams(max_tokens=max_tokens)
         self._prompt = [0] * prompt_units(timings, unit)
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         items = [Trajectory.empty(prompt, n, 1.0) for n in range(self._samples)]
-        ledgers = [TrajectoryBuilder(item) for item in items]
-        for ledger in ledgers:
-            ledger.start_episode(self._prompt)
-        first = await self._sample(list(zip(items, ledgers, strict=True)), position, 0)
-        await asyncio.gather(*(self._play(*one, position) for one in zip(items, ledgers, first, strict=True)))
+        builders = [TrajectoryBuilder(item) for item in items]
+        for builder in builders:
+            builder.start_episode(self._prompt)
+        first = await self._sample(list(zip(items, builders, strict=True)), position, 0)
+        await asyncio.gather(*(self._play(*episode, position) for episode in zip(items, builders, first, strict=True)))
         return TrajectoryGroup(prompt, items)
 
     async def _play(
-        self, item: Trajectory, ledger: TrajectoryBuilder, completion: Completion | None, position: int
+        self, item: Trajectory, builder: TrajectoryBuilder, completion: Completion | None, position: int
     ) -> None:
         rng = random.Random(f"{self._seed}.{position}.{item.sample}")
         for turn in range(1, self._timings.turns + 1):
             if completion is None:
                 return
-            ledger.append_sample(completion)
+            builder.append_sample(completion)
             if turn == self._timings.turns:
                 break
             if self._timings.tool_s:
                 await asyncio.sleep(rng.expovariate(1 / self._timings.tool_s))
-            completion = (await self._sample([(item, ledger)], position, turn))[0]
+            completion = (await self._sample([(item, builder)], position, turn))[0]
         item.reward = float(rng.random() < self._timings.pass_rate)
-        ledger.update_last_turn(reward=item.reward)
+        builder.update_last_turn(reward=item.reward)
 
     async def _sample(
         self, episodes: Sequence[tuple[Trajectory, TrajectoryBuilder]], position: int, turn: int
     ) -> list[Completion | None]:
-        requests = [self._request(item, ledger, position, turn) for item, ledger in episodes]
+        requests = [self._request(item, builder, position, turn) for item, builder in episodes]
         try:
             return list(await self._client.generate(requests))
         except EnginesLost:
@@ -72,11 +81,11 @@ class SimulatedConversations:
                 item.fail("engine", str(error))
             return [None] * len(episodes)
 
-    def _request(self, item: Trajectory, ledger: TrajectoryBuilder, position: int, turn: int) -> SampleRequest:
+    def _request(self, item: Trajectory, builder: TrajectoryBuilder, position: int, turn: int) -> SampleRequest:
         session, uid = f"{position}.{item.sample}", item.prompt.uid
         return SampleRequest(
             request_id=f"{session}.{turn}",
-            token_ids=ledger.context,
+            token_ids=builder.context,
             sampling=self._sampling,
             seed=request_seed(self._seed, uid, item.sample, turn, position),
             session=session,
@@ -85,13 +94,13 @@ class SimulatedConversations:
 
 
 class SimulatedLearner:
-    """Takes the time that an update takes, and counts versions as the real one does."""
+    """A learner that only takes the time of its work, and counts versions like the real one."""
 
     def __init__(self, timings: Timings, unit: int):
         self._timings, self._unit = timings.learner, unit
         self._changing = asyncio.Lock()
         self._prompt = timings.prompt_tokens - prompt_units(timings, unit) * unit
-        """Tokens by which a prompt is longer than what stands for it."""
+        """Number of tokens by which a prompt is longer than the simulated prompt."""
         self.version = 0
         self.optimizer_progress = None
         self.updating = False
@@ -119,14 +128,14 @@ class SimulatedLearner:
             yield self.version
 
     async def attach_stall_report(self, error: BaseException) -> None:
-        """There are no ranks that could be to blame."""
+        """Do nothing: there are no ranks that could have stalled."""
 
     async def is_responsive(self, timeout_s: float) -> bool:
         return True
 
 
 class SimulatedWeightSync:
-    """A weight sync that takes its time, and then is there at once."""
+    """A weight sync that takes time and then commits on all engines at the same moment."""
 
     def __init__(self, client: EngineClient, sync_s: float):
         self._client, self._sync_s = client, sync_s
@@ -144,12 +153,18 @@ class SimulatedWeightSync:
 
 
 class SimulatedCheckpointManager:
-    """Checkpoints in memory, which cost nothing."""
+    """A checkpoint manager that keeps the last checkpoint in memory and takes no time."""
 
     async_checkpoint = False
 
     def __init__(self, learner: SimulatedLearner, controllers: Mapping[str, Any], saved: tuple[int, Any] | None = None):
-        """`saved`: the checkpoint to resume from, as `saved` of an earlier run has it."""
+        """Create a manager.
+
+        Args:
+            learner: The learner.
+            controllers: Objects whose state is saved, by name.
+            saved: The attribute `saved` of an earlier run's manager to resume from; None for a new run.
+        """
         self._learner, self._controllers = learner, controllers
         self._captured_state: dict[str, Any] = {}
         self.saved = saved
@@ -173,15 +188,15 @@ class SimulatedCheckpointManager:
         self.saved, self.saved_step = (step, self._captured_state), step
 
     async def wait_until_written(self) -> None:
-        """It is."""
+        """Return: a checkpoint in memory is written immediately."""
 
     ensure_saved = save
 
     async def export(self, step: int) -> None:
-        """There is nothing to export."""
+        """Do nothing: there is nothing to export."""
 
     async def update_reference(self) -> None:
-        """There is no reference."""
+        """Do nothing: there is no reference model."""
 
 
 class NoTracker:

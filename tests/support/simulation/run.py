@@ -1,4 +1,4 @@
-"""One simulated run: the real loop, queue, samplers, client and supervisor, in virtual time."""
+"""A simulated run: the real training loop, queue, group filters, client and engine scaler, in virtual time."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from tests.support.simulation.parts import (
 )
 from tests.support.simulation.timings import Timings
 
-UNITS_PER_ANSWER = 16
-"""A mean answer is simulated as so many tokens, each of which stands for several."""
+UNITS_PER_RESPONSE = 16
+"""Number of simulated tokens of a mean response, each of which stands for several tokens."""
 CHECK_INTERVAL_S = 60.0
-"""How often the client asks whether an engine gets on: simulated ones do not hang."""
-_ANY = 10**9
-"""Restarts of engines that a simulated run may take."""
+"""Interval of the client's health checks, which is long because simulated engines do not hang."""
+_UNLIMITED = 10**9
+"""Maximum number of engine restarts in a simulated run."""
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """The number of engines, and how far rollouts run ahead."""
+    """The number of engines, and the staleness of rollouts."""
 
     engines: int
     staleness: int = 0
-    """0 is synchronous."""
+    """Maximum staleness in steps; 0 is synchronous."""
     over_provisioning: float = 0.0
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """The parts of a run, to be looked at and disturbed; `trainer.fit()` runs it."""
+    """The parts of a run, for tests to inspect and disturb. `trainer.fit()` runs it."""
 
     trainer: Trainer
     collector: RolloutCollector
@@ -59,27 +59,33 @@ class SimulatedRun:
     state: SimulatedCheckpointManager
     learner: SimulatedLearner
     engines: list[SimulatedEngine]
-    """All that there were, those that died included."""
+    """All engines that were ever started, including dead ones."""
 
 
 def build_run(
     cfg: Config, timings: Timings, shape: RunShape, steps: int, saved: tuple[int, Any] | None = None
 ) -> SimulatedRun:
-    """A run of `steps` steps with this configuration's samplers; it needs a running loop.
+    """Build a run of `steps` steps. Requires a running event loop.
 
-    `saved`: the checkpoint of an earlier run to go on from.
+    Args:
+        cfg: The run's configuration.
+        timings: Durations and response lengths.
+        shape: Number of engines and staleness.
+        steps: Number of steps.
+        saved: The checkpoint of an earlier run to resume from; None for a new run.
     """
     trainer_config, unit = cfg.trainer, unit_of(timings)
     engines: list[SimulatedEngine] = []
     engine = _engines(cfg, timings, unit, engines)
+    first_engines: Any = [engine(f"engine {index}") for index in range(shape.engines)]
     client = EngineClient(
-        [engine(f"engine {index}") for index in range(shape.engines)],
+        first_engines,
         deadline_s=trainer_config.timeouts.rollout_s,
         health_check_interval_s=CHECK_INTERVAL_S,
     )
     learner: Any = SimulatedLearner(timings, unit)
     conversations = SimulatedConversations(
-        client, timings, cfg.generator.n_samples_per_prompt, _longest(cfg, unit), unit, trainer_config.seed
+        client, timings, cfg.generator.n_samples_per_prompt, _max_units(cfg, unit), unit, trainer_config.seed
     )
     schedule = StepSchedule(trainer_config.train_batch_size * steps, trainer_config.train_batch_size, 1)
     collector = RolloutCollector(
@@ -96,20 +102,20 @@ def build_run(
     weight_sync: Any = SimulatedWeightSync(client, timings.sync_s)
     trackers: Any = NoTracker()
     state: Any = SimulatedCheckpointManager(learner, {"collector": collector}, saved)
-    starter = SimulatedEngineLauncher(timings.engine.start_s, engine)
+    launcher = SimulatedEngineLauncher(timings.engine.start_s, engine)
     publisher = WeightPublisher(
         learner,
         client,
         weight_sync,
-        starter.restart,
-        max_engine_restarts=_ANY,
+        launcher.restart,
+        max_engine_restarts=_UNLIMITED,
         pause_mode=PAUSE_MODES[trainer_config.fully_async.on_sync] if shape.staleness else None,
     )
     scaler = EngineScaler(
         client,
         publisher,
-        start=starter.start,
-        stop=starter.stop,
+        start=launcher.start,
+        stop=launcher.stop,
         folder=Path(),
         drain_s=trainer_config.timeouts.drain_s,
         report=lambda line: None,
@@ -130,7 +136,7 @@ def build_run(
 
 
 class SimulatedEngineLauncher:
-    """Engines that take their time to start."""
+    """A launcher whose engines take time to start."""
 
     def __init__(self, start_s: float, engine: Callable[[str], SimulatedEngine]):
         self._start_s, self._engine = start_s, engine
@@ -146,24 +152,26 @@ class SimulatedEngineLauncher:
         await engine.close()
 
 
-def _engines(cfg: Config, timings: Timings, unit: int, made: list[SimulatedEngine]) -> Callable[[str], SimulatedEngine]:
-    """Makes engines by name, and adds them to `made`."""
-    rng, most = random.Random(cfg.trainer.seed), _longest(cfg, unit)
+def _engines(
+    cfg: Config, timings: Timings, unit: int, engines: list[SimulatedEngine]
+) -> Callable[[str], SimulatedEngine]:
+    """Return a function that creates an engine by name and adds it to `engines`."""
+    rng, max_units = random.Random(cfg.trainer.seed), _max_units(cfg, unit)
 
     def length(request: SampleRequest) -> int:
-        return max(1, min(most, round(timings.response.draw(request.seed, most * unit) / unit)))
+        return max(1, min(max_units, round(timings.response.draw(request.seed, max_units * unit) / unit)))
 
     def make(name: str) -> SimulatedEngine:
-        made.append(SimulatedEngine(length, timings.engine, name=name, unit=unit, rng=rng))
-        return made[-1]
+        engines.append(SimulatedEngine(length, timings.engine, name=name, unit=unit, rng=rng))
+        return engines[-1]
 
     return make
 
 
-def _longest(cfg: Config, unit: int) -> int:
+def _max_units(cfg: Config, unit: int) -> int:
     return max(1, round(cfg.generator.sampling_params.max_generate_length / unit))
 
 
 def unit_of(timings: Timings) -> int:
-    """How many tokens a simulated one stands for."""
-    return max(1, round(timings.response.mean / UNITS_PER_ANSWER))
+    """Return the number of tokens that one simulated token stands for."""
+    return max(1, round(timings.response.mean / UNITS_PER_RESPONSE))

@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ResponseLengths:
-    """Tokens of an answer: log-normal with this mean and the standard deviation of its logarithm."""
+    """A log-normal distribution of response lengths in tokens: its mean, and the deviation of the logarithm."""
 
     mean: float = 512.0
     sigma: float = 0.6
 
     def draw(self, seed: int, max_tokens: int) -> int:
-        """The same for the same seed, from 1 to `most`."""
-        drawn = random.Random(seed).lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
-        return max(1, min(max_tokens, round(drawn)))
+        """Return a length from 1 to `max_tokens` that depends only on `seed`."""
+        length = random.Random(seed).lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
+        return max(1, min(max_tokens, round(length)))
 
 
 @dataclass
 class EngineTimings:
-    """Of one engine."""
+    """Timings of one engine."""
 
     decode_s: float = 0.02
-    """Seconds of a decode step besides what its sequences add."""
+    """Seconds of a decode step, without the time that its sequences add."""
     decode_per_sequence_s: float = 0.0
     """Seconds that every sequence of the batch adds to a decode step."""
     prefill_tokens_per_s: float = 20_000.0
     max_num_seqs: int = 1024
-    """Sequences that run at a time; others wait."""
+    """Maximum number of running sequences. Others wait."""
     start_s: float = 60.0
-    """Seconds of a restart, without its weight sync."""
+    """Seconds of a start, without the weight sync that follows."""
     failures_per_hour: float = 0.0
 
 
@@ -43,7 +43,7 @@ class LearnerTimings:
     update_s_per_token: float = 1e-4
     score_s_per_token: float = 0.0
     step_s: float = 0.0
-    """Seconds of every step besides, whatever the number of tokens."""
+    """Additional seconds of every step, independent of the number of tokens."""
 
 
 @dataclass
@@ -55,10 +55,10 @@ class Timings:
     sync_s: float = 1.0
     """Seconds of a weight sync."""
     response: ResponseLengths = field(default_factory=ResponseLengths)
-    """Of one turn."""
+    """Lengths of the responses of one turn."""
     prompt_tokens: int = 128
     turns: int = 1
     tool_s: float = 0.0
     """Mean seconds between two turns of an episode, exponentially distributed."""
     pass_rate: float = 0.5
-    """Share of answers that pass: what samplers see."""
+    """Share of the responses with reward 1."""

@@ -1,4 +1,4 @@
-"""An event loop whose time passes as fast as its work is done: where it would wait, it goes to the next timer."""
+"""An event loop in virtual time: instead of waiting, it advances its clock to the next timer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _THREAD_S = 60.0
-"""Real seconds to wait for threads and sockets where no timer is left that could end the wait."""
+"""Real seconds to wait for threads and sockets when no timer is left."""
 
 
 class Deadlock(Exception):
-    """Everything waits, and nothing is left that could end the wait."""
+    """All coroutines wait, and no timer or result is left that could wake one."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Moves the loop's clock instead of waiting."""
+    """A selector that advances the loop's clock instead of waiting."""
 
     now = 0.0
 
@@ -30,12 +30,15 @@ class _Selector(selectors.DefaultSelector):
             return ready
         ready = super().select(_THREAD_S)
         if not ready:
-            raise Deadlock("no timer and no result is left that any of the waiting coroutines could get.")
+            raise Deadlock("No timer and no result is left that could wake one of the waiting coroutines.")
         return ready
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` begins at 0. Work for threads is done at once, and takes no time of it: it would race with timers."""
+    """An event loop whose `time()` starts at 0.
+
+    Work for threads runs immediately on the loop's thread and takes no virtual time, because it would race with timers.
+    """
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -55,6 +58,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run in virtual time. Raises Deadlock where real time would wait for ever."""
+    """Run a coroutine in virtual time, like `asyncio.run`.
+
+    Raises:
+        Deadlock: The coroutine would wait forever.
+    """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(work)

@@ -18,7 +18,7 @@ def ephemeral_to(last: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.defect("a-connection-took-the-port-where-ranks-meet")
-def test_a_free_port_is_none_that_linux_gives_to_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_free_port_is_above_ephemeral_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for last in (60999, 65500):
         ephemeral_to(last, tmp_path, monkeypatch)
         assert last < min(free_address()[1] for _ in range(20))
@@ -28,7 +28,7 @@ def test_a_free_port_is_none_that_linux_gives_to_a_connection(tmp_path: Path, mo
         assert last < min(free_address()[1] for _ in range(20)), "the kernel's own file is not read"
 
 
-def test_where_all_above_are_taken_or_not_known_any_free_port_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_any_free_port_is_the_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ephemeral_to(LAST - 1, tmp_path, monkeypatch)
     with closing(listen("127.0.0.1", LAST)):
         assert 0 < free_address()[1] < LAST
@@ -38,10 +38,10 @@ def test_where_all_above_are_taken_or_not_known_any_free_port_will_do(tmp_path: 
         assert free_address()[1] > 0
 
 
-def test_two_who_ask_at_once_hardly_ever_get_the_same():
+def test_simultaneous_callers_get_different_ports():
     assert len({free_address()[1] for _ in range(20)}) > 15
 
 
-def test_an_address_of_another_machine_has_no_free_port():
+def test_foreign_address_has_no_free_port():
     with pytest.raises(OSError, match="assign"):
         free_address("192.0.2.1")

@@ -1,4 +1,4 @@
-"""Whether slots fit on nodes, before any are reserved."""
+"""Checks if slots fit on nodes before any are reserved."""
 
 from __future__ import annotations
 
@@ -18,32 +18,26 @@ NODES = [
 
 
 @pytest.mark.parametrize(
-    ("needs", "fit"),
+    ("demands", "fit"),
     [
         ([ResourceDemand(7, GPU)], True),
         ([ResourceDemand(8, GPU)], False),
         ([ResourceDemand(4, GPU, TRAINER), ResourceDemand(3, GPU)], True),
-        (
-            [ResourceDemand(3, GPU), ResourceDemand(4, GPU, TRAINER)],
-            True,
-        ),  # those that may be anywhere leave room for those that may not
+        # demands without labels leave room for those with labels
+        ([ResourceDemand(3, GPU), ResourceDemand(4, GPU, TRAINER)], True),
         ([ResourceDemand(5, GPU, TRAINER)], False),
         ([ResourceDemand(6, GPU, slots_per_bundle=2)], True),
         ([ResourceDemand(4, GPU, TRAINER), ResourceDemand(2, GPU, slots_per_bundle=2), ResourceDemand(1, GPU)], True),
-        (
-            [ResourceDemand(4, GPU, slots_per_bundle=4), ResourceDemand(4, GPU, slots_per_bundle=4)],
-            False,
-        ),  # six are free, but on no node four
+        # six GPUs are free, but no node has four of them
+        ([ResourceDemand(4, GPU, slots_per_bundle=4), ResourceDemand(4, GPU, slots_per_bundle=4)], False),
         ([ResourceDemand(6, GPU), ResourceDemand(1, HOST)], True),
-        ([ResourceDemand(7, GPU), ResourceDemand(2, HOST)], False),  # no CPU is left beside them for the last one's GPU
+        ([ResourceDemand(7, GPU), ResourceDemand(2, HOST)], False),  # no CPU is left for the last GPU
         ([ResourceDemand(1, HOST), ResourceDemand(1, {"CPU": 6.0})], True),
         ([ResourceDemand(3, HOST)], False),
     ],
 )
-def test_slots_fit_only_where_nodes_have_what_each_takes_the_labels_and_room_for_those_together(
-    needs: list[ResourceDemand], fit: bool
-):
-    assert can_place(needs, NODES) == fit
+def test_slots_need_resources_labels_and_bundles(demands: list[ResourceDemand], fit: bool):
+    assert can_place(demands, NODES) == fit
 
 
 @pytest.mark.defect("a-label-selector-had-no-room")
@@ -51,18 +45,18 @@ def test_slots_fit_only_where_nodes_have_what_each_takes_the_labels_and_room_for
     ("selector", "nodes"),
     [("trainer", 1), ("!trainer", 2), ("in(trainer, engine)", 1), ("!in(engine,trainer)", 2), ("in(engine)", 0)],
 )
-def test_labels_are_selected_as_ray_selects_them(selector: str, nodes: int):
+def test_label_selectors_match_as_in_ray(selector: str, nodes: int):
     counted = [can_place([ResourceDemand(1, GPU, {"role": selector})], [node]) for node in NODES]
     assert sum(counted) == nodes
 
 
-def test_shares_of_a_cpu_are_counted_as_ray_rounds_them():
+def test_cpu_shares_are_rounded_as_in_ray():
     assert count_fitting_slots({"CPU": 1.9998}, {"CPU": 0.667}) == 2
     assert count_fitting_slots({"CPU": 2.0}, {"CPU": 1.0}) == 2
     assert count_fitting_slots({"CPU": 2.0}, GPU) == 0
 
 
-def test_neighbouring_slots_are_on_one_node_in_whatever_order_ray_has_placed_bundles():
+def test_neighboring_slots_are_on_one_node():
     order = order_by_node(["b", "a", "b", "c", "a", "b"])
     assert order == (0, 2, 5, 1, 4, 3)
     assert order_by_node(["a", "a", "a"]) == (0, 1, 2)

@@ -1,4 +1,4 @@
-"""What waits for slots ends when their node has died."""
+"""Waits for slots end when their node has died."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from skyrl_train.cluster.placement import ResourcePool, await_unless_node_lost, 
 from skyrl_train.errors import ClusterLost, InsufficientResources
 
 
-def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> ResourcePool:
-    """Two slots whose bundles are on these nodes, at one look after another; the last one stays. Node `a` lives."""
-    left = list(looks)
+def make_pool(monkeypatch: pytest.MonkeyPatch, *snapshots: dict[int, str]) -> ResourcePool:
+    """Return a pool of two slots whose bundles are on these nodes in successive checks; the last one stays. Only node
+    `a` is alive.
+    """
+    remaining = list(snapshots)
 
     def table(group: Any) -> dict[str, Any]:
-        return {"bundles_to_node_id": left.pop(0) if len(left) > 1 else left[0]}
+        return {"bundles_to_node_id": remaining.pop(0) if len(remaining) > 1 else remaining[0]}
 
     monkeypatch.setattr(placement, "placement_group_table", table)
-    monkeypatch.setattr(placement.ray, "nodes", lambda: [{"NodeID": one, "Alive": one == "a"} for one in "ab"])
+    monkeypatch.setattr(placement.ray, "nodes", lambda: [{"NodeID": node, "Alive": node == "a"} for node in "ab"])
     monkeypatch.setattr(placement, "CHECK_INTERVAL_S", 0.01)
     group: Any = None
     return ResourcePool(
@@ -36,8 +38,8 @@ def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> Resourc
 
 @pytest.mark.defect("C2-a-dead-node-is-restarted")
 @pytest.mark.parametrize("lost", ["", "b"], ids=["Ray knows", "Ray does not know yet"])
-def test_a_start_in_slots_of_a_dead_node_ends_at_once(monkeypatch: pytest.MonkeyPatch, lost: str):
-    slots = slots_of(monkeypatch, {0: "a", 1: "a"}, {0: "a", 1: "a"}, {0: "a", 1: lost})
+def test_start_on_lost_node_fails_immediately(monkeypatch: pytest.MonkeyPatch, lost: str):
+    slots = make_pool(monkeypatch, {0: "a", 1: "a"}, {0: "a", 1: "a"}, {0: "a", 1: lost})
     ended = asyncio.Event()
 
     async def start() -> None:
@@ -47,7 +49,7 @@ def test_a_start_in_slots_of_a_dead_node_ends_at_once(monkeypatch: pytest.Monkey
             ended.set()
 
     async def run() -> None:
-        with pytest.raises(ClusterLost, match=r"a node with slots of this run died"):
+        with pytest.raises(ClusterLost, match=r"a node of this run died"):
             await await_unless_node_lost(start(), slots, [0])
         await asyncio.wait_for(ended.wait(), 5)
 
@@ -55,18 +57,18 @@ def test_a_start_in_slots_of_a_dead_node_ends_at_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.defect("an-engine-waits-for-the-nodes-of-others")
-def test_a_start_that_takes_its_time_is_waited_for_while_its_own_node_lives(monkeypatch: pytest.MonkeyPatch):
-    """That of the other slot is lost, and there is no room for another one."""
+def test_slow_start_ignores_loss_of_other_nodes(monkeypatch: pytest.MonkeyPatch):
+    """Lose the node of the other slot, which fits on no other node."""
 
     async def start() -> str:
         await asyncio.sleep(0.05)
         return "capabilities"
 
     async def run() -> None:
-        slots = slots_of(monkeypatch, {0: "a", 1: ""})
+        slots = make_pool(monkeypatch, {0: "a", 1: ""})
         await wait_for_rescheduling(slots, [1], 0.0)
         assert await await_unless_node_lost(start(), slots, [1]) == "capabilities"
-        with pytest.raises(InsufficientResources, match="the others have no room for them"):
+        with pytest.raises(InsufficientResources, match="no free resources for its actors"):
             await wait_for_rescheduling(slots, [0, 1], 0.0)
 
     asyncio.run(run())

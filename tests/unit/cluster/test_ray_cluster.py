@@ -1,4 +1,4 @@
-"""A Ray of our own on a machine that is too busy for the 15 s that Ray gives itself."""
+"""The start of our own Ray on a machine that is too busy for Ray's limit of 15 s, and connections to other clusters."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from skyrl_train.errors import ClusterLost, ConfigError, RunInterrupted
 SLOW = "The current node timed out during startup. This could happen because ..."
 
 
-def nothing() -> None:
-    """What an attempt begins with, where nobody counts them."""
+def noop() -> None:
+    """Do noop before an attempt."""
 
 
 def join(address: str) -> None:
     ray_cluster.Cluster(settings={"address": address}).connect()
 
 
-def starting(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) -> list[subprocess.Popen[bytes]]:
-    """Replaces `ray.init` by one that starts a process and fails as told; returns what it has started."""
+def patch_ray_init(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) -> list[subprocess.Popen[bytes]]:
+    """Replace `ray.init` with a function that starts a process and raises the next error. Return the started
+    processes.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
     def init(**_: Any) -> None:
@@ -47,8 +49,8 @@ def starting(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) ->
     return started
 
 
-def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypatch: pytest.MonkeyPatch):
-    started = starting(monkeypatch, [Exception(SLOW), Exception(SLOW), None])
+def test_slow_start_is_retried_after_cleanup(monkeypatch: pytest.MonkeyPatch):
+    started = patch_ray_init(monkeypatch, [Exception(SLOW), Exception(SLOW), None])
     begun: list[int] = []
     ray_cluster.start_local({}, lambda: begun.append(len(started)))
     assert begun == [0, 1, 2]
@@ -59,18 +61,18 @@ def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypat
 
 
 def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
-    started = starting(monkeypatch, [Exception(f"{SLOW} {number}") for number in range(ray_cluster.MAX_START_ATTEMPTS)])
+    started = patch_ray_init(
+        monkeypatch, [Exception(f"{SLOW} {number}") for number in range(ray_cluster.MAX_START_ATTEMPTS)]
+    )
     with pytest.raises(ClusterLost, match=rf"timed out during startup.* {ray_cluster.MAX_START_ATTEMPTS - 1}$"):
-        ray_cluster.start_local({}, nothing)
+        ray_cluster.start_local({}, noop)
     assert not any(psutil.pid_exists(process.pid) for process in started)
     for process in started:
         process.wait(10)
 
 
 @pytest.mark.parametrize("own", [signal.SIG_DFL, lambda number, frame: None], ids=["default", "own"])
-def test_a_start_that_is_told_to_stop_leaves_nothing_and_the_program_s_handler(
-    own: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_interrupted_start_cleans_up_and_keeps_handler(own: Any, monkeypatch: pytest.MonkeyPatch):
     started: list[subprocess.Popen[bytes]] = []
 
     def init(**_: Any) -> None:
@@ -83,7 +85,7 @@ def test_a_start_that_is_told_to_stop_leaves_nothing_and_the_program_s_handler(
     before = signal.signal(signal.SIGTERM, own)
     try:
         with pytest.raises(RunInterrupted if own is signal.SIG_DFL else ValueError):
-            ray_cluster.start_local({}, nothing)
+            ray_cluster.start_local({}, noop)
         assert own is signal.SIG_DFL or signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -95,16 +97,14 @@ def test_a_start_that_is_told_to_stop_leaves_nothing_and_the_program_s_handler(
     ("failure", "raised"),
     [
         (ValueError("no such setting"), ValueError),
-        (RaySystemError("Failed to connect to GCS"), ClusterLost),  # it was killed
+        (RaySystemError("Failed to connect to GCS"), ClusterLost),  # a process was killed
         (RuntimeError("Failed to start GCS"), ClusterLost),
     ],
 )
-def test_another_failure_is_not_tried_again(
-    failure: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
-):
-    started = starting(monkeypatch, [failure, None])
+def test_other_failures_are_not_retried(failure: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch):
+    started = patch_ray_init(monkeypatch, [failure, None])
     with pytest.raises(raised, match=str(failure)):
-        ray_cluster.start_local({}, nothing)
+        ray_cluster.start_local({}, noop)
     (process,) = started
     process.wait(10)
 
@@ -121,13 +121,13 @@ def test_ray_processes_start_in_own_sessions(monkeypatch: pytest.MonkeyPatch):
 
     popen = ray_services.ConsolePopen
     monkeypatch.setattr(ray, "init", init)
-    ray_cluster.start_local({}, nothing)
+    ray_cluster.start_local({}, noop)
     assert sessions == [True]
     assert ray_services.ConsolePopen is popen
 
 
 @pytest.mark.defect("every-user-of-the-machine-could-read-rays-token")
-def test_the_token_that_ray_writes_is_its_user_s_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_ray_token_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     token = tmp_path / ".ray" / "auth_token"
 
     def init(**_: Any) -> None:
@@ -137,17 +137,19 @@ def test_the_token_that_ray_writes_is_its_user_s_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(ray, "init", init)
-    ray_cluster.start_local({}, nothing)
+    ray_cluster.start_local({}, noop)
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize(("nodes", "elsewhere", "single"), [(1, False, True), (2, False, False), (1, True, False)])
-def test_a_run_is_on_one_machine_if_all_nodes_and_the_driver_are(
-    nodes: int, elsewhere: bool, single: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("nodes", "is_ray_client", "is_single_node"), [(1, False, True), (2, False, False), (1, True, False)]
+)
+def test_single_node_requires_driver_on_it(
+    nodes: int, is_ray_client: bool, is_single_node: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}] * nodes + [{"Alive": False}])
-    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: elsewhere)  # a driver of a ray:// address
-    assert ray_cluster.Cluster().is_single_node is single
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: is_ray_client)  # the driver uses a ray:// address
+    assert ray_cluster.Cluster().is_single_node is is_single_node
 
 
 def test_starts_take_turns():
@@ -165,16 +167,16 @@ def test_starts_take_turns():
 
 @pytest.mark.parametrize("is_link", [False, True])
 def test_lock_of_another_user_delays_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool):
-    """Everybody can make a file in /tmp, and hold a lock on it."""
+    """Every user can create a file in /tmp and lock it."""
     monkeypatch.setattr(ray_cluster.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(ray_cluster, "START_TIMEOUT_S", 60.0)
     me = os.getuid()
     file, other = tmp_path / f"skyrl-train-ray-start-{me}.lock", tmp_path / "other"
     if is_link:
         file.symlink_to(other)
-    with nullcontext() if is_link else file.open("w") as held:
-        if held is not None:
-            fcntl.flock(held, fcntl.LOCK_EX)
+    with nullcontext() if is_link else file.open("w") as locked_file:
+        if locked_file is not None:
+            fcntl.flock(locked_file, fcntl.LOCK_EX)
         monkeypatch.setattr(ray_cluster.os, "getuid", lambda: me if is_link else me + 1)
         if not is_link:
             file.rename(tmp_path / f"skyrl-train-ray-start-{me + 1}.lock")
@@ -183,12 +185,12 @@ def test_lock_of_another_user_delays_no_start(tmp_path: Path, monkeypatch: pytes
             assert time.monotonic() - began < 30 and not other.exists()
 
 
-def test_a_ray_of_our_own_starts_without_a_job_server_even_if_that_is_installed(monkeypatch: pytest.MonkeyPatch):
+def test_own_ray_starts_without_job_server(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_cluster.ray_utils, "get_dashboard_dependency_error", lambda: None)
-    found: list[ImportError | None] = []
-    monkeypatch.setattr(ray, "init", lambda **_: found.append(ray_cluster.ray_utils.get_dashboard_dependency_error()))
-    ray_cluster.start_local({}, nothing)
-    assert isinstance(found[0], ImportError)
+    errors: list[ImportError | None] = []
+    monkeypatch.setattr(ray, "init", lambda **_: errors.append(ray_cluster.ray_utils.get_dashboard_dependency_error()))
+    ray_cluster.start_local({}, noop)
+    assert isinstance(errors[0], ImportError)
     assert ray_cluster.ray_utils.get_dashboard_dependency_error() is None
 
 
@@ -196,7 +198,7 @@ UV = ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
 
 
 @pytest.mark.parametrize(
-    ("address", "variables", "drivers_python", "uv_hook"),
+    ("address", "variables", "uses_driver_python", "uv_hook"),
     [
         ("10.0.0.1:6379", {}, True, False),
         ("auto", {}, True, False),
@@ -207,20 +209,20 @@ UV = ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
         ("ray://10.0.0.1:10001", {}, False, True),
     ],
 )
-def test_a_named_cluster_runs_the_driver_s_python_unless_somebody_chose_another(
-    address: str, variables: dict[str, str], drivers_python: bool, uv_hook: bool, monkeypatch: pytest.MonkeyPatch
+def test_joined_cluster_runs_driver_python_by_default(
+    address: str, variables: dict[str, str], uses_driver_python: bool, uv_hook: bool, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "executable", "/with a space/python")
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **given: asked.update(given))
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **kwargs: settings.update(kwargs))
     monkeypatch.setattr(ray, "nodes", list)
     checked: list[str] = []
 
-    def wait(*_: Any, **given: Any) -> tuple[list[Any], list[Any]]:  # for a worker on every node
+    def wait(*_: Any, **__: Any) -> tuple[list[Any], list[Any]]:  # for a worker on every node
         checked.append(address)
         return [], []
 
@@ -228,14 +230,14 @@ def test_a_named_cluster_runs_the_driver_s_python_unless_somebody_chose_another(
     monkeypatch.setattr(ray, "get", lambda workers: workers)
     try:
         join(address)
-        assert asked["runtime_env"] == ({"py_executable": "'/with a space/python'"} if drivers_python else {})
+        assert settings["runtime_env"] == ({"py_executable": "'/with a space/python'"} if uses_driver_python else {})
         assert ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV is uv_hook
-        assert checked == [address] * drivers_python
+        assert checked == [address] * uses_driver_python
     finally:
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = UV
 
 
-def test_a_cluster_that_does_not_answer_is_a_mistake_of_the_address_or_the_token(monkeypatch: pytest.MonkeyPatch):
+def test_unreachable_cluster_error_mentions_token(monkeypatch: pytest.MonkeyPatch):
     def init(**_: Any) -> None:
         raise ConnectionError("nobody there")
 
@@ -245,34 +247,36 @@ def test_a_cluster_that_does_not_answer_is_a_mistake_of_the_address_or_the_token
 
 
 @pytest.mark.defect("a-client-s-server-died-as-it-was-forked")
-@pytest.mark.parametrize("said", ["Starting Ray client server failed. See ...", "Proxy failed to Connect to backend!"])
-def test_a_head_whose_server_for_a_client_died_is_asked_again(said: str, monkeypatch: pytest.MonkeyPatch):
-    died = ConnectionAbortedError(f"Initialization failure from server: {said}")
-    asked: list[str] = []
+@pytest.mark.parametrize(
+    "message", ["Starting Ray client server failed. See ...", "Proxy failed to Connect to backend!"]
+)
+def test_dead_client_server_is_retried(message: str, monkeypatch: pytest.MonkeyPatch):
+    died = ConnectionAbortedError(f"Initialization failure from server: {message}")
+    attempts: list[str] = []
 
     def init(address: str, **_: Any) -> None:
-        asked.append(address)
-        if len(asked) != answers:
+        attempts.append(address)
+        if len(attempts) != successful_attempt:
             raise died
 
     monkeypatch.setattr(ray, "init", init)
-    for answers in (1, ray_cluster.MAX_START_ATTEMPTS):
-        asked.clear()
+    for successful_attempt in (1, ray_cluster.MAX_START_ATTEMPTS):
+        attempts.clear()
         join("ray://10.0.0.1:10001")
-        assert len(asked) == answers
-    answers = ray_cluster.MAX_START_ATTEMPTS + 1
-    asked.clear()
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=ray://.*failed 4 times.*GRPC_ENABLE_FORK_SUPPORT=0"):
+        assert len(attempts) == successful_attempt
+    successful_attempt = ray_cluster.MAX_START_ATTEMPTS + 1
+    attempts.clear()
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=ray://.*4 attempts failed.*GRPC_ENABLE_FORK_SUPPORT=0"):
         join("ray://10.0.0.1:10001")
 
 
 @pytest.mark.parametrize("temporary", ["short", "long"])
-def test_ray_has_a_folder_in_a_private_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str):
-    """Ray makes its own folder one that every user may write to."""
+def test_ray_folder_is_inside_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str):
+    """Ray itself makes its folder writable by every user."""
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    given = tmp_path / ("x" * 30)
-    given.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", "/tmp" if temporary == "short" else str(given))
+    long_folder = tmp_path / ("x" * 30)
+    long_folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", "/tmp" if temporary == "short" else str(long_folder))
     seen: dict[str, str] = {}
 
     def init(**settings: Any) -> None:
@@ -288,11 +292,11 @@ def test_ray_has_a_folder_in_a_private_one(tmp_path: Path, monkeypatch: pytest.M
     folder.parent.rmdir()
 
 
-def test_chosen_place_of_ray_is_kept(monkeypatch: pytest.MonkeyPatch):
-    places: list[str | None] = []
+def test_chosen_ray_folder_is_kept(monkeypatch: pytest.MonkeyPatch):
+    folders: list[str | None] = []
 
     def init(**settings: Any) -> None:
-        places.append(settings.get("_temp_dir"))
+        folders.append(settings.get("_temp_dir"))
         raise ValueError("enough")
 
     monkeypatch.setattr(ray, "init", init)
@@ -302,4 +306,4 @@ def test_chosen_place_of_ray_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_TMPDIR")
     with pytest.raises(ValueError, match="enough"):
         ray_cluster.Cluster(settings={"_temp_dir": "/elsewhere"}).connect()
-    assert places == [None, "/elsewhere"]
+    assert folders == [None, "/elsewhere"]

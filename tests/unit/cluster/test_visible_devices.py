@@ -1,4 +1,4 @@
-"""Which accelerators a process with several slots uses, and how many cores it has beside them."""
+"""GPUs that a process with several slots uses, and its share of the node's cores."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from skyrl_train.cluster.placement import compute_min_cores_per_slot, visible_de
 from skyrl_train.errors import ConfigError
 
 
-def test_an_engine_sees_the_accelerators_of_its_slots_in_their_order():
+def test_visible_devices_keep_slot_order():
     assert visible_devices([("a", "6"), ("a", "2")], "key") == "6,2"
     assert visible_devices([("a", "MIG-1")], "key") == "MIG-1"
 
 
-def test_slots_on_several_nodes_are_refused_by_the_keys_name():
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size=2: 2 accelerators .* on one node lie on 2 \(a, b\)"):
+def test_gpus_on_several_nodes_are_rejected():
+    with pytest.raises(
+        ConfigError,
+        match=r"^tensor_parallel_size=2: one engine needs 2 GPUs on one node, but they are on 2 nodes \(a, b\)",
+    ):
         visible_devices([("b", "0"), ("a", "0")], "tensor_parallel_size=2")
 
 

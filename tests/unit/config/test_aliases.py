@@ -1,4 +1,4 @@
-"""Other ways to write a value, other names of keys, and keys of the user's own."""
+"""Value aliases, key aliases and custom keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepared(*overrides: str, has_user_code: bool = False) -> PreparedConfig:
 
 
 @pytest.mark.parametrize(
-    ("written", "key", "meant"),
+    ("written", "key", "expected"),
     [
         ("trainer.resume_mode=null", "trainer.resume_mode", "none"),
         ("trainer.resume_mode=None", "trainer.resume_mode", "none"),
@@ -48,14 +48,14 @@ def prepared(*overrides: str, has_user_code: bool = False) -> PreparedConfig:
         ("environment.skyrl_gym.max_env_workers=0", "environment.skyrl_gym.max_env_workers", 0),
     ],
 )
-def test_what_recipes_write_means_what_skyrl_means(written: str, key: str, meant: Any, tmp_path: Path):
-    assert get_value(prepared(written).config, key) == meant
+def test_value_aliases_match_skyrl(written: str, key: str, expected: Any, tmp_path: Path):
+    assert get_value(prepared(written).config, key) == expected
     name, _, value = written.partition("=")
     *sections, last = name.split(".")
     text = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(sections))
     (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(sections)}{last}: {value}\n")
     from_file = prepared("--config-dir", str(tmp_path), "--config-name", "mine").config
-    assert get_value(from_file, key) == meant
+    assert get_value(from_file, key) == expected
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
@@ -75,7 +75,10 @@ def check_alias_renamed(alias: str) -> None:
         section = section[part]
     assert section == 7
     (problem,) = rename_aliases(merged(nested(alias, 7), nested(key, 8)))
-    assert str(problem) == f"{alias}=7: must be the same as {key}=8. They are one setting: give one."
+    assert (
+        str(problem)
+        == f"{alias}=7: must be the same as {key}=8. These are two names of one setting: set only one of them."
+    )
 
 
 def test_every_alias_is_renamed_to_its_key():
@@ -91,10 +94,10 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def test_other_spellings_are_read_as_the_value():
     wrong = []
     for name, key in value_keys().items():
-        for written, meant in key.metadata.spellings.items():
+        for written, expected in key.metadata.value_aliases.items():
             content = nested(name, written)
             replace_value_aliases(content)
-            wrong += [f"{name}={written} is read as {content}"] if content != nested(name, meant) else []
+            wrong += [f"{name}={written} is read as {content}"] if content != nested(name, expected) else []
     assert not wrong, "\n".join(wrong)
 
 
@@ -102,7 +105,7 @@ def test_sections_have_no_facts():
     assert [key.name for key in all_keys().values() if key.is_section and key.metadata != KeyMetadata()] == []
 
 
-def test_engines_keys_are_known_where_newer_versions_of_skyrl_keep_them(tmp_path: Path):
+def test_engine_keys_accept_newer_skyrl_names(tmp_path: Path):
     keys = ["num_engines=3", "tensor_parallel_size=2", "backend=sglang", "+engine_init_kwargs.max_model_len=99"]
     line = [f"{'+' * key.startswith('+')}generator.inference_engine.{key.removeprefix('+')}" for key in keys]
     (tmp_path / "mine.yaml").write_text(
@@ -115,24 +118,24 @@ def test_engines_keys_are_known_where_newer_versions_of_skyrl_keep_them(tmp_path
         assert (generator.num_inference_engines, generator.inference_engine_tensor_parallel_size) == (3, 2)
         assert generator.backend == "sglang"
         assert generator.engine_init_kwargs == {"max_model_len": 99}
-    with pytest.raises(ConfigError, match="They are one setting"):
+    with pytest.raises(ConfigError, match="These are two names of one setting"):
         prepared(*line, "generator.num_inference_engines=4")
     with pytest.raises(ConfigError, match=r"generator\.inference_engine\.backnd=x: unknown key"):
         prepared("generator.inference_engine.backnd=x")
 
 
-OWN = ["+generator.my_key=3", "+environment.my_list=[1,2]", "+environment.skyrl_gym.my_env.level=hard"]
+CUSTOM_KEYS = ["+generator.my_key=3", "+environment.my_list=[1,2]", "+environment.skyrl_gym.my_env.level=hard"]
 
 
 @pytest.mark.parametrize("how", ["plugins", "own program"])
-def test_keys_with_a_plus_are_the_user_s_own_where_there_is_code_to_read_them(how: str, tmp_path: Path):
+def test_plus_keys_are_custom_with_user_code(how: str, tmp_path: Path):
     plugins = ["trainer.plugins=[my_plugin]"] if how == "plugins" else []
-    done = prepared(*OWN, *plugins, has_user_code=how == "own program")
+    done = prepared(*CUSTOM_KEYS, *plugins, has_user_code=how == "own program")
     config = pickle.loads(pickle.dumps(done.config))
     assert (config.generator.my_key, config.environment.my_list) == (3, (1, 2))
     assert config.environment.skyrl_gym.own == {"my_env": {"level": "hard"}}
-    assert "generator.my_key=3 is a key of your own. Only your code reads it." in done.notes
-    assert len([note for note in done.notes if "of your own" in note]) == 3
+    assert "generator.my_key=3 is a custom key. Only your code reads it." in done.notes
+    assert len([note for note in done.notes if "custom key" in note]) == 3
     save_resolved(config, tmp_path / "config.yaml")
     again = prepared("--config-dir", str(tmp_path), "--config-name", "config", has_user_code=True).config
     assert again.generator.my_key == 3
@@ -140,13 +143,13 @@ def test_keys_with_a_plus_are_the_user_s_own_where_there_is_code_to_read_them(ho
         _ = config.generator.other
 
 
-def test_without_such_code_they_are_unknown():
-    with pytest.raises(ConfigError) as refused:
-        prepared(*OWN, "+generator.n_samples_per_promt=2")
-    text = str(refused.value)
+def test_custom_keys_are_unknown_without_user_code():
+    with pytest.raises(ConfigError) as error:
+        prepared(*CUSTOM_KEYS, "+generator.n_samples_per_promt=2")
+    text = str(error.value)
     assert "4 problems" in text
     assert "generator.my_key=3: unknown key." in text
-    assert "With trainer.plugins, or started from a program of your own, it would be a key of yours." in text
+    assert "Custom keys require trainer.plugins or a program of your own that starts the run." in text
     assert "Did you mean generator.n_samples_per_prompt?" in text
 
 
@@ -163,23 +166,23 @@ def test_without_such_code_they_are_unknown():
         "~generator.mine",
     ],
 )
-def test_no_other_key_is_the_user_s_own(override: str):
+def test_other_unknown_keys_are_not_custom(override: str):
     with pytest.raises(ConfigError, match="unknown key"):
         prepared(override, has_user_code=True)
 
 
-def test_a_key_that_looks_like_one_of_ours_is_asked_about():
-    (note,) = [note for note in prepared("+environment.env_clas=3", has_user_code=True).notes if "of your own" in note]
-    assert note == "environment.env_clas=3 is a key of your own. Did you mean environment.env_class?"
+def test_misspelled_custom_key_gets_suggestion():
+    (note,) = [note for note in prepared("+environment.env_clas=3", has_user_code=True).notes if "custom key" in note]
+    assert note == "environment.env_clas=3 is a custom key. Did you mean environment.env_class?"
 
 
-def test_a_key_of_the_user_s_own_may_run_no_code():
+def test_custom_keys_must_not_run_code():
     for override in ("+generator.mine={_target_: os.system}", "+generator.mine='${oc.env:SECRET_KEY}'"):
         with pytest.raises(ConfigError):
             prepared(override, has_user_code=True)
 
 
-def test_names_that_a_program_registered_are_checked_later():
+def test_names_registered_by_program_are_checked_later():
     names = ["trainer.algorithm.policy_loss_type=mine", "environment.env_class=mine"]
     assert prepared(*names, has_user_code=True).config.trainer.algorithm.policy_loss_type == "mine"
     with pytest.raises(ConfigError, match="2 problems"):

@@ -16,7 +16,7 @@ HEAVY = ("torch", "ray", "transformers", "datasets", "numpy", "wandb")
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[int, str]:
-    """Exit code and everything printed."""
+    """Return the exit code and the output."""
     monkeypatch.setattr(sys, "argv", ["check_config", *argv])
     try:
         check_config.main()
@@ -38,9 +38,7 @@ def every_key_at_its_default() -> list[str]:
     return overrides
 
 
-def test_every_skyrl_key_spelt_out_at_its_default_is_ok(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_explicit_skyrl_defaults_are_valid(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, text = run(capsys, monkeypatch, check_config.ELSEWHERE, *every_key_at_its_default())
     assert code == 0, text
@@ -75,7 +73,7 @@ BAD = {
 
 @pytest.mark.fault("F02")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_configuration_exits_2_with_key_value_and_advice(
+def test_invalid_configuration_exits_with_two_and_advice(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     arguments, parts = BAD[name]
@@ -91,7 +89,7 @@ def cpu_seconds_of_children() -> float:
 
 
 @pytest.mark.fault("F01")
-def test_a_real_process_refuses_soon_and_without_a_heavy_import():
+def test_process_rejects_quickly_without_heavy_imports():
     script = (
         "import sys; from skyrl_train.entrypoints.check_config import main\n"
         "try:\n    main()\nfinally:\n"
@@ -129,7 +127,7 @@ def test_information_flags_of_hydra_work_and_write_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("placement", [[], ["trainer.placement.colocate_all=false"]])
-def test_a_plan_says_what_every_role_holds_and_whether_it_fits(
+def test_plan_reports_memory_of_every_role(
     placement: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     from skyrl_train.testing.tiny_models import save_tiny_model
@@ -138,24 +136,31 @@ def test_a_plan_says_what_every_role_holds_and_whether_it_fits(
     model = f"trainer.policy.model.path={save_tiny_model(tmp_path)}"
     code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", model, *placement)
     assert code == 0, text
-    said = ["config ok", "policy", "reference", "engine", "parameters", "gradients", "optimizer", "activations"]
-    said += [
+    expected_parts = [
+        "config ok",
+        "policy",
+        "reference",
+        "engine",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+    ]
+    expected_parts += [
         "logits",
         "weight-sync buckets",
         "KV cache",
-        "at its peak",
+        "peak",
         "all slots together",
         ": fits",
         "the run",
-        "tokens a step",
+        "tokens per step",
         "measured by --probe",
     ]
-    assert [part for part in said if part not in text] == []
+    assert [part for part in expected_parts if part not in text] == []
 
 
-def test_a_plan_of_a_model_that_is_not_there_exits_2_and_names_its_key(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_plan_of_missing_model_exits_with_two(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", "trainer.policy.model.path=/no/such/model")
     assert code == 2
@@ -167,7 +172,7 @@ def test_a_probe_elsewhere_is_refused(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, text = run(capsys, monkeypatch, "--probe", "--elsewhere")
     assert code == 2
-    assert "--probe --elsewhere: a probe runs here" in text
+    assert "--probe --elsewhere: a probe runs on this machine" in text
     assert "config ok" not in text
 
 
@@ -181,7 +186,7 @@ def test_what_does_not_fit_is_said():
     assert "3.00 of 4.00 GiB: fits" in on_gpu
 
 
-def test_a_plan_for_accelerators_compares_nothing_with_a_machine_that_has_none():
+def test_cuda_plan_without_gpus_makes_no_comparison():
     from skyrl_train.experiment.memory_plan import MemoryItem, SlotMemoryPlan
 
     rows = [MemoryItem("policy", "parameters", "", {"": 3 << 30}, on_host=on_host) for on_host in (False, True)]

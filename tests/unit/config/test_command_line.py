@@ -17,7 +17,7 @@ def command_line_problems(*argv: str) -> str:
 
 @pytest.mark.fault("F01")
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
-def test_unknown_key_is_named_with_its_nearest_match_whatever_the_prefix(prefix: str):
+def test_unknown_key_gets_suggestion_with_any_prefix(prefix: str):
     assert (
         command_line_problems(f"{prefix}trainer.epcohs=20")
         == "trainer.epcohs=20: unknown key. Did you mean trainer.epochs?"
@@ -47,7 +47,7 @@ def test_nearest_key_is_the_one_that_was_meant(wrong: str, right: str):
     assert suggest_key(wrong) == right
 
 
-def test_what_others_call_a_key_is_none_of_ours_and_leads_to_one():
+def test_suggestions_map_foreign_names_to_keys():
     assert [key for key in KEY_SUGGESTIONS.values() if key not in value_keys()] == []
     own = {"model", "model_name", "temperature"}  # ours as well, in one section
     assert [name for name in KEY_SUGGESTIONS if name in {key.rpartition(".")[2] for key in value_keys()} - own] == []
@@ -122,17 +122,17 @@ def test_what_recipes_write_is_accepted(text: str):
         ("trainer.policy.optimizer_config={lr: x}", "trainer.policy.optimizer_config.lr=x: must be a finite number."),
         ("trainer.epochs=1,2", "trainer.epochs=1,2: must be one value."),
         ("~trainer.epochs", "trainer.epochs=null: must be set, not deleted. Write trainer.epochs=VALUE."),
-        ("trainer.epochs", "trainer.epochs: is no key=value."),
-        ("trainer.run_name=a=b", "trainer.run_name=a=b: cannot be read."),
+        ("trainer.epochs", "trainer.epochs: is not of the form key=value."),
+        ("trainer.run_name=a=b", "trainer.run_name=a=b: cannot be parsed."),
     ],
 )
-def test_wrong_value_is_refused_with_key_value_and_what_is_allowed(text: str, message: str):
+def test_invalid_value_error_names_allowed_values(text: str, message: str):
     assert command_line_problems(text).startswith(message)
 
 
 @pytest.mark.fault("F02")
-def test_list_inside_quoted_text_is_not_taken_for_a_file_name():
-    assert "with the quotes around it all" in command_line_problems("data.train_data=\"['a.parquet']\"")
+def test_quoted_list_is_not_a_file_name():
+    assert "Put the quotes around the whole argument" in command_line_problems("data.train_data=\"['a.parquet']\"")
 
 
 def test_all_problems_come_at_once_and_in_order():
@@ -147,7 +147,7 @@ def test_all_problems_come_at_once_and_in_order():
         ("generator.tensor_parallel_size", "generator.inference_engine_tensor_parallel_size"),
     ],
 )
-def test_other_name_of_a_key_works_and_contradiction_is_an_error(alias: str, name: str):
+def test_contradicting_alias_is_an_error(alias: str, name: str):
     def value(config: object) -> object:
         for part in name.split("."):
             config = getattr(config, part)
@@ -157,12 +157,12 @@ def test_other_name_of_a_key_works_and_contradiction_is_an_error(alias: str, nam
     assert value(load_preset([f"+{alias}=64"])) == 64
     assert read_command_line([f"{alias}=64", f"{name}=64"]).problems == []
     for pair in ((alias, name), (name, alias)):
-        assert "They are one setting" in command_line_problems(f"{pair[0]}=64", f"{pair[1]}=32")
+        assert "These are two names of one setting" in command_line_problems(f"{pair[0]}=64", f"{pair[1]}=32")
 
 
 @pytest.mark.parametrize("flag", ["--multirun", "--config-path=x", "--experimental-rerun=x.pickle"])
-def test_flags_that_are_off_are_refused_with_an_alternative(flag: str):
-    assert command_line_problems(flag).startswith(f"{flag.partition('=')[0]}: is off. ")
+def test_unsupported_flags_name_an_alternative(flag: str):
+    assert command_line_problems(flag).startswith(f"{flag.partition('=')[0]}: is not supported. ")
 
 
 @pytest.mark.fault("F01")

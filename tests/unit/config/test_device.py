@@ -19,9 +19,7 @@ EXPLICIT_DEFAULTS = [
 
 @pytest.mark.parametrize("overrides", [[], EXPLICIT_DEFAULTS], ids=["untouched", "spelt out"])
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_defaults_are_fitted_to_a_machine_without_accelerator_and_every_change_is_said(
-    overrides: list[str], device: str
-):
+def test_cpu_defaults_are_applied_and_noted(overrides: list[str], device: str):
     config, notes = resolve_device(load_preset([*overrides, f"device={device}"]), has_accelerator=False)
     assert config.device == "cpu"
     assert (config.trainer.bf16, config.trainer.flash_attn) == (False, False)
@@ -35,7 +33,10 @@ def test_defaults_are_fitted_to_a_machine_without_accelerator_and_every_change_i
     fitted = (
         "backend=transformers, generator.model_dtype=float32, generator.weight_sync_backend=gloo, trainer.bf16=false"
     )
-    assert f"(generator.{fitted}, trainer.flash_attn=false); placement counts slots of CPU." in note
+    assert (
+        f": generator.{fitted}, trainer.flash_attn=false; trainer.placement counts shares of CPUs instead of GPUs."
+        in note
+    )
     assert note.startswith("device=auto -> cpu: no accelerator was found; ") is (device == "auto")
 
 
@@ -56,7 +57,7 @@ def test_an_accelerator_keeps_its_precision_and_collectives():
     assert not any("generator.backend" in note for note in notes)
 
 
-def test_an_engine_that_is_written_out_stays_and_an_untouched_one_fits_the_machine(tmp_path):
+def test_explicit_engine_is_kept_on_cpu(tmp_path):
     assert prepare_config([], has_accelerator=False).config.generator.backend == "transformers"
     assert prepare_config(["generator.backend=vllm"], has_accelerator=False).config.generator.backend == "vllm"
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_base_config, _self_]\ngenerator: {backend: vllm}\n")
@@ -64,7 +65,7 @@ def test_an_engine_that_is_written_out_stays_and_an_untouched_one_fits_the_machi
     assert prepare_config(preset, has_accelerator=False).config.generator.backend == "vllm"
 
 
-def test_cpu_can_be_asked_for_where_there_is_an_accelerator():
+def test_cpu_can_be_chosen_despite_accelerator():
     assert resolve_device(load_preset(["device=cpu"]), has_accelerator=True)[0].generator.weight_sync_backend == "gloo"
 
 

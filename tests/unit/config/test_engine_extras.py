@@ -1,4 +1,4 @@
-"""The extras of engines resolve from the package index alone, to versions that go together; no wheel is fetched."""
+"""Engine extras resolve from the package index alone to compatible versions. No wheel is downloaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
-"""With the uv that scripts/bootstrap gets where there is none."""
+"""PATH with the uv that scripts/bootstrap downloads if none is installed."""
 HERE_ONLY = ("UV_FIND_LINKS", "PIP_FIND_LINKS")
-"""A machine with a GPU has no local CPU build of torch."""
+"""Versions on a machine with a GPU, which has no local CPU build of torch."""
 PLATFORM = "x86_64-manylinux_2_34"  # of SGLang's wheels
 PINS = {
     "vllm": {"vllm": "0.32.0"},
@@ -24,7 +24,9 @@ SHARED = {"torch": "2.13.0", "torchvision": "0.28.0"}
 
 
 def resolve(*arguments: str, requirements: str = "", python: str = "3.11") -> dict[str, str]:
-    """Name -> version, of `uv pip compile` in the repository. Skips without uv or the index; fails if nothing fits."""
+    """Return name -> version from `uv pip compile` in the repository.
+
+    Skip the test without uv or the index, and fail it if no versions fit."""
     if shutil.which("uv", path=PATH) is None:
         pytest.skip("needs uv")
     environment = {name: value for name, value in os.environ.items() if name not in HERE_ONLY} | {"PATH": PATH}
@@ -54,12 +56,12 @@ def extra(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def resolved(extra: str, python: str) -> dict[str, str]:
-    """What a machine with a GPU installs."""
+    """Return the versions that a machine with a GPU installs."""
     return resolve("pyproject.toml", "--extra", extra, python=python)
 
 
 @pytest.mark.defect("an-extra-that-does-not-install")
-def test_an_extra_for_gpus_has_versions_that_install_from_the_index(extra: str, resolved: dict[str, str]):
+def test_gpu_extras_install_from_index(extra: str, resolved: dict[str, str]):
     wanted = SHARED | PINS[extra]
     assert {name: resolved[name] for name in wanted} == wanted
     # Its release candidates only download themselves from another index.
@@ -67,15 +69,13 @@ def test_an_extra_for_gpus_has_versions_that_install_from_the_index(extra: str, 
 
 
 @pytest.mark.defect("an-extra-that-does-not-install")
-def test_no_package_but_the_engine_gets_another_version_than_it_asks_for(
-    extra: str, python: str, resolved: dict[str, str]
-):
+def test_overrides_apply_to_engine_requirements_only(extra: str, python: str, resolved: dict[str, str]):
     pins = "".join(f"{name}=={version}\n" for name, version in resolved.items() if name != extra)
     again = resolve("--no-config", "--offline", "-", requirements=pins, python=python)
     assert again == {name: version for name, version in resolved.items() if name != extra}
 
 
-def test_the_environment_for_cpus_is_without_what_only_gpus_use():
+def test_cpu_environment_excludes_gpu_packages():
     lines = (REPOSITORY / "scripts" / "cpu_engines_without.txt").read_text().splitlines()
     without = {line for line in lines if not line.startswith("#")}
     assert {"torchvision", "cuda-tile"} <= without

@@ -1,4 +1,4 @@
-"""Every preset of examples/ is a good configuration that says nothing without effect, also through its script."""
+"""Every preset of examples/ is valid and sets no key without effect, also through its script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.table_cases import check_each
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
-"""With the uv that scripts/bootstrap gets where there is none."""
+"""PATH with the uv that scripts/bootstrap downloads if none is installed."""
 needs_uv = pytest.mark.skipif(shutil.which("uv", path=PATH) is None, reason="needs uv")
 SCRIPTS = find_commands(r"examples/\w+/run\w*\.sh")
 PRESETS = sorted(EXAMPLES.rglob("*.yaml"))
@@ -44,24 +44,24 @@ def test_presets_are_good_and_free_of_warnings():
 def run_script(
     *arguments: str, folder: Path, script: str = "examples/algorithms/run.sh", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """A script of examples/, started in `folder`, in the environment of the tests."""
-    here = {"PATH": PATH, "UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_NO_SYNC": "1", "UV_OFFLINE": "1"}
-    said = {name: value for name, value in os.environ.items() if name not in ("EXTRA", "LOGGER", "NUM_GPUS")}
+    """Run a script of examples/ in a folder, in the environment of the tests."""
+    paths = {"PATH": PATH, "UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_NO_SYNC": "1", "UV_OFFLINE": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("EXTRA", "LOGGER", "NUM_GPUS")}
     command = [str(REPOSITORY / script), *arguments]
     return subprocess.run(
-        command, cwd=folder, env=said | here | env, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=inherited | paths | env, capture_output=True, text=True, timeout=120, check=False
     )
 
 
 @needs_uv
-def test_the_script_of_the_presets_composes_what_it_is_asked_for_from_any_folder(tmp_path: Path):
+def test_preset_script_composes_from_any_folder(tmp_path: Path):
     done = run_script("custom_loss", "trainer.max_steps=2", "--cfg", "job", folder=tmp_path, NUM_GPUS="3")
     assert done.returncode == 0, done.stderr
     for line in ("policy_loss_type: reinforce", "max_steps: 2", "num_inference_engines: 3", "logger: console"):
         assert line in done.stdout
 
 
-def test_the_script_of_the_presets_names_them_when_none_is_given(tmp_path: Path):
+def test_preset_script_lists_presets_without_argument(tmp_path: Path):
     done = run_script(folder=tmp_path)
     assert done.returncode != 0
     assert "which preset? One of: cispo clip_cov " in done.stderr
@@ -70,8 +70,8 @@ def test_the_script_of_the_presets_names_them_when_none_is_given(tmp_path: Path)
 @pytest.mark.on_demand
 @needs_uv
 @pytest.mark.parametrize("command", SCRIPTS, ids=str)
-def test_a_script_composes_its_preset_as_its_page_starts_it(command: Command, tmp_path: Path):
-    """To the end of composing; the presets train in tests of their environments and of runs."""
+def test_script_composes_preset_as_documented(command: Command, tmp_path: Path):
+    """Compose the preset only. Tests of environments and runs train with the presets."""
     script, *words = command.words
     done = run_script(*words, "--cfg", "job", folder=REPOSITORY, script=script, NUM_GPUS="3", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr

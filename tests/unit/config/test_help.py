@@ -22,7 +22,7 @@ def test_every_key_has_its_line_with_its_choices():
     assert len(shown) == len([key for key in value_keys() if key not in IGNORED_KEYS])
 
 
-def test_a_section_is_shown_in_full_and_so_is_a_key():
+def test_help_describes_sections_and_keys():
     section = format_help(["trainer.guards"], 100)
     assert "trainer.guards.max_ratio=100.0  (" in section
     assert "`mismatch/ratio_max`" in " ".join(section.split())

@@ -1,4 +1,4 @@
-"""Composing with Hydra in a program that may use Hydra itself."""
+"""Composition with Hydra in a program that may use Hydra itself."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ def test_threads_compose_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("entry", ["", "own", "/own", "own.yml", "own@trainer", "mine: own", "/mine: own.yml"])
-def test_a_preset_that_ends_in_yml_is_refused_with_what_to_do(entry: str, tmp_path: Path):
+def test_yml_preset_is_rejected_with_advice(entry: str, tmp_path: Path):
     file = tmp_path / "mine" / "own.yml" if "mine" in entry else tmp_path / "own.yml"
     file.parent.mkdir(exist_ok=True)
     file.write_text("defaults: [ppo_base_config, _self_]\n")
     (tmp_path / "other.yaml").write_text(f"defaults: [ppo_base_config, {entry or '_self_'}]\n")
     for name in ["other"] if entry else ["own", "own.yml", "own.yaml"]:
-        with pytest.raises(ConfigError, match=rf"^{re.escape(str(file))}: presets end in \.yaml; rename it\.$"):
+        with pytest.raises(
+            ConfigError, match=rf"^{re.escape(str(file))}: the name of a preset must end in \.yaml\. Rename the file\.$"
+        ):
             compose([], name, str(tmp_path))
 
 
@@ -82,7 +84,7 @@ def test_presets_that_include_each_other_are_refused(tmp_path: Path):
         compose([], "one", str(tmp_path))
 
 
-def test_references_to_values_and_parts_of_values_are_followed():
+def test_interpolations_of_values_and_parts_resolve():
     config = load_preset(
         [
             "trainer.project_name=p",

@@ -14,7 +14,7 @@ from tests.support.wheel import build, build_wheel, copied_source
 ROOT = Path(__file__).parents[3]
 
 
-def test_packages_of_the_wheel_are_the_folders_of_the_checkout():
+def test_wheel_packages_match_source_folders():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "skyrl_train").glob("**/__init__.py")}
     assert settings["packages"] == sorted(folders | {"skyrl_train.presets"})
@@ -47,7 +47,7 @@ def test_installed_wheel_finds_its_presets_outside_the_checkout(tmp_path: Path):
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_source_archive_has_the_page_and_makes_a_wheel_of_it(tmp_path: Path):
+def test_sdist_contains_viewer_and_builds_wheel(tmp_path: Path):
     done = build("sdist", copied_source(tmp_path / "source"), tmp_path)
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("skyrl_train-*.tar.gz")
@@ -62,7 +62,7 @@ def test_a_source_archive_has_the_page_and_makes_a_wheel_of_it(tmp_path: Path):
         assert "skyrl_train/report/page/page.js" in archive_of_wheel.namelist()
 
 
-def test_an_installation_works_without_the_page_and_what_is_handed_out_does_not(tmp_path: Path):
+def test_only_distributions_require_viewer_page(tmp_path: Path):
     source = copied_source(tmp_path / "source", with_page=False)
     says = "the page of `skyrl-train report` is not built: install Node.js 18 or later and run scripts/viewer"
     done = build("editable", source, tmp_path)
@@ -75,7 +75,7 @@ def test_an_installation_works_without_the_page_and_what_is_handed_out_does_not(
 
 
 def test_an_installation_installs_no_npm(tmp_path: Path):
-    """Without npm on PATH nothing of viewer/ is run, not even by a user who may."""
+    """Without npm on PATH the build runs nothing in viewer/, even as a user who may install packages."""
     source = copied_source(tmp_path / "source", with_page=False)
     (source / "viewer").mkdir()
     (source / "scripts").mkdir()

@@ -44,7 +44,7 @@ def test_home_is_interpolated(monkeypatch: pytest.MonkeyPatch):
     assert load_preset().data.train_data == ("/somewhere/data/gsm8k/train.parquet",)
 
 
-def test_without_home_the_keys_that_need_it_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_home_names_affected_keys(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HOME")
     message = prepare_error([])
     assert "trainer.ckpt_path" in message
@@ -53,7 +53,7 @@ def test_without_home_the_keys_that_need_it_are_named(monkeypatch: pytest.Monkey
     assert prepare_config(rest, has_accelerator=False).config.trainer.ckpt_path == "/a"
 
 
-def test_users_preset_changes_what_it_names_and_the_command_line_wins(tmp_path: Path):
+def test_command_line_overrides_user_preset(tmp_path: Path):
     text = BASE + "trainer: {epochs: 3, seed: 5, policy: {model: {path: m}}}\n"
     config = prepare_config(write_preset(tmp_path, text, "trainer.seed=6"), has_accelerator=False).config
     assert (config.trainer.epochs, config.trainer.seed, config.trainer.ref.model.path) == (3, 6, "m")
@@ -73,7 +73,7 @@ def test_preset_may_choose_files_of_its_own_groups(tmp_path: Path):
 
 
 @pytest.mark.fault("F01")
-def test_unknown_and_misspelt_keys_of_yaml_are_all_named(tmp_path: Path):
+def test_all_unknown_yaml_keys_are_reported(tmp_path: Path):
     message = prepare_error(
         write_preset(tmp_path, BASE + "trainer: {epcohs: 3, policy: {optimiser: 1}}\nbogus: {x: 1}\n", "trainer.sed=1")
     )
@@ -98,7 +98,7 @@ def test_wrong_types_of_yaml_are_all_named(tmp_path: Path):
 
 
 @pytest.mark.fault("F02")
-def test_references_that_lead_nowhere_or_to_the_wrong_type_are_named(tmp_path: Path):
+def test_invalid_interpolations_are_reported(tmp_path: Path):
     text = (
         BASE
         + "trainer: {run_name: '${nokey}', seed: '${trainer.project_name}', project_name: x, log_path: '${data}'}\n"
@@ -118,7 +118,7 @@ def test_section_may_follow_another(tmp_path: Path):
     assert config.trainer.ref.fsdp_config.fsdp_size == 2
 
 
-def test_other_names_work_in_yaml_and_contradictions_are_an_error(tmp_path: Path):
+def test_aliases_and_contradictions_in_yaml(tmp_path: Path):
     text = BASE + "generator: {sampling_params: {max_new_tokens: 17}}\n"
     assert (
         prepare_config(
@@ -127,7 +127,7 @@ def test_other_names_work_in_yaml_and_contradictions_are_an_error(tmp_path: Path
         == 17
     )
     message = prepare_error(write_preset(tmp_path, text, "generator.sampling_params.max_generate_length=18"))
-    assert "They are one setting" in message
+    assert "These are two names of one setting" in message
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_missing_preset_is_one_of_the_problems(arguments: list[str], part: str):
     assert "trainer.sed=1" in message
 
 
-def test_broken_yaml_is_a_message_and_not_a_traceback(tmp_path: Path):
+def test_invalid_yaml_is_a_config_error(tmp_path: Path):
     message = prepare_error(write_preset(tmp_path, "trainer: {epochs: 3\n"))
     assert "The configuration mine cannot be composed: while parsing" in message and 'mine.yaml", line 1' in message
 
@@ -154,10 +154,10 @@ def test_saved_configuration_starts_the_same_run_again(tmp_path: Path):
     again = prepare_config(["--config-dir", str(tmp_path), "--config-name", "config"], has_accelerator=False)
     assert again.config == first
     assert to_dict(again.config) == to_dict(first)
-    assert again.notes == ["all keys are kept; placement counts slots of CPU."]
+    assert again.notes == ["all keys are kept; trainer.placement counts shares of CPUs instead of GPUs."]
 
 
-def test_the_base_preset_is_found_and_adds_nothing_to_the_dataclasses():
+def test_base_preset_equals_dataclass_defaults():
     assert (presets_folder() / "ppo_base_config.yaml").is_file()
     lines = (presets_folder() / "ppo_base_config.yaml").read_text().splitlines()
     assert [line for line in lines if line and not line.startswith(("#", " "))] == ["defaults:", "hydra:"]

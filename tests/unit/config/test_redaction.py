@@ -1,4 +1,4 @@
-"""What is replaced wherever a run saves, shows or sends a text."""
+"""Redaction of secrets in texts that a run saves, displays or sends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_lines_of_a_secret_are_found_apart():
         assert "MIIE" not in redact(text, environ) and "AASC" not in redact(text, environ), text
 
 
-def test_secret_part_of_a_connection_string_is_found_alone():
+def test_connection_string_secret_is_redacted_alone():
     environ = {"STORE_CONNECTION_STRING": "AccountName=research-team;AccountKey=QUJDREVGR0hJSktM==;Suffix=core"}
     assert redact("research-team signs with QUJDREVGR0hJSktM==", environ) == (
         "research-team signs with <STORE_CONNECTION_STRING>"
@@ -96,7 +96,7 @@ def test_password_in_an_address_is_hidden(text: str, shown: str):
 
 
 @pytest.mark.fault("F04")
-def test_password_of_an_address_in_a_variable_is_hidden_alone():
+def test_url_password_in_variable_is_redacted_alone():
     environ = {"DATABASE_URL": "postgres://me:swordfish%21-99@host/db", "HTTP_PROXY": "http://host:3128"}
     assert redact("login with swordfish%21-99 or swordfish!-99 at host:3128", environ) == (
         "login with <DATABASE_URL> or <DATABASE_URL> at host:3128"
@@ -133,13 +133,13 @@ def test_time_of_hostile_texts_is_linear():
         ("environment.skyrl_gym.tool_use.tool_settings", "{mcp: {servers: {a: {url: 'https://me:s3cr3t-pw@host'}}}}"),
     ],
 )
-def test_keys_with_addresses_refuse_passwords(key: str, value: str):
+def test_url_keys_reject_passwords(key: str, value: str):
     with pytest.raises(ConfigError) as caught:
         prepare_config([f'{key}="{value}"' if "[" not in value and "{" not in value else f"{key}={value}",
                  "generator.run_engines_locally=false"], has_accelerator=False)  # fmt: skip
-    assert f"{key}=" in str(caught.value) and "without name and password" in str(caught.value)
+    assert f"{key}=" in str(caught.value) and "without user name and password" in str(caught.value)
     assert "s3cr3t-pw" not in str(caught.value)
 
 
-def test_addresses_without_passwords_are_accepted():
+def test_urls_without_passwords_are_accepted():
     assert not contains_password(["http://host:8000/a", "text with http://me:pw@host inside", {"x": "ssh://git@host"}])

@@ -1,4 +1,4 @@
-"""A configuration that names no folder has its own, and finds it again."""
+"""Default folders of runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_configuration_has_folders_of_its_own_and_the_same_one_finds_them_again(home: Path):
+def test_default_folders_depend_on_configuration(home: Path):
     saved, exported = get_run_folders("trainer.project_name=math", "trainer.run_name=first try")
     assert saved.parent == home / "ckpts" / "math"
     assert exported == home / "exports" / "math" / saved.name
@@ -48,27 +48,27 @@ def test_what_decides_what_is_learnt_decides_the_folder(override: str, same: boo
     assert (get_run_folders(override)[0] == get_run_folders()[0]) == same
 
 
-def test_only_what_is_not_as_by_default_is_in_the_digest():
-    """A version that adds a key finds the folders of the one before."""
+def test_digest_covers_only_non_default_settings():
+    """A version that adds a key finds the folders of the previous version."""
     plain = training_settings(prepare_config(["device=cpu"]).config)
     changed = training_settings(prepare_config(["device=cpu", "trainer.seed=1", "data.train_data=[a.jsonl]"]).config)
     assert {name for name in changed if changed[name] != plain.get(name)} == {"trainer.seed", "data.train_data"}
     assert not {"trainer.seed", "trainer.train_batch_size", "trainer.policy.model.lora.rank"} & plain.keys()
 
 
-def test_a_folder_that_is_written_out_is_that_folder_even_if_it_is_the_default(home: Path):
+def test_explicit_default_folder_is_kept(home: Path):
     assert get_run_folders("trainer.ckpt_path=/runs/a")[0] == Path("/runs/a")
     assert get_run_folders(f"trainer.ckpt_path={home}/ckpts/")[0] == home / "ckpts"
     assert get_run_folders("trainer.ckpt_path=/runs/a")[1].parent.parent == home / "exports"
 
 
 @pytest.mark.parametrize("name", ["../up", "/etc", "..", ".", "a/b"])
-def test_no_name_of_a_run_leads_out_of_the_folder_of_runs(name: str, home: Path):
+def test_run_names_cannot_escape_folder(name: str, home: Path):
     saved = get_run_folders(f"trainer.run_name='{name}'", f"trainer.project_name='{name}'")[0].resolve()
     assert saved.parent.parent == home / "ckpts"
 
 
-def test_what_is_known_of_a_run_holds_no_secret(monkeypatch: pytest.MonkeyPatch):
+def test_run_identity_contains_no_secret(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_PASSWORD", "hunter2hunter2")
     known = run_identity(prepare_config(["device=cpu", "trainer.run_name=hunter2hunter2"]).config)
     assert known["run_name"] == "<MY_PASSWORD>"

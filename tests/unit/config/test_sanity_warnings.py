@@ -37,7 +37,7 @@ def get_warnings(*overrides: str) -> list[str]:
     return prepare_config(overrides, has_accelerator=False).warnings
 
 
-def test_defaults_warn_about_nothing_also_when_spelt_out():
+def test_defaults_cause_no_warning():
     assert get_warnings() == []
     assert get_warnings("generator.async_engine=true", "trainer.use_sample_packing=true", "trainer.bf16=true") == []
 
@@ -52,13 +52,13 @@ STOP, EVALUATION_STOP = "generator.sampling_params.stop=['</a>',b]", "generator.
         ((SAMPLES,), ["eval_n_samples_per_prompt=4", "temperature=0.0: all samples of a prompt are equal"]),
         ((SAMPLES, "generator.eval_sampling_params.temperature=0.6"), []),
         ((SAMPLES, "data.val_data=[]"), []),
-        ((STOP,), ["stop=null lacks ['</a>', 'b'] of generator.sampling_params.stop"]),
-        ((STOP, f"{EVALUATION_STOP}=[b,c]"), ["stop=['b', 'c'] lacks ['</a>'] of"]),
+        ((STOP,), ["stop=null does not contain ['</a>', 'b'] of generator.sampling_params.stop"]),
+        ((STOP, f"{EVALUATION_STOP}=[b,c]"), ["stop=['b', 'c'] does not contain ['</a>'] of"]),
         ((STOP, f"{EVALUATION_STOP}=[c,b,'</a>']"), []),
         ((STOP, "data.val_data=[]"), []),
     ],
 )
-def test_evaluation_that_measures_something_else_is_named(overrides: tuple[str, ...], parts: list[str]):
+def test_misleading_evaluation_settings_warn(overrides: tuple[str, ...], parts: list[str]):
     lines = get_warnings(*overrides)
     assert len(lines) == bool(parts) and all(part in line for line in lines for part in parts)
 
@@ -98,9 +98,9 @@ def test_evaluation_that_measures_something_else_is_named(overrides: tuple[str, 
         "generator.fully_sharded_loras=true",
     ],
 )
-def test_key_without_effect_is_named_once_with_what_to_use(override: str):
+def test_ineffective_key_warns_once_with_advice(override: str):
     (line,) = get_warnings(override)
-    section, _, advice = line.partition(" has no effect here. ")
+    section, _, advice = line.partition(" has no effect. ")
     assert override.startswith(section.partition("=")[0])
     assert advice.endswith(".")
 
@@ -129,9 +129,9 @@ def test_key_without_effect_is_named_once_with_what_to_use(override: str):
         ("trainer.algorithm.kl_loss_coef=0.0", "trainer.ref.fsdp_config.cpu_offload=true"),
     ],
 )
-def test_key_without_effect_beside_another_setting_is_named(setting: str, override: str):
+def test_key_ineffective_with_other_setting_warns(setting: str, override: str):
     (line,) = get_warnings(setting, override)
-    assert line.startswith(f"{override} has no effect here. ")
+    assert line.startswith(f"{override} has no effect. ")
 
 
 @pytest.mark.parametrize(
@@ -198,19 +198,19 @@ def test_key_without_effect_beside_another_setting_is_named(setting: str, overri
         ["trainer.epochs=3", "generator.n_samples_per_prompt=8"],
     ],
 )
-def test_key_with_effect_is_not_named(overrides: list[str]):
+def test_effective_key_causes_no_warning(overrides: list[str]):
     assert get_warnings(*overrides) == []
 
 
-def test_the_older_bound_is_named_where_the_key_that_replaced_it_rules():
+def test_replaced_tis_bound_warns():
     overrides = ["trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.0"]
     assert get_warnings(*overrides) == []
     (line,) = get_warnings(*overrides, "trainer.algorithm.off_policy_correction.tis_ratio_type=token")
-    assert line.startswith("trainer.algorithm.tis_imp_ratio_cap=3.0 has no effect here. ")
+    assert line.startswith("trainer.algorithm.tis_imp_ratio_cap=3.0 has no effect. ")
 
 
 @pytest.mark.parametrize(("takes_values", "is_named"), [(True, False), (False, True)])
-def test_signature_of_registered_estimator_decides_about_critic_keys(takes_values: bool, is_named: bool):
+def test_registered_estimator_signature_decides_critic_warning(takes_values: bool, is_named: bool):
     def with_values(rewards: Any, group_ids: Any, valid: Any, *, values: Any = None) -> Any: ...
 
     def without(rewards: Any, group_ids: Any, valid: Any) -> Any: ...
@@ -225,7 +225,7 @@ def test_signature_of_registered_estimator_decides_about_critic_keys(takes_value
     assert [line.partition("=")[0] for line in found] == ["trainer.critic.model.path"] * is_named
 
 
-def test_tables_of_who_reads_what_are_those_of_the_signatures():
+def test_predicate_tables_match_signatures():
     def asks(function: Any, name: str) -> bool:
         return function is not None and name in get_keyword_parameters(function)
 
@@ -244,7 +244,7 @@ def test_tables_of_who_reads_what_are_those_of_the_signatures():
 
 
 def get_algorithm_keywords() -> set[str]:
-    """Keywords of all losses, of what selects their tokens, and of all estimators and reductions."""
+    """Return the keywords of all losses, token selectors, estimators and reductions."""
     registries = (policy_losses, sft_losses, advantage_estimators, kl_estimators, reductions)
     functions = [registry.get(name) for registry in registries for name in registry.names()]
     chosen = [get_token_selector(function) for function in functions]
@@ -252,7 +252,7 @@ def get_algorithm_keywords() -> set[str]:
 
 
 def read_source() -> str:
-    """Everything that may read the configuration: the package without this part of it."""
+    """Return the source that may read the configuration: the package without config and testing."""
     modules = [
         path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
     ]
@@ -261,7 +261,7 @@ def read_source() -> str:
 
 
 def expand_sections(names: set[str]) -> list[str]:
-    """Keys that are named, or that lie in a section that is."""
+    """Return the named keys and the keys in named sections."""
     return [key for key in value_keys() if any(f"{key}.".startswith(f"{name}.") for name in names)]
 
 
@@ -269,7 +269,7 @@ def has_condition(key: Key) -> bool:
     return bool(get_conditions(key.name)) or (key.metadata.choices is not None and len(key.metadata.choices) == 1)
 
 
-def test_every_key_is_read_refused_or_named_as_having_no_effect():
+def test_every_key_is_read_or_explained():
     read = set(re.findall(r"\.([A-Za-z_]\w*)", read_source())) | get_algorithm_keywords()
     explained = {name for name, key in all_keys().items() if has_condition(key)} | IGNORED_KEYS.keys()
     explained.add("generator.weight_sync_backend")  # only what the device has is accepted
@@ -278,7 +278,7 @@ def test_every_key_is_read_refused_or_named_as_having_no_effect():
     ] == []
 
 
-def test_what_is_ignored_are_keys_of_skyrl():
+def test_ignored_keys_belong_to_skyrl():
     assert IGNORED_KEYS.keys() <= all_keys().keys()
     theirs = [line.partition("\t")[0] for line in SKYRL_KEYS.read_text().splitlines()[1:]]
     unknown = [
@@ -289,7 +289,7 @@ def test_what_is_ignored_are_keys_of_skyrl():
     assert unknown == []
 
 
-def test_what_is_ignored_is_read_nowhere():
+def test_ignored_keys_are_never_read():
     read = set(re.findall(r"(?=\b(\w+)\.(\w+))", read_source()))
     names = {name for _, name in read}
     same_name = {"enable", "logprobs", "model_config_kwargs", "ranks"}  # attributes of something else, too
@@ -303,7 +303,7 @@ def test_conditions_belong_to_keys_that_are_not_ignored():
     assert all(need.advice.endswith(".") and all_keys().keys() >= set(need.keys) for need in EFFECT_CONDITIONS)
 
 
-def test_experts_are_spread_over_all_ranks_of_an_engine_or_over_none():
+def test_vllm_expert_parallel_size_is_validated():
     key = "generator.inference_engine_expert_parallel_size"
     with pytest.raises(ConfigError, match=rf"{key}.*1 or generator\.inference_engine_tensor_parallel_size"):
         get_warnings("generator.backend=vllm", f"{key}=3")
@@ -318,13 +318,13 @@ def test_experts_are_spread_over_all_ranks_of_an_engine_or_over_none():
         ("sequence_mask_metric=geometric", "product_mask_low=0.4"),
     ],
 )
-def test_a_bound_of_another_correction_than_the_one_that_is_on_is_named(on: str, bound: str):
+def test_bound_of_inactive_correction_warns(on: str, bound: str):
     section = "trainer.algorithm.off_policy_correction."
     (line,) = get_warnings(section + on, section + bound)
     assert bound.partition("=")[0] in line
 
 
-def test_a_bound_beside_use_tis_alone_is_named():
+def test_bound_with_use_tis_warns():
     beside = "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=5"
     (line,) = get_warnings("trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.0", beside)
     assert "tis_imp_ratio_cap" in line
@@ -332,7 +332,7 @@ def test_a_bound_beside_use_tis_alone_is_named():
 
 def test_unusual_number_is_accepted_with_a_warning():
     assert get_warnings("trainer.policy.optimizer_config.lr=1", "generator.max_turns=2") == [
-        "trainer.policy.optimizer_config.lr=1.0 is unusual. Most runs use 1e-09 to 0.1; check the number."
+        "trainer.policy.optimizer_config.lr=1.0 is unusual. Most runs use 1e-09 to 0.1. Check the number."
     ]
     (line,) = get_warnings("generator.sampling_params.temperature=10")
     assert line.startswith("generator.sampling_params.temperature=10.0 is unusual.")
@@ -345,5 +345,5 @@ def test_zero_and_usual_numbers_cause_no_warning(value: str):
 
 def test_defaults_are_usual():
     for name, key in value_keys().items():
-        if (usual := key.metadata.usual) is not None and not str(key.default).startswith("${"):
+        if (usual := key.metadata.typical_range) is not None and not str(key.default).startswith("${"):
             assert key.default == 0 or key.default in usual, name

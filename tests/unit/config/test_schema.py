@@ -151,7 +151,7 @@ OTHER_DEFAULTS = {
     "trainer.micro_forward_batch_size_per_gpu": None,
     **{f"trainer.{role}.fsdp_config.reshard_after_forward": None for role in ("policy", "ref", "critic")},
 }
-"""Of keys where SkyRL's costs speed and changes nothing else."""
+"""Keys whose default in SkyRL costs speed and changes nothing else."""
 
 
 def skyrl_defaults() -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""Today's SkyRL: its keys, and the command lines that it publishes, as arguments of this package.
+"""Keys and published command lines of the current SkyRL as arguments of this package.
 
-skyrl_head_recipes.tsv has a row for each recipe (below SkyRL's examples/): its module; a part of what check_config
-refuses, or nothing; the same of from_skyrl, which knows the programs that are here; and why. skyrl_head_overrides.tsv
-says which recipes have which override, without names and folders of runs and without Harbor's own section.
-skyrl_head_keys.tsv has the keys that 0.3 does not have, with their defaults.
+skyrl_head_recipes.tsv has a row for each recipe (below SkyRL's examples/): its module, a part of check_config's error
+or nothing, a part of the error of from_skyrl, which knows the programs of this package, and the reason.
+skyrl_head_overrides.tsv lists the recipes of each override, without names and folders of runs and without Harbor's own
+section. skyrl_head_keys.tsv lists the keys that 0.3 does not have, with their defaults.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KEYS = dict(rows("skyrl_head_keys.tsv"))
 
 
 def prepare_error(arguments: list[str]) -> str:
-    """What `check_config --elsewhere` says of a command line for a machine with accelerators."""
+    """Return the error of `check_config --elsewhere` on a machine with accelerators, or an empty text."""
     try:
         prepare_config(arguments, has_accelerator=True)
     except ConfigError as error:
@@ -62,7 +62,7 @@ def prepare_error(arguments: list[str]) -> str:
 
 
 def to_script(recipe: Recipe) -> str:
-    """A script in SkyRL's style, in which `$HOME` is the caller's."""
+    """Return a script in SkyRL's style, in which `$HOME` is expanded by the shell."""
     program = (
         f"python {recipe.module.replace('.', '/')}.py"
         if recipe.module.endswith("entrypoint")
@@ -74,8 +74,8 @@ def to_script(recipe: Recipe) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
 def test_recipe_is_accepted_or_refused_for_its_reason(recipe: Recipe):
-    said = prepare_error(OVERRIDES[recipe.number])
-    assert recipe.check in said if recipe.check else said == ""
+    expected = prepare_error(OVERRIDES[recipe.number])
+    assert recipe.check in expected if recipe.check else expected == ""
     done = translate(to_script(recipe), recipe.name)
     assert recipe.from_skyrl in "\n".join(done.problems) if recipe.from_skyrl else done.problems == []
     assert bool(recipe.check or recipe.from_skyrl) == bool(recipe.reason)
@@ -86,7 +86,7 @@ def test_most_recipes_are_accepted():
     assert len([recipe for recipe in RECIPES if not recipe.check]) >= 60
 
 
-def test_every_key_of_todays_skyrl_is_accepted_at_its_default():
+def test_current_skyrl_defaults_are_accepted():
     done = prepare_config([f"{key}={value}" for key, value in KEYS.items()], has_accelerator=True)
     noted = "\n".join(done.notes)
     for key in KEYS:
@@ -134,7 +134,7 @@ SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=ht
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["trainer.algorithm.temperature=0.7"], "must be null or 1.0"),
         (["trainer.algorithm.temperature=0.7", "generator.sampling_params.temperature=0.7"], ""),
@@ -157,26 +157,26 @@ SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=ht
             ["generator.step_wise_trajectories=true", "trainer.algorithm.loss_reduction=token_mean_legacy"],
             "token_mean with",
         ),
-        (SERVERS, "name the servers behind it in generator.external_server_urls"),
+        (SERVERS, "Set generator.external_server_urls to the servers behind it"),
         ([*SERVERS, f"{ENGINE}external_server_urls=['http://127.0.0.1:8001']"], ""),
     ],
 )
-def test_what_would_change_results_is_refused(arguments: list[str], said: str):
-    assert said in prepare_error(arguments) if said else prepare_error(arguments) == ""
+def test_unsupported_result_changes_are_rejected(arguments: list[str], expected: str):
+    assert expected in prepare_error(arguments) if expected else prepare_error(arguments) == ""
 
 
-def test_keys_without_effect_are_named_by_advice():
+def test_ineffective_skyrl_keys_are_grouped_by_advice():
     keys = ["trainer.mtp.enabled=true", f"{MEGATRON}mtp_loss_topk=256", f"{ENGINE}distributed_executor_backend=mp"]
     first, second = prepare_config([*keys, "device=cuda"], has_accelerator=True).notes
-    assert first == f"{MEGATRON}mtp_loss_topk=256, {keys[0]}: no effect here. {SKYRL_KEYS['trainer.mtp'].advice}"
-    assert second.startswith(f"{keys[2]}: no effect here. Ray places engines")
+    assert first == f"{MEGATRON}mtp_loss_topk=256, {keys[0]}: no effect. {SKYRL_KEYS['trainer.mtp'].advice}"
+    assert second.startswith(f"{keys[2]}: no effect. Ray places engines")
 
 
-def test_help_knows_keys_without_counterpart():
+def test_help_describes_keys_without_counterpart():
     assert SKYRL_KEYS["trainer.mtp"].advice in format_help(["trainer.mtp.enabled"], 120)
 
 
-def test_every_entry_of_the_table_is_a_key_of_skyrl():
+def test_skyrl_key_table_has_no_stale_entries():
     sections = {"trainer.*.fsdp_config.mixed_precision", f"{ENGINE}engine_init_kwargs.kv_transfer_config"}
     used = [id(find_skyrl_key(key)) for key in KEYS]
     assert {name for name, entry in SKYRL_KEYS.items() if id(entry) not in used} == sections

@@ -1,7 +1,8 @@
-"""The command lines that SkyRL publishes, scripts and pages, as written: what is refused stands here with its reason.
+"""The command lines that SkyRL publishes in scripts and pages, unchanged. Rejected ones have an expected reason.
 
-skyrl_recipes.tsv has one a row: where it was published (below skyrl-train/; @commit for another version of a script, #n
-for its n-th command), the module it starts, its arguments, and, where it is refused, a part of the refusal and why.
+skyrl_recipes.tsv has one command per row: its source (below skyrl-train/; @commit for another version of a script, #n
+for its n-th command), the module that it starts, its arguments and, if it is rejected, a part of the error message and
+the reason.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ REWRITES = {
     "scripts.full_context.main_full_ctx": with_steps,
     "integrations.verifiers.entrypoints.main_verifiers": of_verifiers,
 }
-"""What a module does with its command line before the configuration sees it."""
+"""Changes that a module makes to its command line before the configuration is composed."""
 ACCEPTED = [recipe for recipe in RECIPES if not recipe.refusal]
 REFUSED = [recipe for recipe in RECIPES if recipe.refusal]
 
 
 def prepared(recipe: Recipe) -> PreparedConfig:
-    """As on a machine with accelerators. Modules beside SkyRL's package are programs of the user's own."""
+    """Prepare a configuration as on a machine with accelerators. Modules outside SkyRL's package are user programs."""
     own_code = not recipe.module.startswith("skyrl_train.")
     arguments = shlex.split(recipe.arguments)
     return prepare_config(REWRITES.get(recipe.module, list)(arguments), has_accelerator=True, has_user_code=own_code)
@@ -52,7 +53,7 @@ def names(recipes: list[Recipe]) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", ACCEPTED, ids=names(ACCEPTED))
-def test_a_published_recipe_is_a_good_configuration_as_written_and_with_either_engine(recipe: Recipe):
+def test_published_recipe_is_valid_with_every_engine(recipe: Recipe):
     config = prepared(recipe).config
     assert config.generator.backend == "vllm"  # what each of them is published with
     for backend in ("vllm", "sglang"):
@@ -61,9 +62,7 @@ def test_a_published_recipe_is_a_good_configuration_as_written_and_with_either_e
 
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
 @pytest.mark.parametrize("recipe", REFUSED, ids=names(REFUSED))
-def test_a_recipe_that_is_refused_is_refused_for_the_reason_that_stands_beside_it(
-    recipe: Recipe, capsys: pytest.CaptureFixture[str]
-):
+def test_rejected_recipe_has_expected_reason(recipe: Recipe, capsys: pytest.CaptureFixture[str]):
     if recipe.refusal == "exit":  # flags of a server
         with pytest.raises(SystemExit) as stopped:
             prepared(recipe)

@@ -89,13 +89,13 @@ def test_references_to_keys_and_folders_are_accepted(text: str):
         "trainer.seed=${python_version:}",
     ],
 )
-def test_code_to_run_is_refused_on_the_command_line(override: str):
+def test_command_line_cannot_run_code(override: str):
     with pytest.raises(ConfigError, match="1 problem "):
         prepare_config([override], has_accelerator=False)
 
 
 @pytest.mark.fault("F03")
-def test_code_to_run_is_refused_in_yaml_and_not_run(tmp_path: Path):
+def test_yaml_cannot_run_code(tmp_path: Path):
     witness = tmp_path / "witness"
     (tmp_path / "evil.yaml").write_text(
         "defaults: [ppo_base_config, _self_]\n"
@@ -134,7 +134,7 @@ def test_code_to_run_is_refused_in_yaml_and_not_run(tmp_path: Path):
         ("DATABASE_URL", False),
     ],
 )
-def test_only_variables_that_hold_folders_and_names_may_be_shown(name: str, shown: bool):
+def test_only_public_variables_may_be_referenced(name: str, shown: bool):
     assert is_public_variable(name) is shown
     assert is_refused(f"x-${{oc.env:{name}}}") is not shown
 
@@ -162,7 +162,7 @@ def test_secret_of_the_environment_is_never_printed(
 
 
 @pytest.mark.fault("F04")
-def test_key_that_follows_a_refused_one_does_not_resolve_it(monkeypatch: pytest.MonkeyPatch):
+def test_interpolation_of_rejected_key_stays_unresolved(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     with pytest.raises(ConfigError) as caught:
         load_preset(["trainer.run_name=${oc.env:MY_API_KEY}", "trainer.seed=${trainer.run_name}"])
@@ -240,7 +240,7 @@ SERVER = "{command: evil-program, args: [-c], tools: [a]}"
 
 @pytest.fixture
 def copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder whose configuration names a module beside it, and a program."""
+    """Create a run's folder whose configuration names a module next to it and a program."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(
@@ -256,20 +256,20 @@ def copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.fault("F38")
 @pytest.mark.parametrize("command", ["env_try", "check_config"])
-def test_code_that_a_copied_run_names_is_not_run(copied_run: Path, capsys: pytest.CaptureFixture[str], command: str):
+def test_copied_run_cannot_run_code(copied_run: Path, capsys: pytest.CaptureFixture[str], command: str):
     given = ["--config-dir", str(copied_run), "--config-name", "config"]
     own = ["gsm8k", "--data", "rows.jsonl"] if command == "env_try" else ["--elsewhere", "--plan"]
     main = importlib.import_module(f"skyrl_train.entrypoints.{command}").main
     with pytest.raises(SystemExit) as left:
         main([*own, *given])
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert left.value.code == 2 and not (copied_run.parent / "witness").exists()
-    assert "trainer.plugins=['module_of_a_copied_run']: must be repeated on the command line" in said
-    assert "mcp.servers.a.command=evil-program: must be repeated" in said and "mcp.servers.a.args=" in said
+    assert "trainer.plugins=['module_of_a_copied_run']: must be repeated on the command line" in output
+    assert "mcp.servers.a.command=evil-program: must be repeated" in output and "mcp.servers.a.args=" in output
 
 
 @pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
-def test_hydra_section_of_a_copied_run_imports_no_package(
+def test_copied_run_hydra_section_imports_nothing(
     copied_run: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ):
     (copied_run / "config.yaml").write_text(
@@ -309,19 +309,19 @@ def test_hydra_section_of_a_copied_run_imports_no_package(
         ),
     ],
 )
-def test_what_a_copied_run_would_run_or_send_credentials_to_is_repeated(copied_run: Path, section: str, key: str):
+def test_copied_run_requires_repeating_sensitive_keys(copied_run: Path, section: str, key: str):
     (copied_run / "config.yaml").write_text(f"# @package _global_\ndefaults: [/ppo_base_config, _self_]\n{section}\n")
     for given in (
         ["--config-dir", str(copied_run), "--config-name", "config"],
         ["--config-dir", str(copied_run.parent), "--config-name", "run/config"],
     ):
-        with pytest.raises(ConfigError, match="1 problem") as refused:
+        with pytest.raises(ConfigError, match="1 problem") as error:
             prepare_config(given, False, trust_run_folder=False)
-        assert f"{key}=" in str(refused.value) and "must be repeated on the command line" in str(refused.value)
+        assert f"{key}=" in str(error.value) and "must be repeated on the command line" in str(error.value)
         prepare_config(given, False)
 
 
-def test_code_of_a_run_is_taken_from_the_command_line_and_from_presets(copied_run: Path):
+def test_command_line_and_presets_are_trusted(copied_run: Path):
     given = ["--config-dir", str(copied_run), "--config-name", "config"]
     told = [
         "trainer.plugins=[module_of_a_copied_run]",

@@ -1,4 +1,4 @@
-"""Addresses of storage in a configuration, before anything is reached."""
+"""Validation of storage URIs in a configuration, without access to storage."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ def prepare_error(*overrides: str, components: RunComponents | None = None) -> s
     ["trainer.ckpt_path", "trainer.export_path", "trainer.policy.model.path", "trainer.critic.model.path"],
 )
 @pytest.mark.parametrize("address", [f"s3://AKIA1:{SECRET}@bucket/run", f"s3://bucket/run?secret={SECRET}"])
-def test_credentials_in_an_address_are_refused_and_not_shown(key: str, address: str):
-    said = prepare_error(f"{key}='{address}'")
-    assert f"{key}=s3://" in said and "AWS_ACCESS_KEY_ID" in said
-    assert SECRET not in said and "AKIA1" not in said
+def test_credentials_in_uri_are_rejected_and_redacted(key: str, address: str):
+    message = prepare_error(f"{key}='{address}'")
+    assert f"{key}=s3://" in message and "AWS_ACCESS_KEY_ID" in message
+    assert SECRET not in message and "AKIA1" not in message
 
 
 @pytest.mark.parametrize(
     ("address", "advice"),
     [
-        ("gs://bucket/run", "Other addresses are not read or written"),
-        ("https://host/run", "Other addresses are not read or written"),
-        ("s3:///run", "A bucket or an absolute path"),
-        ("s3://", "A bucket or an absolute path"),
-        ("file://run", "A bucket or an absolute path"),
-        ("s3://bucket/../other", "A bucket or an absolute path"),
-        ("s3://bucket//other", "no part of it is empty"),
-        ("s3://bucket/a//b", "no part of it is empty"),
-        ("file:///mnt//b", "no part of it is empty"),
+        ("gs://bucket/run", "Other schemes are not supported"),
+        ("https://host/run", "Other schemes are not supported"),
+        ("s3:///run", "followed by a bucket (s3) or an absolute path"),
+        ("s3://", "followed by a bucket (s3) or an absolute path"),
+        ("file://run", "followed by a bucket (s3) or an absolute path"),
+        ("s3://bucket/../other", "followed by a bucket (s3) or an absolute path"),
+        ("s3://bucket//other", "no part of which is empty"),
+        ("s3://bucket/a//b", "no part of which is empty"),
+        ("file:///mnt//b", "no part of which is empty"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_named(address: str, advice: str):
-    said = prepare_error(f"data.train_data=['{address}']")
-    assert f"data.train_data={address}" in said and advice in said
+def test_invalid_uri_is_reported(address: str, advice: str):
+    message = prepare_error(f"data.train_data=['{address}']")
+    assert f"data.train_data={address}" in message and advice in message
 
 
-def test_good_addresses_are_kept_as_they_are_written():
-    given = {"ckpt_path": "s3://bucket/a/run", "export_path": "file:///mnt/exports"}
+def test_valid_uris_are_unchanged():
+    uris = {"ckpt_path": "s3://bucket/a/run", "export_path": "file:///mnt/exports"}
     trainer = prepare_config(
-        [f"trainer.{key}={value}" for key, value in given.items()], has_accelerator=False
+        [f"trainer.{key}={value}" for key, value in uris.items()], has_accelerator=False
     ).config.trainer
-    assert {key: getattr(trainer, key) for key in given} == given
+    assert {key: getattr(trainer, key) for key in uris} == uris
 
 
-def test_an_s3_address_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+def test_s3_uri_without_s3fs_names_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    said = prepare_error("trainer.ckpt_path=s3://bucket/run", components=RunComponents())
-    assert "trainer.ckpt_path=s3://bucket/run: must be a path where s3fs is not installed" in said
-    assert "--extra s3" in said
+    message = prepare_error("trainer.ckpt_path=s3://bucket/run", components=RunComponents())
+    assert "trainer.ckpt_path=s3://bucket/run: must be a local path while s3fs is not installed" in message
+    assert "--extra s3" in message

@@ -62,7 +62,7 @@ def assert_same(left: TrainBatch, right: TrainBatch) -> None:
             assert torch.equal(first, second), field.name
 
 
-def test_every_field_is_either_per_token_or_per_sequence():
+def test_fields_are_per_token_or_per_sequence():
     assert {field.name for field in fields(TrainBatch)} == {*TOKEN_FIELDS, *SEQUENCE_FIELDS, "offsets"}
 
 
@@ -89,7 +89,7 @@ def get_trajectories(groups: list[TrajectoryGroup]) -> list[Trajectory]:
     return [item for one in groups for item in one.trajectories]
 
 
-def test_consecutive_sequences_are_views_if_no_copy_is_asked_for():
+def test_consecutive_sequences_are_views_without_copy():
     batch = make_batch([[(2, 3), (1, 4)], [(3, 1), (2, 2)]])
     for rows in ([1, 2], [0, 1, 2, 3], [2, 0], [0, 2, 3], []):
         assert_same(batch.select(rows, copy=False), batch.select(rows))
@@ -102,13 +102,13 @@ def test_consecutive_sequences_are_views_if_no_copy_is_asked_for():
         assert (found.advantages.untyped_storage().nbytes() == found.advantages.nbytes) == copy
 
 
-def test_only_what_a_model_reads_is_sent_to_be_scored():
+def test_logprob_inputs_omit_other_fields():
     batch = make_batch([[(2, 3), (1, 4)]])
     kept = {name for name in TOKEN_FIELDS if getattr(batch.select_logprob_inputs(), name) is not None}
     assert kept == {"input_ids", "loss_mask"}
 
 
-def test_only_what_its_update_reads_is_sent_to_a_model():
+def test_update_inputs_omit_other_fields():
     batch = make_batch([[(2, 3), (1, 4)]])
     batch = batch.with_tokens(values=batch.advantages, returns=batch.advantages, old_logprobs=batch.advantages)
     for role, wanted in (
@@ -120,7 +120,7 @@ def test_only_what_its_update_reads_is_sent_to_a_model():
 
 
 @given(shapes)
-def test_a_batch_is_sent_as_its_arrays_and_a_part_of_one_without_the_rest(groups: list[list[tuple[int, int]]]):
+def test_pickled_selection_excludes_rest_of_batch(groups: list[list[tuple[int, int]]]):
     batch = make_batch(groups)
     part = batch.select([0], copy=False)
     for one in (batch, part):
@@ -153,7 +153,7 @@ def test_the_example_of_the_docstring():
     assert batch.temperature.tolist() == pytest.approx([0.7, 0.7])
 
 
-def test_failed_trajectories_keep_their_place_and_have_no_mask():
+def test_failed_trajectories_keep_masked_rows():
     batch = collate([group(0, [(2, 3)]), group(1, [(2, 3)], FAILED), group(2, [(1, 1)])])
     assert batch.group_ids.tolist() == [0, 1, 2]
     assert batch.status.tolist() == [True, False, True]
@@ -161,7 +161,7 @@ def test_failed_trajectories_keep_their_place_and_have_no_mask():
     assert batch.num_loss_tokens.tolist() == [3, 0, 1]
 
 
-def test_token_fields_of_different_lengths_are_a_bug_named_by_prompt():
+def test_token_fields_of_different_length_raise():
     broken = group(7, [(2, 3)])
     broken.trajectories[0].logprobs = broken.trajectories[0].logprobs[:-1]
     with pytest.raises(ValueError, match="prompt 7"):
@@ -180,7 +180,7 @@ def test_selecting_in_any_order_and_back_changes_nothing(groups, random):
 
 
 @given(shapes, st.none() | st.integers(1, 4), st.none() | st.integers(1, 20))
-def test_splitting_and_joining_is_the_identity_and_keeps_both_bounds(groups, max_sequences, token_budget):
+def test_splitting_and_concatenating_restores_batch(groups, max_sequences, token_budget):
     batch = make_batch(groups)
     parts = batch.split_micro_batches(max_sequences=max_sequences, token_budget=token_budget)
     assert_same(concat_batches(parts), batch)
@@ -190,7 +190,7 @@ def test_splitting_and_joining_is_the_identity_and_keeps_both_bounds(groups, max
 
 
 @given(shapes, st.integers(1, 6))
-def test_sharding_gives_every_row_to_one_rank_and_no_rank_much_more(groups, ranks):
+def test_partition_is_complete_and_balanced(groups, ranks):
     batch = make_batch(groups)
     rows = batch.partition(ranks)
     assert sorted(row for of_rank in rows for row in of_rank) == list(range(len(batch)))
@@ -212,7 +212,7 @@ def test_per_token_and_per_sequence_views_agree(groups):
 
 
 @given(shapes)
-def test_the_rectangle_holds_every_token_once_and_fill_elsewhere(groups):
+def test_padded_tensor_holds_every_token_once(groups):
     batch = make_batch(groups)
     rectangle = batch.padded(batch.input_ids, fill=-1)
     assert rectangle.shape == (len(batch), int(batch.lengths.max()))
@@ -222,7 +222,7 @@ def test_the_rectangle_holds_every_token_once_and_fill_elsewhere(groups):
         assert rectangle[row, length:].eq(-1).all()
 
 
-def test_a_tensor_of_another_length_or_an_unknown_one_is_refused():
+def test_with_tokens_rejects_length_and_name():
     batch = make_batch([[(2, 2)]])
     with pytest.raises(ValueError, match=r"values: .* for 4 tokens"):
         batch.with_tokens(values=torch.zeros(3))
@@ -230,7 +230,7 @@ def test_a_tensor_of_another_length_or_an_unknown_one_is_refused():
         batch.with_tokens(rewards=torch.zeros(4))
 
 
-def test_an_optional_tensor_is_in_all_parts_or_in_none():
+def test_concat_rejects_partly_missing_tensor():
     batch = make_batch([[(2, 2), (1, 1)]])
     with pytest.raises(ValueError, match="advantages"):
         concat_batches([batch, batch.with_tokens(advantages=None)])
@@ -247,7 +247,7 @@ def test_a_sequence_longer_than_the_budget_stands_alone():
     assert pack([], max_sequences=2, token_budget=2) == []
 
 
-def test_prompts_whose_tokens_went_to_different_experts_are_not_shared() -> None:
+def test_differently_routed_prompts_are_not_shared() -> None:
     batch = grouped_batch([(3, [2, 2, 2])])
     assert batch.shared_prompt_lengths().tolist() == [0, 3, 3]
     routing = torch.zeros(len(batch.input_ids), 1, 2, dtype=torch.int16)
@@ -257,7 +257,7 @@ def test_prompts_whose_tokens_went_to_different_experts_are_not_shared() -> None
 
 
 @pytest.mark.defect("each-rank-s-part-looked-at-all-sequences")
-def test_what_is_selected_costs_what_it_has_and_not_what_the_batch_has():
+def test_selection_cost_is_independent_of_batch():
     prompt = Prompt("p", [], "none")
     one = [Turn(0, 1, 1.0, "stop", 0, 0)]
     items = [trajectory_from(prompt, n, [1], [2], [1], [-0.5], one, 1.0, "stop", 1.0) for n in range(500)]

@@ -1,4 +1,4 @@
-"""Texts that a chat template drops are refused; texts that it trims, escapes, repeats or moves are accepted."""
+"""A chat template may trim, escape, repeat or move texts, but not drop them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ CALLING = (
     "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes calls and tools as JSON."""
+"""A template that writes calls and tools as JSON."""
 AS_TEXT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is none %}{% for c in m.tool_calls %}"
     "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes calls only beside null content, and their arguments only if they are text."""
+"""A template that writes calls only if the content is null, and arguments only if they are text."""
 PARTS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for p in m.content %}{% if p.type == 'text' %}"
     "{{ p.text }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes only content that consists of parts."""
+"""A template that writes content only if it is a list of parts."""
 THINKING = (
     "{% for m in messages %}{% set c = m.content %}{% set r = m.reasoning_content or '' %}"
     "{% if m.role == 'assistant' and '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1] %}"
@@ -41,7 +41,7 @@ THINKING = (
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + r.strip('\n') + '\n</think>\n\n' }}{% endif %}"
     "{{ c + '<|im_end|>\n' }}{% endfor %}" + OPEN
 )
-"""Writes reasoning of the last turn, from its field or its content."""
+"""A template that writes the reasoning of the last turn, from its field or its content."""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -56,7 +56,7 @@ def make_messages(*said: tuple[str, str]) -> list[dict[str, Any]]:
 
 
 def template_with_content(content: str) -> str:
-    """A template that writes `content` for each message's content."""
+    """Return a template that writes an expression in place of each message's content."""
     return "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + " + content + "}}<|im_end|>{% endfor %}" + OPEN
 
 
@@ -93,25 +93,25 @@ def test_every_template_writes_text_parts(name: str):
         ({"role": "assistant", "content": "4", "thinking": "2 + 2"}, "thinking"),
     ],
 )
-def test_fields_that_a_template_does_not_know_are_refused(name: str, message: dict[str, Any], field: str):
+def test_fields_unknown_to_template_are_rejected(name: str, message: dict[str, Any], field: str):
     messages = [*make_messages(("user", "2 + 2?")), message, *make_messages(("user", "sure?"))]
     with pytest.raises(DataError, match=rf"messages\[1\]\.{field}: the chat template does not write"):
         render_to_text(TEMPLATES[name], messages)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tools_that_a_template_does_not_write_are_refused(name: str):
+def test_unwritten_tools_are_rejected(name: str):
     with pytest.raises(DataError, match=r"tools\[0\]\.function\.name: the chat template does not write the tool 'add'"):
         render_to_text(TEMPLATES[name], make_messages(("user", "2 + 2?")), tools=[TOOL])
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "refused"),
+    ("name", "role", "error"),
     [("gemma", "tool", True), ("mistral", "tool", True), ("mistral", "developer", True), ("chatml", "tool", False)],
 )
-def test_roles_that_a_template_writes_alike_are_refused(name: str, role: str, refused: bool):
+def test_roles_that_a_template_writes_alike_are_refused(name: str, role: str, error: bool):
     messages = [*make_messages(("user", "2 + 2?"), ("assistant", "add")), {"role": role, "content": "4"}]
-    if not refused:
+    if not error:
         assert f"{role}\n4" in render_to_text(TEMPLATES[name], messages)
         return
     for index, said in ((2, messages), (0, messages[2:])):
@@ -119,7 +119,7 @@ def test_roles_that_a_template_writes_alike_are_refused(name: str, role: str, re
             render_to_text(TEMPLATES[name], said)
 
 
-def test_a_dropped_system_message_is_refused_though_its_text_occurs_elsewhere():
+def test_dropped_system_message_is_detected_despite_duplicate():
     template = "{% for m in messages if m.role != 'system' %}{{ m.role + ':' + m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r"messages\[0\]\.content: .* does not write 'user' of this system message"):
         render_to_text(template, make_messages(("system", "user"), ("user", "say user")))
@@ -165,7 +165,7 @@ def test_shortened_and_changed_texts_are_refused(content: str, text: str):
         render_to_text(template_with_content(content), make_messages(("user", text)))
 
 
-def test_a_text_on_which_a_template_decides_is_checked_itself():
+def test_template_dependent_text_is_checked_itself():
     template = template_with_content("(m.content if 'secret' not in m.content else 'hidden')")
     assert "public" in render_to_text(template, make_messages(("user", "public")))
     with pytest.raises(DataError, match="does not write 'a secret'"):
@@ -211,7 +211,7 @@ def test_calls_and_tools_are_written(content: str | None):
 
 
 @pytest.mark.parametrize("text", ["1", "", "  "])
-def test_a_template_may_name_the_role_of_calls_itself(text: str):
+def test_template_may_write_own_call_role(text: str):
     tokenizer = with_template(
         "{% for m in messages %}{% if m.tool_calls %}"
         "{{ '<|im_start|>assistant\n' + m.tool_calls[0].function | tojson }}"
@@ -226,7 +226,7 @@ def test_a_template_may_name_the_role_of_calls_itself(text: str):
     assert '"name": "add"' in str(tokenizer.decode(render_prompt(tokenizer, chat)))
 
 
-def test_earlier_reasoning_is_not_needed_from_a_template_that_refuses_its_turn_as_the_last():
+def test_rejected_last_turn_allows_dropping_reasoning():
     tokenizer = with_template(
         "{% if messages[-1].role == 'assistant' %}{{ raise_exception('ends with an answer') }}{% endif %}"
         + template_with_content("m.content")
@@ -251,7 +251,7 @@ def test_arguments_that_a_template_drops_are_refused():
         render_to_text(template, [*make_messages(("user", "?")), tool_call_message("add", {"a": 1})])
 
 
-def test_a_template_gets_calls_in_the_form_it_knows():
+def test_calls_use_format_of_template():
     messages = [*make_messages(("user", "?")), tool_call_message("add", '{"a": "é"}'), *make_messages(("tool", "2"))]
     assert 'assistant\nadd:{"a": "é"}<|im_end|>' in render_to_text(AS_TEXT, messages)
     assert '"arguments": {"a": "é"}' in render_to_text(CALLING, messages)
@@ -276,7 +276,7 @@ def test_many_ids_make_one_shape(monkeypatch: pytest.MonkeyPatch):
     assert count - before == 1  # the prompt itself
 
 
-def test_earlier_reasoning_may_be_dropped_if_the_template_knows_it():
+def test_known_earlier_reasoning_may_be_dropped():
     thought = {"role": "assistant", "content": "b", "reasoning_content": "because"}
     text = render_to_text(THINKING, [*make_messages(("user", "a")), thought, *make_messages(("user", "c"))])
     assert "because" not in text and text.endswith("<|im_start|>assistant\n")
@@ -285,7 +285,7 @@ def test_earlier_reasoning_may_be_dropped_if_the_template_knows_it():
     assert "because" in render_to_text(TEMPLATES["chatml"], inside)
 
 
-@pytest.mark.parametrize("entry", REASONING_FORMATS, ids=lambda entry: entry.opens)
+@pytest.mark.parametrize("entry", REASONING_FORMATS, ids=lambda entry: entry.open_marker)
 def test_reasoning_between_any_markers_may_be_dropped(entry: ReasoningFormat):
     template = THINKING.replace("</think>", entry.close_marker).replace("<think>", entry.open_marker)
     answer = f"{entry.open_marker}because{entry.close_marker}b"
@@ -325,7 +325,7 @@ def test_reasoning_to_continue_must_be_written():
     assert render_to_text(drops, make_messages(("user", "a"), ("assistant", "<think>hm"))).endswith("<think>hm")
 
 
-def test_a_row_without_text_parts_is_rendered_as_before():
+def test_rows_without_parts_render_unchanged():
     for template in TEMPLATES.values():
         tokenizer = with_template(template)
         messages = make_messages(("system", "be brief"), ("user", "a <b> & é"), ("assistant", "c"), ("user", "d"))
@@ -334,6 +334,6 @@ def test_a_row_without_text_parts_is_rendered_as_before():
 
 
 def test_messages_name_fields_once():
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as error:
         render_to_text(TEMPLATES["chatml"], [*make_messages(("user", "?")), tool_call_message("add", {})])
-    assert len(re.findall("tool_calls", str(refused.value))) == 1
+    assert len(re.findall("tool_calls", str(error.value))) == 1

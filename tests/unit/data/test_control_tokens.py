@@ -1,4 +1,4 @@
-"""No text becomes a control token, whatever a chat template or a tokenizer does to it."""
+"""No text becomes a control token, whatever the chat template or the tokenizer does to it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def loop_over_messages(body: str) -> str:
 
 @contextmanager
 def lossy_templates() -> Iterator[None]:
-    """Accept templates that cut and change texts, which are refused otherwise."""
+    """Accept templates that truncate and change texts, which are errors otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContentCheck, "find_missing_text", lambda *_: None)
         yield
@@ -67,7 +67,7 @@ def make_tokenizer(
     normalizer: Any = None,
     **named: str,
 ) -> PreTrainedTokenizerFast:
-    """A token per byte, with added tokens that are special and added ones that are not."""
+    """Return a tokenizer with one token per byte and with special and other added tokens."""
     core = byte_tokenizer().backend_tokenizer
     if normalizer is not None:
         core.normalizer = normalizer
@@ -96,7 +96,7 @@ def deepseek() -> PreTrainedTokenizerFast:
     return make_tokenizer(DEEPSEEK, plain=("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"), **ends)
 
 
-def test_role_markers_that_are_not_called_special_are_control_tokens():
+def test_non_special_role_markers_are_control_tokens():
     tokenizer = deepseek()
     ids = render_prompt(tokenizer, [user_message("a<｜Assistant｜>b<｜User｜>")])
     assert get_added_tokens(tokenizer, ids) == ["<｜begin｜>", "<｜User｜>", "<｜Assistant｜>"]
@@ -110,7 +110,7 @@ def test_role_markers_that_are_not_called_special_are_control_tokens():
     assert message_content(tokenizer, decode_response(tokenizer, sampled)) == "<think>hm</think>yesno"
 
 
-def test_they_are_found_in_templates_that_take_no_plain_conversation():
+def test_control_tokens_of_restrictive_templates_are_found():
     tokenizer = make_tokenizer(loop_over_messages("{{ '<｜User｜>' ~ (m.more | tojson) }}"), plain=["<｜User｜>"])
     assert get_added_tokens(tokenizer, render_prompt(tokenizer, [user_message("", more="<｜User｜>")])) == [
         "<｜User｜>"
@@ -253,7 +253,7 @@ def test_a_template_reads_messages_as_they_are():
     assert tokenizer.decode(ids) == shown and get_added_tokens(tokenizer, ids) == ["<|im_end|>"]
 
 
-def test_tokens_that_are_added_later_are_control_tokens_then():
+def test_tokens_added_later_become_control_tokens():
     tokenizer = make_tokenizer(CHATML)
     render_prompt(tokenizer, [user_message("hi")])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
@@ -262,7 +262,7 @@ def test_tokens_that_are_added_later_are_control_tokens_then():
     assert get_added_tokens(tokenizer, render_prompt(tokenizer, [user_message("a<|tool|>b")])) == ["<|tool|>"]
 
 
-def test_a_unigram_vocabulary_that_holds_its_control_tokens_spells_them_out():
+def test_unigram_control_token_words_are_split():
     words = [("<unk>", -20.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -5.0)]
     core = Tokenizer(models.Unigram([*words, *((chr(code), -5.0) for code in range(33, 127))], unk_id=0))
     core.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
@@ -285,35 +285,35 @@ def test_text_that_is_encoded_apart_gets_no_space(scheme: str):
     assert tokenizer.convert_ids_to_tokens(render_prompt(tokenizer, [user_message("a</s>b")])) == expected
 
 
-def test_a_tokenizer_without_a_fast_core_is_safe_too():
+def test_slow_tokenizer_is_safe():
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = loop_over_messages("{% for part in m.content %}{{ part }}{% endfor %}{{ '</s>' }}")
     for parts in (["hi"], ["a</s>b"], ["a</", "s>"], ["<extra_id", "_3><pad>"]):
         assert get_added_tokens(tokenizer, render_prompt(tokenizer, [user_message(parts)])) == ["</s>"]
 
 
-def test_the_first_answer_may_be_a_part_of_a_control_token():
+def test_first_answer_may_be_partial_control_token():
     tokenizer = make_tokenizer(TEMPLATES["mistral"], bos_token="<s>", eos_token="</s>")
     ids, mask = render_conversation(tokenizer, [assistant_message("s"), user_message("q"), assistant_message("ok")])
     assert get_added_tokens(tokenizer, ids) == ["<s>", "</s>", "</s>"]
-    learnt = tokenizer.decode([id for id, learn in zip(ids, mask, strict=True) if learn])
-    assert learnt == "s</s> ok</s>"
+    trained_text = tokenizer.decode([id for id, is_trained in zip(ids, mask, strict=True) if is_trained])
+    assert trained_text == "s</s> ok</s>"
 
 
-def test_an_end_that_also_stands_for_unknown_text_is_a_control_token():
+def test_eos_used_as_unk_is_control_token():
     body = loop_over_messages("{{ '<|im_start|>' + m.role + '\n' + m.content + eos_token + '\n' }}")
     header = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     tokenizer = make_tokenizer(body + header, eos_token="<|endoftext|>", unk_token="<|endoftext|>")
     ids, mask = render_conversation(tokenizer, [user_message("q<|endoftext|>"), assistant_message("yes")])
     assert is_control_token(tokenizer, tokenizer.eos_token_id) and ids.count(tokenizer.eos_token_id) == 2
-    assert tokenizer.decode([id for id, learn in zip(ids, mask, strict=True) if learn]) == "yes<|endoftext|>"
+    assert tokenizer.decode([id for id, is_trained in zip(ids, mask, strict=True) if is_trained]) == "yes<|endoftext|>"
 
 
 @pytest.mark.parametrize(
     ("template", "shown"),
     [(PHI, "<|user|>\n{}<|end|>\n<|assistant|>\n"), (GLM, "[gMASK]<sop><|user|>\n{}<|assistant|>")],
 )
-def test_templates_that_make_control_tokens_of_roles_still_do(template: str, shown: str):
+def test_role_control_tokens_are_kept(template: str, shown: str):
     tokenizer = make_tokenizer(template, ROLES)
     whole = tokenizer.apply_chat_template([user_message("hi")], add_generation_prompt=True, return_dict=False)
     assert render_prompt(tokenizer, [user_message("hi")]) == whole
@@ -323,16 +323,14 @@ def test_templates_that_make_control_tokens_of_roles_still_do(template: str, sho
 
 
 @pytest.mark.parametrize("start", ["'<|im_' ~ 'start|>'", r"'\x3c|im_start|>'"])
-def test_templates_that_make_them_in_other_ways_protect_what_one_text_spells(
-    start: str, caplog: pytest.LogCaptureFixture
-):
+def test_unknown_marking_protects_single_texts(start: str, caplog: pytest.LogCaptureFixture):
     header = "{% if add_generation_prompt %}{{ " + start + " }}{% endif %}"
     tokenizer = make_tokenizer(loop_over_messages("{{ " + start + " ~ m.content ~ '<|im_end|>' }}") + header)
     for content in ("hi", "<|im_end|>x<|im_start|>"):
         ids = render_prompt(tokenizer, [user_message(content)])
         assert get_added_tokens(tokenizer, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
         assert tokenizer.decode(ids) == f"<|im_start|>{content}<|im_end|><|im_start|>"
-    assert caplog.text.count("in a way of its own") == 1
+    assert caplog.text.count("in an unknown way") == 1
     with lossy_templates():
         between = render_continuation(
             tokenizer, [user_message("q"), assistant_message("<|im_end|>"), user_message("r")], [1], verbatim=True
@@ -346,7 +344,7 @@ def test_a_refusal_does_not_tell_how_marks_look():
         render_prompt(tokenizer, [user_message("q")])
 
 
-def test_a_prompt_of_control_tokens_is_read_in_linear_time():
+def test_control_token_prompt_encodes_in_linear_time():
     seconds: list[float] = []
     for size in (100_000, 400_000):
         tokenizer = make_tokenizer(CHATML)
@@ -383,7 +381,7 @@ def template_with_mode(way: str, start: str) -> PreTrainedTokenizerFast:
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(SHOWING)), st.sampled_from(["<|im_start|>", "<｜User｜>"]), st.data())
-def test_no_texts_keys_or_options_make_a_control_token(way: str, start: str, data: st.DataObject):
+def test_texts_keys_and_options_stay_plain(way: str, start: str, data: st.DataObject):
     nested = st.dictionaries(TEXTS, st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.integers(0, 9)), max_size=2)
     messages = [user_message(data.draw(TEXTS), more=data.draw(nested)) for _ in range(2)]
     with lossy_templates():
@@ -399,7 +397,7 @@ def built_in(name: str) -> PreTrainedTokenizerFast:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(TEMPLATES)), st.lists(TEXTS, min_size=4, max_size=4))
-def test_built_in_templates_write_the_same_control_tokens_around_any_texts(name: str, texts: list[str]):
+def test_built_in_templates_ignore_texts_for_control_tokens(name: str, texts: list[str]):
     tokenizer = built_in(name)
 
     def talk(contents: Sequence[str]) -> list[dict[str, Any]]:
@@ -424,7 +422,7 @@ HEADERS = ("<|user|>", "<|assistant|>")
 
 
 def template_with_end(end: str, after: str = "") -> str:
-    """A template that writes `end` after each message, and `after` at the end of the conversation."""
+    """Return a template that writes `end` after each message and `after` at the end of the conversation."""
     return MESSAGE.replace("END", repr(end)) + after
 
 

@@ -37,20 +37,20 @@ def test_rows_are_converted_left_out_and_limited(
     write_lines(tmp_path / "train.jsonl", rows)
     pq.write_table(pa.Table.from_pylist([{"q": "e"}]), tmp_path / "test.parquet")
     call(monkeypatch, "--input", str(tmp_path), "--output", str(tmp_path / "deep" / "out"), "--limit", "2")
-    said = capsys.readouterr().out
-    assert "train.parquet: 2 rows, 1 left out\n" in said and "validation.parquet: 1 rows\n" in said
+    output = capsys.readouterr().out
+    assert "train.parquet: 2 rows, 1 left out\n" in output and "validation.parquet: 1 rows\n" in output
     kept = load_prompts([str(tmp_path / "deep" / "out" / "train.parquet")], lambda messages: 1, 10, "chat").prompts
     assert [prompt.messages[0]["content"] for prompt in kept] == ["a", "c"]
     assert [prompt.env_extras["extra_info"]["index"] for prompt in kept] == [0, 2]
 
 
-def test_the_splits_of_the_source_can_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_source_splits_can_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_lines(tmp_path / "dev.json", [{"q": "a"}])
     call(monkeypatch, "--input", str(tmp_path), "--output", str(tmp_path), splits={"dev": "only"})
     assert pq.read_table(tmp_path / "only.parquet").to_pylist()[0]["extra_info"] == {"index": 0, "split": "dev"}
 
 
-def test_a_row_that_cannot_be_used_ends_the_script_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_row_ends_script_with_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_lines(tmp_path / "train.jsonl", [{"q": "a"}, {"q": " "}])
     with pytest.raises(
         SystemExit, match=r"train.jsonl, line 2: needs text in the column 'q', got ' '; columns: \['q'\]"
@@ -67,13 +67,13 @@ def test_a_row_that_parquet_cannot_hold_is_named(tmp_path: Path, monkeypatch: py
         return {"prompt": [], "kept": value if row["q"] == "b" else None}
 
     monkeypatch.setattr(sys, "argv", ["script", "--input", str(tmp_path), "--output", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"train\.jsonl, line 2: parquet cannot hold what it becomes"):
+    with pytest.raises(SystemExit, match=r"train\.jsonl, line 2: parquet cannot store the converted row"):
         conversion_main(keeps, doc="", hub="owner/name", splits={"train": "train"})
     with pytest.raises(DataError, match=r"c\.parquet: "):
         write_split(tmp_path, "c", [{"x": value}])
 
 
-def test_a_folder_without_the_split_or_with_two_of_it_is_refused(tmp_path: Path):
+def test_folder_needs_exactly_one_split_file(tmp_path: Path):
     with pytest.raises(DataError, match=r"needs exactly one of train.parquet, train.json, train.jsonl, has none"):
         source_rows(str(tmp_path), "train")
     (tmp_path / "train.json").write_text("[]")
@@ -97,7 +97,7 @@ def test_configuration_and_split_reach_the_hub(monkeypatch: pytest.MonkeyPatch):
     assert asked == [("owner/name", "main", "test"), ("owner/name", None, "train[9:]")]
 
 
-def test_columns_of_two_types_are_refused_and_missing_ones_are_null(tmp_path: Path):
+def test_mixed_columns_raise_and_missing_are_null(tmp_path: Path):
     write_split(tmp_path, "a", [{"x": 1}, {"y": {"z": "b"}}])
     assert pq.read_table(tmp_path / "a.parquet").to_pylist() == [{"x": 1, "y": None}, {"x": None, "y": {"z": "b"}}]
     with pytest.raises(DataError, match=r"b.parquet: .*every row needs the same types"):

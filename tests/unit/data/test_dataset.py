@@ -48,7 +48,7 @@ def load(*sources: str, limit: int = 100) -> PromptDataset:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
-def test_a_row_becomes_a_prompt_with_everything_else_for_the_environment(tmp_path: Path, suffix: str):
+def test_row_becomes_prompt_with_extras(tmp_path: Path, suffix: str):
     rows = [row(env_class="arithmetic", data_source="toy", extra_info={"index": 3}, max_turns=2), row("second?")]
     first, second = load(write(tmp_path / f"data{suffix}", *rows)).prompts
     assert (first.uid, first.env_class, first.data_source) == ("0", "arithmetic", "toy")
@@ -62,12 +62,12 @@ def test_a_row_becomes_a_prompt_with_everything_else_for_the_environment(tmp_pat
     assert (second.uid, second.env_class, second.data_source) == ("1", "gsm8k", "unknown")
 
 
-def test_json_lines_under_the_suffix_of_json_are_read_as_well(tmp_path: Path):
+def test_json_suffix_accepts_json_lines(tmp_path: Path):
     (tmp_path / "data.json").write_text("\ufeff\n" + json.dumps(row("é")) + "\n\n" + json.dumps(row()) + "\n")
     assert [prompt.messages[0]["content"] for prompt in load(str(tmp_path / "data.json")).prompts] == ["é", "6 * 7?"]
 
 
-def test_keys_that_only_some_messages_have_do_not_come_back_as_null(tmp_path: Path):
+def test_missing_message_keys_are_not_null(tmp_path: Path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     messages = [{"role": "user", "content": "hi"}, call]
     path = write(tmp_path / "data.parquet", {"prompt": messages})
@@ -75,7 +75,7 @@ def test_keys_that_only_some_messages_have_do_not_come_back_as_null(tmp_path: Pa
     assert load_prompts([path], lambda _: 1, 10, "gsm8k")[0].messages == [messages[0], normal]
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path):
     first = write(tmp_path / "a.jsonl", row("one"), row("one two three four"), row("one two three"))
     second = write(tmp_path / "b.jsonl", row("one two three four five"), row("one two"))
     dataset = load(first, second, limit=3)
@@ -84,14 +84,14 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
 
 
 @pytest.mark.fault("F08")
-def test_prompts_that_are_all_too_long_are_an_error(tmp_path: Path):
+def test_only_long_prompts_raise(tmp_path: Path):
     path = write(tmp_path / "data.jsonl", row("one two three"), row("one two three four"))
     with pytest.raises(DataError, match=r"none of 2 prompts has at most 2 tokens \(the shortest has about 3\)"):
         load(path, limit=2)
 
 
 @pytest.mark.fault("F07")
-def test_a_prompt_of_ten_megabytes_is_too_long_without_being_tokenised(tmp_path: Path):
+def test_huge_prompt_is_dropped_without_tokenizing(tmp_path: Path):
     path = write(tmp_path / "data.jsonl", row("fine"), row("x " * (5 * 2**20)))
     tokenizer = byte_tokenizer()
     start = time.process_time()
@@ -105,10 +105,10 @@ def test_a_prompt_of_ten_megabytes_is_too_long_without_being_tokenised(tmp_path:
 @pytest.mark.fault("F07")
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "expected"),
     [
-        ({"question": "6 * 7?"}, r"no 'prompt' among its columns \["),
-        ({"prompt": None}, "no 'prompt'"),
+        ({"question": "6 * 7?"}, r"has no column 'prompt', only \["),
+        ({"prompt": None}, "has no column 'prompt'"),
         ({"prompt": []}, "not a list of messages"),
         ({"prompt": [{"role": "user", "content": None}]}, "content of a user message is null"),
         ({"prompt": [{"role": None, "content": "a"}]}, "not a message"),
@@ -116,19 +116,17 @@ def test_a_prompt_of_ten_megabytes_is_too_long_without_being_tokenised(tmp_path:
         (row(reward_spec=None), "reward_spec has no ground_truth"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, suffix: str, bad: dict[str, Any], says: str):
+def test_invalid_row_error_names_location(tmp_path: Path, suffix: str, bad: dict[str, Any], expected: str):
     path = write(tmp_path / f"data{suffix}", row(), row(), bad)
-    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: .*{says}"):
+    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: .*{expected}"):
         load(path)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 @pytest.mark.parametrize("turns", [0, -1, 2.5, float("inf"), "3", True])
-def test_a_row_s_bound_on_turns_is_checked_when_it_is_loaded(tmp_path: Path, suffix: str, turns: Any):
+def test_max_turns_of_row_is_validated(tmp_path: Path, suffix: str, turns: Any):
     path = write(tmp_path / f"data{suffix}", row(max_turns=turns))
-    with pytest.raises(
-        DataError, match=rf"data\{suffix}, (row|line) 1: max_turns=.* must be a whole number of at least 1"
-    ):
+    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 1: max_turns=.* must be an integer of at least 1"):
         load(path)
 
 
@@ -143,7 +141,7 @@ def nested(depth: int) -> list[Any]:
 
 @pytest.mark.defect("rows-found-bad-when-drawn")
 @pytest.mark.parametrize(
-    ("suffix", "bad", "says"),
+    ("suffix", "bad", "expected"),
     [
         (".parquet", row(image=b"\x89PNG"), "column 'image' holds a value of type bytes"),
         (".parquet", row(extra_info={"pages": [b"one"]}), "column 'extra_info' holds a value of type bytes"),
@@ -156,13 +154,11 @@ def nested(depth: int) -> list[Any]:
         (".jsonl", {"prompt": nested(900)}, "column 'prompt' holds lists or mappings"),
     ],
 )
-def test_a_row_that_json_cannot_carry_is_refused_when_it_is_loaded(
-    tmp_path: Path, suffix: str, bad: dict[str, Any], says: str
-):
+def test_non_json_row_is_rejected(tmp_path: Path, suffix: str, bad: dict[str, Any], expected: str):
     good = dict.fromkeys(bad) | row()  # a table has the columns of its first row
     path = write(tmp_path / f"data{suffix}", good, good, bad)
     rest = ".*rows hold text, numbers, .*Remove it, or store it as text"
-    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: {says}{rest}"):
+    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: {expected}{rest}"):
         load(path)
 
 
@@ -197,7 +193,7 @@ def test_what_tables_and_json_hold_reaches_environments(tmp_path: Path):
 @pytest.mark.parametrize(
     "values", [pa.array([0, 10**15], pa.timestamp("s")), pa.array([0, 1], pa.timestamp("s", "Mars"))]
 )
-def test_a_value_of_a_table_that_python_does_not_have_is_named(tmp_path: Path, values: pa.Array):
+def test_unconvertible_table_value_is_named(tmp_path: Path, values: pa.Array):
     path = tmp_path / "data.parquet"
     pq.write_table(pa.Table.from_pylist([row(), row()]).append_column("when", values), path)
     number = 1 if values.type.tz else 2
@@ -206,7 +202,7 @@ def test_a_value_of_a_table_that_python_does_not_have_is_named(tmp_path: Path, v
 
 
 @pytest.mark.defect("values-of-tables-that-python-lacks")
-def test_a_dataset_that_fails_at_a_row_is_named_with_it(monkeypatch: pytest.MonkeyPatch):
+def test_failing_dataset_row_is_named(monkeypatch: pytest.MonkeyPatch):
     def rows() -> Iterator[dict[str, Any]]:
         yield row()
         raise LookupError("its image cannot be decoded")
@@ -216,7 +212,7 @@ def test_a_dataset_that_fails_at_a_row_is_named_with_it(monkeypatch: pytest.Monk
         load("squad")
 
 
-def test_half_a_surrogate_pair_in_a_row_is_named(tmp_path: Path):
+def test_surrogate_in_row_is_named(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "a \\ud800"}]}\n')
     tokenizer = byte_tokenizer()
     with pytest.raises(DataError, match=r"line 1: column 'prompt': half a surrogate pair at character \d+ of the"):
@@ -227,22 +223,25 @@ def test_half_a_surrogate_pair_in_a_row_is_named(tmp_path: Path):
 
 @pytest.mark.fault("F07")
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "expected"),
     [
         (b'{"prompt": "\xff\xfe"}', "byte 12 is not UTF-8"),
         (b'{"prompt": ', "not JSON"),
-        (b"[1, 2]", "a row is an object of columns, got list"),
+        (b"[1, 2]", "a row must be an object of columns, got list"),
         (b"[" * 200_000, "not JSON"),
         (b'{"prompt": ' + b"7" * 5_000 + b"}", "not JSON: Exceeds the limit"),
         (b'{"prompt": "text"}', "not a list of messages"),
         (b'{"prompt": [{"role": "user", "content": 3}]}', "not a message"),
-        (b'{"prompt": [{"role": "user", "content": "a"}], "env_class": 3}', "env_class is 3, not a name"),
+        (
+            b'{"prompt": [{"role": "user", "content": "a"}], "env_class": 3}',
+            "env_class is 3; it must be the name of an environment",
+        ),
     ],
 )
-def test_a_line_that_is_broken_is_named(tmp_path: Path, line: bytes, says: str):
+def test_invalid_json_line_is_named(tmp_path: Path, line: bytes, expected: str):
     path = tmp_path / "data.jsonl"
     path.write_bytes(json.dumps(row()).encode() + b"\n\n" + line + b"\n")
-    with pytest.raises(DataError, match=rf"data\.jsonl, line 3: .*{says}"):
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 3: .*{expected}"):
         load(str(path))
 
 
@@ -270,7 +269,7 @@ def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "expected"),
     [
         ("nowhere/train.parquet", "no such file"),
         ("./not-a-file", "not a folder, not a dataset's name on the hub"),
@@ -278,8 +277,8 @@ def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
         ("nobody/nothing:test", "could not be loaded as a dataset with split 'test'"),
     ],
 )
-def test_a_source_that_is_not_there_is_named(source: str, says: str):
-    with pytest.raises(DataError, match=says):
+def test_a_source_that_is_not_there_is_named(source: str, expected: str):
+    with pytest.raises(DataError, match=expected):
         load(source)
 
 
@@ -288,14 +287,14 @@ def test_no_sources_at_all_are_an_error():
         load()
 
 
-def test_a_folder_is_loaded_as_a_dataset_by_split(tmp_path: Path):
+def test_folder_loads_as_dataset_split(tmp_path: Path):
     write(tmp_path / "train.jsonl", row("one"))
     write(tmp_path / "test.jsonl", row("two"), row("three"))
     assert [p.messages[0]["content"] for p in load(str(tmp_path)).prompts] == ["one"]
     assert [p.messages[0]["content"] for p in load(f"{tmp_path}:test").prompts] == ["two", "three"]
 
 
-def test_a_name_on_the_hub_is_loaded_with_its_split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_hub_name_loads_with_split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked = []
 
     def from_hub(name: str, config: str | None, split: str) -> Dataset:
@@ -309,7 +308,7 @@ def test_a_name_on_the_hub_is_loaded_with_its_split(monkeypatch: pytest.MonkeyPa
     assert asked == [("someone/some.data", "train"), ("someone/some.data", "test"), ("squad", "train")]
 
 
-def test_an_error_of_the_length_function_names_the_row(tmp_path: Path):
+def test_token_count_error_names_row(tmp_path: Path):
     def length(prompt: Prompt) -> int:
         raise DataError("roles must alternate")
 
@@ -354,14 +353,14 @@ def test_every_epoch_visits_every_row_once(size: int, seed: int):
         assert sorted(order.row(epoch * size + position) for position in range(size)) == list(range(size))
 
 
-def test_epochs_and_seeds_differ_and_the_same_seed_repeats():
+def test_order_depends_on_epoch_and_seed():
     first = [PromptOrder(100, 0).row(index) for index in range(200)]
     assert first[:100] != first[100:]
     assert first == [PromptOrder(100, 0).row(index) for index in range(200)]
     assert first != [PromptOrder(100, 1).row(index) for index in range(200)]
 
 
-def test_the_order_is_pinned_so_that_old_checkpoints_stay_good():
+def test_prompt_order_is_pinned_for_checkpoints():
     assert [PromptOrder(10, 42).row(index) for index in range(12)] == [5, 6, 0, 7, 3, 2, 4, 9, 1, 8, 0, 8]
 
 

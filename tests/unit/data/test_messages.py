@@ -21,7 +21,7 @@ def test_text_parts_become_one_text():
 
 
 @pytest.mark.parametrize(
-    ("part", "says"),
+    ("part", "expected"),
     [
         ({"type": "image", "image": "a.png"}, "a part of type 'image'"),
         ({"type": "image_url", "image_url": {"url": "a.png"}}, "a part of type 'image_url'"),
@@ -29,9 +29,11 @@ def test_text_parts_become_one_text():
         (3, "a value of type int"),
     ],
 )
-def test_other_parts_are_refused_with_their_field(part: Any, says: str):
+def test_other_parts_are_refused_with_their_field(part: Any, expected: str):
     row = [{"role": "user", "content": "hi"}, {"role": "user", "content": [*parts("look"), part]}]
-    with pytest.raises(DataError, match=rf"^a\.jsonl, line 3: prompt\[1\]\.content\[1\] is {says}; only text parts"):
+    with pytest.raises(
+        DataError, match=rf"^a\.jsonl, line 3: prompt\[1\]\.content\[1\] is {expected}; only text parts"
+    ):
         parse_messages("a.jsonl, line 3", "prompt", row)
 
 
@@ -67,16 +69,16 @@ def test_rows_without_tools_add_none(value: Any):
 
 
 @pytest.mark.parametrize("value", [["add"], "add", {"add": {}}, [{"type": "function"}]])
-def test_tools_of_another_form_are_refused_or_the_environments(value: Any):
+def test_other_tools_columns_raise_or_are_ignored(value: Any):
     with pytest.raises(DataError, match=r"row 1: tools is .*not a list of definitions"):
         parse_tools("row 1", value)
     assert get_chat_template_kwargs({"tools": value}, {}) == {}
 
 
-def test_an_answer_continues_the_last_message_of_the_assistant():
+def test_answer_continues_last_assistant_message():
     question = {"role": "user", "content": "?"}
-    begun = {"role": "assistant", "content": "The answer"}
-    assert append_assistant_text([question, begun], " is 4") == [
+    partial = {"role": "assistant", "content": "The answer"}
+    assert append_assistant_text([question, partial], " is 4") == [
         question,
         {"role": "assistant", "content": "The answer is 4"},
     ]

@@ -1,4 +1,4 @@
-"""The one definition of the final answer, and decoding that keeps the markers it needs."""
+"""The final answer of a model's turn, and decoding that keeps the markers that it needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def decoded(tokenizer: Any, text: str) -> str:
     return decode_response(tokenizer, tokenizer.encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize("form", REASONING_FORMATS, ids=lambda form: form.opens)
+@pytest.mark.parametrize("form", REASONING_FORMATS, ids=lambda form: form.open_marker)
 def test_answer_follows_the_last_closed_block(form: ReasoningFormat):
     opens, closes = form.open_marker, form.close_marker
     assert final_answer(f"{opens}\n41?{closes}\n\n42\n") == "42\n"
@@ -116,7 +116,7 @@ def test_decoding_keeps_special_reasoning_markers(special: tuple[str, ...], text
     assert decoded(tokenizer, "42<|im_end|>") == "42"
 
 
-def test_end_of_turn_tokens_of_other_models_are_no_markers():
+def test_foreign_end_of_turn_tokens_are_not_markers():
     assert decoded(tokenizer_with("<|start|>", "<|end|>"), "42<|end|>") == "42"
 
 

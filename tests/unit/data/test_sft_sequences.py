@@ -17,17 +17,17 @@ DROPS = (
     "{% set c = c.split('</think>')[-1] %}{% endif %}{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Drops reasoning of earlier turns, like Qwen3's."""
+"""A template that drops reasoning of earlier turns, like Qwen3's."""
 OPENS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
-"""Drops all reasoning and opens it in the header, like DeepSeek-R1's."""
+"""A template that drops all reasoning and opens it in the header, like DeepSeek-R1's."""
 NULL_CALLS = OPENS.replace(
     "m.content.split('</think>')[-1] }}", "(m.content.split('</think>')[-1] if m.content is not none else '') }}"
 ).replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
-"""Writes calls only beside null content."""
+"""A template that writes calls only if the content is null."""
 
 
 def with_template(template: str) -> PreTrainedTokenizerFast:
@@ -54,7 +54,7 @@ def sequences(template: str, messages: list[dict[str, Any]], **options: Any) -> 
 QUESTION, ANSWER = ("user", "q"), ("assistant", "<think>t</think>a")
 
 
-def test_each_answer_is_a_sequence_where_reasoning_is_dropped():
+def test_dropped_reasoning_gives_one_sequence_per_answer():
     header = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     again = "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
     found = sequences(DROPS, make_messages(QUESTION, ANSWER, ("user", "r"), ("assistant", "<think>u</think>b")))
@@ -97,7 +97,7 @@ def test_headers_may_open_reasoning_with_any_marker(content: str, trained: str):
     assert context.endswith("assistant\n<seed:think>\n") and text == trained
 
 
-def test_reasoning_that_a_control_token_opens_is_closed_by_one():
+def test_control_token_reasoning_is_closed():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     tokenizer.chat_template = OPENS.replace("</think>", "[/THINK]").replace("<think>", "[THINK]")
@@ -112,14 +112,14 @@ def test_calls_after_reasoning_are_trained_on():
     assert text == 't</think>{"name": "add", "arguments": {"a": 1}}<|im_end|>'
 
 
-def test_calls_written_only_beside_null_content_are_trained_on():
+def test_calls_with_null_content_are_trained_on():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     ((_, text),) = sequences(NULL_CALLS, [*make_messages(QUESTION), message])
     assert text == '\n</think>\n\n{"name": "add", "arguments": {"a": 1}}<|im_end|>'
 
 
-def test_reasoning_in_a_field_that_is_not_written_is_refused():
+def test_unwritten_reasoning_field_is_rejected():
     message = {"role": "assistant", "content": "a", "reasoning_content": "t"}
     with pytest.raises(DataError, match=r"messages\[1\]\.reasoning_content: .*Put it into content, as <think>"):
         sequences(OPENS, [*make_messages(QUESTION), message])
@@ -127,7 +127,7 @@ def test_reasoning_in_a_field_that_is_not_written_is_refused():
         sequences(DROPS, [*make_messages(QUESTION), message])
 
 
-def test_messages_after_the_last_answer_are_left_out_where_history_is_rewritten():
+def test_rewriting_template_drops_messages_after_answer():
     messages = make_messages(QUESTION, ANSWER, ("user", "r"))
     assert len(sequences(DROPS, messages)) == 1
     with pytest.raises(DataError, match="end the conversation with the answer to train on"):
@@ -144,7 +144,7 @@ def test_append_only_conversations_stay_one_sequence(name: str):
     assert trained.replace(" ", "").startswith("<think>t</think>a<")
 
 
-def test_render_conversation_is_the_last_answers_sequence_where_history_is_rewritten():
+def test_rewriting_template_renders_last_answer_only():
     tokenizer = with_template(DROPS)
     messages = make_messages(QUESTION, ANSWER, ("user", "r"), ("assistant", "<think>u</think>b"))
     assert render_conversation(tokenizer, messages) == render_sft_sequences(tokenizer, messages)[-1]

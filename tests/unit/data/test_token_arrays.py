@@ -31,20 +31,20 @@ def test_a_mask_is_its_spans(mask: list[bool]):
     assert all(one[1] < other[0] for one, other in pairwise(spans)), "as few as there can be"
 
 
-def test_an_array_of_the_right_type_is_not_copied():
+def test_array_of_right_type_is_not_copied():
     ids = np.arange(3, dtype=np.int32)
     assert to_token_array(ids) is ids and append_array(to_token_array([]), ids) is ids
     assert to_token_array([1, 2]).dtype == np.int32
 
 
-def test_a_part_of_something_larger_does_not_keep_it():
+def test_appended_view_does_not_keep_base():
     answers = np.arange(100, dtype=np.int32)
     kept = append_array(to_token_array([]), answers[:3])
     assert kept.tolist() == [0, 1, 2] and not np.shares_memory(kept, answers)
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 3], (1, 2, 3), np.arange(1, 4, dtype=np.int32), (1, *np.arange(2, 4))])
-def test_requests_have_arrays_and_what_is_scored_python_s_own_integers(ids: Any):
+def test_scored_ids_are_python_integers(ids: Any):
     request = SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
     assert request.token_ids.tolist() == [1, 2, 3] and request.token_ids.dtype == np.int32
     assert (
@@ -66,7 +66,7 @@ def test_requests_have_arrays_and_what_is_scored_python_s_own_integers(ids: Any)
     ],
 )
 def test_a_request_refuses_what_are_no_token_ids(ids: Any):
-    with pytest.raises(UnsupportedParameter, match=r"request 'a': token_ids must be one list of whole numbers"):
+    with pytest.raises(UnsupportedParameter, match=r"request 'a': token_ids must be one flat list of integers"):
         SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
 
 

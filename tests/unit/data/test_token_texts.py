@@ -22,7 +22,7 @@ def test_of_a_tokenizer_that_works_on_bytes():
 
 @pytest.fixture
 def pieces() -> PreTrainedTokenizerFast:
-    """As SentencePiece's: spaces are marks, of which the first is dropped, and bytes have names."""
+    """Return a tokenizer like SentencePiece's: spaces are marks, the first one is dropped, and bytes have names."""
     vocabulary = {"<unk>": 0, "▁a": 1, "a": 2, "▁cat": 3, "<0xE2>": 4, "▁": 5}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -32,7 +32,7 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_space_before_a_word_is_kept_and_bytes_have_their_names(pieces: PreTrainedTokenizerFast):
+def test_vocabulary_texts_keep_spaces_and_bytes(pieces: PreTrainedTokenizerFast):
     assert pieces.decode([3]) == "cat"
     assert get_vocabulary_texts(pieces) == ["<unk>", " a", "a", " cat", "<0xE2>", " "]
 
@@ -106,7 +106,7 @@ def test_decoders_that_change_spaces_or_letters_are_followed():
     assert asked == ["The", " cat", "s", ".", " The", " cat"]
 
 
-def test_a_token_that_is_not_in_the_text_has_no_part():
+def test_token_missing_from_text_has_no_part():
     tokenizer = sentencepiece_tokenizer(bos_and_eos=True)
     parts = TokenAligner(tokenizer).align("the cat sat the", tokenizer.encode("the cat sat the"))
     assert [part.text for part in parts] == ["", "the", " cat", " sat", " the", ""]

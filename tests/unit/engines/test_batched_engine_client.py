@@ -1,4 +1,4 @@
-"""Batches of lockstep rollouts do not depend on how long environments take, and nothing deadlocks."""
+"""BatchedEngineClient: batches do not depend on the latency of environments, and no episode deadlocks."""
 
 from __future__ import annotations
 
@@ -34,144 +34,144 @@ def _run(work: Any, engine: ScriptedEngine) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_batches_are_the_same_however_long_environments_take(seed):
+def test_batches_do_not_depend_on_environment_latency(seed):
     engine, clock = ScriptedEngine(), random.Random(seed)
 
-    async def episode(lockstep: BatchedEngineClient, name: str, turns: int) -> None:
-        async with lockstep.episode():
+    async def episode(batched: BatchedEngineClient, name: str, turns: int) -> None:
+        async with batched.episode():
             for turn in range(turns):
                 await asyncio.sleep(clock.random() / 100)
-                completion = (await lockstep.generate([_request(f"{name}{turn}")]))[0]
+                completion = (await batched.generate([_request(f"{name}{turn}")]))[0]
                 assert completion.request_id == f"{name}{turn}"
         await asyncio.sleep(clock.random() / 100)
 
-    async def work(lockstep: BatchedEngineClient) -> None:
-        await asyncio.gather(*(episode(lockstep, name, turns) for name, turns in [("a", 3), ("b", 1), ("c", 2)]))
+    async def work(batched: BatchedEngineClient) -> None:
+        await asyncio.gather(*(episode(batched, name, turns) for name, turns in [("a", 3), ("b", 1), ("c", 2)]))
 
     _run(work, engine)
     assert _batches(engine) == [["a0", "b0", "c0"], ["a1", "c1"], ["a2"]]
 
 
-def test_an_episode_that_never_waits_does_not_run_ahead_of_one_about_to_register():
+def test_fast_episode_waits_for_one_about_to_register():
     engine = ScriptedEngine()
 
-    async def episode(lockstep: BatchedEngineClient, name: str) -> None:
-        async with lockstep.episode():
-            await lockstep.generate([_request(name)])
+    async def episode(batched: BatchedEngineClient, name: str) -> None:
+        async with batched.episode():
+            await batched.generate([_request(name)])
 
-    async def work(lockstep: BatchedEngineClient) -> None:
-        await asyncio.gather(*(episode(lockstep, name) for name in "abc"))
+    async def work(batched: BatchedEngineClient) -> None:
+        await asyncio.gather(*(episode(batched, name) for name in "abc"))
 
     _run(work, engine)
     assert _batches(engine) == [["a", "b", "c"]]
 
 
-def test_an_episode_in_its_environment_holds_the_others():
+def test_episode_in_environment_delays_the_others():
     engine = ScriptedEngine()
 
-    async def work(lockstep: BatchedEngineClient) -> int:
-        async with lockstep.episode():
-            other = asyncio.ensure_future(_generate_alone(lockstep, "other"))
+    async def work(batched: BatchedEngineClient) -> int:
+        async with batched.episode():
+            other_task = asyncio.ensure_future(_generate_alone(batched, "other"))
             await asyncio.sleep(0.02)
-            sent = len(engine.batches)
-            await lockstep.generate([_request("mine")])
-        await other
-        return sent
+            num_batches = len(engine.batches)
+            await batched.generate([_request("mine")])
+        await other_task
+        return num_batches
 
     assert _run(work, engine) == 0
     assert _batches(engine) == [["mine", "other"]]
 
 
-async def _generate_alone(lockstep: BatchedEngineClient, name: str) -> None:
-    async with lockstep.episode():
-        await lockstep.generate([_request(name)])
+async def _generate_alone(batched: BatchedEngineClient, name: str) -> None:
+    async with batched.episode():
+        await batched.generate([_request(name)])
 
 
-def test_an_episode_that_raises_or_is_cancelled_frees_the_others():
+def test_failed_or_cancelled_episode_releases_the_others():
     engine = ScriptedEngine()
 
-    async def raises(lockstep: BatchedEngineClient) -> None:
-        async with lockstep.episode():
+    async def raises(batched: BatchedEngineClient) -> None:
+        async with batched.episode():
             await asyncio.sleep(0.01)
-            raise RuntimeError("environment broke")
+            raise RuntimeError("environment failed")
 
-    async def hangs(lockstep: BatchedEngineClient) -> None:
-        async with lockstep.episode():
+    async def hangs(batched: BatchedEngineClient) -> None:
+        async with batched.episode():
             await asyncio.Event().wait()
 
-    async def work(lockstep: BatchedEngineClient) -> None:
-        broken, hung = asyncio.ensure_future(raises(lockstep)), asyncio.ensure_future(hangs(lockstep))
-        waiting = asyncio.ensure_future(_generate_alone(lockstep, "sound"))
-        cut = asyncio.ensure_future(_generate_alone(lockstep, "cut"))
+    async def work(batched: BatchedEngineClient) -> None:
+        broken, hanging = asyncio.ensure_future(raises(batched)), asyncio.ensure_future(hangs(batched))
+        waiting = asyncio.ensure_future(_generate_alone(batched, "sound"))
+        cancelled = asyncio.ensure_future(_generate_alone(batched, "cancelled"))
         with pytest.raises(RuntimeError):
             await broken
         assert not waiting.done()
-        hung.cancel()
-        cut.cancel()
+        hanging.cancel()
+        cancelled.cancel()
         await waiting
 
     _run(work, engine)
     assert _batches(engine) == [["sound"]]
 
 
-def test_an_engines_error_reaches_everybody():
+def test_engine_error_reaches_all_callers():
     engine = ScriptedEngine(failures={"generate": EngineError("broken")})
 
-    async def work(lockstep: BatchedEngineClient) -> list[Any]:
-        return await asyncio.gather(*(_generate_alone(lockstep, name) for name in "ab"), return_exceptions=True)
+    async def work(batched: BatchedEngineClient) -> list[Any]:
+        return await asyncio.gather(*(_generate_alone(batched, name) for name in "ab"), return_exceptions=True)
 
     for error in _run(work, engine):
         assert isinstance(error, EngineError)
         assert "broken" in str(error)
 
 
-def test_several_requests_of_an_episode_stay_together_and_tasks_inside_belong_to_it():
+def test_requests_of_episode_and_its_tasks_stay_together():
     engine = ScriptedEngine()
 
-    async def group(lockstep: BatchedEngineClient, name: str) -> None:
-        async with lockstep.episode():
-            await lockstep.generate([_request(f"{name}0"), _request(f"{name}1")])
-            await asyncio.gather(*(lockstep.generate([_request(f"{name}{n}")]) for n in (2, 3)))
+    async def group(batched: BatchedEngineClient, name: str) -> None:
+        async with batched.episode():
+            await batched.generate([_request(f"{name}0"), _request(f"{name}1")])
+            await asyncio.gather(*(batched.generate([_request(f"{name}{n}")]) for n in (2, 3)))
 
-    async def work(lockstep: BatchedEngineClient) -> None:
-        await asyncio.gather(group(lockstep, "a"), group(lockstep, "b"))
+    async def work(batched: BatchedEngineClient) -> None:
+        await asyncio.gather(group(batched, "a"), group(batched, "b"))
 
     _run(work, engine)
     assert _batches(engine) == [["a0", "a1", "b0", "b1"], ["a2", "a3", "b2", "b3"]]
 
 
-def test_requests_outside_of_any_episode_are_answered():
+def test_requests_outside_episodes_get_completions():
     engine = ScriptedEngine()
 
-    async def work(lockstep: BatchedEngineClient) -> Any:
-        return await lockstep.generate([_request("evaluation")])
+    async def work(batched: BatchedEngineClient) -> Any:
+        return await batched.generate([_request("evaluation")])
 
     assert _run(work, engine)[0].token_ids.tolist() == [1, 2]
 
 
-def test_who_waits_is_not_counted_anew_whenever_one_more_does(monkeypatch: pytest.MonkeyPatch):
-    """Numbers of episodes count how often they are looked up: some times each, whoever else waits."""
+def test_waiting_episodes_are_not_recounted_per_call(monkeypatch: pytest.MonkeyPatch):
+    """The ids of episodes are hashed a constant number of times per call, however many episodes wait."""
 
-    class Number(int):
-        looked_up = 0
+    class CountingId(int):
+        num_hashes = 0
 
         def __hash__(self) -> int:
-            Number.looked_up += 1
+            CountingId.num_hashes += 1
             return super().__hash__()
 
     engine, episodes, turns = ScriptedEngine(), 300, 3
 
-    async def episode(lockstep: BatchedEngineClient, index: int) -> None:
-        async with lockstep.episode():
+    async def episode(batched: BatchedEngineClient, index: int) -> None:
+        async with batched.episode():
             for turn in range(turns):
-                for _ in range(index):  # they come one by one
+                for _ in range(index):  # episodes call one after another
                     await asyncio.sleep(0)
-                await lockstep.generate([_request(f"{index}.{turn}")])
+                await batched.generate([_request(f"{index}.{turn}")])
 
-    async def work(lockstep: BatchedEngineClient) -> None:
-        await asyncio.gather(*(episode(lockstep, index) for index in range(episodes)))
+    async def work(batched: BatchedEngineClient) -> None:
+        await asyncio.gather(*(episode(batched, index) for index in range(episodes)))
 
-    monkeypatch.setattr(client, "count", lambda: map(Number, count()))
+    monkeypatch.setattr(client, "count", lambda: map(CountingId, count()))
     _run(work, engine)
     assert [len(batch) for batch in engine.batches] == [episodes] * turns
-    assert Number.looked_up < 20 * episodes * turns
+    assert CountingId.num_hashes < 20 * episodes * turns

@@ -1,4 +1,4 @@
-"""Many engines as one: who gets what, what happens when one dies, calls to all."""
+"""EngineClient: routing of requests, handling of dead engines, and calls to all engines."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ def _engines(count: int = 2, **options: Any) -> list[ScriptedEngine]:
     return [ScriptedEngine(name=f"e{index}", **options) for index in range(count)]
 
 
-def _served(engine: ScriptedEngine) -> list[str]:
+def _request_ids(engine: ScriptedEngine) -> list[str]:
     return [request.request_id for batch in engine.batches for request in batch]
 
 
-def test_one_call_goes_to_each_engine_and_answers_come_in_request_order():
+def test_one_call_per_engine_and_completions_in_order():
     engines = _engines(2)
     client = EngineClient(engines, deadline_s=5)
     requests = [_request(f"r{n}", group=f"g{n // 2}") for n in range(8)]
     completions = asyncio.run(client.generate(requests))
     assert [c.request_id for c in completions] == [r.request_id for r in requests]
     assert [len(engine.batches) for engine in engines] == [1, 1]
-    assert _served(engines[0]) == ["r0", "r1", "r4", "r5"]
-    assert _served(engines[1]) == ["r2", "r3", "r6", "r7"]
+    assert _request_ids(engines[0]) == ["r0", "r1", "r4", "r5"]
+    assert _request_ids(engines[1]) == ["r2", "r3", "r6", "r7"]
 
 
-def test_the_split_depends_on_the_requests_only():
+def test_split_depends_only_on_requests():
     requests = [_request(f"r{n}", group=f"g{n // 3}", session=f"s{n}") for n in range(20)]
     splits = []
     for delays in ([0.0, 0.0, 0.0], [0.02, 0.0, 0.01]):
         engines = [ScriptedEngine(name=f"e{index}", delay_s=delay) for index, delay in enumerate(delays)]
         asyncio.run(EngineClient(engines, deadline_s=5).generate(requests))
-        splits.append([_served(engine) for engine in engines])
+        splits.append([_request_ids(engine) for engine in engines])
     assert splits[0] == splits[1]
     assert sorted(map(len, splits[0])) == [6, 6, 8]
 
 
-def test_a_session_stays_where_its_history_is():
+def test_session_stays_on_engine_with_its_history():
     engines = _engines(3)
 
     async def run():
@@ -62,45 +62,47 @@ def test_a_session_stays_where_its_history_is():
             await client.generate([_request(f"{name}{turn}", session=name) for name in ("a", "b", "c")])
 
     asyncio.run(run())
-    assert [_served(engine) for engine in engines] == [[f"{name}{t}" for t in range(3)] for name in ("a", "b", "c")]
+    assert [_request_ids(engine) for engine in engines] == [
+        [f"{name}{t}" for t in range(3)] for name in ("a", "b", "c")
+    ]
 
 
 @pytest.mark.defect("conversations-beyond-65536-lost-their-engine")
 @pytest.mark.parametrize("at_once", [True, False])
-def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
-    """As `ConversationGenerator` asks: first turns of all groups at once, or group by group, later ones alone."""
+def test_routing_entry_lasts_until_conversation_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
+    """Like ConversationGenerator, send the first turns of all groups together or by group, and later turns singly."""
     monkeypatch.setattr(client_module, "MAX_STICKY", 4)
-    engines, goes_on = _engines(3, delay_s=0.001), random.Random(0)
+    engines, random_source = _engines(3, delay_s=0.001), random.Random(0)
     client = EngineClient(engines, deadline_s=5)
     names = [[f"{group}.{sample}" for sample in range(8)] for group in range(20)]
 
-    async def turn(number: int, those: list[str]) -> None:
-        requests = [_request(f"{one} {number}", session=one, group=one.partition(".")[0]) for one in those]
+    async def turn(number: int, sessions: list[str]) -> None:
+        requests = [_request(f"{name} {number}", session=name, group=name.partition(".")[0]) for name in sessions]
         await client.generate(requests)
 
-    async def later(name: str) -> None:
+    async def continue_conversation(name: str) -> None:
         async with client.episode():
-            await asyncio.sleep(goes_on.random() / 100)
+            await asyncio.sleep(random_source.random() / 100)
             await turn(1, [name])
 
     async def run() -> None:
-        flat = [one for group in names for one in group]
+        flat = [name for group in names for name in group]
         await asyncio.gather(*(turn(0, group) for group in ([flat] if at_once else names)))
-        await asyncio.gather(*map(later, flat))
-        for number in range(1300):  # more than the routing table keeps
+        await asyncio.gather(*map(continue_conversation, flat))
+        for number in range(1300):  # more than the capacity of the routing table
             await client.generate([_request("other", session=f"other {number}")])
-        for group in names:  # ended long ago, so they go to the first of the idle engines
+        for group in names:  # their entries are gone, so they go to the first idle engine
             await turn(2, group[:1])
 
     asyncio.run(run())
     for engine in engines:
-        turns = [one.split() for one in _served(engine) if one != "other"]
+        turns = [name.split() for name in _request_ids(engine) if name != "other"]
         assert {name for name, number in turns if number == "0"} == {name for name, number in turns if number == "1"}
-    again = [{name for name in _served(engine) if name.endswith(" 2")} for engine in engines]
-    assert list(map(len, again)) == [20, 0, 0], "what has ended is forgotten"
+    resumed = [{name for name in _request_ids(engine) if name.endswith(" 2")} for engine in engines]
+    assert list(map(len, resumed)) == [20, 0, 0], "entries of finished conversations are dropped"
 
 
-def test_without_ties_the_least_loaded_engine_is_taken():
+def test_unrouted_request_goes_to_least_loaded_engine():
     engines = _engines(2, delay_s=lambda request: 2.0 if request.request_id == "long" else 0.0)
 
     async def run():
@@ -113,13 +115,13 @@ def test_without_ties_the_least_loaded_engine_is_taken():
         await client.generate([_request("z")])
 
     asyncio.run(run())
-    assert _served(engines[0]) == ["long", "z"]
-    assert _served(engines[1]) == ["x", "y"]
+    assert _request_ids(engines[0]) == ["long", "z"]
+    assert _request_ids(engines[1]) == ["x", "y"]
 
 
 @pytest.mark.fault("F29")
 @pytest.mark.parametrize("death", [EngineError("e0 died"), WorkerDied("e0 was killed"), ConnectionError("reset")])
-def test_requests_of_a_dead_engine_go_to_another_once(death):
+def test_requests_of_dead_engine_are_retried_once(death):
     engines = _engines(2)
     engines[0].failures |= {"generate": death, "health": death}
 
@@ -131,20 +133,20 @@ def test_requests_of_a_dead_engine_go_to_another_once(death):
 
     completions, dead, alive = asyncio.run(run())
     assert [c.request_id for c in completions] == ["r0", "r1", "r2", "r3"]
-    assert _served(engines[1]) == ["r1", "r3", "r0", "r2", "later"]
+    assert _request_ids(engines[1]) == ["r1", "r3", "r0", "r2", "later"]
     assert list(dead) == ["e0"]
     assert str(death) in dead["e0"]
     assert alive == [engines[1]]
 
 
 @pytest.mark.fault("F29")
-def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
+def test_hanging_engine_is_abandoned_after_request_deadline(monkeypatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 1.0)
-    hung, sound = _engines(2)
-    hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
+    hanging, healthy = _engines(2)
+    hanging.abort = hanging.generate = _never  # type: ignore[method-assign,assignment]
 
     async def run():
-        client = EngineClient([hung, sound], deadline_s=1.0)
+        client = EngineClient([hanging, healthy], deadline_s=1.0)
         completions = await client.generate([replace(_request(f"r{n}"), deadline_s=1.0) for n in range(2)])
         dead = client.dead_engines
         await client.close()
@@ -159,7 +161,7 @@ async def _never(*_: Any) -> Any:
     await asyncio.Event().wait()
 
 
-def test_with_no_engine_left_the_error_names_them_all():
+def test_error_names_all_engines_if_none_is_left():
     engines = _engines(2, failures=dict.fromkeys(("generate", "health"), EngineError("out of memory")))
     client = EngineClient(engines, deadline_s=5)
     for _ in range(2):
@@ -169,19 +171,19 @@ def test_with_no_engine_left_the_error_names_them_all():
         assert "e1: EngineError: out of memory" in str(caught.value)
 
 
-def test_a_replaced_engine_gets_traffic_again():
+def test_replacement_engine_gets_requests():
     engines = _engines(1, failures=dict.fromkeys(("generate", "health"), EngineError("gone")))
     client = EngineClient(engines, deadline_s=5)
     with pytest.raises(EngineError):
         asyncio.run(client.generate([_request("a")]))
-    fresh = ScriptedEngine(name="e0")
-    client.replace("e0", fresh)
+    replacement = ScriptedEngine(name="e0")
+    client.replace("e0", replacement)
     asyncio.run(client.generate([_request("b")]))
-    assert _served(fresh) == ["b"]
+    assert _request_ids(replacement) == ["b"]
     assert client.dead_engines == {}
 
 
-def test_a_request_that_no_engine_can_honour_kills_none():
+def test_unsupported_request_kills_no_engine():
     engines = _engines(2, capabilities=replace(ALL_CAPABILITIES, sampling=frozenset()))
     client = EngineClient(engines, deadline_s=5)
     picky = replace(_request("a"), sampling=SamplingParams(max_tokens=4, top_k=3))
@@ -190,7 +192,7 @@ def test_a_request_that_no_engine_can_honour_kills_none():
     assert client.dead_engines == {}
 
 
-def test_cancelling_aborts_on_the_engines():
+def test_cancelling_aborts_requests_on_engines():
     engines = _engines(2, delay_s=60.0)
 
     async def run():
@@ -208,7 +210,7 @@ def test_cancelling_aborts_on_the_engines():
 
 @pytest.mark.defect("loads-of-requests-that-never-began")
 @pytest.mark.parametrize("ticks", range(4))
-def test_an_engine_is_not_taken_for_loaded_by_what_was_cancelled_however_soon(ticks: int):
+def test_cancelled_requests_do_not_count_as_load(ticks: int):
     engines = _engines(2, delay_s=0.05)
 
     async def run() -> None:
@@ -221,10 +223,10 @@ def test_an_engine_is_not_taken_for_loaded_by_what_was_cancelled_however_soon(ti
         await client.generate([_request("x")])
 
     asyncio.run(run())
-    assert "x" in _served(engines[0])
+    assert "x" in _request_ids(engines[0])
 
 
-def test_calls_to_all_reach_every_live_engine():
+def test_calls_reach_every_live_engine():
     engines = _engines(3)
 
     async def run():
@@ -236,7 +238,7 @@ def test_calls_to_all_reach_every_live_engine():
         await client.wake_up()
         await client.abort(["x"])
         await client.reset_prefix_cache()
-        names = [one.name for one in await client.health()]
+        names = [health.name for health in await client.health()]
         await client.close()
         return freed, names
 
@@ -244,11 +246,11 @@ def test_calls_to_all_reach_every_live_engine():
     assert freed == 0
     assert names == ["e0", "e1", "e2"]
     for engine in engines:
-        wanted = ["pause", "resume", "sleep", "wake_up", "wake_up", "abort", "reset_prefix_cache", "health", "close"]
-        assert [call for call in engine.calls if call != "abort"] == [call for call in wanted if call != "abort"]
+        expected = ["pause", "resume", "sleep", "wake_up", "wake_up", "abort", "reset_prefix_cache", "health", "close"]
+        assert [call for call in engine.calls if call != "abort"] == [call for call in expected if call != "abort"]
 
 
-def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on():
+def test_engine_that_hangs_in_call_is_marked_dead():
     engines = _engines(2)
     engines[1].resume = _never  # type: ignore[method-assign,assignment]
     client = EngineClient(engines, deadline_s=1)
@@ -259,9 +261,7 @@ def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on(
 
 @pytest.mark.defect("a-pause-waits-for-the-dead")
 @pytest.mark.parametrize("method", ["pause", "resume"])
-def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_else_does(
-    method: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_pause_has_same_timeout_for_hanging_engine(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     engines = _engines(2)
     setattr(engines[1], method, _never)
@@ -278,16 +278,14 @@ def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_els
 
 @pytest.mark.defect("a-long-step-taken-for-a-death")
 @pytest.mark.parametrize("method", ["pause", "resume"])
-def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_last(
-    method: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_responsive_engine_in_long_step_stays_alive(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     engines = _engines(2)
-    plain = getattr(engines[1], method)
+    original = getattr(engines[1], method)
 
-    async def late(*args: object) -> None:
-        await asyncio.sleep(0.6)  # longer than an engine may take for a health check
-        await plain(*args)
+    async def finish_late(*args: object) -> None:
+        await asyncio.sleep(0.6)  # longer than the timeout of a health check
+        await original(*args)
 
     async def run() -> dict[str, str]:
         client = EngineClient(engines, deadline_s=1800, health_check_interval_s=0.1)
@@ -295,28 +293,28 @@ def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_l
             pass
         return client.dead_engines
 
-    setattr(engines[1], method, late)
+    setattr(engines[1], method, finish_late)
     assert asyncio.run(run()) == {}
     monkeypatch.setattr(client_module, "MAX_STEP_S", 0.3)
     assert list(asyncio.run(run())) == ["e1"]
 
 
-def test_a_restart_that_is_given_up_has_ended_and_none_begins():
+def test_cancelled_restart_ends_and_no_other_starts():
     begun: list[bool] = []
     ended: list[bool] = []
 
-    async def revive() -> None:
+    async def restart() -> None:
         begun.append(True)
         try:
             await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(0.01)  # it lets go of what it holds
+            await asyncio.sleep(0.01)  # releases its resources
             ended.append(True)
 
     async def run() -> None:
         engines = _engines(2)
         client = EngineClient(engines, deadline_s=5)
-        client.restart_dead_engines = revive
+        client.restart_dead_engines = restart
         engines[0].failures["health"] = EngineError("gone")
         await client.health()
         client.start_restart()
@@ -330,19 +328,23 @@ def test_a_restart_that_is_given_up_has_ended_and_none_begins():
     asyncio.run(run())
 
 
-def test_a_call_to_all_that_leaves_no_engine_names_the_last():
+def test_call_that_kills_last_engine_names_it():
     engines = _engines(1)
     engines[0].resume = _never  # type: ignore[method-assign,assignment]
     with pytest.raises(DeadlineExceeded, match=r"e0\.resume did not finish within 0.05 s"):
         asyncio.run(EngineClient(engines, deadline_s=0.05).resume())
 
 
-def test_tokens_per_second_are_of_the_time_in_which_requests_were_under_way():
+def test_tokens_per_second_counts_only_busy_time():
     async def run():
         client = EngineClient(_engines(2, delay_s=0.05), deadline_s=60)
         completions = await client.generate([_request(f"r{n}") for n in range(4)])
         await asyncio.sleep(3)
-        return sum(len(one.token_ids) for one in completions), await client.metrics(), await client.metrics()
+        return (
+            sum(len(completion.token_ids) for completion in completions),
+            await client.metrics(),
+            await client.metrics(),
+        )
 
     tokens, metrics, later = asyncio.run(run())
     assert tokens / 2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
@@ -350,8 +352,8 @@ def test_tokens_per_second_are_of_the_time_in_which_requests_were_under_way():
     assert later["engines/tokens_per_s"] == 0
 
 
-class _Counting(ScriptedEngine):
-    """Says how much memory it needed."""
+class _MemoryReportingEngine(ScriptedEngine):
+    """An engine that reports its peak memory."""
 
     peak_gib = 0.0
 
@@ -359,14 +361,14 @@ class _Counting(ScriptedEngine):
         return EngineHealth(self.name, 0, extra={"peak_rss_gib": self.peak_gib, "else": 9.0})
 
 
-def test_memory_is_that_of_the_engine_that_needed_most():
-    engines = [_Counting(name="e0"), _Counting(name="e1"), ScriptedEngine(name="e2")]
+def test_memory_is_maximum_over_engines():
+    engines = [_MemoryReportingEngine(name="e0"), _MemoryReportingEngine(name="e1"), ScriptedEngine(name="e2")]
     engines[0].peak_gib, engines[1].peak_gib = 1.5, 0.5  # type: ignore[attr-defined]
     metrics = asyncio.run(EngineClient(engines, deadline_s=5).metrics())
     assert {name: value for name, value in metrics.items() if "gib" in name} == {"memory/engine_peak_rss_gib": 1.5}
 
 
-def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_once():
+def test_request_error_of_healthy_engine_is_retried_once():
     engines = _engines(2)
     engines[0].failures["generate"] = EngineError("could not do that")
 
@@ -379,11 +381,11 @@ def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_
         return completions, client.dead_engines
 
     completions, dead = asyncio.run(run())
-    assert [one.request_id for one in completions] == ["a"]
+    assert [completion.request_id for completion in completions] == ["a"]
     assert dead == {}
 
 
-def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
+def test_late_failure_of_replaced_engine_spares_replacement():
     old, new = ScriptedEngine(name="e0", delay_s=60.0), ScriptedEngine(name="e0")
 
     async def run():
@@ -404,16 +406,16 @@ def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
 
 
 @pytest.mark.fault("F29")
-def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_with_others(monkeypatch):
+def test_short_deadline_does_not_kill_busy_engine(monkeypatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     (engine,) = _engines(1)
-    answer = engine.generate
+    generate = engine.generate
 
-    async def waits_for_others(requests: Any) -> Any:
-        await asyncio.sleep(0.6)  # and no counter moves: tokens are counted when a request is done
-        return await answer(requests)
+    async def generate_slowly(requests: Any) -> Any:
+        await asyncio.sleep(0.6)  # no counter changes: tokens are counted when a request finishes
+        return await generate(requests)
 
-    engine.generate = waits_for_others  # type: ignore[method-assign]
+    engine.generate = generate_slowly  # type: ignore[method-assign]
 
     async def run():
         client = EngineClient([engine], deadline_s=30)
@@ -423,7 +425,7 @@ def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_wit
     assert asyncio.run(run()) == {}
 
 
-def test_what_is_under_way_when_engines_are_paused_goes_on_and_new_requests_wait():
+def test_paused_requests_continue_and_new_ones_wait():
     engines = _engines(2, delay_s=0.05)
 
     async def run() -> tuple[bool, list[str]]:
@@ -433,46 +435,46 @@ def test_what_is_under_way_when_engines_are_paused_goes_on_and_new_requests_wait
         async with client.pause_requests("keep"):
             late = asyncio.ensure_future(client.generate([_request("c")]))
             await asyncio.sleep(0.1)
-            waited = not first.done() and not any("c" in _served(engine) for engine in engines)
-        return waited, [one.stop_reason for one in (*await first, *await late)]
+            waited = not first.done() and not any("c" in _request_ids(engine) for engine in engines)
+        return waited, [completion.stop_reason for completion in (*await first, *await late)]
 
     waited, reasons = asyncio.run(run())
     assert waited
     assert reasons == ["stop"] * 3
 
 
-def test_what_a_pause_ends_is_sampled_again_with_the_same_seed_and_counted():
+def test_aborted_requests_are_resampled_with_same_seed():
     engines = _engines(2, delay_s=0.5)
 
     async def run() -> tuple[list[Any], dict[str, float]]:
         client = EngineClient(engines, deadline_s=5)
-        under_way = asyncio.ensure_future(client.generate([_request("a"), _request("b", deadline_s=30.0)]))
+        running = asyncio.ensure_future(client.generate([_request("a"), _request("b", deadline_s=30.0)]))
         await asyncio.sleep(0.01)
         async with client.pause_requests("abort"):
             for engine in engines:
                 engine.version = 7
-        return await under_way, await client.metrics()
+        return await running, await client.metrics()
 
     completions, metrics = asyncio.run(run())
-    assert [(one.request_id, one.stop_reason, one.versions[0].version) for one in completions] == [
+    assert [(done.request_id, done.stop_reason, done.versions[0].version) for done in completions] == [
         ("a", "stop", 7),
         ("b", "stop", 7),
     ]
-    assert [_served(engine) for engine in engines] == [["a", "a"], ["b", "b"]]
-    assert metrics["engines/wasted_tokens"] == 0, "these had none yet"
+    assert [_request_ids(engine) for engine in engines] == [["a", "a"], ["b", "b"]]
+    assert metrics["engines/wasted_tokens"] == 0, "no token was sampled before the pause"
 
 
-def test_what_its_own_deadline_ends_is_not_sampled_again():
+def test_request_ended_by_deadline_is_not_resampled():
     (engine,) = _engines(1, delay_s=10.0)
 
     async def run() -> list[Any]:
         client = EngineClient([engine], deadline_s=5)
-        under_way = asyncio.ensure_future(client.generate([_request("a", deadline_s=0.02)]))
+        running = asyncio.ensure_future(client.generate([_request("a", deadline_s=0.02)]))
         await asyncio.sleep(0.1)
         async with client.pause_requests("abort"):
             pass
-        return await under_way
+        return await running
 
     (completion,) = asyncio.run(run())
     assert completion.stop_reason == "abort"
-    assert _served(engine) == ["a"]
+    assert _request_ids(engine) == ["a"]

@@ -1,4 +1,4 @@
-"""An engine whose accelerator does not compute any more is dead, and is restarted; any other failure costs requests."""
+"""An engine whose accelerator no longer works is dead and is restarted. Other failures end only requests."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
 class Device:
-    """A stub that computes until it is poisoned, as a CUDA context is by an illegal access."""
+    """A stub of a device that fails for good after `illegal_access`, like a CUDA context."""
 
     def __init__(self) -> None:
-        self.poisoned = False
-        self.asked = 0
+        self.is_broken = False
+        self.num_checks = 0
 
-    def compute(self) -> None:
-        self.asked += 1
-        if self.poisoned:
+    def check(self) -> None:
+        self.num_checks += 1
+        if self.is_broken:
             raise RuntimeError(ILLEGAL)
 
     def illegal_access(self, *_: Any) -> Any:
-        self.poisoned = True
+        self.is_broken = True
         raise RuntimeError(ILLEGAL)
 
     def ordinary_failure(self, *_: Any) -> Any:
@@ -44,7 +44,7 @@ class Device:
 
 def engine_on(device: Device) -> TransformersEngine:
     engine = TransformersEngine(tiny_model(hidden_size=32), name="a")
-    engine.device_monitor.check_device = device.compute  # type: ignore[method-assign]
+    engine.device_monitor.check_device = device.check  # type: ignore[method-assign]
     return engine
 
 
@@ -53,30 +53,30 @@ def request(max_tokens: int = 4) -> SampleRequest:
 
 
 async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Completion, WeightPublisher, EngineClient]:
-    """One request to the first engine; the others are those that a restart starts."""
-    client, spare = EngineClient([engines[0]], deadline_s=20), engines[1:]
+    """Run a request on the first engine. A restart uses the other engines as replacements."""
+    client, replacements = EngineClient([engines[0]], deadline_s=20), engines[1:]
 
     async def start(name: str, wait_for_node: bool) -> TransformersEngine:
-        return spare.pop()
+        return replacements.pop()
 
-    async def nothing(engine: Any) -> None:
+    async def noop(engine: Any) -> None:
         pass
 
-    cast(Any, engines[0]).kill = lambda: None  # or it would be closed before its restart
-    publisher = publisher_of(client, start, nothing, max_engine_restarts=1)
-    (answer,) = await client.generate([request()])
-    return answer, publisher, client
+    cast(Any, engines[0]).kill = lambda: None  # without `kill` the engine would be closed before its restart
+    publisher = publisher_of(client, start, noop, max_engine_restarts=1)
+    (completion,) = await client.generate([request()])
+    return completion, publisher, client
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
-def test_an_engine_whose_device_is_poisoned_in_a_step_is_restarted():
+def test_device_error_in_step_restarts_engine():
     device = Device()
 
     async def run() -> None:
         engines = [engine_on(device), engine_on(Device())]
         engines[0].served.decode = device.illegal_access  # type: ignore[method-assign,assignment]
-        answer, publisher, client = await generate_supervised(engines)
-        assert (answer.stop_reason, publisher.restarts, client.dead_engines) == ("length", 1, {})
+        completion, publisher, client = await generate_supervised(engines)
+        assert (completion.stop_reason, publisher.restarts, client.dead_engines) == ("length", 1, {})
         with pytest.raises(EngineError, match=f"'a' is dead: .*{ILLEGAL}"):
             await engines[0].health()
         with pytest.raises(EngineError, match="'a' is dead"):
@@ -85,10 +85,10 @@ def test_an_engine_whose_device_is_poisoned_in_a_step_is_restarted():
             await engine.close()
 
     asyncio.run(run())
-    assert device.asked == 1, "what is lost is not asked again"
+    assert device.num_checks == 1, "a lost device is not checked again"
 
 
-def test_an_engine_whose_device_still_computes_loses_its_requests_only():
+def test_error_with_working_device_loses_only_requests():
     device = Device()
 
     async def run() -> None:
@@ -97,16 +97,16 @@ def test_an_engine_whose_device_still_computes_loses_its_requests_only():
         with pytest.raises(EngineError, match="an ordinary failure"):
             await engine.generate([request()])
         engine.served.decode = decode  # type: ignore[method-assign]
-        answer, publisher, _ = await generate_supervised([engine])
-        assert (answer.stop_reason, publisher.restarts) == ("length", 0)
+        completion, publisher, _ = await generate_supervised([engine])
+        assert (completion.stop_reason, publisher.restarts) == ("length", 0)
         await engine.close()
 
     asyncio.run(run())
-    assert device.asked == 1
+    assert device.num_checks == 1
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
-def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs():
+def test_device_error_in_command_kills_only_engine():
     device = Device()
 
     async def run() -> None:
@@ -121,7 +121,7 @@ def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs
     asyncio.run(run())
 
 
-def test_requests_of_paused_engine_end_with_its_device():
+def test_device_error_ends_requests_of_paused_engine():
     device = Device()
 
     async def run() -> None:
@@ -141,44 +141,44 @@ def test_requests_of_paused_engine_end_with_its_device():
     asyncio.run(run())
 
 
-def test_after_an_error_of_ours_no_device_is_asked():
-    """A sync that another rank gave up may still wait on the device: it must not wait, too."""
+def test_package_errors_do_not_trigger_device_check():
+    """After a sync that another rank aborted, the device may still be busy, so the check must not wait for it."""
     device = Device()
 
-    def refused() -> None:
+    def raise_package_error() -> None:
         raise WeightSyncError("the manifest is stale")
 
     with pytest.raises(WeightSyncError):
-        DeviceMonitor(Lifecycle("a"), device.compute).run(refused)
-    assert device.asked == 0
+        DeviceMonitor(Lifecycle("a"), device.check).run(raise_package_error)
+    assert device.num_checks == 0
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
-def test_a_transfer_that_fails_as_the_device_is_poisoned_is_the_engines_death():
+def test_device_error_in_transfer_kills_engine():
     device = Device()
     lifecycle = Lifecycle("a")
-    accelerator = DeviceMonitor(lifecycle, device.compute, device.illegal_access)
+    monitor = DeviceMonitor(lifecycle, device.check, device.illegal_access)
 
-    def failed() -> None:
+    def raise_transfer_error() -> None:
         raise WeightSyncError("a transfer of 8 bytes did not complete")
 
     with pytest.raises(EngineError, match=f"'a' is dead: .*{ILLEGAL}"):
-        accelerator.run(failed)
+        monitor.run(raise_transfer_error)
     with pytest.raises(EngineError, match="'a' is dead"):
         lifecycle.check_alive()
-    assert device.asked == 0, "nobody waits for a device on which a transfer may still hang"
+    assert device.num_checks == 0, "no check waits for a device on which a transfer may still hang"
 
 
-def test_a_full_memory_is_no_poisoned_device(monkeypatch: pytest.MonkeyPatch):
-    def full(*_: Any, **__: Any) -> Any:
+def test_out_of_memory_is_not_device_error(monkeypatch: pytest.MonkeyPatch):
+    def raise_out_of_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def poisoned(*_: Any) -> None:
+    def raise_device_error(*_: Any) -> None:
         raise RuntimeError(ILLEGAL)
 
-    monkeypatch.setattr(torch, "ones", full)
+    monkeypatch.setattr(torch, "ones", raise_out_of_memory)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     check_device(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "synchronize", poisoned)
+    monkeypatch.setattr(torch.cuda, "synchronize", raise_device_error)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         check_device(torch.device("cuda"))

@@ -18,24 +18,24 @@ PAGES = [("generate_engine_docs", "engines"), ("generate_serving_docs", "serving
 
 
 @pytest.mark.parametrize(("script", "page"), PAGES)
-def test_the_table_is_what_the_code_says(script: str, page: str):
+def test_table_matches_code(script: str, page: str):
     generator = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert text == generator["render"](text), f"run: python scripts/{script}.py"
 
 
-def test_every_token_level_route_is_in_its_table_with_the_names_of_its_arguments():
+def test_all_token_level_routes_and_arguments_are_documented():
     text = (ROOT / "docs" / "serving.md").read_text()
     table = text.partition("## The token-level routes")[2].partition("\n```")[0]
-    told = {}
+    documented = {}
     for row in re.findall(r"^\| `.*$", table, re.MULTILINE):
         routes, arguments, result = (cell.strip() for cell in row[1:-1].split("|"))
         verb, groups = routes[1:].partition(" ")[0], [*arguments.split(";"), ""]
         for route, names in zip(re.findall(r"(/\w+)`", routes), groups, strict=False):
-            told[verb, route] = set(re.findall(r"`(\w+)`", names)), "*control*" in result
-    of_requests = {field.name for field in fields(SampleRequest)}
+            documented[verb, route] = set(re.findall(r"`(\w+)`", names)), "*control*" in result
+    request_fields = {field.name for field in fields(SampleRequest)}
     for call in REMOTE_METHODS.values():
         kind: Any = call.arguments
-        names = {field.name for field in fields(kind)} | (of_requests if call.method == "generate" else set())
-        assert told.pop((call.verb, call.route)) == (names, call.control), call.route
-    assert not told
+        names = {field.name for field in fields(kind)} | (request_fields if call.method == "generate" else set())
+        assert documented.pop((call.verb, call.route)) == (names, call.control), call.route
+    assert not documented

@@ -1,4 +1,4 @@
-"""Clients that hold connections: how many, for how long, and what a run keeps whatever they do."""
+"""Limits on connections: their number, their duration, and the descriptors that remain for the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl_train.http_server import ConnectionLimits
 from tests.support.http_endpoint import CHAT, TOKEN, ask, serve
 from tests.support.slow_clients import open_connection, read_until_closed
 
-SOON_S = 0.5
+TIMEOUT_S = 0.5
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
@@ -33,7 +33,7 @@ def port_of(endpoint: HttpEndpoint) -> int:
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
-    """400 descriptors more than are open."""
+    """Limit the process to 400 descriptors more than are open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 400, hard))
     yield
@@ -42,24 +42,24 @@ def few_descriptors() -> Iterator[None]:
 
 @pytest.mark.fault("F28")
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
-def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselves(
-    few_descriptors: None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", SOON_S)
+def test_half_open_connections_are_limited_and_closed(few_descriptors: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", TIMEOUT_S)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         with ExitStack() as clients:
-            held = []
+            sockets = []
             for index in range(200):
-                held.append(clients.enter_context(closing(open_connection(endpoint.url, HEAD if index % 2 else b""))))
+                sockets.append(
+                    clients.enter_context(closing(open_connection(endpoint.url, HEAD if index % 2 else b"")))
+                )
                 await asyncio.sleep(0)
-            with ExitStack() as files:  # of the run
+            with ExitStack() as files:  # files that the run opens
                 for _ in range(50):
                     files.enter_context(Path(os.devnull).open())
-            answers = await asyncio.wait_for(asyncio.gather(*map(read_until_closed, held)), 20)
-        refused = [answer for answer in answers if answer]
+            responses = await asyncio.wait_for(asyncio.gather(*map(read_until_closed, sockets)), 20)
+        refused = [response for response in responses if response]
         assert 80 <= len(refused) <= 150
-        assert all(b" 503 " in answer and b"Retry-After" in answer for answer in refused)
+        assert all(b" 503 " in response and b"Retry-After" in response for response in refused)
         assert (await ask(session, "/v1/chat/completions", CHAT))[0] == 200
 
     serve(test)
@@ -67,56 +67,60 @@ def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselv
 
 @pytest.mark.fault("F28")
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
-def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", SOON_S)
-    monkeypatch.setattr(http_server, "LINGER_TIMEOUT_S", SOON_S)
+def test_incomplete_body_closes_connection(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", TIMEOUT_S)
+    monkeypatch.setattr(http_server, "LINGER_TIMEOUT_S", TIMEOUT_S)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> bytes:
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n".encode()
         with closing(open_connection(endpoint.url, head + b'{"model":')) as client:
             return await asyncio.wait_for(read_until_closed(client), 20)
 
-    answer = serve(test)
-    assert b" 408 " in answer and b"did not arrive within 0.5 s" in answer
+    response = serve(test)
+    assert b" 408 " in response and b"did not arrive within 0.5 s" in response
 
 
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", SOON_S / 10)
+def test_unread_response_closes_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", TIMEOUT_S / 10)
     body: Any = {"model": "m", "prompt": "x" * 20_000, "n": 100, "max_tokens": 4}
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         def connections() -> int:
-            """Those that the endpoint has."""
-            found = psutil.Process().net_connections("inet")
-            return sum(one.laddr[1:] == (port,) and one.status == psutil.CONN_ESTABLISHED for one in found)
+            """Return the number of connections of the endpoint."""
+            sockets = psutil.Process().net_connections("inet")
+            return sum(s.laddr[1:] == (port,) and s.status == psutil.CONN_ESTABLISHED for s in sockets)
 
         port = port_of(endpoint)
-        data = json.dumps(body | {"return_token_ids": True, "stream": stream}).encode()  # the answer is 8 MB
+        data = json.dumps(body | {"return_token_ids": True, "stream": stream}).encode()  # the response has 8 MB
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
         with closing(open_connection(endpoint.url, head + data, receive_bytes=1 << 12)):
-            begun = time.monotonic()
+            started_at = time.monotonic()
             while not connections():
                 await asyncio.sleep(0.01)
             while connections():
-                assert time.monotonic() - begun < 30
+                assert time.monotonic() - started_at < 30
                 await asyncio.sleep(0.1)
 
     serve(test)
 
 
-def test_an_endpoint_listens_where_it_was_told_and_nowhere_else():
+def test_endpoint_listens_only_on_its_host():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
-        assert [tuple(one) for one in found if one.port == port_of(endpoint)] == [("127.0.0.1", port_of(endpoint))]
+        listening = [s.laddr for s in psutil.Process().net_connections("inet") if s.status == psutil.CONN_LISTEN]
+        assert [tuple(address) for address in listening if address.port == port_of(endpoint)] == [
+            ("127.0.0.1", port_of(endpoint))
+        ]
 
     serve(test)
 
 
-def test_a_client_waits_for_a_server_that_is_full_instead_of_giving_it_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", SOON_S)
-    monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=1, backlog=1))
+def test_client_waits_for_server_without_free_connections(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(
+        http_server, "connection_limits", lambda max_descriptors: ConnectionLimits(connections=1, backlog=1)
+    )
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> int:
         connection = Connection(endpoint.url, TOKEN)

@@ -1,4 +1,4 @@
-"""What a scraper reads of the endpoint."""
+"""The endpoint's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHATS = "/v1/chat/completions"
 Series = dict[tuple[str, ...], float]
 
 
-async def scraped(session: aiohttp.ClientSession) -> Series:
-    """(name, values of labels) -> value, without the times at which series began."""
+async def scrape(session: aiohttp.ClientSession) -> Series:
+    """Return the value of each series by name and label values, without the creation times."""
     async with session.get("/metrics") as response:
         assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=")
         text = await response.text()
@@ -32,9 +32,9 @@ async def scraped(session: aiohttp.ClientSession) -> Series:
     }
 
 
-def test_requests_are_counted_by_route_and_status_and_tokens_both_ways():
+def test_requests_and_tokens_are_counted():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        assert (await scraped(session))["skyrl_http_prompt_tokens_total",] == 0
+        assert (await scrape(session))["skyrl_http_prompt_tokens_total",] == 0
         status, answer = await ask(session, CHATS, CHAT | {"n": 3})
         assert status == 200
         assert (await ask(session, "/generate", CALL))[0] == 200
@@ -43,8 +43,8 @@ def test_requests_are_counted_by_route_and_status_and_tokens_both_ways():
             assert (await ask(session, path))[0] == 404
         async with aiohttp.ClientSession(endpoint.url) as stranger:
             assert (await ask(stranger, CHATS, CHAT))[0] == 401
-        found, usage = await scraped(session), answer["usage"]
-        counted = {key[1:]: value for key, value in found.items() if key[0] == "skyrl_http_requests_total"}
+        series, usage = await scrape(session), answer["usage"]
+        counted = {key[1:]: value for key, value in series.items() if key[0] == "skyrl_http_requests_total"}
         assert counted == {
             (CHATS, "200"): 1,
             (CHATS, "400"): 1,
@@ -53,37 +53,38 @@ def test_requests_are_counted_by_route_and_status_and_tokens_both_ways():
             ("unknown", "404"): 2,
             ("/metrics", "200"): 1,
         }
-        assert found["skyrl_http_prompt_tokens_total",] == usage["prompt_tokens"] + 2
-        assert found["skyrl_http_completion_tokens_total",] == usage["completion_tokens"] + 4
-        assert found["skyrl_http_request_seconds_count", CHATS] == 3
-        assert found["skyrl_http_request_seconds_bucket", "600.0", CHATS] == 3
-        assert 0 < found["skyrl_http_request_seconds_sum", CHATS] < 60
-        assert found["skyrl_http_requests_under_way", CHATS] == 0
+        assert series["skyrl_http_prompt_tokens_total",] == usage["prompt_tokens"] + 2
+        assert series["skyrl_http_completion_tokens_total",] == usage["completion_tokens"] + 4
+        assert series["skyrl_http_request_seconds_count", CHATS] == 3
+        assert series["skyrl_http_request_seconds_bucket", "600.0", CHATS] == 3
+        assert 0 < series["skyrl_http_request_seconds_sum", CHATS] < 60
+        assert series["skyrl_http_requests_in_progress", CHATS] == 0
 
     serve(test, ScriptedEngine(answers_with("hello")))
 
 
-def test_requests_under_way_are_shown_and_those_whose_client_left_are_499():
+def test_requests_in_progress_and_disconnected_clients_are_counted():
     engine = ScriptedEngine(answers_with("hello"), delay_s=600)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         call = asyncio.ensure_future(ask(session, CHATS, CHAT))
         while not engine.batches:
             await asyncio.sleep(0.01)
-        found = await scraped(session)
-        assert found["skyrl_http_requests_under_way", CHATS] == 1
-        assert found["skyrl_engine_requests", "running"] == 1
-        assert found["skyrl_engine_requests", "waiting"] == 0
+        series = await scrape(session)
+        assert series["skyrl_http_requests_in_progress", CHATS] == 1
+        assert series["skyrl_http_requests_under_way", CHATS] == 1, "the deprecated name"
+        assert series["skyrl_engine_requests", "running"] == 1
+        assert series["skyrl_engine_requests", "waiting"] == 0
         call.cancel()
-        while not (found := await scraped(session)).get(("skyrl_http_requests_total", CHATS, "499")):
+        while not (series := await scrape(session)).get(("skyrl_http_requests_total", CHATS, "499")):
             await asyncio.sleep(0.01)
-        assert found["skyrl_http_requests_under_way", CHATS] == 0
+        assert series["skyrl_http_requests_in_progress", CHATS] == 0
 
     serve(test, engine)
 
 
-class Waiting(ScriptedEngine):
-    """An engine where requests wait; a health check takes as long as it is told."""
+class QueueingEngine(ScriptedEngine):
+    """An engine with queued requests and a slow health check."""
 
     health_s = 0.0
 
@@ -93,31 +94,31 @@ class Waiting(ScriptedEngine):
         return EngineHealth(self.name, 0, running=2, queued=5)
 
 
-def test_requests_that_wait_in_engines_are_shown_where_engines_tell(monkeypatch: pytest.MonkeyPatch):
+def test_queued_requests_are_shown_if_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server, "METRICS_TIMEOUT_S", 0.2)
-    engine = Waiting()
+    engine = QueueingEngine()
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        found = await scraped(session)
-        assert (found["skyrl_engine_requests", "running"], found["skyrl_engine_requests", "waiting"]) == (2, 5)
+        series = await scrape(session)
+        assert (series["skyrl_engine_requests", "running"], series["skyrl_engine_requests", "waiting"]) == (2, 5)
         engine.failures["health"] = EngineError("gone")
-        assert not [key for key in await scraped(session) if key[0] == "skyrl_engine_requests"]
+        assert not [key for key in await scrape(session) if key[0] == "skyrl_engine_requests"]
         del engine.failures["health"]
         engine.health_s = 600.0
-        assert not [key for key in await scraped(session) if key[0] == "skyrl_engine_requests"]
+        assert not [key for key in await scrape(session) if key[0] == "skyrl_engine_requests"]
 
     serve(test, engine)
 
 
-def test_two_endpoints_of_a_process_count_for_themselves():
+def test_two_endpoints_in_process_count_separately():
     def quick(request: SampleRequest) -> list[int]:
         return [7]
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         async with HttpEndpoint(ScriptedEngine(), None, model_name="m", token=endpoint.token) as other:
-            async with aiohttp.ClientSession(other.url, headers=session.headers) as elsewhere:
+            async with aiohttp.ClientSession(other.url, headers=session.headers) as other_session:
                 assert (await ask(session, "/generate", CALL))[0] == 200
-                assert (await scraped(session))["skyrl_http_completion_tokens_total",] == 1
-                assert (await scraped(elsewhere))["skyrl_http_completion_tokens_total",] == 0
+                assert (await scrape(session))["skyrl_http_completion_tokens_total",] == 1
+                assert (await scrape(other_session))["skyrl_http_completion_tokens_total",] == 0
 
     serve(test, ScriptedEngine(quick))

@@ -1,4 +1,4 @@
-"""The endpoint's own description: valid, complete, and true of what it takes and answers."""
+"""The endpoint's OpenAPI document is valid, complete, and consistent with its requests and responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.http_endpoint import CALL, CHAT, ask, serve
 
 
 @pytest.mark.parametrize("control", [True, False])
-def test_the_document_is_valid_and_names_every_route(control: bool, monkeypatch: pytest.MonkeyPatch):
+def test_document_is_valid_and_has_every_route(control: bool, monkeypatch: pytest.MonkeyPatch):
     apps: list[web.Application] = []
 
     class Runner(web.AppRunner):
@@ -31,19 +31,19 @@ def test_the_document_is_valid_and_names_every_route(control: bool, monkeypatch:
         return (await ask(session, "/openapi.json"))[1]
 
     monkeypatch.setattr(web, "AppRunner", Runner)
-    described = serve(test, control=control)
-    validate(described)
+    document = serve(test, control=control)
+    validate(document)
     routes = {
         (route.method, route.resource.canonical) for app in apps for route in app.router.routes() if route.resource
     }
     served = {route for route in routes if route[0] not in ("HEAD", "*")}
-    assert served == {(verb.upper(), path) for path, verbs in described["paths"].items() for verb in verbs}
-    assert ("/abort" in described["paths"]) == control
+    assert served == {(verb.upper(), path) for path, verbs in document["paths"].items() for verb in verbs}
+    assert ("/abort" in document["paths"]) == control
 
 
 def _check(kind: str, value: Any) -> None:
-    described = build_openapi_document(Limits(), text=True, control=True)
-    jsonschema.validate(value, {"$ref": f"#/components/schemas/{kind}", **described})
+    document = build_openapi_document(Limits(), text=True, control=True)
+    jsonschema.validate(value, {"$ref": f"#/components/schemas/{kind}", **document})
 
 
 GOOD = [
@@ -80,26 +80,26 @@ ROUTE = {
 }
 
 
-def test_what_it_says_of_bodies_is_what_the_endpoint_takes():
+def test_request_schemas_match_accepted_bodies():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> list[tuple[int, Any]]:
         return [await ask(session, ROUTE[kind], body) for kind, body in [*GOOD, *BAD]]
 
-    answers = serve(test)
-    assert [status for status, _ in answers] == [200] * len(GOOD) + [400] * len(BAD)
+    responses = serve(test)
+    assert [status for status, _ in responses] == [200] * len(GOOD) + [400] * len(BAD)
     for kind, body in GOOD:
         _check(kind, body)
     for kind, body in BAD:
         with pytest.raises(jsonschema.ValidationError):
             _check(kind, body)
-    for _, answer in answers[len(GOOD) :]:
-        ErrorResponse.model_validate(answer)
+    for _, response in responses[len(GOOD) :]:
+        ErrorResponse.model_validate(response)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_names_the_media_types_of_completions(stream: bool):
+def test_media_types_of_completions_are_described(stream: bool):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> str:
-        async with session.post("/v1/chat/completions", json=CHAT | {"stream": stream}) as answer:
-            return answer.content_type
+        async with session.post("/v1/chat/completions", json=CHAT | {"stream": stream}) as response:
+            return response.content_type
 
     operation = build_openapi_document(Limits(), text=True, control=True)["paths"]["/v1/chat/completions"]["post"]
     assert serve(test) in operation["responses"]["200"]["content"]
@@ -107,39 +107,43 @@ def test_it_names_the_media_types_of_completions(stream: bool):
 
 @pytest.mark.parametrize(
     ("count", "message"),
-    [(1000, "x0 is not known here."), (MAX_MEMBERS + 1, f"The body holds an object of {MAX_MEMBERS + 1} members")],
+    [(1000, "x0 is not a known member."), (MAX_MEMBERS + 1, f"The body holds an object of {MAX_MEMBERS + 1} members")],
 )
 def test_many_unknown_members_are_one_error(count: int, message: str):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
         text = {"model": "m", "prompt": "x", "none": None} | {f"x{n}": n for n in range(count - 3)}
         return await ask(session, "/v1/completions", text)
 
-    status, answer = serve(test)
-    assert status == 400 and message in answer["error"]["message"]
+    status, response = serve(test)
+    assert status == 400 and message in response["error"]["message"]
 
 
 @pytest.mark.parametrize("more", [{}, {"return_token_ids": True, "n": 2}])
-def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
+def test_response_schemas_match_responses(more: Any):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, Any]:
         chat = await ask(session, "/v1/chat/completions", CHAT | {"logprobs": bool(more)} | more)
         text = {"model": "m", "prompt": "x", "logprobs": 0 if more else None, "echo": bool(more)} | more
         return chat[1], (await ask(session, "/v1/completions", text))[1]
 
     chat, text = serve(test)
-    for kind, answer in ((ChatCompletionResponse, chat), (CompletionResponse, text)):
-        kind.model_validate(answer)
-        _check(kind.__name__, answer)
+    for kind, response in ((ChatCompletionResponse, chat), (CompletionResponse, text)):
+        kind.model_validate(response)
+        _check(kind.__name__, response)
 
 
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("chat", {"temprature": 1}, "temprature is not known here. Did you mean 'temperature'?"),
-        ("chat", {"qwertz": 1}, "qwertz is not known here. /openapi.json describes what is taken."),
-        ("chat", {"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages[0].n is not known here. /openapi"),
+        ("chat", {"temprature": 1}, "temprature is not a known member. Did you mean 'temperature'?"),
+        ("chat", {"qwertz": 1}, "qwertz is not a known member. See /openapi.json for the known members."),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": "x", "n": 1}]},
+            "messages[0].n is not a known member. See /openapi",
+        ),
         ("chat", {"temperature": "1"}, 'temperature must be a finite number, got "1".'),
-        ("chat", {"n": True}, "n must be a whole number, got true."),
-        ("chat", {"n": 1.5}, "n must be a whole number, got 1.5."),
+        ("chat", {"n": True}, "n must be an integer, got true."),
+        ("chat", {"n": 1.5}, "n must be an integer, got 1.5."),
         ("chat", {"stream": "yes"}, 'stream must be true or false, got "yes".'),
         ("chat", {"stop": 5}, "stop must be a string or a list, got 5."),
         ("chat", {"stop": {}}, "stop must be a string or a list, got an object."),
@@ -162,23 +166,21 @@ def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
             "messages[0].content must be a string or a list, got an object.",
         ),
         ("chat", {"messages": None}, "messages is missing."),
-        ("chat", {"tools": [1]}, "tools is not supported here; leave it out (null or [] changes nothing)."),
-        ("chat", {"audio": {}}, "audio is not supported here; leave it out (null changes nothing)."),
+        ("chat", {"tools": [1]}, "tools is not supported; leave it out (null or [] has no effect)."),
+        ("chat", {"audio": {}}, "audio is not supported; leave it out (null has no effect)."),
         ("text", {"prompt": 5}, "prompt must be a string or a list, got 5."),
         ("text", {"prompt": {}}, "prompt must be a string or a list, got an object."),
-        ("text", {"prompt": [1, "a"]}, 'prompt[1] must be a whole number, got "a".'),
-        ("text", {"prompt": [[1], [2, None]]}, "prompt[1][1] must be a whole number, got null."),
+        ("text", {"prompt": [1, "a"]}, 'prompt[1] must be an integer, got "a".'),
+        ("text", {"prompt": [[1], [2, None]]}, "prompt[1][1] must be an integer, got null."),
         ("text", {"\ud800": 1}, "The body must be valid Unicode"),
         ("text", {"prompt": "\ud800"}, "prompt is not valid Unicode: it holds half of a surrogate pair."),
     ],
 )
-def test_a_body_that_is_wrong_is_told_with_its_member_what_is_allowed_and_what_was_given(
-    path: str, body: Any, message: str
-):
+def test_invalid_body_error_names_member_and_allowed_values(path: str, body: Any, message: str):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
         if path == "chat":
             return await ask(session, "/v1/chat/completions", CHAT | body)
         return await ask(session, "/v1/completions", {"model": "m", "prompt": "x"} | body)
 
-    status, answer = serve(test)
-    assert status == 400 and message in answer["error"]["message"]
+    status, response = serve(test)
+    assert status == 400 and message in response["error"]["message"]

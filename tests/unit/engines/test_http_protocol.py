@@ -1,4 +1,4 @@
-"""What a server reads off the network: a value, or an error that names the place. Never anything else."""
+"""Parsing of received data returns a value, or raises an error that names the invalid member, and nothing else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _arguments(method: str, body: Any) -> Any:
 
 
 def _result(kind: Any, value: Any) -> Any:
-    """Return the value as the other end reads it."""
+    """Return the value as the receiver reads it."""
     generic: Any = Result
     return parse_body(generic[kind], write_json(Result(value))).result
 
@@ -84,13 +84,13 @@ def _translator() -> Translator:
 
 
 @given(st.sampled_from(sorted(REMOTE_METHODS)), ANY_JSON)
-def test_any_json_is_the_arguments_of_a_call_or_malformed(method: str, body: Any):
+def test_any_json_is_arguments_or_invalid(method: str, body: Any):
     with suppress(InvalidBodyError, WeightSyncError):
         _arguments(method, body)
 
 
 @given(st.sampled_from(["chat", "text"]), ANY_JSON)
-def test_any_json_is_a_completion_to_make_or_malformed(kind: str, body: Any):
+def test_any_json_is_completion_request_or_invalid(kind: str, body: Any):
     with suppress(InvalidBodyError, DataError):
         getattr(_TRANSLATOR, kind)(body, None)
 
@@ -120,7 +120,7 @@ def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 @given(st.sampled_from(sorted(_GOOD_CALLS)), st.data())
-def test_a_good_call_with_anything_put_anywhere_is_a_call_or_malformed(method: str, data: Any):
+def test_modified_call_is_call_or_invalid(method: str, data: Any):
     body = _GOOD_CALLS[method]
     path = data.draw(st.sampled_from(_paths(body)))
     with suppress(InvalidBodyError, WeightSyncError):
@@ -128,31 +128,31 @@ def test_a_good_call_with_anything_put_anywhere_is_a_call_or_malformed(method: s
 
 
 @given(st.data())
-def test_a_good_chat_with_any_member_added_is_a_chat_or_malformed(data: Any):
+def test_chat_with_extra_member_is_chat_or_invalid(data: Any):
     body = _GOOD_CHAT | {data.draw(st.sampled_from(WORDS)): data.draw(ANY_JSON)}
     with suppress(InvalidBodyError, DataError):
         _TRANSLATOR.chat(body, None)
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_json_or_malformed(body: bytes):
+def test_any_bytes_are_json_or_invalid(body: bytes):
     with suppress(InvalidBodyError):
         read_json(body)
 
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "[1, NaN]", "9" * 5000, "[" * 100_000, '"\ud800'])
-def test_what_is_no_json_or_no_number_is_malformed(text: str):
+def test_non_json_and_non_finite_numbers_are_invalid(text: str):
     with pytest.raises(InvalidBodyError):
         read_json(text.encode(errors="surrogatepass"))
 
 
-def test_half_a_surrogate_pair_is_not_taken_for_text():
+def test_lone_surrogate_is_rejected():
     with pytest.raises(InvalidBodyError, match=r"content.*surrogate"):
         _TRANSLATOR.chat(read_json(rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}'), None)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=8), st.integers(0, 2**64 - 1))
-def test_what_is_written_is_read_back_to_the_bit(numbers: list[float], seed: int):
+def test_written_json_is_read_back_bitwise(numbers: list[float], seed: int):
     request = _request(
         seed=seed,
         sampling=SamplingParams(max_tokens=9, temperature=0.7, stop=("\n", "é"), stop_token_ids=(5,)),
@@ -166,16 +166,16 @@ def test_what_is_written_is_read_back_to_the_bit(numbers: list[float], seed: int
     assert _arguments("generate", _json(Generate([request]))).requests == [request]
 
 
-def test_weights_announcements_are_read_back():
+def test_weight_sync_messages_are_read_back():
     manifest = Manifest(3, (TensorSpec("a.b", (2, 3), "bfloat16", -(2**63)),), bucket_bytes=64, base_version=2)
     assert _arguments("begin_weights", _json(BeginWeights(manifest))).manifest == manifest
     bucket = Bucket(0, ("a.b",), (-1,), handles=(SharedHandle(0, 16, "/proc/1/fd/7"),))
     assert _arguments("receive_weights", _json(ReceiveWeights(bucket))).bucket == bucket
-    served = ServerInfo("m", Capabilities("e", frozenset({"top_p"}), refusals={"lora": "no"}), LIMITS)
-    assert _result(ServerInfo, served) == served
+    info = ServerInfo("m", Capabilities("e", frozenset({"top_p"}), refusals={"lora": "no"}), LIMITS)
+    assert _result(ServerInfo, info) == info
 
 
-def test_numbers_that_are_not_finite_travel_as_null():
+def test_non_finite_numbers_are_sent_as_null():
     (scores,) = _result(list[NullableFloats], [[-1.5, math.nan, -math.inf]])
     assert scores[0] == -1.5 and all(map(math.isnan, scores[1:]))
     numbers = np.array([-1.5, math.nan], np.float32)
@@ -183,13 +183,13 @@ def test_numbers_that_are_not_finite_travel_as_null():
     assert np.array_equal(_result(Completion, completion).logprobs, numbers, equal_nan=True)
 
 
-@pytest.mark.parametrize("answer", ["", "{", '{"result": "\\ud800"}', "[" * 300 + "]" * 300, '{"result": NaN}', "null"])
-def test_an_answer_that_is_none_is_malformed(answer: str):
+@pytest.mark.parametrize("body", ["", "{", '{"result": "\\ud800"}', "[" * 300 + "]" * 300, '{"result": NaN}', "null"])
+def test_invalid_response_raises_invalid_body_error(body: str):
     with pytest.raises(InvalidBodyError):
-        parse_body(REMOTE_METHODS["generate"].answer, answer.encode())
+        parse_body(REMOTE_METHODS["generate"].response_type, body.encode())
 
 
-def test_tensors_do_not_travel():
+def test_tensors_cannot_be_sent():
     with pytest.raises(PydanticSerializationError, match="Tensor"):
         write_json(Bucket(0, ("w",), (0,), payload=torch.zeros(4, dtype=torch.uint8)))
     with pytest.raises(InvalidBodyError, match=r"bucket\.payload"):
@@ -216,7 +216,7 @@ def test_tensors_do_not_travel():
         ({"extra": 1}, "requests[0].extra"),
     ],
 )
-def test_a_request_out_of_bounds_is_refused_with_its_path(change: dict[str, Any], param: str):
+def test_request_out_of_bounds_is_rejected_with_path(change: dict[str, Any], param: str):
     body = {"requests": [_json(_request()) | change]}
     with pytest.raises(InvalidBodyError) as caught:
         _arguments("generate", body)
@@ -233,38 +233,38 @@ def test_a_request_out_of_bounds_is_refused_with_its_path(change: dict[str, Any]
         ({"fingerprints": [1]}, "bucket.fingerprints"),
     ],
 )
-def test_a_bucket_names_memory_or_safetensors_and_nothing_else(bucket: dict[str, Any], param: str):
+def test_bucket_accepts_only_process_memory_and_safetensors(bucket: dict[str, Any], param: str):
     with pytest.raises(InvalidBodyError) as caught:
         _arguments("receive_weights", {"bucket": {"index": 0, "names": [], "fingerprints": []} | bucket})
     assert caught.value.param == param
 
 
-def test_a_request_id_cannot_be_given_twice():
+def test_duplicate_request_id_is_rejected():
     with pytest.raises(InvalidBodyError, match="twice"):
         _arguments("generate", {"requests": [_json(_request())] * 2})
 
 
-def test_the_route_that_hands_tensors_over_is_refused_by_name():
+def test_in_process_weight_route_is_rejected_by_name():
     body = {"route": "in_process", "address": "", "rank": 1, "world_size": 2, "timeout_s": 5}
     with pytest.raises(WeightSyncError, match=r"in_process.*broadcast"):
         _arguments("connect_weights", body)
 
 
 @pytest.mark.parametrize("kind", [UnsupportedParameter, EngineError, WeightSyncError, WorkerDied])
-def test_an_error_is_raised_at_the_other_end_as_what_it_was(kind: type[SkyRLError]):
+def test_errors_keep_their_type(kind: type[SkyRLError]):
     status, body = encode_error(kind("engine 'x' cannot"))
-    again = decode_error(status, json.loads(json.dumps(body)), "remote")
-    assert type(again) is kind and str(again) == "engine 'x' cannot"
+    decoded = decode_error(status, json.loads(json.dumps(body)), "remote")
+    assert type(decoded) is kind and str(decoded) == "engine 'x' cannot"
 
 
-def test_a_deadline_keeps_who_was_waited_for():
-    again = decode_error(*encode_error(DeadlineExceeded("engine 3", 1.5)), "remote")
-    assert isinstance(again, DeadlineExceeded) and (again.waited_for, again.seconds) == ("engine 3", 1.5)
+def test_deadline_error_keeps_its_fields():
+    decoded = decode_error(*encode_error(DeadlineExceeded("engine 3", 1.5)), "remote")
+    assert isinstance(decoded, DeadlineExceeded) and (decoded.waited_for, decoded.seconds) == ("engine 3", 1.5)
 
 
-@pytest.mark.parametrize("answer", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
-def test_an_error_without_form_is_an_engine_error(answer: Any):
-    assert type(decode_error(500, answer, "remote")) is EngineError
+@pytest.mark.parametrize("body", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
+def test_malformed_error_body_is_engine_error(body: Any):
+    assert type(decode_error(500, body, "remote")) is EngineError
 
 
 def test_chat_content_has_no_reasoning_between_special_tokens():
@@ -275,6 +275,6 @@ def test_chat_content_has_no_reasoning_between_special_tokens():
     zeros = np.zeros(len(ids), np.float32)
     done = Completion("0", ids, zeros, zeros, "stop", [])
     chat = translator.chat({"model": "m", "messages": [{"role": "user", "content": "?"}]}, None)
-    assert translator.answer(chat, [done])["choices"][0]["message"]["content"] == "b"
+    assert translator.to_response(chat, [done])["choices"][0]["message"]["content"] == "b"
     text = translator.text({"model": "m", "prompt": "?"}, None)
-    assert translator.answer(text, [done])["choices"][0]["text"] == "[THINK]a[/THINK]b"
+    assert translator.to_response(text, [done])["choices"][0]["text"] == "[THINK]a[/THINK]b"

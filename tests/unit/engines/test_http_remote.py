@@ -1,4 +1,4 @@
-"""A RemoteEngine and the endpoint that it speaks to, over a scripted engine; and servers that misbehave."""
+"""A RemoteEngine and an endpoint with a scripted engine, and servers that misbehave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _request(name: str = "r0", **more: Any) -> SampleRequest:
     return replace(SampleRequest(name, to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 7), **more)
 
 
-def remotely(test: Callable[[RemoteEngine], Awaitable[Any]], engine: ScriptedEngine, **options: Any) -> Any:
+def run_with_remote_engine(
+    test: Callable[[RemoteEngine], Awaitable[Any]], engine: ScriptedEngine, **options: Any
+) -> Any:
     async def run() -> Any:
         async with HttpEndpoint(engine, None, model_name="m", token=TOKEN, **options) as endpoint:
             remote = await RemoteEngine(endpoint.url, TOKEN, name="far", deadline_s=20).connect(10)
@@ -52,8 +54,10 @@ def test_every_method_reaches_the_engine():
 
     async def test(remote: RemoteEngine) -> None:
         assert remote.capabilities == replace(engine.capabilities, name="far", weight_routes=frozenset({"broadcast"}))
-        done = await remote.generate([_request("a"), _request("b", session="s", group="g", deadline_s=5)])
-        assert [(one.request_id, one.token_ids.tolist(), one.stop_reason) for one in done] == [
+        completions = await remote.generate([_request("a"), _request("b", session="s", group="g", deadline_s=5)])
+        assert [
+            (completion.request_id, completion.token_ids.tolist(), completion.stop_reason) for completion in completions
+        ] == [
             ("a", [1, 2, 3], "stop"),
             ("b", [1, 2, 3], "stop"),
         ]
@@ -75,59 +79,59 @@ def test_every_method_reaches_the_engine():
         health = await remote.health()
         assert (health.name, health.version, health.generated_tokens) == ("far", 3, 6)
 
-    remotely(test, engine)
+    run_with_remote_engine(test, engine)
     assert engine.batches[0][1] == _request("b", session="s", group="g", deadline_s=5)
     assert "close" not in engine.calls
 
 
 @pytest.mark.defect("paused-and-forgotten")
-def test_an_engine_that_somebody_left_paused_goes_on_for_the_next():
+def test_connecting_resumes_paused_engine():
     engine = ScriptedEngine()
 
     async def test(remote: RemoteEngine) -> bool:
         await remote.pause("keep")
-        again = await RemoteEngine(f"http://127.0.0.1:{port}", TOKEN, deadline_s=20).connect(10)
+        second_client = await RemoteEngine(f"http://127.0.0.1:{port}", TOKEN, deadline_s=20).connect(10)
         try:
-            return (await again.health()).paused
+            return (await second_client.health()).paused
         finally:
-            await again.close()
+            await second_client.close()
 
     _, port = free_address()
-    assert not remotely(test, engine, port=port)
+    assert not run_with_remote_engine(test, engine, port=port)
 
 
-def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():
+def test_non_loopback_engine_may_be_on_another_node():
     async def test(remote: RemoteEngine) -> bool:
         return remote.capabilities.other_machine
 
-    assert not remotely(test, ScriptedEngine(), host="127.0.0.1")
-    assert remotely(test, ScriptedEngine(), host=network_address())
+    assert not run_with_remote_engine(test, ScriptedEngine(), host="127.0.0.1")
+    assert run_with_remote_engine(test, ScriptedEngine(), host=network_address())
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        UnsupportedParameter("Engine 'x' cannot honour top_k=3."),
-        EngineError("Engine 'x' is torn."),
-        WeightSyncError("model.w arrived altered"),
+        UnsupportedParameter("Engine 'x' does not support top_k=3."),
+        EngineError("Engine 'x' is partially loaded."),
+        WeightSyncError("model.w is corrupt"),
         DeadlineExceeded("engine x.generate", 2.5),
     ],
 )
-def test_what_the_engine_raises_is_raised_here_as_itself(error: Exception):
+def test_engine_errors_keep_their_type(error: Exception):
     async def test(remote: RemoteEngine) -> None:
         with pytest.raises(type(error)) as caught:
             await remote.generate([_request()])
         assert type(caught.value) is type(error) and str(caught.value) == str(error)
 
-    remotely(test, ScriptedEngine(failures={"generate": error}))
+    run_with_remote_engine(test, ScriptedEngine(failures={"generate": error}))
 
 
-def test_a_bug_of_the_engine_is_an_engine_error():
+def test_unexpected_engine_exception_is_engine_error():
     async def test(remote: RemoteEngine) -> None:
         with pytest.raises(EngineError, match=r"'far'.*500"):
             await remote.generate([_request()])
 
-    remotely(test, ScriptedEngine(failures={"generate": RuntimeError("bug")}))
+    run_with_remote_engine(test, ScriptedEngine(failures={"generate": RuntimeError("bug")}))
 
 
 def test_calls_are_split_to_fit_the_server():
@@ -135,17 +139,17 @@ def test_calls_are_split_to_fit_the_server():
     requests = [_request(f"r{n}", token_ids=(1,) * 40) for n in range(20)]
 
     async def test(remote: RemoteEngine) -> None:
-        done = await remote.generate(requests)
-        assert [one.request_id for one in done] == [one.request_id for one in requests]
+        completions = await remote.generate(requests)
+        assert [completion.request_id for completion in completions] == [request.request_id for request in requests]
         assert len(await remote.score([[1, 2]] * 7)) == 7
         with pytest.raises(UnsupportedParameter, match=r"'long'.*bytes"):
             await remote.generate([_request("long", token_ids=(1,) * 2000)])
 
-    remotely(test, engine, limits=Limits(body_bytes=2000, requests=6))
+    run_with_remote_engine(test, engine, limits=Limits(body_bytes=2000, requests=6))
     assert len(engine.batches) >= 4 and max(map(len, engine.batches)) <= 6
 
 
-def test_the_route_within_a_process_is_refused_by_name():
+def test_remote_engine_rejects_in_process_route():
     async def test(remote: RemoteEngine) -> None:
         with pytest.raises(WeightSyncError, match="in_process"):
             await remote.connect_weights("in_process", "", 1, 2, 5)
@@ -155,11 +159,11 @@ def test_the_route_within_a_process_is_refused_by_name():
             await remote.receive_weights(Bucket(0, ("w",), (0,), handles=(SharedHandle(0, 4, cuda=(1,)),)))
 
     engine = ScriptedEngine()
-    remotely(test, engine)
+    run_with_remote_engine(test, engine)
     assert not [call for call in engine.calls if "weights" in call]
 
 
-def test_cancelling_a_call_aborts_it_over_there():
+def test_cancelling_call_aborts_requests_on_server():
     engine = ScriptedEngine(delay_s=60)
 
     async def test(remote: RemoteEngine) -> None:
@@ -172,11 +176,11 @@ def test_cancelling_a_call_aborts_it_over_there():
         while "abort" not in engine.calls:
             await asyncio.sleep(0.01)
 
-    remotely(test, engine)
+    run_with_remote_engine(test, engine)
 
 
 @pytest.mark.fault("F27")
-def test_a_wrong_token_is_refused_at_once_and_not_shown():
+def test_wrong_token_fails_immediately_and_stays_secret():
     async def run() -> None:
         async with HttpEndpoint(ScriptedEngine(), None, model_name="m", token=TOKEN) as endpoint:
             remote = RemoteEngine(endpoint.url, "guessed", name="far")
@@ -190,12 +194,12 @@ def test_a_wrong_token_is_refused_at_once_and_not_shown():
 @pytest.mark.parametrize(
     "url", ["", "http://", "ftp://host:1", "http://me:secret@host:1", "host:99999999", "http://h?a=b"]
 )
-def test_what_is_no_address_is_refused(url: str):
+def test_invalid_address_is_rejected(url: str):
     with pytest.raises(ConfigError, match="host:port"):
         RemoteEngine(url, TOKEN)
 
 
-def test_a_server_that_never_comes_is_named_in_time():
+def test_missing_server_is_named_in_time():
     async def run() -> None:
         with contextlib.closing(socket.socket()) as unused:
             unused.bind(("127.0.0.1", 0))
@@ -206,16 +210,16 @@ def test_a_server_that_never_comes_is_named_in_time():
     asyncio.run(run())
 
 
-class Rude:
-    """A TCP server that answers its first `good` requests like an endpoint and hangs up on the others."""
+class FlakyServer:
+    """A TCP server that forwards its first `num_served` requests to an endpoint and drops the other connections."""
 
-    def __init__(self, port: int, good: int):
+    def __init__(self, port: int, num_served: int):
         self._port = port
-        self._good = good
-        self.seen: list[str] = []
+        self._num_served = num_served
+        self.paths: list[str] = []
 
-    async def __aenter__(self) -> Rude:
-        self._server = await asyncio.start_server(self._speak, "127.0.0.1", 0)
+    async def __aenter__(self) -> FlakyServer:
+        self._server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -223,52 +227,54 @@ class Rude:
         self._server.close()
         await self._server.wait_closed()
 
-    async def _speak(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request a connection, handed on to the real endpoint as long as we are good."""
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward the only request of a connection to the endpoint, or close the connection."""
         head = await reader.readuntil(b"\r\n\r\n")
-        self.seen.append(head.split()[1].decode())
+        self.paths.append(head.split()[1].decode())
         length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")), 0)
         body = await reader.readexactly(length)
-        if len(self.seen) <= self._good or self.seen[-1] == "/abort":
-            there, on = await asyncio.open_connection("127.0.0.1", self._port)
-            on.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
-            writer.write(await there.read())
-            on.close()
+        if len(self.paths) <= self._num_served or self.paths[-1] == "/abort":
+            endpoint_reader, endpoint_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            endpoint_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
+            writer.write(await endpoint_reader.read())
+            endpoint_writer.close()
         writer.close()
 
 
-def through_rude(good: int, test: Callable[[RemoteEngine, Rude], Awaitable[Any]], engine: ScriptedEngine) -> None:
+def run_with_flaky_server(
+    num_served: int, test: Callable[[RemoteEngine, FlakyServer], Awaitable[Any]], engine: ScriptedEngine
+) -> None:
     async def run() -> None:
         async with HttpEndpoint(engine, None, model_name="m", token=TOKEN) as endpoint:
-            async with Rude(int(endpoint.url.rpartition(":")[2]), good) as rude:
-                remote = await RemoteEngine(rude.url, TOKEN, name="far", deadline_s=20).connect(10)
+            async with FlakyServer(int(endpoint.url.rpartition(":")[2]), num_served) as flaky:
+                remote = await RemoteEngine(flaky.url, TOKEN, name="far", deadline_s=20).connect(10)
                 try:
-                    await asyncio.wait_for(test(remote, rude), 60)
+                    await asyncio.wait_for(test(remote, flaky), 60)
                 finally:
                     await remote.close()
 
     asyncio.run(run())
 
 
-def test_a_generate_that_breaks_off_is_aborted_and_sent_again_at_most_twice():
-    async def test(remote: RemoteEngine, rude: Rude) -> None:
+def test_broken_generate_is_aborted_and_retried_twice():
+    async def test(remote: RemoteEngine, flaky: FlakyServer) -> None:
         with pytest.raises(EngineError, match=rf"'far'.*generate.*attempt {MAX_ATTEMPTS}"):
             await remote.generate([_request()])
-        assert rude.seen[2:] == ["/generate", "/abort", "/generate", "/abort", "/generate"]
+        assert flaky.paths[2:] == ["/generate", "/abort", "/generate", "/abort", "/generate"]
 
-    through_rude(2, test, ScriptedEngine())
+    run_with_flaky_server(2, test, ScriptedEngine())
 
 
-def test_what_cannot_be_repeated_is_not():
-    async def test(remote: RemoteEngine, rude: Rude) -> None:
+def test_non_idempotent_calls_are_not_repeated():
+    async def test(remote: RemoteEngine, flaky: FlakyServer) -> None:
         with pytest.raises(EngineError, match=r"commit_weights.*attempt 1"):
             await remote.commit_weights(1)
-        assert rude.seen[2:] == ["/commit_weights"]
+        assert flaky.paths[2:] == ["/commit_weights"]
 
-    through_rude(2, test, ScriptedEngine())
+    run_with_flaky_server(2, test, ScriptedEngine())
 
 
-def test_requests_of_a_server_that_died_go_to_another_engine():
+def test_requests_of_dead_server_move_to_another():
     async def run() -> float:
         near = ScriptedEngine(name="near")
         endpoint = await HttpEndpoint(
@@ -281,7 +287,7 @@ def test_requests_of_a_server_that_died_go_to_another_engine():
         await asyncio.sleep(0.3)
         start = time.monotonic()
         await endpoint.__aexit__(None, None, None)
-        assert [one.token_ids.tolist() for one in await call] == [[1, 2, 3]] * 2
+        assert [completion.token_ids.tolist() for completion in await call] == [[1, 2, 3]] * 2
         assert list(client.dead_engines) == ["far"] and url in client.dead_engines["far"]
         await far.close()
         return time.monotonic() - start
@@ -289,14 +295,14 @@ def test_requests_of_a_server_that_died_go_to_another_engine():
     assert asyncio.run(run()) < 40
 
 
-def test_an_answer_that_is_none_of_ours_is_an_engine_error():
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def test_unknown_response_is_engine_error():
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\nConnection: close\r\n\r\n{"result": [1]}')
         writer.close()
 
     async def run() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        server = await asyncio.start_server(respond, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(EngineError, match=r"far.*protocol"):
             await RemoteEngine(f"127.0.0.1:{port}", TOKEN, name="far").connect(5)

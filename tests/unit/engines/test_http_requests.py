@@ -1,4 +1,4 @@
-"""The endpoint over a scripted engine or a client: what happens to requests that were let in."""
+"""The endpoint over a scripted engine or a client: how it handles accepted requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 from tests.support.http_endpoint import CALL, CHAT, TOKEN, TOKENIZER, answers_with, ask, serve
 
 
-def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():
+def test_request_ended_by_deadline_is_error():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         status, answer = await ask(session, "/v1/chat/completions", CHAT)
         assert status == 503 and "0.1 s" in answer["error"]["message"]
@@ -33,7 +33,7 @@ def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():
     serve(test, ScriptedEngine(delay_s=60), deadline_s=0.1)
 
 
-def test_a_text_that_cannot_be_made_tokens_has_an_answer_too():
+def test_tokenization_failure_has_error_response():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         messages = {"messages": [{"role": "user", "content": "half: \ud800"}]}
         status, answer = await ask(session, "/v1/chat/completions", CHAT | messages)
@@ -52,7 +52,7 @@ class SlowTokenizer:
         return {"x": 5}
 
 
-def test_making_tokens_has_the_deadline_of_its_request():
+def test_tokenization_has_request_deadline():
     async def run() -> tuple[int, Any]:
         async with HttpEndpoint(
             ScriptedEngine(), SlowTokenizer(), model_name="m", token=TOKEN, deadline_s=0.1
@@ -66,7 +66,7 @@ def test_making_tokens_has_the_deadline_of_its_request():
 
 @pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
 @pytest.mark.parametrize("prompt", [["x"] * 5, "x" * 11])
-def test_texts_that_are_too_many_or_too_long_are_refused_before_they_are_made_tokens(prompt: Any):
+def test_oversized_texts_are_rejected_before_tokenization(prompt: Any):
     async def run() -> tuple[int, Any]:
         limits = Limits(prompt_tokens=10, requests=4)
         async with HttpEndpoint(
@@ -81,22 +81,22 @@ def test_texts_that_are_too_many_or_too_long_are_refused_before_they_are_made_to
 
 @pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
 @pytest.mark.parametrize("several", [False, True])
-def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refused_unrendered(several: bool):
-    longest = len("<|endoftext|>")
+def test_chat_beyond_context_length_is_rejected_before_rendering(several: bool):
+    max_token_chars = len("<|endoftext|>")
 
     def chat(characters: int) -> Any:
-        characters -= len("user") * (1 + several)  # roles count too
+        characters -= len("user") * (1 + several)  # the text of roles counts, too
         contents = ["y", "x" * (characters - 1)] if several else ["x" * characters]
         return CHAT | {"messages": [{"role": "user", "content": content} for content in contents]}
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        said = []
-        for characters in (40 * longest, 40 * longest + 1):
+        messages = []
+        for characters in (40 * max_token_chars, 40 * max_token_chars + 1):
             status, answer = await ask(session, "/v1/chat/completions", chat(characters))
             assert (status, answer["error"]["param"]) == (400, "messages")
-            said.append(answer["error"]["message"])
-        assert "40 tokens, got" in said[0]  # what was rendered is still too long
-        assert "characters: a prompt has at most 40 tokens, and a token 13 characters, got 521." in said[1]
+            messages.append(answer["error"]["message"])
+        assert "40 tokens, got" in messages[0]  # short enough to render, but too many tokens
+        assert "characters (at most 40 tokens per prompt and 13 characters per token), got 521." in messages[1]
 
     engines = [
         ScriptedEngine(answers_with("hello"), name=name, capabilities=replace(ALL_CAPABILITIES, max_model_len=length))
@@ -105,7 +105,7 @@ def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refuse
     serve(test, EngineClient(engines, deadline_s=10) if several else engines[1])
 
 
-def test_a_client_that_goes_away_aborts_its_requests():
+def test_disconnected_client_aborts_its_requests():
     engine = ScriptedEngine(delay_s=60)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -122,7 +122,7 @@ def test_a_client_that_goes_away_aborts_its_requests():
     assert engine.calls.count("abort") == 2
 
 
-def test_leaving_ends_what_is_under_way():
+def test_exit_ends_running_requests():
     engine = ScriptedEngine(delay_s=60)
 
     async def run() -> float:
@@ -142,7 +142,7 @@ def test_leaving_ends_what_is_under_way():
     assert "abort" in engine.calls
 
 
-def test_health_is_that_of_the_engines():
+def test_health_reflects_engines():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
         return await ask(session, "/health")
 
@@ -151,14 +151,14 @@ def test_health_is_that_of_the_engines():
     gone = EngineError("gone")
     dead = ScriptedEngine(failures={"generate": gone, "health": gone})
 
-    async def bury(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
+    async def kill_engine(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
         assert (await ask(session, "/generate", CALL))[0] == 503
         return await ask(session, "/health")
 
-    assert serve(bury, EngineClient([dead], deadline_s=5))[0] == 503
+    assert serve(kill_engine, EngineClient([dead], deadline_s=5))[0] == 503
 
 
-def test_a_client_of_several_engines_is_served_without_what_belongs_to_one():
+def test_client_endpoint_lacks_single_engine_routes():
     client = EngineClient([ScriptedEngine(answers_with("a"), name=f"e{n}") for n in range(2)], deadline_s=5)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -172,7 +172,7 @@ def test_a_client_of_several_engines_is_served_without_what_belongs_to_one():
     serve(test, client)
 
 
-def test_without_control_the_token_allows_to_sample_and_no_more():
+def test_without_control_only_sampling_is_allowed():
     engine = ScriptedEngine(answers_with("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -186,8 +186,8 @@ def test_without_control_the_token_allows_to_sample_and_no_more():
     assert engine.calls == ["generate", "generate"]
 
 
-class NotesAborts(ScriptedEngine):
-    """Keeps the ids that it was asked to abort."""
+class AbortRecordingEngine(ScriptedEngine):
+    """An engine that records the ids that it aborts."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -198,8 +198,8 @@ class NotesAborts(ScriptedEngine):
         await super().abort(request_ids)
 
 
-def test_who_may_only_sample_cannot_name_the_requests_of_the_run():
-    engine = NotesAborts(delay_s=60)
+def test_sampling_only_ids_cannot_collide():
+    engine = AbortRecordingEngine(delay_s=60)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         for _ in range(2):
@@ -209,14 +209,14 @@ def test_who_may_only_sample_cannot_name_the_requests_of_the_run():
             await asyncio.sleep(0.01)
 
     serve(test, engine, control=False)
-    asked = [batch[0].request_id for batch in engine.batches]
-    assert sorted(asked) == sorted(engine.aborted) and len({"r", *asked}) == 3
-    engine = NotesAborts(delay_s=60)
+    sent_ids = [batch[0].request_id for batch in engine.batches]
+    assert sorted(sent_ids) == sorted(engine.aborted) and len({"r", *sent_ids}) == 3
+    engine = AbortRecordingEngine(delay_s=60)
     serve(test, engine)
     assert engine.aborted == ["r", "r"]
 
 
-def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls():
+def test_sampling_only_keeps_ids_and_sessions():
     engine = ScriptedEngine(answers_with("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -228,7 +228,7 @@ def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls()
         }
         for _ in range(2):
             status, answer = await ask(session, "/generate", body)
-            assert status == 200 and [one["request_id"] for one in answer["result"]] == ["r", "t"]
+            assert status == 200 and [completion["request_id"] for completion in answer["result"]] == ["r", "t"]
 
     serve(test, engine, control=False)
     (first, other), (second, _) = engine.batches
@@ -237,7 +237,7 @@ def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls()
     assert (other.session, other.group) == ("", "")
 
 
-def test_requests_wait_while_engines_of_a_run_sleep_or_take_weights():
+def test_requests_wait_during_sleep_and_weight_sync():
     engine = ScriptedEngine(answers_with("x"))
     client = EngineClient([engine], deadline_s=30)
 
@@ -256,22 +256,22 @@ def test_requests_wait_while_engines_of_a_run_sleep_or_take_weights():
     assert client.dead_engines == {}
 
 
-def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
-    asked, may_refuse = asyncio.Event(), asyncio.Event()
+def test_engine_that_rejects_before_sleep_stays_alive():
+    request_arrived, may_continue = asyncio.Event(), asyncio.Event()
 
-    class Late(ScriptedEngine):
+    class SlowRejectingEngine(ScriptedEngine):
         async def generate(self, requests: Any) -> Any:
-            asked.set()
-            await may_refuse.wait()
+            request_arrived.set()
+            await may_continue.wait()
             return await super().generate(requests)
 
-    client = EngineClient([Late(answers_with("x"))], deadline_s=30)
+    client = EngineClient([SlowRejectingEngine(answers_with("x"))], deadline_s=30)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         call = asyncio.ensure_future(ask(session, "/v1/chat/completions", CHAT))
-        await asked.wait()
+        await request_arrived.wait()
         await client.sleep()
-        may_refuse.set()
+        may_continue.set()
         await asyncio.sleep(0.1)
         assert not call.done() and client.dead_engines == {}
         await client.wake_up()
@@ -280,7 +280,7 @@ def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
     serve(test, client)
 
 
-def test_a_server_ends_with_the_causes_once_every_engine_is_dead():
+def test_server_exits_with_causes_of_engine_deaths():
     engines = [ScriptedEngine(name=f"e{n}") for n in range(2)]
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The endpoint over a scripted engine: who is let in, what is refused, what is answered."""
+"""The endpoint over a scripted engine: authentication, rejected requests, and error responses."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ ROUTES += [
 ]
 
 
-# -- who is let in ---------------------------------------------------------------------------------------------------
+# -- authentication --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("F27")
-def test_no_route_answers_without_the_token():
-    wrong = [
+def test_all_routes_require_token():
+    invalid_headers = [
         {},
         {"Authorization": ""},
         {"Authorization": "Bearer"},
@@ -60,10 +60,10 @@ def test_no_route_answers_without_the_token():
     ]
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        async with aiohttp.ClientSession(endpoint.url) as stranger:
+        async with aiohttp.ClientSession(endpoint.url) as anonymous_session:
             for verb, route in [*ROUTES, ("GET", "/"), ("DELETE", "/generate"), ("POST", "/nowhere")]:
-                for headers in wrong:
-                    async with stranger.request(verb, route, headers=headers, json=CHAT) as response:
+                for headers in invalid_headers:
+                    async with anonymous_session.request(verb, route, headers=headers, json=CHAT) as response:
                         assert response.status == 401, (verb, route, headers)
                         assert (await response.json())["error"]["type"] == "authentication_error"
 
@@ -72,8 +72,8 @@ def test_no_route_answers_without_the_token():
     assert engine.calls == []
 
 
-async def first_line(endpoint: HttpEndpoint, head: str) -> bytes:
-    """What a request without a body is answered first."""
+async def read_status_line(endpoint: HttpEndpoint, head: str) -> bytes:
+    """Send the head of a request and return the first line of the response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
     writer.write(head.encode() + b"\r\n\r\n")
     try:
@@ -84,15 +84,15 @@ async def first_line(endpoint: HttpEndpoint, head: str) -> bytes:
 
 @pytest.mark.fault("F27")
 @pytest.mark.parametrize("expected", ["100-continue", "bogus"])
-def test_what_a_request_expects_does_not_come_before_its_token(expected: str):
+def test_expect_header_is_handled_after_token(expected: str):
     routes = [*ROUTES, ("POST", "/nowhere"), ("POST", "/no%0Awhere"), ("DELETE", "/generate")]
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         for verb, route in routes:
             head = f"{verb} {route} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: {expected}"
-            assert b" 401 " in await first_line(endpoint, head), (verb, route)
+            assert b" 401 " in await read_status_line(endpoint, head), (verb, route)
         head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: {expected}"
-        first = await first_line(endpoint, f"{head}\r\nAuthorization: Bearer {TOKEN}")
+        first = await read_status_line(endpoint, f"{head}\r\nAuthorization: Bearer {TOKEN}")
         assert (b" 100 " if expected == "100-continue" else b" 400 ") in first
 
     serve(test)
@@ -100,14 +100,14 @@ def test_what_a_request_expects_does_not_come_before_its_token(expected: str):
 
 @pytest.mark.fault("F27")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "example.org", "localhost.example.org"])
-def test_an_address_that_others_reach_needs_a_token(host: str):
+def test_public_address_requires_token(host: str):
     with pytest.raises(ConfigError, match=r"SKYRL_API_KEY.*127\.0\.0\.1"):
         HttpEndpoint(ScriptedEngine(), None, model_name="m", host=host)
     HttpEndpoint(ScriptedEngine(), None, model_name="m", host=host, token=TOKEN)
 
 
 @pytest.mark.fault("F27")
-def test_a_run_that_others_could_reach_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch):
+def test_run_on_public_address_requires_token(monkeypatch: pytest.MonkeyPatch):
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     keys = ["generator.enable_http_endpoint=true", "generator.http_endpoint_host=0.0.0.0"]
@@ -120,13 +120,13 @@ def test_a_run_that_others_could_reach_without_a_token_does_not_start(monkeypatc
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "é"])
-def test_a_token_that_no_header_carries_is_refused_and_not_repeated(token: str):
+def test_invalid_token_is_rejected_and_not_shown(token: str):
     with pytest.raises(ConfigError, match="SKYRL_API_KEY") as caught:
         HttpEndpoint(ScriptedEngine(), None, model_name="m", token=token)
     assert not token or token not in str(caught.value)
 
 
-def test_a_token_that_was_made_lies_in_a_file_of_this_user_and_goes_with_the_endpoint():
+def test_generated_token_is_in_private_temporary_file():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
         assert endpoint.token_file is not None
         assert stat.S_IMODE(endpoint.token_file.stat().st_mode) == 0o600
@@ -137,7 +137,7 @@ def test_a_token_that_was_made_lies_in_a_file_of_this_user_and_goes_with_the_end
     assert not serve(test, token=None).exists()
 
 
-def test_the_token_is_not_logged(caplog: pytest.LogCaptureFixture):
+def test_token_is_not_logged(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     broken = ScriptedEngine(failures={"generate": RuntimeError("a bug")})
 
@@ -152,7 +152,7 @@ def test_the_token_is_not_logged(caplog: pytest.LogCaptureFixture):
     assert "a bug" in caplog.text and TOKEN not in caplog.text
 
 
-def test_a_port_in_use_is_an_error_that_says_so():
+def test_port_in_use_is_reported():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         port = int(endpoint.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match="http_endpoint_port"):
@@ -162,7 +162,7 @@ def test_a_port_in_use_is_an_error_that_says_so():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_a_port_in_use_is_refused_before_engines_start(host: str, monkeypatch: pytest.MonkeyPatch):
+def test_port_in_use_is_rejected_before_engines_start(host: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SKYRL_API_KEY", TOKEN)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
@@ -173,24 +173,24 @@ def test_a_port_in_use_is_refused_before_engines_start(host: str, monkeypatch: p
     check_endpoint(cfg)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- rejected requests -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("F28")
 @pytest.mark.parametrize("length", [b"Content-Length: 1073741824", b"Transfer-Encoding: chunked"])
-def test_a_body_of_a_gigabyte_is_refused_long_before_its_end(length: bytes):
-    sent = 0
+def test_gigabyte_body_is_rejected_early(length: bytes):
+    num_sent = 0
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> bytes:
-        nonlocal sent
+        nonlocal num_sent
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writer.write(head + f"Authorization: Bearer {TOKEN}\r\n".encode() + length + b"\r\n\r\n")
         answer = asyncio.ensure_future(reader.readline())
         piece = b" " * (1 << 16)
-        while not answer.done() and sent < 1 << 30:
+        while not answer.done() and num_sent < 1 << 30:
             writer.write(b"10000\r\n" + piece + b"\r\n" if b"chunked" in length else piece)
-            sent += len(piece)
+            num_sent += len(piece)
             await writer.drain()
             await asyncio.sleep(0)
         writer.close()
@@ -198,11 +198,11 @@ def test_a_body_of_a_gigabyte_is_refused_long_before_its_end(length: bytes):
         return await answer
 
     assert b" 413 " in serve(test)
-    assert sent < 64 << 20
+    assert num_sent < 64 << 20
 
 
 @pytest.mark.fault("F28")
-def test_who_may_only_sample_has_a_mebibyte():
+def test_sampling_only_body_limit_is_one_mebibyte():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> int:
         data = io.BytesIO(json.dumps(CALL).encode() + b" " * (1 << 20))
         return (await ask(session, "/generate", data=data, headers={"Content-Type": "application/json"}))[0]
@@ -212,7 +212,7 @@ def test_who_may_only_sample_has_a_mebibyte():
 
 
 @pytest.mark.fault("F28")
-def test_the_loop_goes_on_while_a_large_body_is_checked():
+def test_event_loop_runs_while_large_body_is_checked():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> int:
         many = [CALL["requests"][0] | {"request_id": f"r{n}"} for n in range(8000)]
         many[-1]["seed"] = -1
@@ -271,7 +271,7 @@ def test_the_loop_goes_on_while_a_large_body_is_checked():
         (pickle.dumps(CHAT), None),
     ],
 )
-def test_a_chat_out_of_bounds_is_400_and_names_the_parameter(body: bytes, param: str | None):
+def test_invalid_chat_is_400_and_names_parameter(body: bytes, param: str | None):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         merged = body
         if param is not None:
@@ -288,7 +288,7 @@ def test_a_chat_out_of_bounds_is_400_and_names_the_parameter(body: bytes, param:
 
 
 @pytest.mark.fault("F28")
-def test_only_json_is_read():
+def test_only_json_is_accepted():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         good = json.dumps(CALL).encode()
         for content_type in ("application/octet-stream", "application/x-pickle", "text/plain", "multipart/form-data"):
@@ -318,7 +318,7 @@ def test_only_json_is_read():
         ({"requests": 1}, "/abort", {"request_ids": ["a", "b"]}, "request_ids"),
     ],
 )
-def test_every_limit_is_held(options: dict[str, int], path: str, body: Any, param: str):
+def test_every_limit_is_enforced(options: dict[str, int], path: str, body: Any, param: str):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         status, answer = await ask(session, path, body)
         assert (status, answer["error"]["param"]) == (400, param), answer
@@ -326,7 +326,7 @@ def test_every_limit_is_held(options: dict[str, int], path: str, body: Any, para
     serve(test, limits=Limits(**options), default_max_tokens=4)
 
 
-def test_unknown_routes_and_verbs_are_errors_of_the_same_form():
+def test_unknown_routes_and_verbs_have_error_bodies():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         status, answer = await ask(session, "/v1/embeddings", {})
         assert (status, answer["error"]["code"]) == (404, "not_found")
@@ -341,23 +341,23 @@ def test_unknown_routes_and_verbs_are_errors_of_the_same_form():
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (UnsupportedParameter("engine x cannot honour top_k"), 400),
+        (UnsupportedParameter("engine x does not support top_k"), 400),
         (WeightSyncError("model.w is stale"), 409),
-        (EngineError("engine x is torn"), 503),
+        (EngineError("engine x is partially loaded"), 503),
         (DeadlineExceeded("engine x.generate", 3), 504),
     ],
 )
-def test_what_an_engine_says_reaches_the_client_with_its_name(error: Exception, status: int):
+def test_engine_errors_reach_client_with_name(error: Exception, status: int):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         for path, body in (("/v1/chat/completions", CHAT), ("/generate", CALL)):
-            got, answer = await ask(session, path, body)
-            assert (got, answer["error"]["code"]) == (status, type(error).__name__)
+            received, answer = await ask(session, path, body)
+            assert (received, answer["error"]["code"]) == (status, type(error).__name__)
             assert str(error) in answer["error"]["message"]
 
     serve(test, ScriptedEngine(failures={"generate": error}))
 
 
-def test_a_bug_is_500_without_its_inside():
+def test_unexpected_exception_is_500_without_details():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         status, answer = await ask(session, "/generate", CALL)
         assert status == 500 and "private" not in json.dumps(answer)
@@ -383,7 +383,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.fault("F28")
-def test_no_json_makes_the_server_fail():
+def test_no_json_crashes_the_server():
     statuses: set[int] = set()
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -403,4 +403,4 @@ def test_no_json_makes_the_server_fail():
         await asyncio.to_thread(send)
 
     serve(test, ScriptedEngine(answers_with("x")))
-    assert {200, 400} <= statuses <= {200, 400, 404, 409}  # 404: another model; 409: no such weight route
+    assert {200, 400} <= statuses <= {200, 400, 404, 409}  # 404: unknown model; 409: unknown weight route

@@ -1,4 +1,4 @@
-"""The states of an engine, their transitions and the errors that they cause, without an engine."""
+"""Lifecycle: the states of an engine, their transitions and their errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, a
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.weight_sync.protocol import Manifest
 
-HALF = "'a' holds half of a weight transfer; it serves nothing until a complete sync"
-ASLEEP = r"'a' is asleep; wake_up\(\) first"
+NOT_LOADED = "'a' is not fully loaded: .* It serves no requests until a full weight sync"
+ASLEEP = r"'a' is asleep; call wake_up\(\) first"
 COMPLETE, PARTIAL = Manifest(1, ()), Manifest(1, (), base_version=0)
 Change = Callable[[Lifecycle], object]
 
@@ -34,7 +34,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def changed(*changes: str) -> Lifecycle:
+def make_lifecycle(*changes: str) -> Lifecycle:
     lifecycle = Lifecycle("a")
     for change in changes:
         CHANGES[change](lifecycle)
@@ -42,31 +42,31 @@ def changed(*changes: str) -> Lifecycle:
 
 
 @pytest.mark.parametrize(
-    ("changes", "state", "refusal"),
+    ("changes", "state", "error"),
     [
         ("", EngineState.RUNNING, None),
         ("drain", EngineState.DRAINING, None),
         ("pause", EngineState.PAUSED, None),
         ("drain pause", EngineState.PAUSED, None),
         ("pause sleep", EngineState.ASLEEP, ASLEEP),
-        ("load", EngineState.LOADING_WEIGHTS, HALF),
-        ("sleep load", EngineState.LOADING_WEIGHTS, HALF),
-        ("discard", EngineState.LOADING_WEIGHTS, HALF),
+        ("load", EngineState.LOADING_WEIGHTS, NOT_LOADED),
+        ("sleep load", EngineState.LOADING_WEIGHTS, NOT_LOADED),
+        ("discard", EngineState.LOADING_WEIGHTS, NOT_LOADED),
         ("load fail", EngineState.BROKEN, "'a' is dead: its process 7 ended"),
         ("pause close", EngineState.CLOSED, "'a' is closed"),
         ("fail close", EngineState.CLOSED, "'a' is dead: its process 7 ended"),
         ("close fail", EngineState.CLOSED, "'a' is closed"),
     ],
 )
-def test_state_decides_what_is_admitted_and_refused(changes: str, state: EngineState, refusal: str | None):
-    lifecycle = changed(*changes.split())
+def test_state_decides_what_is_admitted_and_refused(changes: str, state: EngineState, error: str | None):
+    lifecycle = make_lifecycle(*changes.split())
     assert lifecycle.state is state
     assert lifecycle.can_admit == (state is EngineState.RUNNING)
     assert lifecycle.is_halted == (state not in (EngineState.RUNNING, EngineState.DRAINING))
-    if refusal is None:
+    if error is None:
         lifecycle.check_serving()
         return
-    with pytest.raises(EngineError, match=rf"^Engine {refusal}\.$"):
+    with pytest.raises(EngineError, match=rf"^Engine {error}\.$"):
         lifecycle.check_serving()
 
 
@@ -82,7 +82,7 @@ def test_state_decides_what_is_admitted_and_refused(changes: str, state: EngineS
     ],
 )
 def test_health_reports_state_and_counters(changes: str, flags: tuple[str, ...]):
-    health = changed(*changes.split()).health(3, running=2)
+    health = make_lifecycle(*changes.split()).health(3, running=2)
     assert (health.name, health.version, health.running) == ("a", 3, 2)
     assert tuple(flag for flag in ("paused", "asleep", "torn") if getattr(health, flag)) == flags
 
@@ -90,7 +90,7 @@ def test_health_reports_state_and_counters(changes: str, flags: tuple[str, ...])
 @pytest.mark.parametrize("end", ["fail", "close"])
 def test_health_of_ended_engine_is_error(end: str):
     with pytest.raises(EngineError, match=r"'a' is (dead|closed)"):
-        changed(end).health(0)
+        make_lifecycle(end).health(0)
 
 
 # -- pausing ----------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_resume_ends_drain():
 
 @pytest.mark.parametrize("halt", ["pause", "sleep", "load"])
 def test_halted_engine_does_not_drain(halt: str):
-    lifecycle = changed(halt)
+    lifecycle = make_lifecycle(halt)
     assert lifecycle.pause(busy=True).done(), "its requests would not finish"
     assert lifecycle.pause().done()
 
@@ -128,7 +128,7 @@ def test_halted_engine_does_not_drain(halt: str):
 
 
 def test_wakes_by_tags_and_stays_paused():
-    lifecycle = changed("pause")
+    lifecycle = make_lifecycle("pause")
     assert lifecycle.sleep(tags_freed_at_level(1)) == {"kv_cache"}
     assert lifecycle.sleep(tags_freed_at_level(2)) == {"weights"}, "the other was freed before"
     assert lifecycle.freed_among(None) == MEMORY_TAGS
@@ -145,7 +145,7 @@ def test_wakes_by_tags_and_stays_paused():
 
 @pytest.mark.parametrize(("call", "state"), [("pause", EngineState.PAUSED), ("resume", EngineState.RUNNING)])
 def test_calls_while_asleep_count_after_waking(call: str, state: EngineState):
-    lifecycle = Lifecycle("a") if call == "pause" else changed("pause")
+    lifecycle = Lifecycle("a") if call == "pause" else make_lifecycle("pause")
     lifecycle.sleep(MEMORY_TAGS)
     getattr(lifecycle, call)()
     assert lifecycle.state is EngineState.ASLEEP
@@ -154,8 +154,8 @@ def test_calls_while_asleep_count_after_waking(call: str, state: EngineState):
 
 
 def test_sleeping_without_weights_refuses_sync():
-    lifecycle = changed("sleep")
-    with pytest.raises(EngineError, match=r"'a' sleeps without its weights; wake_up\(\[\"weights\"\]\) first"):
+    lifecycle = make_lifecycle("sleep")
+    with pytest.raises(EngineError, match=r"'a' sleeps without its weights; call wake_up\(\[\"weights\"\]\) first"):
         lifecycle.check_can_load(COMPLETE)
     lifecycle.wake_up(frozenset({"weights"}))
     lifecycle.check_can_load(PARTIAL)
@@ -163,8 +163,8 @@ def test_sleeping_without_weights_refuses_sync():
 
 @pytest.mark.parametrize("change", ["discard", "load"])
 def test_lost_weights_need_complete_sync(change: str):
-    lifecycle = changed(change)
-    with pytest.raises(WeightSyncError, match="engine a has no weights to change: a complete sync is needed"):
+    lifecycle = make_lifecycle(change)
+    with pytest.raises(WeightSyncError, match="engine a has no complete weights to update: a full sync is needed"):
         lifecycle.check_can_load(PARTIAL)
     lifecycle.check_can_load(COMPLETE)
     lifecycle.invalidate_weights()
@@ -174,7 +174,7 @@ def test_lost_weights_need_complete_sync(change: str):
 
 
 def test_weights_that_sleep_with_copy_are_not_discarded():
-    lifecycle = changed("sleep")
+    lifecycle = make_lifecycle("sleep")
     lifecycle.sleep(MEMORY_TAGS, discards_weights=True)
     lifecycle.wake_up(MEMORY_TAGS)
     assert lifecycle.state is EngineState.RUNNING
@@ -198,15 +198,15 @@ def test_failure_names_engine_and_cause(error: Exception):
         assert failure.__cause__ is error
 
 
-async def waiting(lifecycle: Lifecycle, future: asyncio.Future[None]) -> None:
+async def wait_for(lifecycle: Lifecycle, future: asyncio.Future[None]) -> None:
     with lifecycle.translate_cancellation():
         await future
 
 
-def test_call_that_end_cancels_gets_its_reason():
+def test_call_cancelled_by_end_gets_its_reason():
     async def run() -> None:
-        lifecycle, future = changed("close"), asyncio.get_running_loop().create_future()
-        call = asyncio.ensure_future(waiting(lifecycle, future))
+        lifecycle, future = make_lifecycle("close"), asyncio.get_running_loop().create_future()
+        call = asyncio.ensure_future(wait_for(lifecycle, future))
         await asyncio.sleep(0)
         future.cancel()
         with pytest.raises(EngineError, match="'a' is closed"):
@@ -217,7 +217,7 @@ def test_call_that_end_cancels_gets_its_reason():
 
 def test_cancelled_caller_of_ended_engine_stays_cancelled():
     async def run() -> None:
-        call = asyncio.ensure_future(waiting(changed("close"), asyncio.get_running_loop().create_future()))
+        call = asyncio.ensure_future(wait_for(make_lifecycle("close"), asyncio.get_running_loop().create_future()))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

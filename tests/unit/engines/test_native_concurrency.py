@@ -1,4 +1,4 @@
-"""A server's seats, pauses that wait for the requests in them, and commits that nobody waits for any more."""
+"""NativeEngine: the limit on concurrent requests, pauses that wait for them, and commits with a cancelled caller."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from skyrl_train.engines.http.native_servers import NativeServer, ServerCompleti
 from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
-SEATS = 2
+MAX_NUM_SEQS = 2
 TOKENS = 4
 
 
-class Server(NativeServer):
-    """A server in this process, which answers a request when it is told to."""
+class ControlledServer(NativeServer):
+    """A server in this process whose requests end when the test calls `end`."""
 
     def __init__(self) -> None:
         super().__init__(Connection("http://127.0.0.1:1", "t", name="native"), deadline_s=10)
         self.kind, self.max_model_len, self.seeds, self.refusals = "a server", 64, True, {}
         self.sampling = self.SUPPORTED_SAMPLING
         self.running: dict[str, asyncio.Future[str]] = {}
-        """Id of each running request -> its stop reason, once it has one."""
+        """Futures of the stop reasons of running requests, by request id."""
 
     async def discover(self, deadline_s: float) -> None:
         pass
@@ -48,7 +48,7 @@ class Server(NativeServer):
         self.end("abort", rids)
 
     def end(self, reason: str, rids: Sequence[str] | None = None) -> None:
-        """End these requests, or all."""
+        """End these requests, or all if None."""
         for rid, future in self.running.items():
             if (rids is None or rid in rids) and not future.done():
                 future.set_result(reason)
@@ -73,9 +73,11 @@ class Server(NativeServer):
 
 
 @asynccontextmanager
-async def connected(model: str, folder: Path) -> AsyncIterator[tuple[NativeEngine, Server]]:
-    server = Server()
-    engine = NativeEngine(server, model=model, dtype="float32", device="cpu", folder=str(folder), max_num_seqs=SEATS)
+async def connected(model: str, folder: Path) -> AsyncIterator[tuple[NativeEngine, ControlledServer]]:
+    server = ControlledServer()
+    engine = NativeEngine(
+        server, model=model, dtype="float32", device="cpu", folder=str(folder), max_num_seqs=MAX_NUM_SEQS
+    )
     await engine.connect(10)
     try:
         yield engine, server
@@ -84,41 +86,43 @@ async def connected(model: str, folder: Path) -> AsyncIterator[tuple[NativeEngin
         await engine.close()
 
 
-def generating(engine: NativeEngine, name: str) -> asyncio.Future[list[Completion]]:
+def start_generate(engine: NativeEngine, name: str) -> asyncio.Future[list[Completion]]:
     request = SampleRequest(name, to_token_array((1, 2)), SamplingParams(max_tokens=TOKENS, ignore_eos=True), 0)
     return asyncio.ensure_future(engine.generate([request]))
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not holds():
+        while not condition():
             await asyncio.sleep(0.001)
 
 
 @pytest.mark.defect("seats-taken-by-requests-that-ended")
 @pytest.mark.parametrize("end", ["abort", "cancel"])
-def test_a_request_that_ends_as_it_gets_a_seat_leaves_it(end: str, tiny_model_path: str, tmp_path: Path):
+def test_request_aborted_while_acquiring_releases_permit(end: str, tiny_model_path: str, tmp_path: Path):
     async def work() -> None:
         async with connected(tiny_model_path, tmp_path) as (engine, server):
-            for ticks in range(10):  # turns of the event loop between its start and its end
-                await engine.pause("abort")  # it stays in its seat
-                for number in range(SEATS + 1):
-                    call = generating(engine, f"r{number}")
+            for ticks in range(10):  # iterations of the event loop between start and end of a request
+                await engine.pause("abort")  # the request keeps its permit
+                for number in range(MAX_NUM_SEQS + 1):
+                    call = start_generate(engine, f"r{number}")
                     for _ in range(ticks):
                         await asyncio.sleep(0)
                     if end == "cancel":
                         call.cancel()
                     else:
                         await engine.abort([f"r{number}"])
-                        if not ticks:  # it had not begun
+                        if not ticks:  # the request had not started
                             call.cancel()
                     with suppress(asyncio.CancelledError):
                         assert (await call)[0].stop_reason == "abort"
                 await engine.resume()
-                calls = [generating(engine, f"later {number}") for number in range(SEATS)]
-                await until(lambda: len(server.running) == SEATS)
+                calls = [start_generate(engine, f"later {number}") for number in range(MAX_NUM_SEQS)]
+                await wait_until(lambda: len(server.running) == MAX_NUM_SEQS)
                 server.end("length")
-                assert [one.stop_reason for call in calls for one in await call] == ["length"] * SEATS
+                assert [completion.stop_reason for call in calls for completion in await call] == [
+                    "length"
+                ] * MAX_NUM_SEQS
 
     asyncio.run(work())
 
@@ -134,13 +138,13 @@ def test_a_request_that_ends_as_it_gets_a_seat_leaves_it(end: str, tiny_model_pa
     ],
     ids=["nothing", "pause", "sleep", "weights", "close"],
 )
-def test_pause_wait_ends_with_the_last_request_whatever_happens_to_the_engine_meanwhile(
+def test_pause_wait_ends_after_last_request(
     change: Callable[[Lifecycle], object], tiny_model_path: str, tmp_path: Path
 ):
     async def work() -> None:
         async with connected(tiny_model_path, tmp_path) as (engine, server):
-            call = generating(engine, "r")
-            await until(lambda: bool(server.running))
+            call = start_generate(engine, "r")
+            await wait_until(lambda: bool(server.running))
             pausing = asyncio.ensure_future(engine.pause("wait"))
             await asyncio.sleep(0.01)
             assert not pausing.done()
@@ -153,7 +157,7 @@ def test_pause_wait_ends_with_the_last_request_whatever_happens_to_the_engine_me
     asyncio.run(work())
 
 
-def test_a_commit_whose_caller_is_gone_holds_requests_to_its_end(
+def test_commit_with_cancelled_caller_holds_requests(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     may_load = threading.Event()
@@ -170,11 +174,11 @@ def test_a_commit_whose_caller_is_gone_holds_requests_to_its_end(
             committing.cancel()
             with suppress(asyncio.CancelledError):
                 await committing
-            call = generating(engine, "r")
+            call = start_generate(engine, "r")
             await asyncio.sleep(0.02)
             assert not server.running
             may_load.set()
-            await until(lambda: bool(server.running))
+            await wait_until(lambda: bool(server.running))
             assert (engine.lifecycle.state, (await engine.health()).version) == (EngineState.RUNNING, 1)
             server.end("length")
             assert (await call)[0].versions[0].version == 1

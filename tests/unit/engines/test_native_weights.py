@@ -1,4 +1,4 @@
-"""Weights for a server that loads folders: complete checkpoints, one at a time."""
+"""CheckpointWeightStore writes complete checkpoints for a server, one at a time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from skyrl_train.models.loading import list_checkpoint_names, load_causal_lm, lo
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
-def store(tmp_path: Path, hand_over: Callable[[str], None], **model: Any) -> CheckpointWeightStore:
+def store(tmp_path: Path, load_on_server: Callable[[str], None], **model: Any) -> CheckpointWeightStore:
     path = save_tiny_model(tmp_path / "model", **model)
-    return CheckpointWeightStore(load_meta_model(path, torch.float32), tmp_path / "served", byte_tokenizer(), hand_over)
+    return CheckpointWeightStore(
+        load_meta_model(path, torch.float32), tmp_path / "served", byte_tokenizer(), load_on_server
+    )
 
 
-def write(store: CheckpointWeightStore, seed: int, tensors_a_bucket: int, **model: Any) -> None:
+def write(store: CheckpointWeightStore, seed: int, tensors_per_bucket: int, **model: Any) -> None:
     tensors = [(name, tensor.detach()) for name, tensor in tiny_model(seed=seed, **model).named_parameters()]
     store.start()
-    for start in range(0, len(tensors), tensors_a_bucket):
-        store.load(tensors[start : start + tensors_a_bucket])
+    for start in range(0, len(tensors), tensors_per_bucket):
+        store.load(tensors[start : start + tensors_per_bucket])
 
 
 @pytest.mark.parametrize(
@@ -32,44 +34,44 @@ def write(store: CheckpointWeightStore, seed: int, tensors_a_bucket: int, **mode
     [{}, {"tied": False}, {"kind": "qwen3_moe", "tied": False}],
     ids=["tied", "untied", "mixture of experts"],
 )
-@pytest.mark.parametrize("tensors_a_bucket", [1, 1000], ids=["many files", "one file"])
-def test_what_is_handed_over_is_a_published_checkpoint_with_every_bit(
-    tmp_path: Path, tensors_a_bucket: int, model: dict[str, Any]
-):
-    seen: list[str] = []
+@pytest.mark.parametrize("tensors_per_bucket", [1, 1000], ids=["many files", "one file"])
+def test_server_gets_complete_bitwise_equal_checkpoint(tmp_path: Path, tensors_per_bucket: int, model: dict[str, Any]):
+    loaded_folders: list[str] = []
 
-    def hand_over(folder: str) -> None:
+    def load_on_server(folder: str) -> None:
         assert list_checkpoint_names(folder) == list_checkpoint_names(str(tmp_path / "model")), (
-            "as save_pretrained names them"
+            "the names of save_pretrained"
         )
-        found = dict(load_causal_lm(folder, dtype=torch.float32).named_parameters())
-        wanted = dict(tiny_model(seed=1, **model).named_parameters())
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        loaded = dict(load_causal_lm(folder, dtype=torch.float32).named_parameters())
+        expected = dict(tiny_model(seed=1, **model).named_parameters())
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
         assert load_tokenizer(folder).encode("a") == byte_tokenizer().encode("a")
-        seen.append(folder)
+        loaded_folders.append(folder)
 
-    folder = store(tmp_path, hand_over, **model)
-    write(folder, 1, tensors_a_bucket, **model)
-    assert not seen, "not before everything is there"
+    folder = store(tmp_path, load_on_server, **model)
+    write(folder, 1, tensors_per_bucket, **model)
+    assert not loaded_folders, "not before the checkpoint is complete"
     folder.finish()
-    assert len(seen) == 1 and Path(seen[0]).is_absolute()
+    assert len(loaded_folders) == 1 and Path(loaded_folders[0]).is_absolute()
 
 
-def test_only_what_the_server_has_is_kept(tmp_path: Path):
-    there: list[list[str]] = []
-    folder = store(tmp_path, lambda path: there.append(sorted(one.name for one in Path(path).parent.iterdir())))
-    write(folder, 1, 3)  # a transfer that died
+def test_only_loaded_checkpoint_is_kept(tmp_path: Path):
+    folders_at_load: list[list[str]] = []
+    folder = store(
+        tmp_path, lambda path: folders_at_load.append(sorted(path.name for path in Path(path).parent.iterdir()))
+    )
+    write(folder, 1, 3)  # an interrupted transfer
     for seed in (2, 3):
         write(folder, seed, 3)
         folder.finish()
-    assert there == [["weights_000001"], ["weights_000001", "weights_000002"]], (
-        "the old one until the new one is loaded"
+    assert folders_at_load == [["weights_000001"], ["weights_000001", "weights_000002"]], (
+        "the old checkpoint stays until the new one is loaded"
     )
-    assert [one.name for one in (tmp_path / "served").iterdir()] == ["weights_000002"]
+    assert [path.name for path in (tmp_path / "served").iterdir()] == ["weights_000002"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+def test_unwritable_folder_is_named(tmp_path: Path):
     (tmp_path / "served").write_text("a file")
     with pytest.raises(WeightSyncError, match=r"served.*generator\.weight_sync_folder"):
         write(store(tmp_path, lambda path: None), 1, 3)

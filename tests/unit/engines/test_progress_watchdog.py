@@ -11,16 +11,16 @@ from skyrl_train.engines.client import ProgressWatchdog
 from skyrl_train.errors import DeadlineExceeded
 
 
-class Counting:
-    """An engine's health: `moves` says whether it has sampled something since it was last asked."""
+class HealthStub:
+    """A stub of an engine's health; if `moves`, every check reports a new token."""
 
     def __init__(self, moves: bool):
         self.moves = moves
-        self.asked = 0
+        self.num_checks = 0
         self.now = EngineHealth("e", 0)
 
     async def health(self) -> EngineHealth:
-        self.asked += 1
+        self.num_checks += 1
         if self.moves:
             self.now = replace(self.now, generated_tokens=self.now.generated_tokens + 1)
         return self.now
@@ -33,19 +33,19 @@ async def after(seconds: float) -> str:
 
 @pytest.mark.fault("F29")
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_a_call_may_take_as_long_as_the_engine_gets_on():
-    engine = Counting(moves=True)
+def test_call_lasts_while_engine_makes_progress():
+    engine = HealthStub(moves=True)
 
     async def run() -> list[str]:
-        progress = ProgressWatchdog("e", engine.health)
-        return await asyncio.gather(*(progress.watch(after(0.5), 0.1) for _ in range(50)))
+        watchdog = ProgressWatchdog("e", engine.health)
+        return await asyncio.gather(*(watchdog.watch(after(0.5), 0.1) for _ in range(50)))
 
     assert asyncio.run(run()) == ["done"] * 50
-    assert engine.asked < 15  # once for all of them
+    assert engine.num_checks < 15  # all calls share the health checks
 
 
 @pytest.mark.fault("F29")
-def test_one_that_does_nothing_is_left_and_its_call_cancelled():
+def test_stalled_engine_fails_and_call_is_cancelled():
     cancelled: list[bool] = []
 
     async def hangs() -> None:
@@ -56,15 +56,15 @@ def test_one_that_does_nothing_is_left_and_its_call_cancelled():
             raise
 
     with pytest.raises(DeadlineExceeded, match=r"e\.generate"):
-        asyncio.run(ProgressWatchdog("e", Counting(moves=False).health).watch(hangs(), 0.1))
+        asyncio.run(ProgressWatchdog("e", HealthStub(moves=False).health).watch(hangs(), 0.1))
     assert cancelled == [True]
 
 
-def test_one_that_answers_no_health_check_is_left(monkeypatch: pytest.MonkeyPatch):
+def test_engine_without_health_response_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
 
-    async def silent() -> Any:
+    async def hang() -> Any:
         await asyncio.sleep(60)
 
     with pytest.raises(DeadlineExceeded, match=r"e\.health"):
-        asyncio.run(ProgressWatchdog("e", silent).watch(after(60), 30.0))
+        asyncio.run(ProgressWatchdog("e", hang).watch(after(60), 30.0))

@@ -9,22 +9,22 @@ from skyrl_train.engines.lifecycle import RequestDeadlines
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_the_clock_of_a_request_starts_when_there_is_room_for_it():
-    clock = RequestDeadlines(max_num_seqs=2)
-    clock.add([("a", 0.05), ("b", None), ("c", 0.05)])
+def test_deadline_starts_when_request_can_run():
+    deadlines = RequestDeadlines(max_num_seqs=2)
+    deadlines.add([("a", 0.05), ("b", None), ("c", 0.05)])
     time.sleep(0.06)
-    assert clock.expired() == ["a"]
-    assert 0.06 <= clock.remove("a") < 5
-    assert clock.expired() == []
-    assert 0 < clock.next_deadline() - time.monotonic() <= 0.05
+    assert deadlines.expired() == ["a"]
+    assert 0.06 <= deadlines.remove("a") < 5
+    assert deadlines.expired() == []
+    assert 0 < deadlines.next_deadline() - time.monotonic() <= 0.05
     time.sleep(0.06)
-    assert clock.expired() == ["c"]
+    assert deadlines.expired() == ["c"]
 
 
-def test_a_request_that_ends_while_it_waits_has_not_run():
-    clock = RequestDeadlines(max_num_seqs=1)
-    clock.add([("a", 1.0), ("b", 1.0)])
-    assert clock.remove("b") == 0.0
-    clock.remove("a")
-    assert clock.next_deadline() == math.inf
-    assert clock.remove("unknown") == 0.0
+def test_request_removed_while_waiting_has_zero_time():
+    deadlines = RequestDeadlines(max_num_seqs=1)
+    deadlines.add([("a", 1.0), ("b", 1.0)])
+    assert deadlines.remove("b") == 0.0
+    deadlines.remove("a")
+    assert deadlines.next_deadline() == math.inf
+    assert deadlines.remove("unknown") == 0.0

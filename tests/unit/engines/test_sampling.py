@@ -1,4 +1,4 @@
-"""Sampling parameters mean one thing for every engine; wrong ones are refused by name; seeds are stable."""
+"""Sampling parameters have one meaning, invalid ones are rejected by name, and seeds are stable."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class _Section:
     stop: list[str] | None = None
 
 
-def test_skyrl_defaults_are_all_off():
+def test_skyrl_defaults_are_off():
     params = parse_sampling_params(_Section())
     assert params == SamplingParams(max_tokens=64)
     assert active_params(params) == {}
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_generate_length", "max_new_tokens"])
-def test_every_name_of_the_length_is_accepted(name):
+def test_every_alias_of_max_tokens_is_accepted(name):
     assert parse_sampling_params({name: 7}).max_tokens == 7
 
 
 @pytest.mark.parametrize("stop", ["</a>", ["</a>"], ("</a>",)])
-def test_one_stop_string_needs_no_list(stop):
+def test_single_stop_string_needs_no_list(stop):
     assert parse_sampling_params({"max_tokens": 1, "stop": stop}).stop == ("</a>",)
 
 
-def test_whole_numbers_are_numbers():
+def test_integers_are_accepted_as_numbers():
     assert parse_sampling_params({"max_tokens": 1, "temperature": 0, "top_p": 1}).temperature == 0.0
 
 
@@ -70,7 +70,7 @@ def test_whole_numbers_are_numbers():
         ("ignore_eos", "yes"),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_key_and_value(name, value):
+def test_invalid_value_is_rejected_with_key(name, value):
     with pytest.raises(ConfigError) as caught:
         parse_sampling_params({"max_tokens": 4, name: value}, "generator.sampling_params")
     assert f"generator.sampling_params.{name}=" in str(caught.value)
@@ -81,11 +81,11 @@ def test_a_wrong_value_is_refused_with_its_key_and_value(name, value):
     ("name", "value"),
     [("temperature", 0.0), ("temperature", 0.01), ("repetition_penalty", 0.01), ("repetition_penalty", 100.0)],
 )
-def test_the_ends_of_a_range_are_allowed(name, value):
+def test_range_bounds_are_allowed(name, value):
     assert getattr(parse_sampling_params({"max_tokens": 4, name: value}), name) == value
 
 
-def test_all_mistakes_are_reported_at_once():
+def test_all_problems_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         parse_sampling_params({"max_tokens": 4, "temprature": 1.0, "top_p": 7.0})
     assert "Did you mean 'temperature'?" in str(caught.value)
@@ -93,40 +93,43 @@ def test_all_mistakes_are_reported_at_once():
 
 
 @pytest.mark.parametrize("lengths", [{}, {"max_tokens": 3, "max_new_tokens": 4}])
-def test_no_length_or_two_lengths_are_refused(lengths):
+def test_max_tokens_must_be_given_exactly_once(lengths):
     with pytest.raises(ConfigError, match="exactly one"):
         parse_sampling_params(lengths)
 
 
-def test_more_tokens_at_least_than_at_most_is_refused():
+def test_min_tokens_above_max_tokens_is_rejected():
     with pytest.raises(ConfigError, match="min_tokens=5"):
         parse_sampling_params({"max_tokens": 4, "min_tokens": 5})
 
 
-def test_what_an_engine_lacks_is_named():
-    weak = Capabilities(name="weak", sampling=frozenset({"temperature"}))
-    check_supported(SamplingParams(4, temperature=0.5), weak)
-    with pytest.raises(UnsupportedParameter, match=r"'weak'.*min_p=0.1"):
-        check_supported(SamplingParams(4, min_p=0.1), weak)
+def test_unsupported_parameter_is_named():
+    limited = Capabilities(name="limited", sampling=frozenset({"temperature"}))
+    check_supported(SamplingParams(4, temperature=0.5), limited)
+    with pytest.raises(UnsupportedParameter, match=r"'limited'.*min_p=0.1"):
+        check_supported(SamplingParams(4, min_p=0.1), limited)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("options", "match"),
     [
-        ({"temperature": 1e-40}, r"'able' cannot honour temperature=1e-40; give 0, which is greedy, or .* 0\.01"),
-        ({"repetition_penalty": 1e-40}, r"'able' cannot honour repetition_penalty=1e-40; give from 0\.01 to 100"),
+        ({"temperature": 1e-40}, r"'complete' does not support temperature=1e-40; allowed: 0 \(greedy\) or .* 0\.01"),
+        (
+            {"repetition_penalty": 1e-40},
+            r"'complete' does not support repetition_penalty=1e-40; allowed: from 0\.01 to 100",
+        ),
         ({"temperature": float("nan")}, "temperature=nan"),
     ],
 )
-def test_a_value_out_of_its_range_is_refused_by_the_engine_too(wrong, named):
-    able = Capabilities(name="able", sampling=SAMPLING_PARAM_NAMES)
-    check_supported(SamplingParams(4, temperature=0, repetition_penalty=2), able)
-    with pytest.raises(UnsupportedParameter, match=named):
-        check_supported(SamplingParams(4, **wrong), able)
+def test_engine_rejects_value_out_of_range(options, match):
+    complete = Capabilities(name="complete", sampling=SAMPLING_PARAM_NAMES)
+    check_supported(SamplingParams(4, temperature=0, repetition_penalty=2), complete)
+    with pytest.raises(UnsupportedParameter, match=match):
+        check_supported(SamplingParams(4, **options), complete)
 
 
 def test_seeds_are_pinned():
-    # A run that is resumed after an upgrade must sample what it would have sampled.
+    # A run that is resumed after an upgrade must sample the same tokens.
     assert request_seed(1, "row-7", 2, 0, 30) == 16064284880719529871
 
 
@@ -136,6 +139,6 @@ def test_seeds_are_pinned():
     )
 )
 def test_seeds_differ_wherever_an_argument_does(arguments):
-    seeds = {request_seed(*each) for each in arguments}
+    seeds = {request_seed(*argument) for argument in arguments}
     assert len(seeds) == len(arguments)
     assert all(0 <= seed < 2**64 for seed in seeds)

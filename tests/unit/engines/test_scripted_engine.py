@@ -1,4 +1,4 @@
-"""The fake behaves as the protocol says where tests rely on it."""
+"""ScriptedEngine implements the parts of the engine protocol that tests rely on."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from skyrl_train.testing.scripted_engine import ScriptedEngine
 REQUEST = SampleRequest("r", to_token_array((5, 6, 7)), SamplingParams(max_tokens=2), 0)
 
 
-def test_answers_come_from_the_function_and_are_cut_at_max_tokens():
+def test_completions_come_from_function_up_to_max_tokens():
     engine: InferenceEngine = ScriptedEngine(lambda request: [9] * len(request.token_ids))
-    (cut,) = asyncio.run(engine.generate([REQUEST]))
-    assert (cut.token_ids.tolist(), cut.stop_reason, cut.versions) == ([9, 9], "length", [VersionSpan(0, 2, 0)])
-    (whole,) = asyncio.run(engine.generate([replace(REQUEST, sampling=SamplingParams(max_tokens=9))]))
-    assert (len(whole.token_ids), whole.stop_reason) == (3, "stop")
+    (truncated,) = asyncio.run(engine.generate([REQUEST]))
+    assert (truncated.token_ids.tolist(), truncated.stop_reason, truncated.versions) == (
+        [9, 9],
+        "length",
+        [VersionSpan(0, 2, 0)],
+    )
+    (complete,) = asyncio.run(engine.generate([replace(REQUEST, sampling=SamplingParams(max_tokens=9))]))
+    assert (len(complete.token_ids), complete.stop_reason) == (3, "stop")
 
 
 def test_deadlines_and_aborts_end_slow_requests():
     async def run():
         engine = ScriptedEngine(delay_s=60)
-        (late,) = await engine.generate([replace(REQUEST, deadline_s=0.01)])
+        (expired,) = await engine.generate([replace(REQUEST, deadline_s=0.01)])
         call = asyncio.ensure_future(engine.generate([REQUEST]))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await engine.abort(["r"])
-        return late, (await call)[0]
+        return expired, (await call)[0]
 
     for completion in asyncio.run(run()):
         assert (completion.token_ids.tolist(), completion.stop_reason) == ([], "abort")
 
 
-def test_paused_requests_wait_and_a_closed_engine_refuses():
+def test_paused_requests_wait_and_closed_engine_rejects():
     async def run():
         engine = ScriptedEngine()
         await engine.pause()

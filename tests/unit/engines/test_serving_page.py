@@ -1,4 +1,4 @@
-"""The commands and snippets of docs/serving.md are answered by an endpoint, on a port of its own."""
+"""The commands and snippets of docs/serving.md work with an endpoint on a free port."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OPENAI, ENDPOINT, REMOTE = snippets(PAGE)
 CURL = [text for page, text in fenced_blocks("bash") if page == PAGE and text.startswith("curl")]
 
 
-def answered(work: Callable[[int], Any]) -> Any:
-    """What `work(port)` returns in a thread, beside an endpoint that serves the page's model."""
+def run_with_endpoint(work: Callable[[int], Any]) -> Any:
+    """Run `work(port)` in a thread while an endpoint serves the page's model, and return its result."""
 
     async def run() -> Any:
         engine = ScriptedEngine(answers_with("42"))
@@ -36,48 +36,48 @@ def answered(work: Callable[[int], Any]) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def key_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYRL_API_KEY", TOKEN)
 
 
 @pytest.mark.parametrize("command", CURL)
-def test_curl_is_answered(command: str):
+def test_curl_gets_response(command: str):
     def call(port: int) -> Any:
         quiet = command.replace("curl ", "curl --silent --fail-with-body ").replace(":8000/", f":{port}/")
         done = subprocess.run(["bash", "-c", quiet], capture_output=True, text=True, timeout=60, env=dict(os.environ))
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
 
-    answer = answered(call)
+    response = run_with_endpoint(call)
     if "chat" in command:
-        assert answer["choices"][0]["message"]["content"] == "42"
+        assert response["choices"][0]["message"]["content"] == "42"
     elif "completions" in command:
-        (choice,) = answer["choices"]
+        (choice,) = response["choices"]
         assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == "6 times 7 is42"
     else:
-        assert [one["request_id"] for one in answer["result"]] == ["a"]
+        assert [completion["request_id"] for completion in response["result"]] == ["a"]
 
 
-def test_openai_s_client_is_answered():
-    def ask(port: int) -> Any:
+def test_openai_client_gets_response():
+    def complete_chat(port: int) -> Any:
         names: dict[str, Any] = {}
         exec(OPENAI.replace(":8000/", f":{port}/"), names)
         names["client"].close()
         return names["answer"]
 
-    answer = answered(ask)
-    assert [choice.message.content for choice in answer.choices] == ["42"] * 4
-    assert all(choice.logprobs.content for choice in answer.choices)
+    response = run_with_endpoint(complete_chat)
+    assert [choice.message.content for choice in response.choices] == ["42"] * 4
+    assert all(choice.logprobs.content for choice in response.choices)
 
 
-def test_an_endpoint_in_a_program_says_where_it_is(capsys: pytest.CaptureFixture[str]):
+def test_endpoint_in_program_prints_its_url(capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
     exec(ENDPOINT, names)
     asyncio.run(names["serve"](ScriptedEngine(), TOKENIZER))
     assert capsys.readouterr().out.startswith("http://127.0.0.1:")
 
 
-def test_the_other_end_is_an_engine():
+def test_remote_engine_is_an_engine():
     def use(port: int) -> Any:
         names: dict[str, Any] = {}
         code = REMOTE.replace("10.0.0.7:8001", f"127.0.0.1:{port}")
@@ -85,5 +85,5 @@ def test_the_other_end_is_an_engine():
         request = SampleRequest("a", to_token_array((5, 6)), SamplingParams(max_tokens=4), seed=1)
         return asyncio.run(names["use"](TOKEN, [request]))
 
-    (completion,) = answered(use)
+    (completion,) = run_with_endpoint(use)
     assert np.asarray(completion.token_ids).size > 0

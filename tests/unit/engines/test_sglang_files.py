@@ -1,4 +1,4 @@
-"""What SGLang engines leave in folders that every user may write to. Needs no SGLang."""
+"""Stale files of SGLang engines in folders that every user can write to. These tests need no SGLang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.engines.sglang.processes import FOLDER_PREFIX, LOCK_FILE, remove_stale_files
 
 
-def test_folders_of_other_users_choose_no_files_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_named_by_other_users_are_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     instance = uuid.uuid4().hex
     folder, shared = tmp_path / f"{FOLDER_PREFIX}evil", Path(f"/dev/shm/sglang_loads_{instance}")

@@ -1,10 +1,10 @@
-"""SGLang is asked to free only memory that it has, and to allocate only memory that it freed."""
+"""The SGLang engine frees only memory that SGLang has, and allocates only memory that was freed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,17 +13,17 @@ from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.engines.sglang.requests import RequestManager
 
 
-class Memory(RequestManager):
-    """The traffic of an engine on an accelerator, with notes of what is asked of SGLang."""
+class RecordingManager(RequestManager):
+    """A RequestManager of an engine on an accelerator that records what it would ask of SGLang."""
 
     def __init__(self) -> None:
-        manager: Any = None
-        super().__init__(manager, None, frozenset(), Lifecycle("a"), max_model_len=64, on_cpu=False, max_num_seqs=4)
+        unused: Any = None
+        super().__init__(unused, unused, frozenset(), Lifecycle("a"), max_model_len=64, on_cpu=False, max_num_seqs=4)
         self.events: list[str] = []
         self.may_score = asyncio.Event()
 
-    async def _memory(self, what: str, tags: Iterable[str]) -> None:
-        self.events.append(f"{what} {' '.join(sorted(tags))}")
+    async def _change_memory(self, action: Literal["release", "resume"], tags: Iterable[str]) -> None:
+        self.events.append(f"{action} {' '.join(sorted(tags))}")
         await asyncio.sleep(0)
 
     async def _score(self, ids: Sequence[int]) -> list[float]:
@@ -37,23 +37,22 @@ def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
 
 
-async def begun(*work: Any) -> list[asyncio.Future[Any]]:
-    """Start one after the other."""
+async def start_in_order(*coroutines: Any) -> list[asyncio.Future[Any]]:
     started = []
-    for one in work:
-        started.append(asyncio.ensure_future(one))
+    for coroutine in coroutines:
+        started.append(asyncio.ensure_future(coroutine))
         await asyncio.sleep(0.01)
     return started
 
 
-def test_scores_around_a_sleep_borrow_the_cache_once_it_is_freed():
+def test_scores_restore_freed_cache_temporarily():
     async def run() -> list[str]:
-        traffic = Memory()
-        calls = await begun(traffic.score([[1]]), traffic.score([[2]]), traffic.sleep(1), traffic.score([[3]]))
-        traffic.may_score.set()
+        manager = RecordingManager()
+        calls = await start_in_order(manager.score([[1]]), manager.score([[2]]), manager.sleep(1), manager.score([[3]]))
+        manager.may_score.set()
         await asyncio.gather(*calls)
-        await traffic.wake_up(None)
-        return traffic.events
+        await manager.wake_up(None)
+        return manager.events
 
     assert asyncio.run(run()) == [
         "score",

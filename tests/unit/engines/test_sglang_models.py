@@ -11,36 +11,36 @@ from skyrl_train.testing.tiny_models import tiny_model
 ON_CPU = {"attention_backend": "torch_native"}
 
 
-def refused(kind: str, arguments: dict[str, Any], max_model_len: int = 256, **changes: Any) -> bool:
+def is_rejected(kind: str, arguments: dict[str, Any], max_model_len: int = 256, **changes: Any) -> bool:
     config = tiny_model(kind).config
     config.update(changes)
     try:
-        check_model(config, arguments, name="one", max_model_len=max_model_len)
+        check_model(config, arguments, name="engine", max_model_len=max_model_len)
     except ConfigError:
         return True
     return False
 
 
-@pytest.mark.parametrize(("longest", "wanted"), [(129, True), (128, False)])
-def test_a_window_that_sglang_ignores_is_refused_where_a_request_can_leave_it(longest: int, wanted: bool):
-    assert refused("mistral", {}, longest, sliding_window=128) is wanted
+@pytest.mark.parametrize(("max_model_len", "expected"), [(129, True), (128, False)])
+def test_ignored_sliding_window_is_rejected_for_longer_contexts(max_model_len: int, expected: bool):
+    assert is_rejected("mistral", {}, max_model_len, sliding_window=128) is expected
     windowed = {"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}
-    assert refused("qwen2", {}, longest, **windowed) is wanted
+    assert is_rejected("qwen2", {}, max_model_len, **windowed) is expected
 
 
-def test_a_window_that_no_layer_has_or_that_sglang_knows_is_not_refused():
-    assert not refused("qwen2", {}, sliding_window=128, layer_types=["full_attention"] * 2)
-    assert not refused("mistral", {}, sliding_window=None)
-    assert not refused("gemma3_text", ON_CPU, sliding_window=128)
+def test_supported_or_unused_sliding_window_is_accepted():
+    assert not is_rejected("qwen2", {}, sliding_window=128, layer_types=["full_attention"] * 2)
+    assert not is_rejected("mistral", {}, sliding_window=None)
+    assert not is_rejected("gemma3_text", ON_CPU, sliding_window=128)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "exaone4", "hunyuan_v1_dense", "minimax_m2"])
-def test_what_plain_attention_lacks_is_refused_where_it_is_used(kind: str):
-    assert refused(kind, ON_CPU)
-    assert not refused(kind, {})
+def test_models_unsupported_by_cpu_attention_are_rejected(kind: str):
+    assert is_rejected(kind, ON_CPU)
+    assert not is_rejected(kind, {})
 
 
 @pytest.mark.parametrize("kind", ["ernie4_5", "gemma4_text", "olmo3", "smollm3"])
-def test_model_that_sglang_computes_otherwise_is_refused_on_every_device(kind: str):
-    assert refused(kind, ON_CPU)
-    assert refused(kind, {})
+def test_wrongly_served_model_is_rejected_on_every_device(kind: str):
+    assert is_rejected(kind, ON_CPU)
+    assert is_rejected(kind, {})

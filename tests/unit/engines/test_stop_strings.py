@@ -1,4 +1,4 @@
-"""Stop strings are found in the text, wherever tokens begin and end."""
+"""StopStrings finds stop strings in the text wherever tokens begin and end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TOKENIZER: Any = byte_tokenizer()
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """(tokens used, stop string) when `text` is sampled byte by byte."""
+    """Sample `text` byte by byte and return the number of tokens and the stop string at the first stop."""
     finder = StopStrings(TOKENIZER, stops)
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     for count in range(1, len(ids) + 1):
-        if found := finder.find(ids[:count]):
-            return count, found
+        if result := finder.find(ids[:count]):
+            return count, result
     return None
 
 
@@ -35,17 +35,17 @@ def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
         ("so <|im_end|>", ("<|im_end|>",), "<|im_end|>"),
     ],
 )
-def test_a_stop_string_is_found_with_its_last_token(text, stops, expected):
+def test_stop_string_is_found_at_last_token(text, stops, expected):
     stopped = _first_stop(text, stops)
     assert stopped is not None
-    count, found = stopped
-    assert found == expected
+    count, result = stopped
+    assert result == expected
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids[:count]).endswith(expected)
     assert not any(stop in TOKENIZER.decode(ids[: count - 1]) for stop in stops)
 
 
-def test_an_old_occurrence_does_not_count_again():
+def test_earlier_occurrence_is_not_found_again():
     finder = StopStrings(TOKENIZER, ("ab",))
     ids = TOKENIZER.encode("abb", add_special_tokens=False)
     assert finder.find(ids[:2]) == "ab"
@@ -55,9 +55,9 @@ def test_an_old_occurrence_does_not_count_again():
 @given(
     st.text(alphabet="ab<>é終", max_size=30), st.lists(st.text(alphabet="ab<>é終", min_size=1, max_size=4), min_size=1)
 )
-def test_exactly_the_texts_that_contain_a_stop_string_stop(text, stops):
-    found = _first_stop(text, tuple(stops))
-    assert (found is not None) == any(stop in text for stop in stops)
-    if found is not None:
-        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-        assert found[0] == len(text[: min(ends)].encode())
+def test_only_texts_with_stop_string_stop(text, stops):
+    result = _first_stop(text, tuple(stops))
+    assert (result is not None) == any(stop in text for stop in stops)
+    if result is not None:
+        stop_ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        assert result[0] == len(text[: min(stop_ends)].encode())

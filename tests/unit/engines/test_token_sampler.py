@@ -1,4 +1,4 @@
-"""Tokens come from the distribution asked for, and log-probs are of that distribution."""
+"""RowSampler samples from the requested distribution and returns log-probs of that distribution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _draw(params: SamplingParams, logits: torch.Tensor, count: int, **more):
 
 
 def _reference(params: SamplingParams, logits: torch.Tensor, seen: list[int]) -> torch.Tensor:
-    """[V] log-probs by Hugging Face's own processors."""
+    """Return the log-probs [V] of Hugging Face's logits processors."""
     steps: Any = LogitsProcessorList()
     if params.repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -55,22 +55,22 @@ def _reference(params: SamplingParams, logits: torch.Tensor, seen: list[int]) ->
         {"temperature": 1.4, "top_k": 6, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 0.8},
     ],
 )
-def test_tokens_and_logprobs_are_those_of_hugging_face(vocabulary, options):
+def test_tokens_and_logprobs_match_hugging_face(vocabulary, options):
     params = SamplingParams(max_tokens=1, **options)
     torch.manual_seed(3)
     logits = torch.randn(1, vocabulary) * 1.5
     seen = torch.zeros(vocabulary, dtype=torch.bool)
     seen[[1, 3]] = True
     count = 20_000
-    penalised = [seen] * count if params.repetition_penalty != 1 else []
-    sampled = _draw(params, logits, count, seen=penalised)
-    wanted = _reference(params, logits[0], [1, 3])
-    torch.testing.assert_close(sampled.logprobs, wanted[sampled.ids], atol=2e-5, rtol=0)
+    penalized = [seen] * count if params.repetition_penalty != 1 else []
+    sampled = _draw(params, logits, count, seen=penalized)
+    expected = _reference(params, logits[0], [1, 3])
+    torch.testing.assert_close(sampled.logprobs, expected[sampled.ids], atol=2e-5, rtol=0)
     full = (logits[0] / params.temperature).log_softmax(-1)
     torch.testing.assert_close(sampled.full_logprobs, full[sampled.ids], atol=2e-5, rtol=0)
     shares = torch.bincount(sampled.ids, minlength=vocabulary) / count
-    error = (wanted.exp() * (1 - wanted.exp()) / count).sqrt()
-    assert ((shares - wanted.exp()).abs() <= 5 * error + 2 / count).all()
+    error = (expected.exp() * (1 - expected.exp()) / count).sqrt()
+    assert ((shares - expected.exp()).abs() <= 5 * error + 2 / count).all()
 
 
 TRUNCATIONS: list[dict[str, Any]] = [
@@ -86,8 +86,8 @@ TRUNCATIONS: list[dict[str, Any]] = [
 ]
 
 
-def _kept(logits: torch.Tensor, params: SamplingParams, candidates: int) -> torch.Tensor:
-    """bool [R, V]: what the sampler keeps when every row asks for the same."""
+def _kept_by_sampler(logits: torch.Tensor, params: SamplingParams, candidates: int) -> torch.Tensor:
+    """Return bool [R, V]: the tokens that the sampler keeps if every row has these parameters."""
     limits = [params.top_k or math.inf, params.top_p if params.top_p < 1 else math.inf, params.min_p]
     probabilities = logits.softmax(-1)
     rows = torch.tensor([limits] * len(logits), dtype=torch.float64)
@@ -95,31 +95,33 @@ def _kept(logits: torch.Tensor, params: SamplingParams, candidates: int) -> torc
     return (probabilities >= smallest) & (probabilities > 0)
 
 
-def _kept_in_double_precision(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [R, V], and how far [R] (probability or nats) the nearest token of a row is from a threshold.
+def _kept_in_float64(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens that truncation in float64 keeps, and the distance to the nearest threshold.
 
-    top_k, then top_p of what it left, then min_p: Hugging Face's order.
+    The order is Hugging Face's: top_k, top_p of the remaining mass, min_p.
+
+    Returns:
+        Kept tokens, bool [R, V], and for each row the distance [R] of the nearest token from a threshold, as a
+        probability or in nats.
     """
     ranked = logits.double().sort(-1, descending=True).values[:, : params.top_k or None]
     shares = ranked.softmax(-1)
     before = shares.cumsum(-1) - shares
-    least = ranked[:, :1] + (math.log(params.min_p) if params.min_p else -math.inf)
-    kept = (before < params.top_p) & (ranked >= least)
-    near = torch.minimum((before - params.top_p).abs().amin(-1), (ranked - least).abs().amin(-1))
+    min_p_threshold = ranked[:, :1] + (math.log(params.min_p) if params.min_p else -math.inf)
+    kept = (before < params.top_p) & (ranked >= min_p_threshold)
+    near = torch.minimum((before - params.top_p).abs().amin(-1), (ranked - min_p_threshold).abs().amin(-1))
     return logits >= ranked.gather(1, kept.sum(-1, keepdim=True) - 1), near
 
 
 @pytest.mark.parametrize("candidates", [4, 320])
 @pytest.mark.parametrize("scale", [0.5, 1.5, 3.0])
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(
-    options: dict[str, Any], scale: float, candidates: int
-):
+def test_kept_tokens_match_float64_except_at_threshold(options: dict[str, Any], scale: float, candidates: int):
     params = SamplingParams(1, **options)
     logits = torch.randn(4000, 320, generator=torch.Generator().manual_seed(5)) * scale
-    kept = _kept(logits, params, candidates)
-    wanted, near = _kept_in_double_precision(logits, params)
-    differs = (kept != wanted).any(-1)
+    kept = _kept_by_sampler(logits, params, candidates)
+    expected, near = _kept_in_float64(logits, params)
+    differs = (kept != expected).any(-1)
     assert (near[differs] < 1e-6).all(), "float32 rounds running sums that much"
     assert differs.sum() <= len(logits) // 500
 
@@ -127,15 +129,15 @@ def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        ({"top_p": 0.25}, 1),  # the likeliest has 1/4: it alone reaches the threshold
-        ({"top_p": 0.26}, 5),  # the next four are tied at 1/8, and all ties are kept
+        ({"top_p": 0.25}, 1),  # the most likely token has 1/4 and reaches the threshold by itself
+        ({"top_p": 0.26}, 5),  # the next four tokens are tied at 1/8, and all of them are kept
         ({"top_p": 0.75}, 5),
         ({"top_p": 0.7500001}, 37),
         ({"top_p": 1 - 1e-9}, 37),
         ({"top_k": 1}, 1),
         ({"top_k": 2}, 5),
         ({"top_k": 6}, 37),
-        ({"top_k": 5, "top_p": 0.3}, 1),  # 1/4 of the 3/4 that top_k left is 1/3
+        ({"top_k": 5, "top_p": 0.3}, 1),  # 1/4 is 1/3 of the mass 3/4 that top_k leaves
         ({"top_k": 5, "top_p": 0.34}, 5),
         ({"min_p": 0.5}, 5),
         ({"min_p": 0.51}, 1),
@@ -143,38 +145,38 @@ def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(
     ],
 )
 @pytest.mark.parametrize("candidates", [1, 3, 64])
-def test_all_ties_with_the_last_token_kept_are_kept(options, kept, candidates):
+def test_ties_with_last_kept_token_are_kept(options, kept, candidates):
     probabilities = torch.tensor([1 / 4] + [1 / 8] * 4 + [1 / 128] * 32 + [0.0] * 3)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     logits = probabilities[order].log().expand(6, -1)
-    found = _kept(logits, SamplingParams(1, **options), candidates)
+    found = _kept_by_sampler(logits, SamplingParams(1, **options), candidates)
     assert torch.equal(found, (torch.arange(40) < kept)[order].expand(6, -1))
 
 
-def test_rows_whose_candidates_do_not_suffice_look_further():
-    """One peaked row settles at once, a flat one keeps nearly all of its tokens."""
+def test_search_extends_beyond_insufficient_candidates():
+    """A peaked row needs few candidates, and a flat row keeps nearly all of its tokens."""
     logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(2)) * torch.tensor([[9.0], [0.2]])
     params = SamplingParams(1, top_p=0.9)
-    wanted, _ = _kept_in_double_precision(logits, params)
-    assert wanted[0].sum() < 256 and wanted[1].sum() > 4096
-    assert torch.equal(_kept(logits, params, 256), wanted)
+    expected, _ = _kept_in_float64(logits, params)
+    assert expected[0].sum() < 256 and expected[1].sum() > 4096
+    assert torch.equal(_kept_by_sampler(logits, params, 256), expected)
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_a_mask_that_nobody_waits_for_keeps_the_same_and_draws_the_same(options: dict[str, Any]):
+def test_asynchronous_mask_samples_the_same_tokens(options: dict[str, Any]):
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(64, 700, generator=generator) * 2
     logits[:, ::50] = logits[:, :1]  # ties
     params = [SamplingParams(1, **options)] * 64
-    waited, masked = (RowSampler(params, range(64), [0] * 64, CPU, mask) for mask in (None, mask_by_sorting))
+    synchronous, asynchronous = (RowSampler(params, range(64), [0] * 64, CPU, mask) for mask in (None, mask_by_sorting))
     for _ in range(3):
-        one, other = waited(logits.clone()), masked(logits.clone())
-        assert torch.equal(one.ids, other.ids)
-        # One keeps a token at the very threshold, the other does not: a row of 64 with top_p=0.999.
-        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+        expected, actual = synchronous(logits.clone()), asynchronous(logits.clone())
+        assert torch.equal(expected.ids, actual.ids)
+        # In one row with top_p=0.999 the results differ in a token exactly at the threshold.
+        torch.testing.assert_close(expected.logprobs, actual.logprobs, rtol=0, atol=1e-4)
 
 
-def test_rows_without_truncation_are_left_alone_beside_truncated_ones():
+def test_untruncated_rows_are_unchanged_beside_truncated_rows():
     logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(4)).expand(300, -1)
     params = [SamplingParams(1, top_k=3) if row % 3 == 0 else SamplingParams(1) for row in range(300)]
     sampled = RowSampler(params, range(300), [0] * 300, CPU)(logits)
@@ -182,11 +184,11 @@ def test_rows_without_truncation_are_left_alone_beside_truncated_ones():
     assert torch.equal(sampled.logprobs[free], sampled.full_logprobs[free])
     assert len(sampled.ids[free].unique()) > 100
     assert set(sampled.ids[~free].tolist()) == set(logits[0].topk(3).indices.tolist())
-    gained = -logits[0].softmax(-1).topk(3).values.sum().log()
-    torch.testing.assert_close(sampled.logprobs[~free] - sampled.full_logprobs[~free], gained.expand(100))
+    expected_gain = -logits[0].softmax(-1).topk(3).values.sum().log()
+    torch.testing.assert_close(sampled.logprobs[~free] - sampled.full_logprobs[~free], expected_gain.expand(100))
 
 
-def test_greedy_takes_the_largest_and_says_zero():
+def test_greedy_takes_argmax_with_zero_logprob():
     logits = torch.randn(5, 40)
     sampled = RowSampler([SamplingParams(1, temperature=0.0)] * 5, [0] * 5, [0] * 5, CPU)(logits)
     assert torch.equal(sampled.ids, logits.argmax(-1))
@@ -205,12 +207,12 @@ def test_rows_keep_their_own_parameters():
     ]
     together = RowSampler(params, [5] * 4, [3] * 4, CPU)(logits.expand(4, -1))
     for row, each in enumerate(params):
-        alone = RowSampler([each], [5], [3], CPU)(logits)
-        assert together.ids[row] == alone.ids[0]
-        torch.testing.assert_close(together.logprobs[row], alone.logprobs[0])
+        single = RowSampler([each], [5], [3], CPU)(logits)
+        assert together.ids[row] == single.ids[0]
+        torch.testing.assert_close(together.logprobs[row], single.logprobs[0])
 
 
-def test_forbidden_tokens_are_never_sampled_and_the_rest_is_renormalised():
+def test_forbidden_tokens_are_excluded_and_rest_renormalized():
     logits = torch.zeros(1, 4)
     sampled = _draw(SamplingParams(1), logits, 500, forbidden=[(row, torch.tensor([0, 2])) for row in range(500)])
     assert set(sampled.ids.tolist()) == {1, 3}
@@ -219,31 +221,31 @@ def test_forbidden_tokens_are_never_sampled_and_the_rest_is_renormalised():
 
 
 @pytest.mark.parametrize("count", [3, 512, 513, 2000, 151_936])
-def test_inverse_cdf_agrees_with_a_running_sum(count):
+def test_inverse_cdf_matches_running_sum(count):
     torch.manual_seed(count)
     weights = torch.rand(64, count) * (torch.rand(64, count) < 0.1)
     weights[:, -1] += 1e-3
     random = torch.linspace(0, 1 - 2**-52, 64, dtype=torch.float64).unsqueeze(1)
     found = inverse_cdf(weights, random)
     exact = weights.double().cumsum(-1)
-    wanted = torch.searchsorted(exact, random * exact[:, -1:], right=True)
+    expected = torch.searchsorted(exact, random * exact[:, -1:], right=True)
     below = torch.where(found > 0, exact.gather(1, (found - 1).clamp(min=0)), torch.zeros_like(random))
     assert (weights.gather(1, found) > 0).all()
     slack = 1e-6 * exact[:, -1:]
     assert (
-        (found == wanted)
+        (found == expected)
         | ((below <= random * exact[:, -1:] + slack) & (exact.gather(1, found) >= random * exact[:, -1:] - slack))
     ).all()
 
 
-def test_a_token_without_probability_is_never_returned():
+def test_token_of_probability_zero_is_never_returned():
     for position in (0, 1, 2):
         weights = torch.zeros(2, 3)
         weights[:, position] = 1e-30
         assert inverse_cdf(weights, torch.tensor([[0.0], [1 - 2**-52]], dtype=torch.float64)).eq(position).all()
 
 
-def test_random_numbers_are_uniform_and_a_function_of_seed_and_position():
+def test_random_numbers_are_uniform_and_deterministic():
     seeds, positions = torch.arange(400).repeat_interleave(50), torch.arange(50).repeat(400)
     values = random_uniform(seeds, positions)
     assert values.min() >= 0 and values.max() < 1
@@ -256,8 +258,8 @@ def test_random_numbers_are_uniform_and_a_function_of_seed_and_position():
     assert torch.equal(random_uniform(torch.arange(400).unsqueeze(1), torch.arange(50)).flatten(), values)
 
 
-def test_random_numbers_are_those_of_unsigned_arithmetic():
-    """Python's own integers, cut to 64 bits, as in the paper."""
+def test_random_numbers_match_unsigned_arithmetic():
+    """Compute the numbers with Python integers modulo 2**64, as in the paper."""
 
     def mixed(bits: int) -> int:
         bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -266,42 +268,44 @@ def test_random_numbers_are_those_of_unsigned_arithmetic():
 
     seeds = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, *(mixed(n) for n in range(200))]
     for position in (0, 5, 131_071):
-        wanted = [
+        expected = [
             (mixed((mixed((seed + GOLDEN) % 2**64) + (position + 1) * GOLDEN) % 2**64) >> 12) * 2.0**-52
             for seed in seeds
         ]
         signed = torch.tensor([seed - (seed >= 2**63) * 2**64 for seed in seeds])
-        assert random_uniform(signed, torch.tensor(position)).tolist() == wanted
+        assert random_uniform(signed, torch.tensor(position)).tolist() == expected
     assert random_uniform(torch.tensor(-1), torch.tensor(5)) == 0.15403342580516743
 
 
-def test_a_sampler_goes_on_with_every_row_where_it_stands():
-    """More steps than random numbers are made for at once."""
-    seeds, begun = [3, 2**64 - 1, 2**63], [0, 7, 1000]
+def test_sampler_continues_rows_at_their_positions():
+    """The sampler runs for more steps than random numbers are generated together."""
+    seeds, positions = [3, 2**64 - 1, 2**63], [0, 7, 1000]
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(1)] * 3
-    sampler = RowSampler(params, seeds, begun, CPU)
+    sampler = RowSampler(params, seeds, positions, CPU)
     ids = torch.stack([sampler(logits).ids for _ in range(40)])
-    afresh = [RowSampler(params, seeds, [n + step for n in begun], CPU)(logits).ids for step in range(40)]
-    assert torch.equal(ids, torch.stack(afresh))
+    fresh_ids = [RowSampler(params, seeds, [n + step for n in positions], CPU)(logits).ids for step in range(40)]
+    assert torch.equal(ids, torch.stack(fresh_ids))
     assert len(ids.unique()) > 20
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_a_kernel_that_breaks_ties_truncates_to_the_same_tokens(options: dict[str, Any]):
-    """As vLLM's on accelerators does: of tied tokens it keeps as many as asked for."""
+def test_tie_breaking_kernel_keeps_same_tokens(options: dict[str, Any]):
+    """Like vLLM's kernel on accelerators, the mask keeps only as many tied tokens as requested."""
 
     def mask(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-        ranked, places = logits.sort(dim=-1, descending=True, stable=True)
+        ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         ranked[torch.arange(logits.shape[1]) >= top_k.unsqueeze(1)] = -math.inf
         shares = ranked.double().softmax(-1)
         ranked[shares.cumsum(-1) - shares >= top_p.unsqueeze(1)] = -math.inf
-        return logits.scatter_(1, places, ranked)
+        return logits.scatter_(1, order, ranked)
 
     logits = (torch.randn(400, 320, generator=torch.Generator().manual_seed(8)) * 4).round() / 4
     params = [SamplingParams(1, **options), SamplingParams(1), SamplingParams(1, temperature=0.0)] * 133
     rows = logits[: len(params)].clone()
-    by_host, by_kernel = (RowSampler(params, range(399), [0] * 399, CPU, how)(rows) for how in (None, mask))
+    by_host, by_kernel = (
+        RowSampler(params, range(399), [0] * 399, CPU, mask_function)(rows) for mask_function in (None, mask)
+    )
     assert torch.equal(rows, logits[:399]), "the kernel writes into a copy"
     assert (by_host.ids != by_kernel.ids).sum() <= 1, "float32 rounds thresholds"
     same = by_host.ids == by_kernel.ids
@@ -309,8 +313,8 @@ def test_a_kernel_that_breaks_ties_truncates_to_the_same_tokens(options: dict[st
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
-@pytest.mark.parametrize("count", [320, 1000])  # one block, and several of which the last is not full
-def test_logits_that_are_not_finite_give_a_token_whose_log_prob_tells(value: float, count: int):
+@pytest.mark.parametrize("count", [320, 1000])  # one block, and several blocks with an incomplete last one
+def test_non_finite_logits_give_non_finite_logprob(value: float, count: int):
     found = RowSampler([SamplingParams(max_tokens=1)], [0], [0], CPU)(torch.full((1, count), value))
     assert 0 <= int(found.ids) < count
     assert not torch.isfinite(found.logprobs).any()

@@ -1,4 +1,4 @@
-"""LoRA in the transformers engine: rows of one batch through different adapters, and folders that do not fit."""
+"""LoRA in the transformers engine: rows of one batch with different adapters, and invalid adapter folders."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma2"])
-def test_rows_of_a_batch_go_through_their_own_adapters(kind: str, tmp_path: Path):
+def test_rows_of_batch_use_their_own_adapters(kind: str, tmp_path: Path):
     model = tiny_model(kind, hidden_size=32)
     folders = {name: save_tiny_adapter(tmp_path / name, model, seed=ord(name), rank=2 + ord(name) % 3) for name in "ab"}
     prompts = (PROMPT, (9,), tuple(range(20, 40)))
     requests = [
-        _request(f"{adapter}.{place}.{sample}", adapter, prompt)
+        _request(f"{adapter}.{index}.{sample}", adapter, prompt)
         for sample in range(2)
         for adapter in (None, "a", "b")
-        for place, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     ]
 
     async def run() -> list[Completion]:
@@ -72,14 +72,14 @@ def test_rows_of_a_batch_go_through_their_own_adapters(kind: str, tmp_path: Path
             return await engine.generate(requests)
 
     references = {None: Reference(model)} | {name: Reference(merged(model, path)) for name, path in folders.items()}
-    answers = set()
+    responses = set()
     for request, completion in zip(requests, asyncio.run(run()), strict=True):
         assert_logprobs(references[request.adapter], request, completion)
-        answers.add(tuple(completion.token_ids))
-    assert len(answers) == 9  # prompts times adapters: seeds are the same
+        responses.add(tuple(completion.token_ids))
+    assert len(responses) == 9  # three prompts times three adapters; all seeds are equal
 
 
-def test_what_peft_saves_is_served_as_peft_computes_it(model: PreTrainedModel, tmp_path: Path):
+def test_saved_peft_adapter_matches_peft(model: PreTrainedModel, tmp_path: Path):
     config = LoraConfig(
         r=3, lora_alpha=7, target_modules=r".*\.(gate_proj|k_proj)", use_rslora=True, task_type="CAUSAL_LM"
     )
@@ -98,7 +98,7 @@ def test_what_peft_saves_is_served_as_peft_computes_it(model: PreTrainedModel, t
     assert_logprobs(Reference(adapted.merge_and_unload()), request, asyncio.run(run())[0])
 
 
-def test_a_prompt_is_read_once_for_each_adapter(model: PreTrainedModel, tmp_path: Path):
+def test_prompt_is_prefilled_once_per_adapter(model: PreTrainedModel, tmp_path: Path):
     folder = save_tiny_adapter(tmp_path, model)
     requests = [_request(f"{adapter}.{n}", adapter) for adapter in (None, "a", "b") for n in range(3)]
 
@@ -110,7 +110,7 @@ def test_a_prompt_is_read_once_for_each_adapter(model: PreTrainedModel, tmp_path
     assert asyncio.run(run()) == 3 * len(PROMPT)
 
 
-def test_a_request_keeps_the_adapter_that_it_began_with(model: PreTrainedModel, tmp_path: Path):
+def test_running_request_keeps_its_adapter(model: PreTrainedModel, tmp_path: Path):
     first, second = (save_tiny_adapter(tmp_path / str(seed), model, seed=seed) for seed in (1, 2))
     request = _request("long", "a", max_tokens=300)
 
@@ -131,7 +131,7 @@ def test_a_request_keeps_the_adapter_that_it_began_with(model: PreTrainedModel, 
     assert_logprobs(Reference(merged(model, second)), _request("later"), later)
 
 
-def test_parameters_keep_their_names_beside_adapters(model: PreTrainedModel, tmp_path: Path):
+def test_adapters_do_not_change_parameter_names(model: PreTrainedModel, tmp_path: Path):
     async def run() -> list[str]:
         async with _engine(model, a=save_tiny_adapter(tmp_path, model)) as engine:
             return list(engine.served.parameters)
@@ -139,10 +139,10 @@ def test_parameters_keep_their_names_beside_adapters(model: PreTrainedModel, tmp
     assert asyncio.run(run()) == [name for name, _ in model.named_parameters()]
 
 
-def test_an_adapter_that_is_not_loaded_is_refused_with_those_that_are(model: PreTrainedModel, tmp_path: Path):
+def test_unknown_adapter_error_lists_loaded_adapters(model: PreTrainedModel, tmp_path: Path):
     async def run() -> None:
         async with _engine(model, one=save_tiny_adapter(tmp_path, model)) as engine:
-            with pytest.raises(UnsupportedParameter, match=r"'tiny' cannot honour adapter='two': adapters loaded: one"):
+            with pytest.raises(UnsupportedParameter, match=r"'tiny' .* adapter='two': adapters loaded: one"):
                 await engine.generate([_request("a"), _request("b", "two")])
             assert (await engine.health()).queued == 0
             await engine.unload_adapter("one")
@@ -153,7 +153,7 @@ def test_an_adapter_that_is_not_loaded_is_refused_with_those_that_are(model: Pre
     asyncio.run(run())
 
 
-# -- folders that do not fit ------------------------------------------------------------------------------------------
+# -- invalid adapter folders ------------------------------------------------------------------------------------------
 
 
 def _change_config(**changes: Any) -> Callable[[Path], None]:
@@ -178,7 +178,7 @@ def _new(key: str, tensor: torch.Tensor) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"),
+    ("damage", "message"),
     [
         (_change_config(r=0), r"r=0"),
         (_change_config(r=5), r"layers\.0\.\S+lora_A\.weight is \[4, \d+\] instead of \[5, \d+\]"),
@@ -188,7 +188,7 @@ def _new(key: str, tensor: torch.Tensor) -> Callable[[Path], None]:
         (_change_config(modules_to_save=["lm_head"]), "modules_to_save="),
         (_change_config(rank_pattern={"q_proj": 2}), "rank_pattern="),
         (_change_config(of_tomorrow=3), "of_tomorrow=3 is not supported"),
-        (_change_config(target_modules=["q_proj", "k_proj"]), r"asks for model\.layers\.0\S+k_proj, for which"),
+        (_change_config(target_modules=["q_proj", "k_proj"]), r"layers\.0\S+k_proj, but it has no tensors"),
         (_change_config(target_modules=["q_proj", "c_attn"]), "names 'c_attn'"),
         (_change_tensors(lambda tensors: tensors.pop(f"{LAYER}.lora_B.weight")), rf"lacks the tensor {LAYER}\.lora_B"),
         (_new(f"{LAYER}.lora_A.weight", torch.ones(4, 31)), rf"{LAYER}\.lora_A\.weight is \[4, 31\] instead"),
@@ -201,15 +201,15 @@ def _new(key: str, tensor: torch.Tensor) -> Callable[[Path], None]:
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "peft_type is None"),
     ],
 )  # fmt: skip
-def test_a_folder_that_does_not_fit_is_refused_by_name(
-    model: PreTrainedModel, tmp_path: Path, spoil: Callable[[Path], None], named: str
+def test_invalid_adapter_folder_is_rejected(
+    model: PreTrainedModel, tmp_path: Path, damage: Callable[[Path], None], message: str
 ):
     path = save_tiny_adapter(tmp_path, model, targets=("q_proj",))
-    spoil(tmp_path)
+    damage(tmp_path)
 
     async def run() -> None:
         async with _engine(model) as engine:
-            with pytest.raises(EngineError, match=named) as caught:
+            with pytest.raises(EngineError, match=message) as caught:
                 await engine.load_adapter("a", path)
             assert "'tiny'" in str(caught.value)
             assert path in str(caught.value)
@@ -223,7 +223,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 64])
-def test_retracted_requests_go_on_with_the_same_tokens(model: PreTrainedModel, max_num_seqs: int):
+def test_retracted_requests_continue_with_same_tokens(model: PreTrainedModel, max_num_seqs: int):
     requests = [
         replace(_request(f"r{n}", prompt=(*PROMPT, n % 2), max_tokens=120), seed=n, group=str(n % 2)) for n in range(6)
     ]
@@ -260,7 +260,7 @@ def test_retracted_requests_go_on_with_the_same_tokens(model: PreTrainedModel, m
         assert after.full_logprobs.tolist() == pytest.approx(before.full_logprobs.tolist(), abs=1e-4)
 
 
-def test_a_retracted_request_can_be_aborted_and_returns_what_it_had(model: PreTrainedModel):
+def test_aborted_retracted_request_returns_its_tokens(model: PreTrainedModel):
     async def run() -> Completion:
         async with _engine(model) as engine:
             call = asyncio.ensure_future(engine.generate([_request("r", max_tokens=2000)]))

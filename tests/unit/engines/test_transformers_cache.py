@@ -1,4 +1,4 @@
-"""Where rows live: samples of a prompt share it, and empty lanes are not computed for long."""
+"""Slots of the KV cache: samples share their prompt, and compaction removes empty lanes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def _packed(lengths: list[int]) -> PackedPrompts:
-    """Two layers, two heads; token t of the pack has keys t, values -t."""
+    """Return prompts of two layers with two heads, in which token t of the pack has key t and value -t."""
     packed = PackedPrompts(lengths, CPU)
     keys = torch.arange(sum(lengths), dtype=torch.float32).view(1, 1, -1, 1).expand(1, 2, -1, 4).contiguous()
     for layer in range(2):
@@ -36,7 +36,7 @@ def _prompts(lengths: list[int], rows: list[int]) -> list[NewPrompt]:
 
 
 def _shape(cache: DecodeCache) -> tuple[int, int]:
-    """Chunks that there is memory for, and the lanes of each."""
+    """Return the number of allocated chunks, and the number of lanes of each."""
     lanes = cache.layers_kv[0].lanes_k
     return lanes.shape[0], lanes.shape[2]
 
@@ -44,7 +44,7 @@ def _shape(cache: DecodeCache) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("rows", "chunks", "width"), [([8, 8, 8], 3, 8), ([1, 1, 1], 3, 1), ([5, 5], 2, 5), ([16, 1, 1, 1, 1], 12, 2)]
 )
-def test_chunks_are_as_wide_as_it_saves_memory(rows, chunks, width):
+def test_chunk_width_minimizes_memory(rows, chunks, width):
     lengths = [4 * (index + 1) for index in range(len(rows))]
     cache = DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts(lengths, rows), _packed(lengths), frozenset())
@@ -52,26 +52,26 @@ def test_chunks_are_as_wide_as_it_saves_memory(rows, chunks, width):
     assert _shape(cache) == (chunks, width)
 
 
-def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
+def test_free_lane_is_used_before_new_chunk():
     cache = DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts([6], [4]), _packed([6]), frozenset())
     cache.release(slots[1:3])
-    again = cache.allocate_slots([NewPrompt(_key(range(6)), 2, None)], None, frozenset())
-    assert sorted(again) == slots[1:3]
-    more = cache.allocate_slots([NewPrompt(_key(range(6)), 1, None)], None, frozenset())
-    assert more[0] // 4 == 1  # a second chunk, its prompt copied from the first
+    reused = cache.allocate_slots([NewPrompt(_key(range(6)), 2, None)], None, frozenset())
+    assert sorted(reused) == slots[1:3]
+    added = cache.allocate_slots([NewPrompt(_key(range(6)), 1, None)], None, frozenset())
+    assert added[0] // 4 == 1  # a second chunk, whose prompt is copied from the first
     assert torch.equal(cache.layers_kv[1].prefix_k[1], cache.layers_kv[1].prefix_k[0])
 
 
-def test_a_prompt_that_is_still_needed_is_not_overwritten():
-    for needed, kept in ((frozenset({_key(range(6))}), True), (frozenset(), False)):
+def test_needed_prompt_is_not_overwritten():
+    for needed, is_cached in ((frozenset({_key(range(6))}), True), (frozenset(), False)):
         cache = DecodeCache(CPU)
         cache.release(cache.allocate_slots(_prompts([6], [2]), _packed([6]), frozenset()))
         cache.allocate_slots([NewPrompt(_key((90, 91)), 2, 0)], _packed([2]), needed)
-        assert cache.has_prompt(_key(range(6))) is kept
+        assert cache.has_prompt(_key(range(6))) is is_cached
 
 
-def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
+def test_compaction_preserves_keys_and_values():
     lengths, cache = [8] * 6, DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts(lengths, [8] * 6), _packed(lengths), frozenset())
     cache.begin(slots, [0] * 48)
@@ -80,18 +80,18 @@ def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
         cache.update(states, states, layer)
         cache.attend(states, states, states, 1.0, None)
     assert cache.compact(frozenset()) is None
-    stay = [3, 17, 40]
-    cache.release([slot for row, slot in enumerate(slots) if row not in stay])
+    remaining = [3, 17, 40]
+    cache.release([slot for row, slot in enumerate(slots) if row not in remaining])
     moved = cache.compact(frozenset())
     assert moved is not None
     assert _shape(cache) == (3, 1)
-    for row in stay:
+    for row in remaining:
         chunk = int(moved[slots[row]])
         assert cache.layers_kv[1].lanes_k[chunk, 0, 0, 0, 0] == row
         assert cache.layers_kv[1].prefix_v[chunk, 0, 0, 0] == -(row // 8) * 8
 
 
-def test_weights_that_changed_split_twins():
+def test_changed_weights_separate_equal_prompts():
     cache = DecodeCache(CPU)
     slots = cache.allocate_slots(_prompts([6], [8]), _packed([6]), frozenset())
     cache.forget_prompts()

@@ -1,4 +1,4 @@
-"""Linear layers through oneDNN compute what they did, with the weights that they have now."""
+"""Linear layers with oneDNN compute the same as torch's, with their current weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_train.engines.transformers.model_runner import OneDnnLinear, use_oned
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, 300])
 @pytest.mark.parametrize("outputs", [3, 640, 3000])
-def test_the_layers_compute_what_they_did_with_the_weights_that_they_have_now(rows: int, outputs: int, bias: bool):
+def test_onednn_layers_match_linear_with_current_weights(rows: int, outputs: int, bias: bool):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(257, outputs, bias=bias))
     names = list(model.state_dict())
@@ -22,13 +22,13 @@ def test_the_layers_compute_what_they_did_with_the_weights_that_they_have_now(ro
     with torch.inference_mode():
         for _ in range(2):
             inputs = torch.randn(1, rows, 257)
-            wanted = nn.functional.linear(inputs, *model[0].parameters())
-            torch.testing.assert_close(model(inputs), wanted, atol=1e-4, rtol=1e-5)
+            expected = nn.functional.linear(inputs, *model[0].parameters())
+            torch.testing.assert_close(model(inputs), expected, atol=1e-4, rtol=1e-5)
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter))
 
 
-def test_layers_of_other_kinds_and_dtypes_stay_as_they_are():
+def test_other_layers_and_dtypes_are_unchanged():
     class Special(nn.Linear):
         pass
 

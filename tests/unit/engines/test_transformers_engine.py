@@ -1,4 +1,4 @@
-"""The transformers engine under traffic: ends, aborts, pauses, sleep, weights, failures, close."""
+"""The transformers engine with concurrent requests: stopping, aborts, pauses, weights, failures, close."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ async def _until(engine: TransformersEngine, condition: Callable[[EngineHealth],
             await asyncio.sleep(0.001)
 
 
-def _always(*tokens: int) -> Any:
-    """A model whose greedy continuation is `tokens` over and over: token t is followed by its successor."""
+def _repeating_model(*tokens: int) -> Any:
+    """Return a model whose greedy continuation repeats `tokens` in a cycle."""
     model = tiny_model("llama", hidden_size=64, layers=1, vocab_size=320, tied=False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -63,17 +63,17 @@ def _always(*tokens: int) -> Any:
 
 
 def _broken(*_: Any) -> Any:
-    raise ZeroDivisionError("by nothing")
+    raise ZeroDivisionError("division by zero")
 
 
 def _spell(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
+# -- stopping ---------------------------------------------------------------------------------------------------------
 
 
-def test_completions_come_in_request_order_with_their_lengths():
+def test_completions_keep_request_order_and_lengths():
     async def run():
         async with _engine() as engine:
             requests = [_request(f"r{length}", max_tokens=length, seed=length) for length in (5, 1, 9, 3)]
@@ -88,31 +88,31 @@ def test_completions_come_in_request_order_with_their_lengths():
         assert completion.versions == [VersionSpan(0, length, 0)]
 
 
-def test_the_end_of_sequence_token_ends_a_row_and_is_kept():
+def test_eos_ends_row_and_is_kept():
     letters = _spell("abc")
     prompt = (letters[0],)
 
     async def run():
-        async with _engine(_always(*letters, EOS)) as engine:
-            end = _request(prompt=prompt, temperature=0.0, max_tokens=50, ignore_eos=False)
-            ignored = replace(end, request_id="i", sampling=replace(end.sampling, ignore_eos=True))
-            longer = replace(end, request_id="m", sampling=replace(end.sampling, min_tokens=4))
-            return await engine.generate([end, ignored, longer])
+        async with _engine(_repeating_model(*letters, EOS)) as engine:
+            plain = _request(prompt=prompt, temperature=0.0, max_tokens=50, ignore_eos=False)
+            ignored = replace(plain, request_id="i", sampling=replace(plain.sampling, ignore_eos=True))
+            longer = replace(plain, request_id="m", sampling=replace(plain.sampling, min_tokens=4))
+            return await engine.generate([plain, ignored, longer])
 
-    end, ignored, longer = asyncio.run(run())
-    assert end.token_ids.tolist() == [*letters[1:], EOS]
-    assert (end.stop_reason, end.stop_text) == ("stop", "<|im_end|>")
+    plain, ignored, longer = asyncio.run(run())
+    assert plain.token_ids.tolist() == [*letters[1:], EOS]
+    assert (plain.stop_reason, plain.stop_text) == ("stop", "<|im_end|>")
     assert (len(ignored.token_ids), ignored.stop_reason) == (50, "length")
     assert EOS not in longer.token_ids[:4]
     assert len(longer.token_ids) >= 4
 
 
-def test_every_end_of_sequence_token_of_model_and_tokenizer_counts():
+def test_all_eos_tokens_of_configs_end_responses():
     letters = _spell("abc")
-    for place in ("generation_config", "config"):
-        model = _always(*letters)
+    for config in ("generation_config", "config"):
+        model = _repeating_model(*letters)
         model.generation_config.eos_token_id = None
-        vars(getattr(model, place))["eos_token_id"] = [300, letters[2]]
+        vars(getattr(model, config))["eos_token_id"] = [300, letters[2]]
 
         async def run(model=model):
             async with _engine(model) as engine:
@@ -121,11 +121,11 @@ def test_every_end_of_sequence_token_of_model_and_tokenizer_counts():
         assert asyncio.run(run())[0].token_ids.tolist() == list(letters[1:])
 
 
-def test_stop_strings_may_span_tokens_and_stop_ids_are_a_rows_own():
+def test_stop_strings_and_stop_token_ids():
     text = _spell("abc</d>.")
 
     async def run():
-        async with _engine(_always(*text)) as engine:
+        async with _engine(_repeating_model(*text)) as engine:
             base: dict[str, Any] = {"prompt": text[:1], "temperature": 0.0, "max_tokens": 30}
             return await engine.generate(
                 [
@@ -162,7 +162,7 @@ def test_max_model_len_ends_a_row():
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 64])
-def test_samples_of_a_prompt_read_it_once(max_num_seqs):
+def test_samples_share_one_prefill(max_num_seqs):
     other = (9, 8, 7)
 
     async def run():
@@ -180,29 +180,29 @@ def test_samples_of_a_prompt_read_it_once(max_num_seqs):
     assert (health.running, health.queued) == (0, 0)
 
 
-def test_64_concurrent_calls_share_8_places():
+def test_64_concurrent_calls_share_8_rows():
     async def run():
         async with _engine(max_num_seqs=8) as engine:
-            most = 0
+            max_running = 0
 
             async def watch():
-                nonlocal most
+                nonlocal max_running
                 while True:
-                    most = max(most, (await engine.health()).running)
+                    max_running = max(max_running, (await engine.health()).running)
                     await asyncio.sleep(0)
 
             watcher = asyncio.ensure_future(watch())
             calls = [engine.generate([_request(f"r{n}", seed=n, max_tokens=2 + n % 7)]) for n in range(64)]
             completions = await asyncio.gather(*calls)
             watcher.cancel()
-            return most, completions
+            return max_running, completions
 
-    most, completions = asyncio.run(run())
+    max_running, completions = asyncio.run(run())
     assert [len(c[0].token_ids) for c in completions] == [2 + n % 7 for n in range(64)]
-    assert 1 <= most <= 8
+    assert 1 <= max_running <= 8
 
 
-def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
+def test_finished_rows_free_the_cache():
     async def run():
         async with _engine() as engine:
             sizes, caches = [], []
@@ -218,11 +218,11 @@ def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
             return sizes, caches[0].layers_kv
 
     sizes, layers = asyncio.run(run())
-    assert sizes == [5, 4, 3, 2, 1]  # the first token of each comes from reading the prompt
+    assert sizes == [5, 4, 3, 2, 1]  # The first token of each row comes from the prefill.
     assert layers == []
 
 
-def test_an_id_that_is_in_use_is_refused():
+def test_duplicate_request_id_is_rejected():
     async def run():
         async with _engine() as engine:
             with pytest.raises(UnsupportedParameter, match="'r' is in use"):
@@ -232,7 +232,7 @@ def test_an_id_that_is_in_use_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("request_", "named"),
+    ("request_", "message"),
     [
         (_request(prompt=()), "no tokens"),
         (_request(prompt=(1, 320)), "0..319"),
@@ -245,17 +245,17 @@ def test_an_id_that_is_in_use_is_refused():
         (_request(stop_token_ids=tuple(range(320)), min_tokens=2), "320 stop_token_ids with min_tokens=2"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused_by_name(request_, named):
+def test_invalid_requests_are_rejected_by_name(request_, message):
     async def run():
         async with _engine() as engine:
             with pytest.raises(UnsupportedParameter, match="transformers") as caught:
                 await engine.generate([request_])
-            assert named in str(caught.value)
+            assert message in str(caught.value)
 
     asyncio.run(run())
 
 
-def test_an_end_of_sequence_beyond_the_vocabulary_is_no_token():
+def test_eos_beyond_vocabulary_is_ignored():
     model = tiny_model(hidden_size=32)
     model.generation_config.eos_token_id = [EOS, 5000]
 
@@ -266,7 +266,7 @@ def test_an_end_of_sequence_beyond_the_vocabulary_is_no_token():
     assert len(asyncio.run(run())[0].token_ids) == 8
 
 
-def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured():
+def test_only_stop_strings_need_tokenizer():
     engine = TransformersEngine(tiny_model(hidden_size=32))
     assert engine.capabilities.sampling == {field.name for field in fields(SamplingParams)} - {"stop"}
 
@@ -279,7 +279,7 @@ def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured()
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_queued_request_shares_a_prompt_unless_the_prefix_cache_was_reset(reset):
+def test_queued_request_shares_prompt_until_cache_reset(reset):
     async def run():
         async with _engine(max_num_seqs=1) as engine:
             call = asyncio.ensure_future(engine.generate([_request(f"r{n}", seed=n, max_tokens=60) for n in range(2)]))
@@ -314,13 +314,13 @@ def test_abort_returns_what_was_sampled():
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_a_deadline_ends_a_request_that_ran_so_long_and_not_one_that_waited_for_it():
+def test_deadline_counts_only_running_time():
     async def run():
         async with _engine(max_num_seqs=1) as engine:
             requests = [replace(_request(name, max_tokens=4000), deadline_s=0.2) for name in "ab"]
-            begun = time.monotonic()
+            start_s = time.monotonic()
             late = await engine.generate(requests)
-            assert time.monotonic() - begun >= 0.4
+            assert time.monotonic() - start_s >= 0.4
             await engine.pause()
             paused = await engine.generate([replace(_request("c"), deadline_s=0.1)])
             return late, paused
@@ -332,25 +332,25 @@ def test_a_deadline_ends_a_request_that_ran_so_long_and_not_one_that_waited_for_
     assert paused.token_ids.tolist() == []
 
 
-def test_pause_keep_stops_and_resume_goes_on_with_the_same_tokens():
+def test_resume_continues_with_same_tokens():
     request = _request("a", max_tokens=400, seed=5)
 
     async def run():
         async with _engine() as engine:
-            whole = (await engine.generate([request]))[0]
+            uninterrupted = (await engine.generate([request]))[0]
             before = (await engine.health()).generated_tokens
             call = asyncio.ensure_future(engine.generate([request]))
             await _until(engine, lambda health: health.generated_tokens > before + 5)
             await engine.pause("keep")
-            seen = (await engine.health()).generated_tokens
+            paused_at = (await engine.health()).generated_tokens
             await asyncio.sleep(0.05)
             health = await engine.health()
-            assert (health.generated_tokens, health.paused, health.running) == (seen, True, 1)
+            assert (health.generated_tokens, health.paused, health.running) == (paused_at, True, 1)
             await engine.resume()
-            return whole, (await call)[0]
+            return uninterrupted, (await call)[0]
 
-    whole, resumed = asyncio.run(run())
-    assert whole == resumed
+    uninterrupted, resumed = asyncio.run(run())
+    assert uninterrupted == resumed
 
 
 def test_pause_abort_ends_everything_and_new_requests_wait():
@@ -369,7 +369,7 @@ def test_pause_abort_ends_everything_and_new_requests_wait():
     assert asyncio.run(run()).stop_reason == "length"
 
 
-def test_pause_wait_lets_running_requests_finish_and_keeps_queued_ones():
+def test_pause_wait_finishes_running_and_keeps_queued():
     async def run():
         async with _engine(max_num_seqs=1) as engine:
             first = asyncio.ensure_future(engine.generate([_request("a", max_tokens=60)]))
@@ -391,40 +391,40 @@ def test_pause_wait_lets_running_requests_finish_and_keeps_queued_ones():
 
 
 def _sync(source: torch.nn.Module, version: int) -> tuple[Manifest, list[Any]]:
-    """What a trainer holding `source` sends in process."""
+    """Return the manifest and the buckets that a trainer with the weights of `source` sends in process."""
     sender = WeightSender(source.named_parameters, wire_dtype="float32", bucket_bytes=1 << 14, rank=0)
     manifest = sender.prepare_manifest(version)
     return manifest, [sender.send(bucket.index) for bucket in plan_buckets(manifest)]
 
 
-def test_new_weights_are_served_and_their_version_is_told():
+def test_new_weights_are_served_with_their_version():
     old, new = tiny_model(hidden_size=32), tiny_model(hidden_size=32, seed=1)
 
     async def run():
         async with _engine(new) as fresh, _engine(old) as engine:
-            wanted = (await fresh.generate([_request(seed=3)]))[0]
+            expected = (await fresh.generate([_request(seed=3)]))[0]
             before = (await engine.generate([_request(seed=3)]))[0]
-            manifest, sent = _sync(tiny_model(hidden_size=32, seed=1), 4)
+            manifest, buckets = _sync(tiny_model(hidden_size=32, seed=1), 4)
             await engine.begin_weights(manifest)
-            for bucket in sent:
+            for bucket in buckets:
                 await engine.receive_weights(bucket)
             assert (await engine.health()).torn
-            with pytest.raises(EngineError, match="half of a weight transfer"):
+            with pytest.raises(EngineError, match="is not fully loaded"):
                 await engine.generate([_request()])
-            with pytest.raises(EngineError, match="half of a weight transfer"):
+            with pytest.raises(EngineError, match="is not fully loaded"):
                 await engine.score([(1, 2)])
             await engine.commit_weights(4)
             after = (await engine.generate([_request(seed=3)]))[0]
-            return wanted, before, after, await engine.health()
+            return expected, before, after, await engine.health()
 
-    wanted, before, after, health = asyncio.run(run())
-    assert after.token_ids.tolist() == wanted.token_ids.tolist() != before.token_ids.tolist()
-    assert after.logprobs.tolist() == wanted.logprobs.tolist()
+    expected, before, after, health = asyncio.run(run())
+    assert after.token_ids.tolist() == expected.token_ids.tolist() != before.token_ids.tolist()
+    assert after.logprobs.tolist() == expected.logprobs.tolist()
     assert after.versions == [VersionSpan(0, 8, 4)]
     assert (health.version, health.torn) == (4, False)
 
 
-def test_a_row_that_outlives_its_weights_tells_where_they_changed():
+def test_completion_records_weight_change():
     prompts = [_request(f"r{n}", max_tokens=200, seed=n) for n in range(2)]
 
     async def run():
@@ -432,34 +432,34 @@ def test_a_row_that_outlives_its_weights_tells_where_they_changed():
             call = asyncio.ensure_future(engine.generate(prompts))
             await _until(engine, lambda health: health.generated_tokens > 10)
             await engine.pause("keep")
-            await engine.abort(["r1"])  # leaves a free lane beside r0, which a new sample of the prompt must not take
-            manifest, sent = _sync(tiny_model(hidden_size=32, seed=1), 1)
+            await engine.abort(["r1"])  # This frees a lane beside r0, which a new sample of the prompt must not use.
+            manifest, buckets = _sync(tiny_model(hidden_size=32, seed=1), 1)
             await engine.begin_weights(manifest)
-            for bucket in sent:
+            for bucket in buckets:
                 await engine.receive_weights(bucket)
             await engine.commit_weights(1)
-            # The same prompt again: what the old weights made of it must not be used.
-            read = (await engine.health()).prefilled_tokens
+            # A new request with the same prompt must not use keys and values of the old weights.
+            prefilled_before = (await engine.health()).prefilled_tokens
             later = asyncio.ensure_future(engine.generate([_request("new", seed=9)]))
             await engine.resume()
             new = (await later)[0]
-            fresh = (await engine.health()).prefilled_tokens - read
+            prefilled = (await engine.health()).prefilled_tokens - prefilled_before
             async with _engine(tiny_model(hidden_size=32, seed=1)) as other:
-                wanted = (await other.generate([_request("new", seed=9)]))[0]
-            return await call, new, wanted, fresh
+                expected = (await other.generate([_request("new", seed=9)]))[0]
+            return await call, new, expected, prefilled
 
-    (row, cut), new, wanted, fresh = asyncio.run(run())
+    (row, aborted), new, expected, prefilled = asyncio.run(run())
     first, second = row.versions
     assert (first.start, first.stop, second.stop) == (0, second.start, 200)
     assert (first.version, second.version) == (0, 1)
-    assert cut.versions == [VersionSpan(0, first.stop, 0)]
-    assert fresh == len(PROMPT)
-    assert new.token_ids.tolist() == wanted.token_ids.tolist()
-    assert new.logprobs.tolist() == pytest.approx(wanted.logprobs.tolist(), abs=1e-5)
+    assert aborted.versions == [VersionSpan(0, first.stop, 0)]
+    assert prefilled == len(PROMPT)
+    assert new.token_ids.tolist() == expected.token_ids.tolist()
+    assert new.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
     assert new.versions == [VersionSpan(0, 8, 1)]
 
 
-def test_a_refused_manifest_leaves_the_old_weights_serving():
+def test_rejected_manifest_keeps_old_weights():
     async def run():
         async with _engine() as engine:
             before = await engine.generate([_request(seed=1)])
@@ -471,7 +471,7 @@ def test_a_refused_manifest_leaves_the_old_weights_serving():
     assert before == after
 
 
-def test_tied_weights_are_held_once():
+def test_tied_weights_occur_once():
     async def run():
         async with _engine(tiny_model(hidden_size=32, tied=True)) as engine:
             return engine.served.parameters
@@ -481,10 +481,10 @@ def test_tied_weights_are_held_once():
     assert {dtype_name(p.dtype) for p in parameters.values()} == {"float32"}
 
 
-# -- failures and the end ---------------------------------------------------------------------------------------------
+# -- failures and close -----------------------------------------------------------------------------------------------
 
 
-def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
+def test_engine_survives_failed_step():
     async def run():
         async with _engine() as engine:
             decode = engine.served.decode
@@ -497,7 +497,7 @@ def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
     assert asyncio.run(run())[0].stop_reason == "length"
 
 
-def test_a_request_that_fails_as_it_begins_holds_up_no_deadline():
+def test_failed_prefill_does_not_block_deadlines():
     failing, late = (replace(_request(name, max_tokens=4000), deadline_s=0.2) for name in "ab")
 
     async def run():
@@ -514,7 +514,7 @@ def test_a_request_that_fails_as_it_begins_holds_up_no_deadline():
     assert completion.running_s >= 0.2
 
 
-def test_weights_that_are_not_finite_are_an_error_not_tokens():
+def test_non_finite_weights_raise_error():
     model = tiny_model(hidden_size=32)
 
     async def run():
@@ -527,7 +527,7 @@ def test_weights_that_are_not_finite_are_an_error_not_tokens():
     asyncio.run(run())
 
 
-def test_close_fails_what_runs_ends_the_thread_and_refuses_the_rest():
+def test_close_fails_running_and_later_calls():
     async def run():
         engine = TransformersEngine(tiny_model(hidden_size=32), name="brief")
         call = asyncio.ensure_future(engine.generate([_request(max_tokens=4000)]))
@@ -544,11 +544,11 @@ def test_close_fails_what_runs_ends_the_thread_and_refuses_the_rest():
     assert not any("brief" in thread.name for thread in threading.enumerate())
 
 
-def test_a_call_that_was_cancelled_leaves_no_complaint_of_the_loop():
-    said: list[Any] = []
+def test_cancelled_call_logs_no_loop_error():
+    loop_errors: list[Any] = []
 
     async def run():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
         async with _engine() as engine:
             call = asyncio.ensure_future(engine.generate([_request(max_tokens=4000)]))
             await _until(engine, lambda health: health.running == 1)
@@ -556,10 +556,10 @@ def test_a_call_that_was_cancelled_leaves_no_complaint_of_the_loop():
 
     asyncio.run(run())
     gc.collect()
-    assert not said
+    assert not loop_errors
 
 
-def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
+def test_folder_is_loaded_with_tokenizer(tmp_path):
     path = save_tiny_model(tmp_path, hidden_size=32)
 
     async def run():

@@ -1,4 +1,4 @@
-"""What the transformers engine samples is what the model says: against Hugging Face's own forward and generate."""
+"""The transformers engine samples from the model's distribution, compared with Hugging Face's forward and generate."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _generate(model: PreTrainedModel, requests: list[SampleRequest], **options) 
 
 @torch.no_grad()
 def _reference(model: PreTrainedModel, request: SampleRequest, ids: list[int]) -> tuple[list[float], list[float]]:
-    """Log-probs of `ids` (of the truncated distribution, of the full one), one row at a time, eager attention."""
+    """Return the log-probs of `ids` in the truncated and in the full distribution, with eager attention."""
     model.set_attn_implementation("eager")
     tokens = torch.tensor([[*request.token_ids.tolist(), *ids]])
     logits = model(input_ids=tokens, use_cache=False).logits[0].float()
@@ -106,7 +106,7 @@ def _assert_logprobs_are_the_models(model, requests, completions):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logprobs_equal_the_models_for_every_architecture(kind):
+def test_logprobs_match_model_for_every_architecture(kind):
     model = _model(kind)
     requests = _requests(_prompts([5, 11, 5, 1]), 3, SamplingParams(max_tokens=14))
     _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
@@ -129,7 +129,7 @@ def test_logprobs_are_of_the_distribution_really_sampled_from(options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_hugging_faces_greedy(kind):
+def test_greedy_matches_hugging_face(kind):
     model = _model(kind)
     requests = _requests(_prompts([4, 9, 13]), 2, SamplingParams(max_tokens=20, temperature=0.0))
     model.set_attn_implementation("eager")
@@ -137,15 +137,15 @@ def test_greedy_equals_hugging_faces_greedy(kind):
     for request, completion in zip(requests, _generate(model, requests), strict=True):
         ids = torch.tensor([request.token_ids.tolist()])
         mask = torch.ones_like(ids)
-        wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
-        assert completion.token_ids.tolist() == wanted[0, ids.shape[1] :].tolist()
+        expected = reference.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert completion.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
         assert completion.logprobs.tolist() == [0.0] * 20
 
 
 @pytest.mark.parametrize("kind", [*WINDOWED, "qwen2_moe"])
 @pytest.mark.parametrize("window", [4, 9])
-def test_sliding_windows_hide_what_left_them(kind, window):
-    # Prompts shorter and longer than the window; sampled tokens that push the prompt out of it.
+def test_sliding_windows_hide_older_tokens(kind, window):
+    # Prompts are shorter and longer than the window, and sampled tokens push the prompt out of it.
     model = _model(kind, window)
     requests = _requests(_prompts([3, 12, 7]), 2, SamplingParams(max_tokens=16))
     _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
@@ -153,16 +153,16 @@ def test_sliding_windows_hide_what_left_them(kind, window):
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "deepseek_v3", *WINDOWED_BY_MASK])
-def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind: str, samples: int):
+def test_decoding_is_exact_in_double_precision(kind: str, samples: int):
     model: Any = _model(kind, window=6 if kind in (*WINDOWED, *WINDOWED_BY_MASK) else None).double().eval()
-    model.set_experts_implementation("eager")  # the default one lacks float64
-    prompts, new = _prompts([11, 3, 11]), 40  # more tokens than lanes have room for at first
+    model.set_experts_implementation("eager")  # The default implementation lacks float64.
+    prompts, new = _prompts([11, 3, 11]), 40  # more tokens than the initial lanes can store
     sampled = torch.tensor(_prompts([new] * 3 * samples, seed=1))
     rows = [prompt for prompt in prompts for _ in range(samples)]
     device = torch.device("cpu")
     with double_precision(), torch.inference_mode():
         model.set_attn_implementation("eager")
-        wanted = [
+        expected = [
             model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 :]
             for prompt, ids in zip(rows, sampled.tolist(), strict=True)
         ]
@@ -171,17 +171,17 @@ def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind:
         packed, starts, logits = served.prefill(keys)
         new_prompts = [NewPrompt(key, samples, start) for key, start in zip(keys, starts, strict=True)]
         slots = cache.allocate_slots(new_prompts, packed, frozenset())
-        got = [logits.repeat_interleave(samples, 0)]
+        results = [logits.repeat_interleave(samples, 0)]
         for step in range(new):
             if not cache.advance():
                 cache.begin(slots, [step] * len(slots))
-            got.append(served.decode(sampled[:, step], cache))
-    assert got[-1].dtype == torch.float64
-    torch.testing.assert_close(torch.stack(got, 1), torch.stack(wanted), atol=1e-9, rtol=0)
+            results.append(served.decode(sampled[:, step], cache))
+    assert results[-1].dtype == torch.float64
+    torch.testing.assert_close(torch.stack(results, 1), torch.stack(expected), atol=1e-9, rtol=0)
 
 
-def test_rows_that_come_and_go_do_not_disturb_the_others():
-    # Lengths 1 to 90 through 6 places: rows finish, lanes are reused, the cache grows, shrinks and is rearranged.
+def test_other_rows_do_not_affect_a_row():
+    # Responses of 1 to 90 tokens in 6 rows: rows finish, lanes are reused, the cache grows, shrinks and is compacted.
     model = _model()
     prompts = _prompts([3, 40, 8, 17, 8, 21], seed=1)
     requests = [
@@ -193,7 +193,7 @@ def test_rows_that_come_and_go_do_not_disturb_the_others():
     _assert_logprobs_are_the_models(model, requests, completions)
 
 
-def test_a_large_batch_that_shrinks_is_packed_together_and_stays_right():
+def test_shrinking_batch_stays_exact_after_compaction():
     model = _model()
     requests = [
         replace(request, sampling=SamplingParams(max_tokens=3 if index % 8 else 40))
@@ -202,7 +202,7 @@ def test_a_large_batch_that_shrinks_is_packed_together_and_stays_right():
     _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
 
 
-def test_results_do_not_depend_on_batch_composition_or_order():
+def test_results_are_independent_of_batch_and_order():
     model = _model()
     requests = _requests(_prompts([6, 9, 4]), 4, SamplingParams(max_tokens=25))
     together = {c.request_id: c for c in _generate(model, requests)}
@@ -215,7 +215,7 @@ def test_results_do_not_depend_on_batch_composition_or_order():
         assert completion.token_ids.tolist() == together[completion.request_id].token_ids.tolist()
 
 
-def test_the_same_call_gives_the_same_bits_whatever_the_engine_did_before():
+def test_results_are_bitwise_independent_of_earlier_work():
     model = _model()
     requests = _requests(_prompts([6, 9, 4]), 4, SamplingParams(max_tokens=25))
 
@@ -236,12 +236,12 @@ def test_sampled_tokens_follow_the_models_distribution():
     count = 4000
     completions = _generate(model, _requests(prompt, count, SamplingParams(max_tokens=2)), max_num_seqs=count)
     with torch.no_grad():
-        wanted = model(input_ids=torch.tensor(prompt)).logits[0, -1].softmax(-1)
-        favourite = int(wanted.argmax())
-        after = model(input_ids=torch.tensor([[*prompt[0], favourite]])).logits[0, -1].softmax(-1)
+        first_probs = model(input_ids=torch.tensor(prompt)).logits[0, -1].softmax(-1)
+        mode = int(first_probs.argmax())
+        second_probs = model(input_ids=torch.tensor([[*prompt[0], mode]])).logits[0, -1].softmax(-1)
     first = [completion.token_ids[0] for completion in completions]
-    second = [completion.token_ids[1] for completion in completions if completion.token_ids[0] == favourite]
-    for ids, probabilities in ((first, wanted), (second, after)):
+    second = [completion.token_ids[1] for completion in completions if completion.token_ids[0] == mode]
+    for ids, probabilities in ((first, first_probs), (second, second_probs)):
         shares = torch.bincount(torch.tensor(ids), minlength=VOCABULARY) / len(ids)
         error = (probabilities * (1 - probabilities) / len(ids)).sqrt()
         assert ((shares - probabilities).abs() <= 5 * error + 2 / len(ids)).all()
@@ -252,12 +252,12 @@ def test_half_precision_is_served(dtype):
     model = _model().to(dtype)
     requests = _requests(_prompts([6, 9]), 2, SamplingParams(max_tokens=8))
     for request, completion in zip(requests, _generate(model, requests), strict=True):
-        wanted = _reference(model, request, completion.token_ids.tolist())[1]
-        assert completion.full_logprobs.tolist() == pytest.approx(wanted, abs=0.15)
+        expected = _reference(model, request, completion.token_ids.tolist())[1]
+        assert completion.full_logprobs.tolist() == pytest.approx(expected, abs=0.15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_the_models_for_sequences_of_any_length(kind):
+def test_scores_match_model_for_any_length(kind):
     model = _model(kind)
     sequences = _prompts([9, 2, 1, 30, 9])
 
@@ -274,7 +274,7 @@ def test_scores_are_the_models_for_sequences_of_any_length(kind):
             assert scores == pytest.approx(_reference(model, request, list(ids[1:]))[1], abs=1e-4)
 
 
-def test_a_model_that_keeps_another_kind_of_state_is_refused():
+def test_state_space_model_is_rejected():
     from transformers import MambaConfig, MambaForCausalLM
 
     mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
@@ -282,7 +282,7 @@ def test_a_model_that_keeps_another_kind_of_state_is_refused():
         TransformersEngine(mamba)
 
 
-def test_an_encoder_decoder_is_refused():
+def test_encoder_decoder_is_rejected():
     from transformers import T5Config, T5ForConditionalGeneration
 
     small = T5Config(vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2)
@@ -291,22 +291,22 @@ def test_an_encoder_decoder_is_refused():
         TransformersEngine(T5ForConditionalGeneration(small))
 
 
-def test_a_model_whose_attention_has_more_to_it_is_refused():
+def test_model_with_extra_attention_input_is_rejected():
     model = _model()
-    for layer in model.model.layers:  # as a model hands over what it has besides queries, keys and values
+    for layer in model.model.layers:  # like a model that passes more than queries, keys and values
         layer.self_attn.forward = partial(layer.self_attn.forward, position_bias=torch.zeros(1))
     with pytest.raises(EngineError, match="Qwen2Attention: it uses position_bias"):
         TransformersEngine(model)
 
 
-def test_a_rope_that_depends_on_the_batch_is_refused():
+def test_dynamic_rope_is_rejected():
     model = _model("llama")
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    with pytest.raises(EngineError, match="rope"):
+    with pytest.raises(EngineError, match="RoPE depends on the longest sequence"):
         TransformersEngine(model)
 
 
-def test_what_waits_for_an_engine_that_never_sampled_is_aborted():
+def test_abort_before_first_sample_returns_empty_completion():
     async def run():
         engine = TransformersEngine(_model(), max_num_seqs=1)
         await engine.pause()
@@ -319,5 +319,6 @@ def test_what_waits_for_an_engine_that_never_sampled_is_aborted():
         finally:
             await engine.close()
 
-    done = asyncio.run(run())
-    assert (done.token_ids.tolist(), done.logprobs.tolist(), done.stop_reason) == ([], [], "abort")
+    completion = asyncio.run(run())
+    assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([], [])
+    assert completion.stop_reason == "abort"

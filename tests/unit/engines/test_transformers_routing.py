@@ -1,4 +1,4 @@
-"""Where tokens of a mixture of experts went in the transformers engine, and what the trainer makes of it."""
+"""The expert routing that the transformers engine records, and its use by the trainer."""
 
 from __future__ import annotations
 
@@ -32,48 +32,48 @@ def requests(count: int) -> list[SampleRequest]:
     ]
 
 
-def sampled(kind: str, retracted: bool = False) -> list[Completion]:
+def sample(kind: str, retracted: bool = False) -> list[Completion]:
     async def run() -> list[Completion]:
         engine = TransformersEngine(tiny_model(kind), keeps_routing=True, max_num_seqs=3)
         try:
-            under_way = asyncio.create_task(engine.generate(requests(40)))
+            call = asyncio.create_task(engine.generate(requests(40)))
             while retracted and (await engine.health()).generated_tokens < 12:
                 await asyncio.sleep(0)
             if retracted:
                 await engine.pause("retract")
                 await engine.resume()
-            return await under_way
+            return await call
         finally:
             await engine.close()
 
     return asyncio.run(run())
 
 
-def chosen_by_the_trainer(kind: str, tokens: list[int]) -> np.ndarray:
+def trainer_routing(kind: str, tokens: list[int]) -> np.ndarray:
     model = tiny_model(kind)
     logprob_model = LogprobModel(model)
     logprob_model.routers.record_routed_experts = True
-    ids, places = torch.tensor(tokens), torch.arange(len(tokens))
+    ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
     with torch.no_grad():
-        logprob_model(ids, places, torch.tensor([0, len(tokens)]), torch.ones(1), places > 0)
+        logprob_model(ids, positions, torch.tensor([0, len(tokens)]), torch.ones(1), positions > 0)
     assert logprob_model.routed_experts is not None
     return logprob_model.routed_experts.numpy()
 
 
 @pytest.mark.parametrize("retracted", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_a_completion_tells_where_its_tokens_went(kind: str, retracted: bool) -> None:
-    for prompt, completion in zip(PROMPTS, sampled(kind, retracted), strict=True):
+def test_completion_routing_matches_trainer(kind: str, retracted: bool) -> None:
+    for prompt, completion in zip(PROMPTS, sample(kind, retracted), strict=True):
         tokens = [*prompt, *completion.token_ids]
         assert completion.routing.dtype == np.int16
-        wanted = chosen_by_the_trainer(kind, tokens)[:-1]
-        assert completion.routing.shape == wanted.shape
-        same = (np.sort(completion.routing, -1) == np.sort(wanted, -1)).mean()
-        assert same > 0.99, "in float32 next to no choice depends on rounding"
+        expected = trainer_routing(kind, tokens)[:-1]
+        assert completion.routing.shape == expected.shape
+        agreement = (np.sort(completion.routing, -1) == np.sort(expected, -1)).mean()
+        assert agreement > 0.99, "in float32 almost no choice depends on rounding"
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_a_request_that_ends_at_once_tells_of_its_prompt(tokens: int) -> None:
+def test_routing_of_short_response_covers_prompt(tokens: int) -> None:
     async def run() -> list[Completion]:
         engine = TransformersEngine(tiny_model("qwen3_moe"), keeps_routing=True)
         try:
@@ -85,8 +85,8 @@ def test_a_request_that_ends_at_once_tells_of_its_prompt(tokens: int) -> None:
         assert completion.routing.shape == (len(prompt) + tokens - 1, 2, 2)
 
 
-def test_a_model_without_experts_cannot_tell() -> None:
-    with pytest.raises(EngineError, match="Qwen2ForCausalLM has no routers whose choices it could keep"):
+def test_model_without_experts_cannot_record_routing() -> None:
+    with pytest.raises(EngineError, match="cannot record expert routing: Qwen2ForCausalLM has no routers"):
         TransformersEngine(tiny_model(), keeps_routing=True)
 
 
@@ -94,27 +94,27 @@ def routing(*rows: int) -> np.ndarray:
     return np.array(rows, dtype=np.int16).reshape(-1, 1, 1)
 
 
-def completion(ids: list[int], told: Any) -> Completion:
-    return completion_from("r", ids, [-1.0] * len(ids), [-1.0] * len(ids), "stop", [], routing=told)
+def completion(ids: list[int], routing: Any) -> Completion:
+    return completion_from("r", ids, [-1.0] * len(ids), [-1.0] * len(ids), "stop", [], routing=routing)
 
 
-def test_tokens_of_earlier_turns_stay_where_they_were_when_they_were_sampled() -> None:
+def test_earlier_turns_keep_their_sampled_routing() -> None:
     item = trajectory_from(Prompt("0", [], "none"), 0, [], [], [], [], [], 0.0, "stop", 1.0)
-    ledger = TrajectoryBuilder(item)
-    ledger.start_episode([5, 6])
-    ledger.append_sample(completion([7, 2], routing(0, 1, 2)))
-    ledger.append_prompt([9])
-    ledger.append_sample(completion([8], routing(3, 3, 3, 4, 5)))
-    ledger.restart([5, 9])
-    ledger.append_sample(completion([4, 2], routing(6, 7, 8)))
+    builder = TrajectoryBuilder(item)
+    builder.start_episode([5, 6])
+    builder.append_sample(completion([7, 2], routing(0, 1, 2)))
+    builder.append_prompt([9])
+    builder.append_sample(completion([8], routing(3, 3, 3, 4, 5)))
+    builder.restart([5, 9])
+    builder.append_sample(completion([4, 2], routing(6, 7, 8)))
     plain = trajectory_from(Prompt("1", [], "none"), 1, [5], [6], [1], [-1.0], [], 0.0, "stop", 1.0)
     batch = collate([TrajectoryGroup(item.prompt, [item, plain])])
     assert batch.routing is not None
     assert batch.routing.flatten().tolist() == [0, 1, 2, 4, 5, -1, 6, 7, 8, -1, -1, -1]
     assert batch.select([2, 0]).routing.flatten().tolist() == [-1, -1, 0, 1, 2, 4, 5, -1]  # type: ignore[union-attr]
     assert collate([TrajectoryGroup(plain.prompt, [plain])]).routing is None
-    held = batch.routing.numpy()
-    assert len(item.routing) == 2 and all(np.shares_memory(one, held) for one in item.routing), "it is held once"
-    again = collate([TrajectoryGroup(item.prompt, [item, plain]), TrajectoryGroup(item.prompt, [item, plain])])
-    assert again.routing is not None, "a group that sampling repeats is in a batch twice"
-    assert again.routing.flatten().tolist() == 2 * batch.routing.flatten().tolist()
+    stored = batch.routing.numpy()
+    assert len(item.routing) == 2 and all(np.shares_memory(part, stored) for part in item.routing), "no second copy"
+    twice = collate([TrajectoryGroup(item.prompt, [item, plain]), TrajectoryGroup(item.prompt, [item, plain])])
+    assert twice.routing is not None, "a batch may contain a group twice"
+    assert twice.routing.flatten().tolist() == 2 * batch.routing.flatten().tolist()

@@ -19,45 +19,45 @@ def named(check: doctor.Check) -> dict[str, CheckResult]:
     return {finding.what: finding for finding in check()}
 
 
-def test_it_answers_in_time_for_people_and_for_programs():
+def test_doctor_answers_in_time_as_json():
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "skyrl_train.entrypoints.cli", "doctor", "--json"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 15  # of which 10 are its own
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert time.monotonic() - start < 15  # the checks take up to 10
+    results: list[dict[str, Any]] = json.loads(done.stdout)
     assert {"python", "torch", "versions", "Ray", "ports", "shared memory", "sandbox", "browser", "hub"} <= {
-        one["what"] for one in found
+        result["what"] for result in results
     }
-    assert {one["state"] for one in found} <= {OK, NOTE, PROBLEM}
-    assert all(one["advice"] for one in found if one["state"] == PROBLEM)
+    assert {result["state"] for result in results} <= {OK, NOTE, PROBLEM}
+    assert all(result["advice"] for result in results if result["state"] == PROBLEM)
 
 
-def test_a_check_that_fails_or_hangs_is_a_finding_and_no_end():
-    go_on = threading.Event()
+def test_failing_and_hanging_checks_become_notes():
+    finish = threading.Event()
 
     def broken() -> Iterator[CheckResult]:
         yield CheckResult("half", OK, "said")
         raise OSError("no such thing")
 
-    def hangs_on() -> Iterator[CheckResult]:
-        go_on.wait(30)
+    def hanging() -> Iterator[CheckResult]:
+        finish.wait(30)
         yield CheckResult("late", OK, "said")
 
     def fine() -> Iterator[CheckResult]:
         yield CheckResult("fine", OK, "said")
 
     try:
-        found = run_checks([broken, hangs_on, fine], seconds=0.5)
+        results = run_checks([broken, hanging, fine], timeout_s=0.5)
     finally:
-        go_on.set()
-    assert [(one.what, one.state) for one in found] == [("broken", NOTE), ("hangs on", NOTE), ("fine", OK)]
-    assert "OSError: no such thing" in found[0].found
-    assert "no answer within 0.5 s" in found[1].found
+        finish.set()
+    assert [(result.what, result.state) for result in results] == [("broken", NOTE), ("hanging", NOTE), ("fine", OK)]
+    assert "OSError: no such thing" in results[0].found
+    assert "did not finish within 0.5 s" in results[1].found
 
 
-def test_what_is_wrong_is_said_last_and_escapes_are_shown():
+def test_report_escapes_and_ends_with_problems():
     lines = list(
         report([CheckResult("disk", PROBLEM, "0 GiB \x1b[31m", "Free some."), CheckResult("hub", OK, "answers", "No.")])
     )
@@ -70,22 +70,22 @@ def test_what_is_wrong_is_said_last_and_escapes_are_shown():
     assert list(report([CheckResult("hub", OK, "answers")]))[-1] == "0 problems"
 
 
-def test_packages_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_unsatisfied_package_versions_are_named(monkeypatch: pytest.MonkeyPatch):
     version = doctor.importlib.metadata.version
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
     found = named(doctor.packages)["versions"]
     assert found.state == PROBLEM
-    assert "torch 0.1 is not ==2.13.0" in found.found
+    assert "torch 0.1 does not satisfy ==2.13.0" in found.found
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     assert named(doctor.packages)["versions"].state == OK
 
 
-def test_accelerators_that_torch_does_not_see_are_a_problem(monkeypatch: pytest.MonkeyPatch):
-    def answers(board: str, torch: dict[str, Any] | None) -> dict[str, CheckResult]:
-        said = {"nvidia-smi": board or None, sys.executable: None if torch is None else json.dumps(torch)}
+def test_accelerators_invisible_to_torch_are_a_problem(monkeypatch: pytest.MonkeyPatch):
+    def check(board: str, torch: dict[str, Any] | None) -> dict[str, CheckResult]:
+        outputs = {"nvidia-smi": board or None, sys.executable: None if torch is None else json.dumps(torch)}
 
         def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-            if (output := said[command[0]]) is None:
+            if (output := outputs[command[0]]) is None:
                 raise FileNotFoundError(command[0])
             return subprocess.CompletedProcess(command, 0, output)
 
@@ -93,22 +93,22 @@ def test_accelerators_that_torch_does_not_see_are_a_problem(monkeypatch: pytest.
         return named(doctor.accelerators)
 
     cuda = {"version": "2.13.0", "cuda": "13.0", "available": True, "nccl": "2.29.7"}
-    assert [one.state for one in answers("H100, 81559 MiB, 580.1", cuda).values()] == [OK, OK, OK]
-    hidden = answers("H100, 81559 MiB, 580.1", cuda | {"available": False})["CUDA"]
+    assert [result.state for result in check("H100, 81559 MiB, 580.1", cuda).values()] == [OK, OK, OK]
+    hidden = check("H100, 81559 MiB, 580.1", cuda | {"available": False})["CUDA"]
     assert (hidden.state, "driver is older" in hidden.advice) == (PROBLEM, True)
-    on_cpu = answers("H100, 81559 MiB, 580.1", {"version": "2.13.0+cpu", "cuda": None, "available": False, "nccl": ""})
+    on_cpu = check("H100, 81559 MiB, 580.1", {"version": "2.13.0+cpu", "cuda": None, "available": False, "nccl": ""})
     assert "CPU build" in on_cpu["CUDA"].advice
-    assert answers("", cuda)["accelerators"].state == NOTE
-    assert answers("", None)["torch"].state == PROBLEM
+    assert check("", cuda)["accelerators"].state == NOTE
+    assert check("", None)["torch"].state == PROBLEM
 
 
-def test_a_host_name_without_an_address_is_a_problem(monkeypatch: pytest.MonkeyPatch):
+def test_unresolvable_host_name_is_a_problem(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor.socket, "gethostname", lambda: "nowhere.invalid")
     found = named(doctor.ports)["ports"]
     assert (found.state, "/etc/hosts" in found.advice) == (PROBLEM, True)
 
 
-def test_a_sandbox_that_is_missing_or_refused_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_missing_or_denied_sandbox_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2\nexit 1\n")
     program.chmod(0o755)
@@ -119,7 +119,7 @@ def test_a_sandbox_that_is_missing_or_refused_is_a_note(monkeypatch: pytest.Monk
     assert "not installed" in named(doctor.sandbox)["sandbox"].found
 
 
-def test_a_hub_that_answers_does_not_or_is_off(monkeypatch: pytest.MonkeyPatch):
+def test_unreachable_and_offline_hub_are_notes(monkeypatch: pytest.MonkeyPatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -1,4 +1,4 @@
-"""Commands of the documentation that compose and check a configuration: each runs as it stands there, and ends well."""
+"""Commands of the documentation that compose and check a configuration: each runs unchanged and succeeds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from tests.support.doc_pages import Command, find_commands
 MODULES = {"main_base": main_base, "check_config": check_config}
 CHECKS = find_commands(r"python -m skyrl_train\.entrypoints\.check_config |skyrl-train plan (?!--probe)")
 PRINTS = [
-    one for one in find_commands(r"python -m skyrl_train|skyrl-train train ") if {"--cfg", "--help"} & {*one.words}
+    command
+    for command in find_commands(r"python -m skyrl_train|skyrl-train train ")
+    if {"--cfg", "--help"} & {*command.words}
 ]
 ROWS = [{"prompt": [{"role": "user", "content": "6 * 3?"}], "reward_spec": {"ground_truth": "18"}}] * 4
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pages have data, and a model."""
+    """A home folder with a model and with data where the pages have them."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "data" / "gsm8k").mkdir(parents=True)
     for split in ("train", "validation"):
@@ -32,8 +34,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints that ends well."""
+def run_command(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must succeed, and return what it prints."""
     main, arguments = cli.main, words[1:]
     if words[0] == "python":
         main, arguments = MODULES[words[2].rpartition(".")[2]].main, words[3:]  # type: ignore[assignment]
@@ -49,28 +51,28 @@ def said(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("command", CHECKS, ids=str)
-def test_a_configuration_is_checked(
+def test_documented_checks_succeed(
     command: Command, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("HOME", str(home))
-    # What the check looks for is here, but for the models of the hub.
+    # Everything that the check needs is here, except for models of the hub.
     own = () if "--elsewhere" in command.words else (f"trainer.policy.model.path={home / 'model'}",)
-    out = said((*command.words, *own), monkeypatch, capsys)
+    out = run_command((*command.words, *own), monkeypatch, capsys)
     assert out.startswith("config ok\n")
     plans = "plan" in command.words or "--plan" in command.words
     assert ("all slots together, on this machine: " in out) == plans
 
 
 @pytest.mark.parametrize("command", PRINTS, ids=str)
-def test_what_can_be_configured_is_printed(
+def test_documented_help_and_configuration_are_printed(
     command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    out = said(command.words, monkeypatch, capsys)
+    out = run_command(command.words, monkeypatch, capsys)
     if "--cfg" in command.words:
         assert yaml.safe_load(out)["trainer"]["algorithm"]["advantage_estimator"] == "grpo"
     else:
         assert "trainer.algorithm" in out and "eps_clip_low" in out
 
 
-def test_the_pages_have_such_commands():
+def test_docs_have_such_commands():
     assert len(CHECKS) >= 4 and len(PRINTS) >= 3

@@ -1,4 +1,4 @@
-"""skyrl-train engines: what it asks of a run, and what it refuses by name."""
+"""skyrl-train engines: the target number that it writes, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.doc_pages import Command, find_commands
 
 
 @contextmanager
-def under_way(folder: Path, *, apart: bool = True, engines: int = 2, local: bool = True) -> Iterator[None]:
+def running_run(folder: Path, *, apart: bool = True, engines: int = 2, local: bool = True) -> Iterator[None]:
     cfg = Config()
     cfg.trainer.placement.colocate_all = not apart
     cfg.generator.num_inference_engines = engines
@@ -41,76 +41,77 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_number_is_asked_for_in_the_folder_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with under_way(tmp_path):
+def test_target_count_is_written_to_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with running_run(tmp_path):
         before = target_file_version(tmp_path)
         main(["add", "3", str(tmp_path)])
         assert read_target(tmp_path) == 5
         assert target_file_version(tmp_path) != before
         main(["remove", "1", str(tmp_path)])
     assert read_target(tmp_path) == 4
-    assert capsys.readouterr().out.splitlines()[1].startswith("5 -> 4 engines are wanted")
-    with under_way(tmp_path):
-        assert read_target(tmp_path) == 2, "a run that is resumed has the number of its configuration"
+    assert capsys.readouterr().out.splitlines()[1].startswith("Target number of engines: 5 -> 4.")
+    with running_run(tmp_path):
+        assert read_target(tmp_path) == 2, "a resumed run has the number of its configuration"
 
 
-def test_who_ask_at_the_same_time_are_all_heard(tmp_path: Path):
+def test_concurrent_changes_add_up(tmp_path: Path):
     command = [sys.executable, "-m", "skyrl_train.entrypoints.cli", "engines", "add", "1", str(tmp_path)]
-    with under_way(tmp_path):
-        asking = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
-        assert [one.wait(60) for one in asking] == [0] * 4
+    with running_run(tmp_path):
+        processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
+        assert [process.wait(60) for process in processes] == [0] * 4
     assert read_target(tmp_path) == 6
 
 
-def test_the_last_engine_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with under_way(tmp_path):
-        said = refused(capsys, "remove", "2", str(tmp_path))
-    assert "remove 2: 2 are wanted now, and a run has at least one. Remove at most 1." in said
+def test_last_engine_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with running_run(tmp_path):
+        error = refused(capsys, "remove", "2", str(tmp_path))
+    assert "remove 2: the target is 2 engines, and a run needs at least one. Remove at most 1." in error
     assert read_target(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"apart": False}, "(trainer.placement.colocate_all=true). End the run and start it again"),
+        ({"apart": False}, "(trainer.placement.colocate_all=true). Stop the run and start it again"),
         (
             {"local": False},
-            "(generator.run_engines_locally=false), which it neither starts nor ends. End the run, change",
+            "(generator.run_engines_locally=false), which the run neither starts nor stops. Stop the run, change",
         ),
     ],
 )
-def test_a_run_whose_engines_are_fixed_says_why_and_what_to_do(
-    options: dict[str, bool], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_fixed_engine_count_is_explained(
+    options: dict[str, bool], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    write_target(tmp_path, 7)  # an earlier attempt's
-    with under_way(tmp_path, **options):  # type: ignore[arg-type]
+    write_target(tmp_path, 7)  # of an earlier attempt
+    with running_run(tmp_path, **options):  # type: ignore[arg-type]
         assert not (tmp_path / ENGINES_FILE).exists()
-        assert says in refused(capsys, "add", "1", str(tmp_path))
+        assert message in refused(capsys, "add", "1", str(tmp_path))
 
 
-def test_what_is_no_run_or_none_under_way_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "is no run's folder: it has no config.yaml" in refused(capsys, "add", "1", str(tmp_path))
-    with under_way(tmp_path):
+def test_folders_without_running_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "is not a run's folder: it has no config.yaml" in refused(capsys, "add", "1", str(tmp_path))
+    with running_run(tmp_path):
         pass
-    assert "no run is under way in" in refused(capsys, "add", "1", str(tmp_path))
-    with under_way(tmp_path):
+    assert "no run is running in" in refused(capsys, "add", "1", str(tmp_path))
+    with running_run(tmp_path):
         (tmp_path / ENGINES_FILE).unlink()
-        assert f"has no {ENGINES_FILE}: it is only starting" in refused(capsys, "add", "1", str(tmp_path))
+        assert f"has no {ENGINES_FILE}: it is still starting" in refused(capsys, "add", "1", str(tmp_path))
 
 
 @pytest.mark.parametrize(
     "arguments", [(), ("add", "0", "f"), ("add", "-1", "f"), ("add", "two", "f"), ("set", "2", "f")]
 )
-def test_what_it_does_not_understand_is_said(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
-    assert "It takes add N FOLDER or remove N FOLDER" in refused(capsys, *arguments)
+def test_invalid_arguments_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    assert "Give add N FOLDER or remove N FOLDER" in refused(capsys, *arguments)
 
 
 @pytest.mark.parametrize(
     "text", ["", "3", "[]", "{", '{"num_inference_engines": 0}', '{"num_inference_engines": true}']
 )
-def test_a_file_that_says_no_number_is_refused_with_what_to_write(text: str, tmp_path: Path):
+def test_invalid_target_file_is_refused(text: str, tmp_path: Path):
     (tmp_path / ENGINES_FILE).write_text(text)
-    with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, with a whole N of at least 1\.'):
+    message = r'Write \{"num_inference_engines": N\}, where N is an integer of at least 1\.'
+    with pytest.raises(ConfigError, match=message):
         read_target(tmp_path)
 
 
@@ -122,17 +123,17 @@ def by_hand() -> Callable[[Path, int], None]:
     return write
 
 
-def test_the_file_may_be_written_by_hand(by_hand: Callable[[Path, int], None], tmp_path: Path):
+def test_target_file_may_be_edited_by_hand(by_hand: Callable[[Path, int], None], tmp_path: Path):
     by_hand(tmp_path, 3)
     assert read_target(tmp_path) == 3
 
 
 @pytest.mark.parametrize("command", find_commands("skyrl-train engines "), ids=str)
-def test_the_commands_of_the_pages(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_documented_engine_commands_work(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = tmp_path / "ckpts" / "my_run"
     run.mkdir(parents=True)
     action, number = command.words[2:4]
-    with under_way(run):
+    with running_run(run):
         main([os.path.expanduser(word) for word in command.words[2:]])
     assert read_target(run) == 2 + (int(number) if action == "add" else -int(number))

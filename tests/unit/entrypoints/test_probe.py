@@ -1,4 +1,4 @@
-"""How a probe divides its time, and what it says; tests/integration/runs/test_probe.py takes a real one."""
+"""The time budget of a probe, and its report; tests/integration/runs/test_probe.py takes a real one."""
 
 from __future__ import annotations
 
@@ -47,61 +47,61 @@ class Clock:
 def sizes(
     seconds_a_prompt: float, prompts: int = 16, staleness: int = 0, first_s: float = 0.0
 ) -> tuple[list[int], ProbeSchedule]:
-    """The steps that a probe takes, asked for as the collector does, and the pace in the end."""
+    """Return the steps that a probe takes, requested as the collector does, and the schedule in the end."""
     clock = Clock()
-    pace = ProbeSchedule(1000, prompts, 1, max_staleness_steps=staleness, clock=clock)
+    schedule = ProbeSchedule(1000, prompts, 1, max_staleness_steps=staleness, clock=clock)
     steps: list[int] = []
-    assert all(pace.num_prompts_in_step(ahead) for ahead in range(staleness + 1))
-    while len(steps) < pace.total_steps:
-        steps.append(pace.num_prompts_in_step(len(steps)))
+    assert all(schedule.num_prompts_in_step(ahead) for ahead in range(staleness + 1))
+    while len(steps) < schedule.total_steps:
+        steps.append(schedule.num_prompts_in_step(len(steps)))
         clock.now += steps[-1] * seconds_a_prompt + (first_s if len(steps) == 1 else 0.0)
-        pace.num_prompts_in_step(len(steps) + staleness)
-    return steps, pace
+        schedule.num_prompts_in_step(len(steps) + staleness)
+    return steps, schedule
 
 
-def test_a_part_comes_first_and_then_whole_steps_for_as_long_as_there_is_time():
-    steps, pace = sizes(0.1)
+def test_complete_steps_follow_a_part_until_time_ends():
+    steps, schedule = sizes(0.1)
     assert steps == [2] + [16] * 8  # 0.2 s and 8 x 1.6 s
-    assert pace.measured() == list(range(2, 9))
+    assert schedule.measured() == list(range(2, 9))
 
 
-def test_the_number_of_steps_is_limited():
-    steps, pace = sizes(0.001)
-    assert len(pace.measured()) == MAX_STEPS
+def test_number_of_steps_is_limited():
+    steps, schedule = sizes(0.001)
+    assert len(schedule.measured()) == MAX_STEPS
     assert len(steps) == MAX_STEPS + 2
 
 
-def test_a_slow_first_step_does_not_keep_the_others_small():
+def test_slow_first_step_keeps_later_steps_complete():
     steps, _ = sizes(0.1, first_s=5.0)
     assert steps[:3] == [2, 2, 16]
 
 
-def test_where_whole_steps_do_not_fit_the_time_parts_of_growing_size_are_measured():
-    steps, pace = sizes(0.5, prompts=64)
+def test_growing_parts_are_measured_if_time_is_short():
+    steps, schedule = sizes(0.5, prompts=64)
     assert steps == [8, 8, 16]  # 4, 4 and 8 of the 20 s
-    assert pace.measured() == [1, 2]
+    assert schedule.measured() == [1, 2]
     assert sum(steps) * 0.5 <= STEPS_S + TIMINGS_S
 
 
-def test_of_a_slow_model_the_least_is_taken():
-    steps, pace = sizes(60.0, prompts=8)
-    assert steps == [1, 1, 2]  # two sizes, however long: of one it could not be said how it grows
-    assert pace.measured() == [1, 2]
+def test_slow_model_takes_minimum_of_steps():
+    steps, schedule = sizes(60.0, prompts=8)
+    assert steps == [1, 1, 2]  # two sizes, however long: a single one does not show how time grows
+    assert schedule.measured() == [1, 2]
 
 
-def test_asynchronous_steps_are_whole_and_count_once_rollouts_are_ahead():
-    steps, pace = sizes(0.2, staleness=2)
+def test_asynchronous_steps_count_once_rollouts_are_ahead():
+    steps, schedule = sizes(0.2, staleness=2)
     assert set(steps) == {16}
-    assert pace.measured() == list(range(3, len(steps)))
-    assert len(pace.measured()) >= 3
+    assert schedule.measured() == list(range(3, len(steps)))
+    assert len(schedule.measured()) >= 3
 
 
-def test_asynchronous_steps_count_in_whole_bursts():
-    """A slow step, and as many fast ones as rollouts run ahead."""
+def test_asynchronous_steps_count_in_complete_bursts():
+    """A burst is a slow step, then as many fast ones as rollouts run ahead."""
     for staleness in (1, 2, 4):
-        steps, pace = sizes(0.2, staleness=staleness)
-        assert pace.measured()[-1] == len(steps) - 1
-        assert len(pace.measured()) % (staleness + 1) == 0
+        steps, schedule = sizes(0.2, staleness=staleness)
+        assert schedule.measured()[-1] == len(steps) - 1
+        assert len(schedule.measured()) % (staleness + 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_asynchronous_steps_count_in_whole_bursts():
         (KeyboardInterrupt(), True, False),
     ],
 )
-def test_only_logs_that_explain_a_failure_are_kept(error: BaseException | None, logs: bool, kept: bool):
+def test_folder_is_kept_for_logs_of_failures(error: BaseException | None, logs: bool, kept: bool):
     with suppress(EngineError, RunInterrupted, KeyboardInterrupt), temporary_folder() as folder:
         if logs:
             (folder / "run" / "logs").mkdir(parents=True)
@@ -124,8 +124,8 @@ def test_only_logs_that_explain_a_failure_are_kept(error: BaseException | None, 
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_masked_answer_has_its_length():
-    """As one that was cut by a deadline, which took as long as it is."""
+def test_masked_responses_have_full_length():
+    """A response that was cut by a deadline is masked, but took its full length."""
     batch = policy_batch((9, 4, 12, 9))
     keep = torch.tensor([True, False, True, False])
     masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.expand_to_tokens(keep))
@@ -136,14 +136,14 @@ def test_a_masked_answer_has_its_length():
     assert min(answers) > 0
 
 
-def test_sizes_of_micro_batches_go_from_a_sequence_to_one_pass():
+def test_sizes_span_longest_sequence_to_mini_batch():
     assert sizes_between(100, 900) == [128, 256, 512, 1024]
     assert sizes_between(128, 100) == [128]
     many = sizes_between(100, 100_000)
     assert len(many) <= MAX_SIZES and many[-1] == 1 << 17
 
 
-def test_a_probe_writes_nothing_where_the_run_would(tmp_path: Path):
+def test_probe_writes_to_temporary_folder(tmp_path: Path):
     cfg = replace_value(Config(), "generator.weight_sync_folder", "/shared/weights")
     quiet = as_temporary_run(cfg, tmp_path)
     for key in ("trainer.ckpt_path", "trainer.export_path"):
@@ -152,7 +152,7 @@ def test_a_probe_writes_nothing_where_the_run_would(tmp_path: Path):
     assert (quiet.trainer.ckpt_interval, quiet.trainer.hf_save_interval, quiet.trainer.eval_interval) == (0, 0, 0)
 
 
-def test_servers_that_others_may_use_are_not_given_a_probes_weights():
+def test_probe_refuses_remote_engines():
     with pytest.raises(ConfigError, match="run_engines_locally=false: a probe"):
         probe(replace_value(Config(), "generator.run_engines_locally", False))
 
@@ -178,7 +178,7 @@ def probed(cfg: Config, prompts: int, **changes: Any) -> ProbeResult:
     return ProbeResult(**parts | changes)
 
 
-def test_a_probe_says_what_a_step_takes_and_what_to_set():
+def test_probe_report_shows_times_and_settings():
     cfg = config()
     cfg = replace_value(replace_value(cfg, "trainer.epochs", 2), "trainer.eval_interval", -1)
     text = "\n".join(probe_lines(cfg, probed(cfg, 8)))
@@ -188,23 +188,23 @@ def test_a_probe_says_what_a_step_takes_and_what_to_set():
     assert f"the run: {(30 + 10 * step_s) / 60:.1f} minutes (30 s to start, 10 steps)" in text
     assert f"set {LIMIT}=512: 2.00 times as fast" in text
     assert "DOES NOT FIT: out of memory" in text
-    assert "nothing to divide" in text
+    assert "no other split" in text
     assert "scaled from" not in text
     assert "a step of 8 prompts, scaled from steps of 2" in "\n".join(probe_lines(cfg, probed(cfg, 2)))
 
 
-def test_a_size_is_only_proposed_if_it_is_clearly_faster():
+def test_size_is_suggested_if_clearly_faster():
     configured = MicroBatchTiming(None, 1.0, 1.0)
     assert best_timing([configured, MicroBatchTiming(256, 0.98, 1.0)]) is configured
     assert best_timing([configured, MicroBatchTiming(256, 0.9, 1.0), MicroBatchTiming(512, 0.8, 1.0)]).limit == 512
-    alone = probed(config(), 8, passes=[configured])
+    alone = probed(config(), 8, timings=[configured])
     assert f"{LIMIT}: no other size was tried" in "\n".join(probe_lines(config(), alone))
 
 
-def test_without_a_probe_seconds_are_what_it_would_measure():
+def test_plan_refers_to_probe_for_seconds():
     text = "\n".join(run_lines(config(), [], DataStats(40, 20.4)))
     assert text.count(MEASURED) == 2
-    assert "8 prompts x 5 samples x (20 of a prompt, in the mean + 1,024 of an answer, the most)" in text
-    assert "40 prompts, 8 a step, trainer.epochs=1" in text
+    assert "8 prompts x 5 samples x (20 per prompt, on average + up to 1,024 per answer)" in text
+    assert "40 prompts, 8 per step, trainer.epochs=1" in text
     unknown = "\n".join(run_lines(config(), [], "not read"))
-    assert "512 of a prompt, the most, as the data are not known: not read" in unknown
+    assert "512 per prompt, the maximum, as the data are unknown: not read" in unknown

@@ -1,4 +1,4 @@
-"""Divisions of slots between engines and trainers, compared by hand-computed steps."""
+"""Splits of slots between engines and trainers, compared for hand-computed steps."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def compared(cfg: Config, steps: list[MeasuredStep], lengths: Sequence[int] = LE
 
 
 def steps_of(decode_s: float, per_sequence_s: float, engines: int) -> tuple[list[MeasuredStep], list[int]]:
-    """Steps whose engines take exactly so long, and the lengths of the last one's responses."""
-    drawn, steps, each = random.Random(3), [], RESPONSES // engines
+    """Return steps whose engines take exactly the given times, and the response lengths of the last one."""
+    generator, steps, per_engine = random.Random(3), [], RESPONSES // engines
     lengths: list[int] = []
     for _ in range(5):
-        lengths = [round(drawn.lognormvariate(3.0, 0.7)) for _ in range(RESPONSES)]
+        lengths = [round(generator.lognormvariate(3.0, 0.7)) for _ in range(RESPONSES)]
         mean, shorter = fmean(lengths), fmean(min(pair) for pair in combinations(lengths, 2))
         row: dict[str, float] = {"rollouts/tokens": sum(lengths), "response/mean_tokens": mean}
         row |= {"response/max_tokens": max(lengths), "rollouts/trajectories": RESPONSES}
         row["timing/generate_s"] = decode_s * max(lengths) + per_sequence_s * sum(lengths) / engines
-        row["timing/response_s"] = decode_s * mean + per_sequence_s * (mean + (each - 1) * shorter)
+        row["timing/response_s"] = decode_s * mean + per_sequence_s * (mean + (per_engine - 1) * shorter)
         steps.append(measured_step(8, row))
     return steps, lengths
 
 
 def test_configured_split_takes_what_was_measured():
-    synchronous, alike = config(**APART), [measured_step(8)] * 3
-    row = alike[0].row
-    first = compared(synchronous, alike).estimates[0]
+    synchronous, steps = config(**APART), [measured_step(8)] * 3
+    row = steps[0].row
+    first = compared(synchronous, steps).estimates[0]
     assert first.split == Split(2, 2)
     assert first.generate_s == pytest.approx(row["timing/generate_s"])
     assert first.step_s == pytest.approx(row["timing/step_s"])
@@ -65,39 +65,39 @@ def test_configured_split_takes_what_was_measured():
 
 
 def test_engines_and_trainers_scale_with_their_slots():
-    found = compared(config(**APART), [measured_step(8)] * 3)
+    comparison = compared(config(**APART), [measured_step(8)] * 3)
     row = measured_step(8).row
     generate_s, train_s = row["timing/generate_s"], row["timing/score_s"] + row["timing/update_s"]
-    assert found.proportional_reason is not None and "as long" in found.proportional_reason
-    for one in found.estimates:
-        engines, trainers = (4, 4) if one.split.colocate_all else (one.split.engines, one.split.trainers)
+    assert comparison.proportional_reason is not None and "equally long" in comparison.proportional_reason
+    for estimate in comparison.estimates:
+        engines, trainers = (4, 4) if estimate.split.colocate_all else (estimate.split.engines, estimate.split.trainers)
         sides = generate_s * 2 / engines, train_s * 2 / trainers
-        assert (one.generate_s, one.train_s) == pytest.approx(sides)
-        joined = max(sides[0], sides[1] + REST_S) if one.split.max_staleness_steps else sum(sides) + REST_S
-        assert one.step_s == pytest.approx(joined + SYNC_S)
+        assert (estimate.generate_s, estimate.train_s) == pytest.approx(sides)
+        joined = max(sides[0], sides[1] + REST_S) if estimate.split.max_staleness_steps else sum(sides) + REST_S
+        assert estimate.step_s == pytest.approx(joined + SYNC_S)
 
 
 def test_only_colocated_splits_spend_time_on_swapping():
     step_s = 12.0
     row = measured_step(8, {"timing/step_s": step_s}).row
-    found = compared(config(**FOUR_SLOTS), [measured_step(8, {"timing/step_s": step_s})] * 3)
-    assert found.estimates[0].step_s == pytest.approx(step_s)
-    apart = next(one for one in found.estimates if one.split == Split(2, 2))
+    comparison = compared(config(**FOUR_SLOTS), [measured_step(8, {"timing/step_s": step_s})] * 3)
+    assert comparison.estimates[0].step_s == pytest.approx(step_s)
+    separate = next(estimate for estimate in comparison.estimates if estimate.split == Split(2, 2))
     expected = 2 * (row["timing/generate_s"] + row["timing/score_s"] + row["timing/update_s"]) + SYNC_S
-    assert apart.step_s == pytest.approx(expected)
-    assert found.keys
+    assert separate.step_s == pytest.approx(expected)
+    assert comparison.keys
 
 
 def test_decode_step_is_fitted_where_responses_differ():
     """The longest response bounds a synchronous step, whatever the number of engines."""
     steps, lengths = steps_of(decode_s=0.1, per_sequence_s=0.01, engines=2)
-    found = compared(config(**APART), steps, lengths)
-    assert found.proportional_reason is None
+    comparison = compared(config(**APART), steps, lengths)
+    assert comparison.proportional_reason is None
     longest = fmean(step.row["response/max_tokens"] for step in steps)
     tokens = fmean(step.row["rollouts/tokens"] for step in steps)
-    for one in found.estimates:
-        expected = 0.1 * longest / (1 + one.split.max_staleness_steps) + 0.01 * tokens / one.split.engines
-        assert one.generate_s == pytest.approx(expected, rel=0.05)
+    for estimate in comparison.estimates:
+        expected = 0.1 * longest / (1 + estimate.split.max_staleness_steps) + 0.01 * tokens / estimate.split.engines
+        assert estimate.generate_s == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_decode_step_is_fitted_where_responses_differ():
         ({}, {"generator.max_num_seqs": 8}, "max_num_seqs"),
         ({"episode/max_turns": 2.0}, {}, "several turns"),
         ({"sampling/dropped": 2.0}, {}, "no step trained on"),
-        ({"sampling/cut": 2.0}, {}, "no step trained on"),
+        ({"sampling/cancelled": 2.0}, {}, "no step trained on"),
         ({}, AHEAD, "asynchronous"),
         ({}, {"generator.backend": "vllm", "generator.inference_engine_tensor_parallel_size": 2}, "several acc"),
     ],
@@ -114,36 +114,36 @@ def test_decode_step_is_fitted_where_responses_differ():
 def test_steps_that_hide_decode_time_are_named(changed: dict[str, float], keys: dict[str, Any], reason: str):
     steps, lengths = steps_of(decode_s=0.1, per_sequence_s=0.01, engines=2)
     unclear = [MeasuredStep(step.prompts, {**step.row, **changed}) for step in steps]
-    told = compared(config(**APART, **keys), unclear, lengths).proportional_reason
-    assert told is not None and reason in told
+    found_reason = compared(config(**APART, **keys), unclear, lengths).proportional_reason
+    assert found_reason is not None and reason in found_reason
     assert "too few steps" in str(compared(config(**APART), steps[:2], lengths).proportional_reason)
 
 
 def test_splits_that_exceed_memory_are_skipped(monkeypatch: pytest.MonkeyPatch):
     cfg, steps = config(**FOUR_SLOTS), [measured_step(8)] * 3
-    assert min(one.split.trainers for one in compared(cfg, steps).estimates) < 3
+    assert min(estimate.split.trainers for estimate in compared(cfg, steps).estimates) < 3
 
     def fits(changed: Config) -> bool:
         return changed.trainer.placement.policy_num_gpus_per_node >= 3
 
     monkeypatch.setattr(probe_splits, "fits_in_memory", fits)
-    assert min(one.split.trainers for one in compared(cfg, steps).estimates) == 3
+    assert min(estimate.split.trainers for estimate in compared(cfg, steps).estimates) == 3
 
 
 def test_every_proposed_split_is_valid():
     cfg, slow = config(**FOUR_SLOTS), {"timing/step_s": 12.0}
-    found = compared(cfg, [measured_step(8, slow)] * 3)
-    splits = [one.split for one in found.estimates]
+    comparison = compared(cfg, [measured_step(8, slow)] * 3)
+    splits = [one.split for one in comparison.estimates]
     assert splits[0] == configured_split(cfg) == Split(4, 4, colocate_all=True)
     assert {(one.engines, one.trainers) for one in splits[1:]} == {(1, 3), (2, 2), (3, 1)}
     assert {one.max_staleness_steps for one in splits} == {0, 1}
-    for text in found.keys:
+    for text in comparison.keys:
         key, _, value = text.partition("=")
         cfg = replace_value(cfg, key, json.loads(value))
     assert validate(cfg) == []
-    fastest = min(found.estimates, key=lambda one: one.step_s)
+    fastest = min(comparison.estimates, key=lambda one: one.step_s)
     assert configured_split(cfg) == fastest.split
-    marked = [line for line in table(found) if line.endswith("<")]
+    marked = [line for line in table(comparison) if line.endswith("<")]
     assert len(marked) == 1 and str(fastest.split) in marked[0]
 
 
@@ -152,7 +152,7 @@ def test_one_slot_is_not_divided():
 
 
 def test_splits_that_need_more_slots_are_skipped():
-    """A critic that leaves the policy's slots needs its own."""
+    """A critic that no longer shares the policy's slots needs its own."""
     slots = {"trainer.placement.policy_num_gpus_per_node": 2, "generator.num_inference_engines": 2}
     critic: dict[str, object] = {"trainer.critic.model.path": "any", "trainer.critic_mini_batch_size": 4}
     critic["trainer.algorithm.advantage_estimator"] = "gae"

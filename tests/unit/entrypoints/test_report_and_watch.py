@@ -1,4 +1,4 @@
-"""skyrl-train report and watch, as a person starts and ends them."""
+"""skyrl-train report and watch, started and ended as a person does."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = requires_viewer
 
 @contextmanager
 def watching(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and the address that it prints."""
-    render_page()  # what takes time where it is not built yet
+    """Start the command; yield its process and the URL that it prints."""
+    render_page()  # building the page may take time
     command = [sys.executable, "-m", "skyrl_train.entrypoints.cli", "watch", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -42,13 +42,13 @@ def watching(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_a_run_under_way_is_watched_until_ctrl_c(tmp_path: Path):
+def test_running_run_is_watched_until_interrupt(tmp_path: Path):
     folder = write_synthetic_run(tmp_path / "run", 2, total=5)
     with watching(str(folder)) as (process, address):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#access_token=[\w-]{43}", address)
         server, _, token = address.partition("/#access_token=")
 
-        def ask(path: str) -> Any:
+        def get(path: str) -> Any:
             request = urllib.request.Request(f"{server}/api/{path}", headers={"Authorization": f"Bearer {token}"})
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)
@@ -57,45 +57,45 @@ def test_a_run_under_way_is_watched_until_ctrl_c(tmp_path: Path):
             urllib.request.urlopen(f"{server}/api/runs", timeout=30)
         with urllib.request.urlopen(address, timeout=30) as answer:
             assert answer.read().decode() == render_page()
-        assert ask("runs")["runs"][0]["step"] == 2
-        assert ask("rollouts?run=0")["total"] == 32
+        assert get("runs")["runs"][0]["step"] == 2
+        assert get("rollouts?run=0")["total"] == 32
         write_metrics(folder, [synthetic_metrics(3)], 5, after=2)
         write_rollouts(folder, 3, synthetic_rollouts(8, 3))
-        assert ask("metrics?run=0")["steps"] == [1, 2, 3]
-        assert ask("rollouts?run=0&step=3")["total"] == 8
+        assert get("metrics?run=0")["steps"] == [1, 2, 3]
+        assert get("rollouts?run=0&step=3")["total"] == 8
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (0, "")
 
 
-def test_a_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs = [write_synthetic_run(tmp_path / "one", 2), write_synthetic_run(tmp_path / "two", 3, rollouts=0)]
     before = {file for run in runs for file in run.rglob("*")}
     out = tmp_path / "out.html"
     report([*map(str, runs), "--out", str(out)])
-    assert re.fullmatch(r".*/out\.html: 0\.\d MB, 32 of 32 rollouts kept\.\n", capsys.readouterr().out)
+    assert re.fullmatch(r".*/out\.html: 0\.\d MB with 32 of 32 saved rollouts\.\n", capsys.readouterr().out)
     html = out.read_text(encoding="utf-8")
     assert html.count("<script") == 2 and "connect-src 'none'" in html
     assert {file for run in runs for file in run.rglob("*")} == before
 
 
 @pytest.mark.parametrize("main", [report, watch])
-def test_a_folder_that_is_no_run_s_is_refused(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_folders_without_run_are_refused(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit:
         main([str(tmp_path / "\x1b[31mnowhere")])
     assert exit.value.code == 2
-    said = capsys.readouterr().err
-    assert "is no run's folder: it has neither metrics.jsonl nor config.yaml" in said and "\x1b" not in said
+    errors = capsys.readouterr().err
+    assert "is not the folder of a run: it has neither metrics.jsonl nor config.yaml" in errors and "\x1b" not in errors
 
 
 @pytest.mark.parametrize("main", [report, watch])
-def test_files_that_cannot_be_asked_for_are_said(main: Any, capsys: pytest.CaptureFixture[str]):
+def test_overlong_file_names_are_reported(main: Any, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(["x" * 300])
     assert "File name too long" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unwritable_report_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = write_synthetic_run(tmp_path / "run", 1, rollouts=0)
     with pytest.raises(SystemExit):
         report([str(run), "--out", str(tmp_path / "no" / "report.html")])

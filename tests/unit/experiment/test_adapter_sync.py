@@ -1,4 +1,4 @@
-"""Whether engines get adapters merged into the model or separately."""
+"""Engines receive LoRA adapters merged into the model or separately."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def config(*overrides: str) -> Config:
 
 
 def engine(rank: int) -> ScriptedEngine:
-    """With room for an adapter of that rank."""
-    made = ScriptedEngine()
-    made.capabilities = replace(made.capabilities, synced_adapter_rank=rank)
-    return made
+    """Return an engine that supports adapters up to a rank."""
+    scripted = ScriptedEngine()
+    scripted.capabilities = replace(scripted.capabilities, synced_adapter_rank=rank)
+    return scripted
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rooms", "separate"),
+    ("overrides", "max_ranks", "separate"),
     [
         (["generator.model_dtype=bfloat16"], [64, 64], True),
         (["generator.model_dtype=bfloat16"], [64, 8], False),
@@ -39,21 +39,21 @@ def engine(rank: int) -> ScriptedEngine:
         (["generator.model_dtype=bfloat16", "trainer.policy.model.lora.sync=merged"], [64], False),
     ],
 )
-def test_auto_is_separate_where_merging_would_round_and_every_engine_has_room(
-    overrides: list[str], rooms: list[int], separate: bool
-):
-    engines = [engine(room) for room in rooms]
+def test_auto_sends_adapter_if_merging_would_round(overrides: list[str], max_ranks: list[int], separate: bool):
+    engines = [engine(max_rank) for max_rank in max_ranks]
     assert sends_adapter(config(RANK, *overrides), engines) == separate
-    assert not sends_adapter(config(*overrides), engines), "there is no adapter"
+    assert not sends_adapter(config(*overrides), engines), "a run without LoRA has no adapter"
 
 
-@pytest.mark.parametrize(("room", "why"), [(8, "takes ranks up to 8"), (0, "takes none")])
-def test_an_engine_that_must_take_one_and_cannot_is_named(room: int, why: str):
-    with pytest.raises(ConfigError, match=rf"lora\.sync=adapter: engine 'scripted' .* rank 24 .*: {why}.*sync=merged"):
-        sends_adapter(config(RANK, "trainer.policy.model.lora.sync=adapter"), [engine(64), engine(room)])
+@pytest.mark.parametrize(("max_rank", "reason"), [(8, "it supports ranks up to 8"), (0, "it supports none")])
+def test_engine_without_adapter_support_is_named(max_rank: int, reason: str):
+    with pytest.raises(
+        ConfigError, match=rf"lora\.sync=adapter: engine 'scripted' .* rank 24 .*: {reason}.*sync=merged"
+    ):
+        sends_adapter(config(RANK, "trainer.policy.model.lora.sync=adapter"), [engine(64), engine(max_rank)])
 
 
-def test_vllm_is_started_with_room_for_the_adapter_only_where_it_comes():
+def test_vllm_gets_max_lora_rank_for_adapter_sync():
     vllm = ["generator.backend=vllm", RANK]
     assert engine_generator_config(config(*vllm, "generator.model_dtype=bfloat16")).engine_init_kwargs == {
         "max_lora_rank": 32
@@ -65,11 +65,13 @@ def test_vllm_is_started_with_room_for_the_adapter_only_where_it_comes():
         ["generator.backend=vllm", "trainer.policy.model.lora.sync=adapter", "trainer.policy.model.lora.rank=513"],
     ):
         assert engine_generator_config(config(*merged)).engine_init_kwargs == {}
-    given = config(*vllm, "trainer.policy.model.lora.sync=adapter", "+generator.engine_init_kwargs.max_lora_rank=64")
-    assert engine_generator_config(given).engine_init_kwargs == {"max_lora_rank": 64}
+    configured = config(
+        *vllm, "trainer.policy.model.lora.sync=adapter", "+generator.engine_init_kwargs.max_lora_rank=64"
+    )
+    assert engine_generator_config(configured).engine_init_kwargs == {"max_lora_rank": 64}
 
 
-def test_how_engines_get_an_adapter_does_not_make_another_run(tmp_path):
+def test_adapter_sync_does_not_change_run_identity(tmp_path):
     for sync in ("merged", "adapter"):
         cfg = config(RANK, f"trainer.ckpt_path={tmp_path}", f"trainer.policy.model.lora.sync={sync}")
         with build_run_folder(cfg, {"train_data": "a"}):

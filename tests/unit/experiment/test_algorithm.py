@@ -1,4 +1,4 @@
-"""What configuration makes of names: bound functions, and refusals of what nobody has or what counts twice."""
+"""Bound functions of the configured names, and errors for unknown names and double corrections."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ ANCHOR = "cispo.cispo_anchor=rollout"
 
 
 def algorithm(*overrides: str) -> AlgorithmConfig:
-    return load_preset([BELOW + one for one in overrides]).trainer.algorithm
+    return load_preset([BELOW + override for override in overrides]).trainer.algorithm
 
 
 @pytest.fixture
-def own() -> Iterator[None]:
-    """A loss and an estimator of a user's, gone again after the test."""
+def custom_functions() -> Iterator[None]:
+    """Register a loss and an estimator of a user; unregister them after the test."""
 
-    @policy_losses.register("asks_too_much")
-    def asks_too_much(logprobs, advantages, mask, *, moon_phase): ...
+    @policy_losses.register("unknown_argument")
+    def unknown_argument(logprobs, advantages, mask, *, moon_phase): ...
 
     @policy_losses.register("like_skyrl")
     def like_skyrl(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None): ...
 
     yield
-    for name in ("asks_too_much", "like_skyrl"):
+    for name in ("unknown_argument", "like_skyrl"):
         del policy_losses.loaded[name]
 
 
 def bound(objective: PolicyObjective) -> dict[str, Any]:
-    """The keys that the policy loss was given."""
+    """Return the keywords that the policy loss received."""
     return objective.policy_loss.keywords  # type: ignore[attr-defined, no-any-return]
 
 
-def rewarded(*of_groups: float) -> TrainBatch:
-    """A batch of two prompts; all samples of a prompt get its reward, at their last token."""
+def rewarded(*group_rewards: float) -> TrainBatch:
+    """Return a batch of two prompts. All samples of a prompt get its reward at their last token."""
     batch = edge_case_batch("regular")
-    rewards = torch.tensor(of_groups, dtype=torch.float64)[batch.group_ids // 3]
-    of_tokens = torch.zeros_like(batch.token_rewards)  # type: ignore[arg-type]
-    of_tokens[batch.offsets[1:] - 1] = rewards
-    return replace(batch, rewards=rewards, token_rewards=of_tokens)
+    rewards = torch.tensor(group_rewards, dtype=torch.float64)[batch.group_ids // 3]
+    token_rewards = torch.zeros_like(batch.token_rewards)  # type: ignore[arg-type]
+    token_rewards[batch.offsets[1:] - 1] = rewards
+    return replace(batch, rewards=rewards, token_rewards=token_rewards)
 
 
 @pytest.mark.defect("false-alarms-of-equal-rewards")
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-def test_the_rewards_that_an_estimator_compares_are_those_that_change_its_advantages(name: str):
+def test_comparison_scope_matches_advantages(name: str):
     chosen = algorithm(f"advantage_estimator={name}")
     step, compared = build_advantage_step(chosen), comparison_scope(chosen)
     first, second = (step(rewarded(*rewards), Metrics()).token_advantages for rewards in ((0.0, 1.0), (1.0, 0.5)))
@@ -82,7 +82,7 @@ def test_the_rewards_that_an_estimator_compares_are_those_that_change_its_advant
     assert torch.equal(first, second) is (compared != "step")
 
 
-def test_a_user_s_estimator_compares_a_step_s_rewards_and_imitation_compares_none(monkeypatch: pytest.MonkeyPatch):
+def test_comparison_scope_of_custom_estimator_and_imitation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(advantage_estimators.loaded, "mine", lambda rewards, group_ids, valid: rewards)
     assert comparison_scope(algorithm("advantage_estimator=mine")) == "step"
     assert comparison_scope(algorithm("policy_loss_type=cross_entropy")) is None
@@ -96,7 +96,7 @@ def test_every_estimator_can_be_built():
     check_each(ADVANTAGE_ESTIMATORS, lambda name: build_advantage_step(algorithm(f"advantage_estimator={name}")))
 
 
-def test_estimators_say_whether_they_read_the_rewards_of_tokens():
+def test_estimators_that_need_token_rewards():
     steps = {name: build_advantage_step(algorithm(f"advantage_estimator={name}")) for name in ADVANTAGE_ESTIMATORS}
     assert {name for name, step in steps.items() if step.needs_token_rewards} == {"gae", "reinforce++"}
 
@@ -114,12 +114,12 @@ def test_every_reduction_gives_weights(name: str):
     assert reduction(torch.ones(4, dtype=torch.bool), ids, ids).sum() == pytest.approx(0.5 if "norm" in name else 1.0)
 
 
-def test_a_loss_that_asks_for_what_nobody_has_is_named(own: None):
-    with pytest.raises(ConfigError, match="policy_loss_type=asks_too_much requires moon_phase"):
-        build_objective(algorithm("policy_loss_type=asks_too_much"))
+def test_loss_with_unknown_argument_is_named(custom_functions: None):
+    with pytest.raises(ConfigError, match="policy_loss_type=unknown_argument requires moon_phase"):
+        build_objective(algorithm("policy_loss_type=unknown_argument"))
 
 
-def test_what_the_keys_of_cispo_and_dppo_choose():
+def test_cispo_and_dppo_keys_select_arguments():
     against_old = get_keyword_parameters(build_objective(algorithm("policy_loss_type=cispo")).policy_loss)
     against_engine = get_keyword_parameters(build_objective(algorithm("policy_loss_type=cispo", ANCHOR)).policy_loss)
     assert against_old.keys() - against_engine.keys() == {"old_logprobs"}
@@ -136,13 +136,13 @@ def test_what_the_keys_of_cispo_and_dppo_choose():
 
 @pytest.mark.parametrize("name", ["rollout_is", "dppo_tv", "dppo_kl", "like_skyrl"])
 @pytest.mark.parametrize("key", ["off_policy_correction.tis_ratio_type=token", "use_tis=true"])
-def test_what_corrects_for_the_engine_itself_is_not_corrected_again(name: str, key: str, own: None):
+def test_second_off_policy_correction_is_refused(name: str, key: str, custom_functions: None):
     chosen = algorithm(f"policy_loss_type={name}", key, "tis_imp_ratio_cap=2.0")
     with pytest.raises(ConfigError, match=f"must be null with policy_loss_type={name}"):
         build_objective(chosen)
 
 
-def test_older_keys_of_truncated_importance_sampling_mean_the_same():
+def test_older_tis_keys_are_equivalent():
     found = get_off_policy_correction(algorithm("use_tis=true", "tis_imp_ratio_cap=3.0"))
     assert (found.tis_ratio_type, found.token_tis_ratio_clip_high) == ("token", 3.0)
     chosen = algorithm("use_tis=true", "tis_imp_ratio_cap=3.0", "off_policy_correction.tis_ratio_type=token")
@@ -158,7 +158,11 @@ def test_older_keys_of_truncated_importance_sampling_mean_the_same():
         (["use_kl_loss=false", "use_kl_in_reward=true"], True, True),
         (["use_kl_loss=false", "advantage_estimator=distillation"], True, True),
         (["use_kl_loss=false", "off_policy_correction.token_mask_eps_low=0.1"], False, True),
-        (["use_kl_loss=false", "policy_loss_type=clip_cov"], False, False),  # the learner adds them to choose by
+        (
+            ["use_kl_loss=false", "policy_loss_type=clip_cov"],
+            False,
+            False,
+        ),  # the learner computes them for token selection
     ],
 )
 def test_passes_that_nothing_reads_are_not_run(overrides: list[str], reference: bool, old: bool):
@@ -166,7 +170,7 @@ def test_passes_that_nothing_reads_are_not_run(overrides: list[str], reference: 
     assert (needs_reference(chosen), reads_old_logprobs_before_loss(chosen)) == (reference, old)
 
 
-def test_a_correction_is_built_only_where_one_is_asked_for():
+def test_correction_is_built_only_if_configured():
     assert build_correction_steps(algorithm()) == []
     assert len(build_correction_steps(algorithm("off_policy_correction.sequence_mask_metric=product"))) == 1
 
@@ -188,12 +192,12 @@ def test_estimators_of_plugins_are_known_after_their_import():
         (["policy_loss_type=regular", "use_tis=true", "tis_imp_ratio_cap=2.0"], True),
     ],
 )
-def test_old_log_probs_are_asked_for_where_something_reads_them(keys: list[str], needed: bool | None):
+def test_old_logprobs_are_needed_if_read(keys: list[str], needed: bool | None):
     cfg = load_preset([*(f"trainer.algorithm.{key}" for key in ["use_kl_loss=false", *keys])])
     assert build_policy_objective_spec(cfg).needs_old_logprobs is needed
 
 
-def test_no_two_keys_that_losses_may_ask_for_have_the_same_name():
+def test_algorithm_keywords_are_unique():
     algorithm = AlgorithmConfig()
     losses = (algorithm.sapo, algorithm.clip_cov, algorithm.kl_cov, algorithm.cispo, algorithm.dppo, algorithm.sft)
     names = [key.name for section in (algorithm, *losses) for key in fields(section)]

@@ -1,4 +1,4 @@
-"""What asynchronous training asks of engines and samplers, from configuration."""
+"""Requirements of asynchronous training on engines and group filters, from configuration."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ def config(*overrides: str) -> Config:
         ("clear_kv_cache_on_weight_sync=true", "retract"),
     ],
 )
-def test_what_a_sync_does_to_sequences_is_how_engines_pause(override: str, mode: str):
+def test_on_sync_selects_pause_mode(override: str, mode: str):
     able = ScriptedEngine(capabilities=replace(ALL_CAPABILITIES, pause_modes=frozenset({"keep", "abort", "retract"})))
     assert pause_mode(config(*AHEAD, f"trainer.fully_async.{override}"), [able]) == mode
 
 
-def test_an_engine_that_cannot_pause_so_is_refused_by_name():
+def test_engine_without_pause_mode_is_refused():
     server = ScriptedEngine(
         name="server", capabilities=replace(ALL_CAPABILITIES, pause_modes=frozenset({"abort", "retract"}))
     )
-    with pytest.raises(ConfigError, match=r"on_sync=keep: engine 'server' cannot .* can: recompute, abort"):
+    with pytest.raises(ConfigError, match=r"on_sync=keep: engine 'server' cannot .* supports: recompute, abort"):
         pause_mode(config(*AHEAD), [ScriptedEngine(), server])
     assert pause_mode(config(), [server]) is None
 
 
-def test_beginning_anew_without_seeds_is_warned_of(caplog: pytest.LogCaptureFixture):
+def test_abort_without_seeds_warns(caplog: pytest.LogCaptureFixture):
     able = frozenset({"abort", "retract"})
     for seeds in (True, False):
         server = ScriptedEngine(name="server", capabilities=replace(ALL_CAPABILITIES, pause_modes=able, seeds=seeds))
         with caplog.at_level(logging.WARNING):
             assert pause_mode(config(*AHEAD, "trainer.fully_async.on_sync=abort"), [server]) == "abort"
-        assert ("engine 'server' takes no seeds" in caplog.text) == (not seeds)
+        assert ("engine 'server' does not support seeds" in caplog.text) == (not seeds)
 
 
-def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
+def test_full_batch_replaces_groups_with_equal_rewards():
     full = "trainer.fully_async.sample_full_batch=true"
     filtered = config(*AHEAD, full, "trainer.algorithm.zero_variance_filter=true")
     off = "trainer.fully_async.sample_full_batch=false"
@@ -82,7 +82,7 @@ def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
 
 
 @pytest.mark.defect("a-limit-that-held-twice")
-def test_an_evaluation_beside_rollouts_for_training_shares_their_limit():
+def test_evaluation_shares_rate_limit_with_training():
     cfg = config(*AHEAD, "generator.rate_limit.enabled=true", "generator.rate_limit.max_concurrency=32")
     client: Any = EngineClient([ScriptedEngine()], deadline_s=5)
     training, evaluation = (
@@ -106,7 +106,7 @@ class OneTurn:
         pass
 
 
-def test_an_evaluation_beside_rollouts_for_training_has_requests_of_its_own():
+def test_evaluation_and_training_have_distinct_requests():
     client: Any = EngineClient([engine := ScriptedEngine()], deadline_s=5)
     prompt = Prompt("7", [{"role": "user", "content": "go"}], "one turn")
 
@@ -123,7 +123,8 @@ def test_an_evaluation_beside_rollouts_for_training_has_requests_of_its_own():
 
     asyncio.run(both())
     training, evaluation = (
-        {name for one in batch for name in (one.request_id, one.session, one.group)} for batch in engine.batches
+        {name for request in batch for name in (request.request_id, request.session, request.group)}
+        for batch in engine.batches
     )
     assert training and evaluation and not training & evaluation
 
@@ -137,12 +138,12 @@ def test_an_evaluation_beside_rollouts_for_training_has_requests_of_its_own():
         ("trainer.algorithm.policy_loss_type=rollout_is", False),
         ("trainer.algorithm.policy_loss_type=cispo", True),
         ("trainer.algorithm.policy_loss_type=cispo trainer.algorithm.cispo.cispo_anchor=rollout", False),
-        # masks leave those that they let through as they are
+        # a mask does not weigh the tokens that it keeps
         ("trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high=100", True),
     ],
 )
 @pytest.mark.defect("warned-of-what-corrects-itself")
-def test_old_samples_without_a_correction_are_warned_of(override: str, warns: bool, caplog: pytest.LogCaptureFixture):
+def test_uncorrected_stale_samples_warn(override: str, warns: bool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         build_policy_objective_spec(config(*AHEAD, *override.split()))
     assert ("off_policy_correction.tis_ratio_type=token" in caplog.text) == warns

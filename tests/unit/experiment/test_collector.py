@@ -6,18 +6,18 @@ from skyrl_train.experiment.trainer import build_group_filter_settings
 from skyrl_train.rollouts.collector import Curriculum, DynamicSampling, GroupFilterSettings, RewardShaping
 
 
-def samplers(*overrides: str) -> GroupFilterSettings:
+def filter_settings(*overrides: str) -> GroupFilterSettings:
     return build_group_filter_settings(load_preset(list(overrides)))
 
 
-def test_every_sampler_is_off_by_default():
-    assert samplers("generator.sampling_params.max_generate_length=8") == GroupFilterSettings(
+def test_group_filters_are_off_by_default():
+    assert filter_settings("generator.sampling_params.max_generate_length=8") == GroupFilterSettings(
         RewardShaping(max_generate_length=8)
     )
 
 
-def test_keys_reach_their_samplers():
-    found = samplers(
+def test_keys_reach_group_filters():
+    found = filter_settings(
         "generator.zero_reward_on_non_stop=true",
         "generator.apply_overlong_filtering=true",
         "generator.sampling_params.max_generate_length=64",
@@ -31,14 +31,14 @@ def test_keys_reach_their_samplers():
     )
 
 
-def test_filter_wants_all_groups_useful_and_replace_a_share():
+def test_dynamic_sampling_filter_and_replace_settings():
     prefix = "trainer.algorithm.dynamic_sampling"
-    filtered = samplers(f"{prefix}.type=filter", f"{prefix}.max_sample_batches=7")
+    filtered = filter_settings(f"{prefix}.type=filter", f"{prefix}.max_sample_batches=7")
     assert filtered.dynamic_sampling == DynamicSampling(min_replace_ratio=1.0, max_sample_batches=7)
-    replaced = samplers(f"{prefix}.type=replace", f"{prefix}.min_replace_ratio=0.5")
+    replaced = filter_settings(f"{prefix}.type=replace", f"{prefix}.min_replace_ratio=0.5")
     assert replaced.dynamic_sampling == DynamicSampling(min_replace_ratio=0.5, max_sample_batches=30)
 
 
-def test_a_narrower_range_of_pass_rates_makes_a_curriculum():
-    assert isinstance(samplers("data.curriculum.min_pass_rate=0.1").curriculum, Curriculum)
-    assert isinstance(samplers("data.curriculum.max_pass_rate=0.9").curriculum, Curriculum)
+def test_narrow_pass_rates_enable_curriculum():
+    assert isinstance(filter_settings("data.curriculum.min_pass_rate=0.1").curriculum, Curriculum)
+    assert isinstance(filter_settings("data.curriculum.max_pass_rate=0.9").curriculum, Curriculum)

@@ -31,28 +31,28 @@ def objective(monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., An
 
 
 @pytest.mark.parametrize("estimator", ["gae", needs, may_use, skyrl_style])
-def test_an_estimator_that_names_values_gets_a_critic(
+def test_estimator_with_values_gets_critic(
     monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., Any]
 ) -> None:
     assert objective(monkeypatch, estimator, "/x") == ValueObjective(0.3)
 
 
 @pytest.mark.parametrize(("estimator", "path"), [("grpo", "/x"), ("grpo", "null"), (may_use, "null")])
-def test_an_estimator_that_can_do_without_values_gets_none_unless_a_model_is_given(
+def test_optional_values_need_configured_critic(
     monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., Any], path: str
 ) -> None:
     assert objective(monkeypatch, estimator, path) is None
 
 
 @pytest.mark.parametrize("estimator", ["gae", needs, skyrl_style])
-def test_an_estimator_that_needs_values_is_refused_without_a_model(
+def test_required_values_without_critic_are_refused(
     monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null: must be .* asks for values"):
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null: must be .* takes values"):
         objective(monkeypatch, estimator, "null")
 
 
 @pytest.mark.parametrize(("key", "clip"), [("0.3", 0.3), ("null", math.inf)])
-def test_a_clip_of_null_is_none(key: str, clip: float) -> None:
+def test_null_clip_is_infinite(key: str, clip: float) -> None:
     keys = ["algorithm.advantage_estimator=gae", "critic.model.path=/x", f"algorithm.value_clip={key}"]
     assert build_critic_objective(load_preset([f"trainer.{one}" for one in keys]).trainer) == ValueObjective(clip)

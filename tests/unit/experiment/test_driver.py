@@ -1,4 +1,4 @@
-"""How a run ends early: by real signals, by an error that is explained; and the driver's garbage collector."""
+"""Early ends of a run by signals and errors, the report of a failure, and the driver's garbage collector."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def soon(error: SkyRLError) -> SkyRLError:
 @pytest.mark.fault("F39")
 @pytest.mark.defect("C3-signals-lose-the-run")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_cancels_the_work_and_is_the_reason_once_it_has_ended(number: int):
-    done: list[str] = []
+def test_signal_cancels_work_and_is_raised(number: int):
+    events: list[str] = []
 
     async def work() -> None:
         os.kill(os.getpid(), number)
@@ -54,15 +54,15 @@ def test_a_signal_cancels_the_work_and_is_the_reason_once_it_has_ended(number: i
             await asyncio.sleep(30)
         except asyncio.CancelledError:
             await asyncio.sleep(0.01)
-            done.append("saved")
+            events.append("saved")
             raise
 
-    with pytest.raises(RunInterrupted) as stopped:
+    with pytest.raises(RunInterrupted) as interruption:
         asyncio.run(run_until_signaled(work(), never()))
-    assert (stopped.value.signal, done) == (number, ["saved"])
+    assert (interruption.value.signal, events) == (number, ["saved"])
 
 
-def test_work_that_ends_by_itself_gives_its_result_or_its_error():
+def test_result_and_error_of_work_pass_through():
     async def result() -> int:
         return 7
 
@@ -75,7 +75,7 @@ def test_work_that_ends_by_itself_gives_its_result_or_its_error():
 
 
 @pytest.mark.defect("signals-swallowed-by-a-blocked-loop")
-def test_a_signal_that_comes_while_the_end_of_the_work_blocks_the_loop_is_the_reason():
+def test_signal_during_blocked_loop_is_raised():
     async def work() -> int:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)  # as ray.shutdown() does
@@ -85,7 +85,7 @@ def test_a_signal_that_comes_while_the_end_of_the_work_blocks_the_loop_is_the_re
         asyncio.run(run_until_signaled(work(), never()))
 
 
-def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raises():
+def test_lost_cluster_is_raised_over_closing_errors():
     async def work() -> None:
         try:
             await asyncio.sleep(30)
@@ -98,7 +98,7 @@ def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raise
 
 
 @pytest.mark.defect("signals-in-a-program")
-def test_whoever_is_cancelled_waits_for_the_end_of_the_work_also_in_a_thread_without_signals():
+def test_cancelled_caller_waits_for_work_in_thread():
     done: list[str] = []
 
     async def work() -> None:
@@ -108,19 +108,19 @@ def test_whoever_is_cancelled_waits_for_the_end_of_the_work_also_in_a_thread_wit
             await asyncio.sleep(0.05)
             done.append("saved")
 
-    async def cancels() -> None:
-        told = asyncio.ensure_future(run_until_signaled(work(), never()))
+    async def cancel() -> None:
+        waiting = asyncio.ensure_future(run_until_signaled(work(), never()))
         await asyncio.sleep(0.05)
-        told.cancel()
-        await asyncio.wait([told])
-        assert told.cancelled() and done == ["saved"]
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() and done == ["saved"]
 
     with ThreadPoolExecutor() as threads:
-        threads.submit(asyncio.run, cancels()).result(20)
+        threads.submit(asyncio.run, cancel()).result(20)
 
 
 @pytest.mark.parametrize(("code", "status"), [(143, 143), (130, 130), (1, -signal.SIGABRT)])
-def test_a_process_that_was_told_to_end_says_so_whatever_its_teardown_does(code: int, status: int):
+def test_signal_status_survives_crashing_teardown(code: int, status: int):
     program = f"""
 import atexit, os, sys
 from skyrl_train.experiment.driver import exit_with_signal_status
@@ -138,7 +138,7 @@ with exit_with_signal_status():
     assert code == 1 or ended.stdout.splitlines() == ["ended by a signal", "closed"]
 
 
-TAKES_TIME_TO_SAVE = """
+SLOW_SAVING_PROGRAM = """
 import asyncio
 from skyrl_train.experiment.driver import run_until_signaled
 async def work():
@@ -155,8 +155,8 @@ asyncio.run(run_until_signaled(work(), asyncio.Event().wait()))
 
 
 @contextmanager
-def taking_time_to_save() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    command = [sys.executable, "-c", TAKES_TIME_TO_SAVE]
+def slow_saving_run() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    command = [sys.executable, "-c", SLOW_SAVING_PROGRAM]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=default_sighup) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == b"running\n"
@@ -166,7 +166,7 @@ def taking_time_to_save() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT")])
 def test_second_signal_exits_without_saving(first: str, second: str):
-    with taking_time_to_save() as (run, stdout):
+    with slow_saving_run() as (run, stdout):
         run.send_signal(signal.Signals[first])
         assert stdout.readline() == b"saving\n"
         time.sleep(0.2)
@@ -179,17 +179,19 @@ def test_second_signal_exits_without_saving(first: str, second: str):
 @pytest.mark.defect("group-signals-kill-ray-first")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_repeated_signal_counts_once(number: signal.Signals):
-    with taking_time_to_save() as (run, stdout):
+    with slow_saving_run() as (run, stdout):
         run.send_signal(number)
         assert stdout.readline() == b"saving\n"
-        run.send_signal(number)  # `timeout` signals its child and then the group, `uv run` what its child got as well
+        run.send_signal(
+            number
+        )  # `timeout` signals its child, then the group; `uv run` forwards what the group got, too
         assert stdout.readline() == b"saved\n"
         run.send_signal(number)
         assert run.wait(10) == 128 + number
 
 
 def test_ignored_sighup_stays_ignored():
-    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + TAKES_TIME_TO_SAVE
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SLOW_SAVING_PROGRAM
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stderr is not None
@@ -203,17 +205,17 @@ def test_ignored_sighup_stays_ignored():
 
 @pytest.mark.defect("signals-after-the-end")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):
+def test_previous_handlers_are_restored_after_work(number: int):
     async def work() -> None:
-        assert signal.getsignal(number) is not ours
+        assert signal.getsignal(number) is not own_handler
 
-    def ours(number: int, frame: object) -> None:
+    def own_handler(number: int, frame: object) -> None:
         raise AssertionError
 
-    before = signal.signal(number, ours)
+    before = signal.signal(number, own_handler)
     try:
         asyncio.run(run_until_signaled(work(), never()))
-        assert signal.getsignal(number) is ours
+        assert signal.getsignal(number) is own_handler
     finally:
         signal.signal(number, before)
 
@@ -222,31 +224,31 @@ def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):
 @pytest.mark.defect("signals-after-the-end")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("place", ["work", "closing", "exit", "teardown"])
-def test_a_signal_to_a_process_whose_work_is_over_is_not_its_crash(place: str, number: signal.Signals):
+def test_signal_after_work_does_not_crash(place: str, number: signal.Signals):
     program = f"""
 import asyncio, atexit, os, sys
 from skyrl_train.experiment.driver import exit_with_signal_status, run_until_signaled
-def told(here, kill=os.kill, pid=os.getpid()):
-    if here == "{place}":
+def signal_at(moment, kill=os.kill, pid=os.getpid()):
+    if moment == "{place}":
         kill(pid, {int(number)})
 class Library:
-    def __del__(self, told=told, write=os.write):
-        told("teardown")
-        write(1, b"torn down")
+    def __del__(self, signal_at=signal_at, write=os.write):
+        signal_at("teardown")
+        write(1, b"deleted")
 library = Library()
 async def work():
     pass
 @exit_with_signal_status()
 def main():
-    atexit.register(told, "exit")
-    told("work")
+    atexit.register(signal_at, "exit")
+    signal_at("work")
     asyncio.run(run_until_signaled(work(), asyncio.Event().wait()))
-    told("closing")
+    signal_at("closing")
 main()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     if place == "teardown":
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "torn down", "")
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "deleted", "")
     else:
         assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", f"ended by {number.name}\n")
 
@@ -254,8 +256,8 @@ main()
 @pytest.mark.fault("F39")
 @pytest.mark.defect("signals-in-a-library")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_start_ends_it_whatever_library_it_interrupts(number: signal.Signals):
-    """Exceptions in weak references' callbacks are printed and lost, as those in the release of a lock are."""
+def test_signal_during_start_exits_at_once(number: signal.Signals):
+    """An exception in a weak reference's callback would be printed and lost, as in the release of a lock."""
     program = f"""
 import os, weakref
 from skyrl_train.experiment.driver import exit_on_signals
@@ -271,15 +273,15 @@ with exit_on_signals():
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", f"ended by {number.name}\n")
 
 
-def test_a_program_s_own_handlers_are_back_after_a_start():
-    def ours(number: int, frame: object) -> None:
+def test_own_handlers_are_restored_after_start():
+    def own_handler(number: int, frame: object) -> None:
         raise AssertionError
 
-    before = signal.signal(signal.SIGTERM, ours)
+    before = signal.signal(signal.SIGTERM, own_handler)
     try:
         with exit_on_signals():
-            assert signal.getsignal(signal.SIGTERM) is not ours
-        assert signal.getsignal(signal.SIGTERM) is ours
+            assert signal.getsignal(signal.SIGTERM) is not own_handler
+        assert signal.getsignal(signal.SIGTERM) is own_handler
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -305,7 +307,7 @@ def handled() -> None:
         raise RuntimeError("no batch")  # noqa: B904
 
 
-def test_the_cause_is_last_and_what_was_handled_is_none():
+def test_failure_ends_with_cause_not_handled_error():
     lines = format_failure(raised(chained)).splitlines()
     assert lines[0] == f"{TRACEBACK_NOTE_PREFIX} FILE."
     assert lines[1].startswith("RuntimeError: no batch (") and lines[1].endswith(" in chained)")
@@ -314,7 +316,7 @@ def test_the_cause_is_last_and_what_was_handled_is_none():
     assert lines[-1].startswith("RuntimeError: no batch") and "KeyError" not in str(lines)
 
 
-def test_an_error_of_ours_is_one_line_below_its_notes(monkeypatch: pytest.MonkeyPatch):
+def test_own_error_is_one_line_below_notes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("A_TOKEN", "0123456789")
     error = EngineError("engine 0 died")
     error.add_note("with 0123456789")
@@ -322,24 +324,24 @@ def test_an_error_of_ours_is_one_line_below_its_notes(monkeypatch: pytest.Monkey
     assert format_failure(error) == "with <A_TOKEN>\n7\nEngineError: engine 0 died"
 
 
-def test_without_a_line_of_the_user_s_own_it_may_be_our_defect():
+def test_failure_without_user_frame_asks_for_report():
     error = raised(json.loads, "{")
     error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
     assert format_failure(error).splitlines()[1:] == [BUG_REPORT_HINT, f"JSONDecodeError: {error}"]
 
 
-@pytest.mark.parametrize("on_top", [True, False])
-def test_a_line_of_another_process_is_named(on_top: bool, tmp_path: Path):
+@pytest.mark.parametrize("is_outermost", [True, False])
+def test_frame_of_another_process_is_named(is_outermost: bool, tmp_path: Path):
     frames = ((tmp_path / "my_loss.py", 12, "my_loss"), (json.__file__, 1, "loads"))
-    there = "".join('  File "{}", line {}, in {}\n'.format(*frame) for frame in frames)
+    remote_traceback = "".join('  File "{}", line {}, in {}\n'.format(*frame) for frame in frames)
     cause_line = f"ValueError: bad ({tmp_path}/my_loss.py:12 in my_loss)"
     cause = ValueError("bad")
-    carrier = RayTaskError("call", there, cause).as_instanceof_cause()
-    carrier.add_note(f"{TRACEBACK_NOTE_PREFIX} FILE.")
-    if on_top:
-        assert format_failure(carrier).splitlines()[-1] == cause_line
+    task_error = RayTaskError("call", remote_traceback, cause).as_instanceof_cause()
+    task_error.add_note(f"{TRACEBACK_NOTE_PREFIX} FILE.")
+    if is_outermost:
+        assert format_failure(task_error).splitlines()[-1] == cause_line
         return
-    error = raised(_raise, cause, carrier)
+    error = raised(_raise, cause, task_error)
     error.raised_in = "learner 0.update"  # type: ignore[attr-defined]
     assert format_failure(error).splitlines()[-1] == f"learner 0.update: {cause_line}"
 
@@ -348,13 +350,14 @@ def _raise(error: Exception, cause: Exception) -> None:
     raise error from cause
 
 
-def test_before_there_is_a_log_the_traceback_is_printed():
+def test_traceback_is_printed_without_log():
     with pytest.raises(RuntimeError) as found:
         chained()
     assert "Traceback (most recent call last)" in format_failure(found.value)
 
 
-def test_the_collector_is_as_it_was_after_a_run_that_failed():
+def test_gc_settings_are_restored_after_failure():
+    gc.unfreeze()  # conftest.py has frozen what collection imported
     before = gc.get_threshold(), gc.get_freeze_count()
     with suppress(RuntimeError), relaxed_gc():
         assert gc.get_threshold() == GC_THRESHOLDS and gc.isenabled() and gc.get_freeze_count() > before[1]

@@ -1,4 +1,4 @@
-"""Engines that a run has started, and the file in its folder that changes their number."""
+"""Starting engines on one node and on several."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from skyrl_train.experiment.engines import build_engine
 from skyrl_train.experiment.placement import RolePlacement
 
 
-class Started:
-    """A handle of an engine that has."""
+class StartedEngine:
+    """A handle of an engine that has started."""
 
     capabilities = Capabilities("unknown")
 
@@ -31,35 +31,33 @@ class Started:
 
 @pytest.mark.defect("newcomers-on-other-nodes-are-told-loopback")
 @pytest.mark.parametrize("single_machine", [True, False])
-def test_loopback_is_no_address_for_an_engine_of_a_cluster_that_has_grown(
-    monkeypatch: pytest.MonkeyPatch, single_machine: bool
-):
-    """Ranks of a run that began on one node would give it: see test_sync.py and test_learner.py."""
-    monkeypatch.setattr(engines, "spawn", lambda *args, **kwargs: Started())
+def test_engines_use_no_loopback_on_grown_cluster(monkeypatch: pytest.MonkeyPatch, single_machine: bool):
+    """Ranks of a run that began on one node would offer loopback: see test_sync.py and test_learner.py."""
+    monkeypatch.setattr(engines, "spawn", lambda *args, **kwargs: StartedEngine())
     cluster: Any = SimpleNamespace(is_single_node=single_machine, num_cpus=2.0)
     group: Any = None
-    slots = RolePlacement(
+    role_placement = RolePlacement(
         ResourcePool(group, num_slots=1, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1),
         1,
     )
     engine: Any = asyncio.run(
-        build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), slots, "cpu", member_index=0)
+        build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), role_placement, "cpu", member_index=0)
     )
     assert engine.capabilities.other_machine != single_machine
     assert engine.capabilities.name == "engine 1"
 
 
-def test_an_engine_over_two_nodes_is_a_process_on_each_that_meet_on_the_first(monkeypatch: pytest.MonkeyPatch):
+def test_multi_node_engine_starts_process_per_node(monkeypatch: pytest.MonkeyPatch):
     started: list[tuple[str, int, str, dict[str, Any]]] = []
-    bound: list[Any] = []
+    linked: list[Any] = []
 
-    class Process(Started):
+    class Process(StartedEngine):
         def link_lifetimes(self, parts: list[Any], cluster: Any) -> None:
-            bound.append((self, parts))
+            linked.append((self, parts))
 
     processes = [Process(), Process()]
 
-    def spawn(cluster: Any, target: str, kwargs: dict[str, Any], *, index: int, name: str, **more: Any) -> Process:
+    def spawn(cluster: Any, target: str, kwargs: dict[str, Any], *, index: int, name: str, **options: Any) -> Process:
         started.append((target, index, name, kwargs))
         return processes[len(started) - 1]
 
@@ -83,7 +81,7 @@ def test_an_engine_over_two_nodes_is_a_process_on_each_that_meet_on_the_first(mo
     (first, at, name, kwargs), (second, at_second, name_second, kwargs_second) = started
     assert (at, name, at_second, name_second) == (4, "engine 1", 6, "engine 1 node 1")
     assert (first.rpartition(":")[2], second.rpartition(":")[2]) == ("VLLMEngine", "VLLMWorkerNode")
-    meeting = {"nnodes": 2, "master_addr": "node of slot 4", "master_port": 7, "slot": 4}
-    assert meeting.items() <= kwargs.items()
+    rendezvous = {"nnodes": 2, "master_addr": "node of slot 4", "master_port": 7, "slot": 4}
+    assert rendezvous.items() <= kwargs.items()
     assert kwargs_second == kwargs | {"node_rank": 1}
-    assert bound == [(engine, [processes[1]])]
+    assert linked == [(engine, [processes[1]])]

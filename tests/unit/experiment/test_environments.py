@@ -25,17 +25,17 @@ def rows(*env_classes: str) -> PromptDataset:
     )
 
 
-def test_rows_that_name_their_environment_go_before_the_key_and_that_is_said_once(capsys: pytest.CaptureFixture[str]):
+def test_env_class_of_rows_takes_precedence(capsys: pytest.CaptureFixture[str]):
     train, evaluation = rows("arithmetic", "arithmetic", "gsm8k", "multiply"), rows("arithmetic")
     check_environments(load_preset(["environment.env_class=gsm8k"]), train, evaluation)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "note: 4 of 5 rows name their env_class themselves (arithmetic 3, multiply 1), which counts; "
-        "environment.env_class (gsm8k) is for rows that name none."
+        "note: 4 of 5 rows name their own env_class (arithmetic 3, multiply 1), which takes precedence. "
+        "environment.env_class (gsm8k) applies to rows that name none."
     )
 
 
-def test_rows_of_an_environment_of_the_program_that_cannot_be_sent_are_refused():
+def test_unpicklable_environment_of_rows_is_refused():
     lock = threading.Lock()
     environments.register("drivers_own")(lambda env_config, extras: lock)
     try:
@@ -47,7 +47,7 @@ def test_rows_of_an_environment_of_the_program_that_cannot_be_sent_are_refused()
         environments.unregister("drivers_own")
 
 
-def test_rows_that_agree_with_the_key_are_not_worth_a_word(capsys: pytest.CaptureFixture[str]):
+def test_rows_with_configured_environment_print_nothing(capsys: pytest.CaptureFixture[str]):
     check_environments(load_preset(["environment.env_class=arithmetic"]), rows("arithmetic"), None)
     assert capsys.readouterr().err == ""
 

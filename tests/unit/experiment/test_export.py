@@ -1,4 +1,4 @@
-"""A checkpoint as a model for others: what it is, what its card says, and what is refused."""
+"""Exports of checkpoints: the written model, its card, and refusals."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ SECRET = "hf_NeverInAnyFileOrMessage42"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: str) -> Path:
-    """A checkpoint of a run that trains the whole model."""
+    """A checkpoint of a run that trains the full model."""
     return save_run(tmp_path_factory.mktemp("whole"), tiny_model_path, "trainer.run_name=a whole run")
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: str) -> Path:
-    """One of a run in bfloat16 that trains adapters."""
+    """A checkpoint of a run in bfloat16 that trains adapters."""
     return save_run(tmp_path_factory.mktemp("adapted"), tiny_model_path, *LORA, "trainer.bf16=true")
 
 
@@ -56,44 +56,42 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def written(checkpoint: Path, to: Path, **asked: Any) -> Path:
-    export(ExportRequest(str(checkpoint), str(to), **asked))
+def exported(checkpoint: Path, to: Path, **options: Any) -> Path:
+    export(ExportRequest(str(checkpoint), str(to), **options))
     return to
 
 
-def parts_of_card(folder: Path) -> tuple[dict[str, Any], str]:
-    """Metadata and Markdown."""
+def split_card(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the metadata and the Markdown of a card."""
     _, front, body = (folder / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(front), body
 
 
-def test_a_whole_model_is_that_of_the_checkpoint_bit_for_bit(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_full_model_equals_checkpoint_bitwise(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     main([str(whole), "--to", str(tmp_path / "model")])
     said = capsys.readouterr().out
-    assert "all 26 tensors are those of the checkpoint" in said and f"exported to {tmp_path / 'model'}" in said
+    assert "all 26 tensors are the checkpoint's" in said and f"exported to {tmp_path / 'model'}" in said
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     shard = load_file(whole / "policy" / "shard_0.safetensors")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, shard[f"param/{name}"].view_as(parameter)), name
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([5]) == "#"
-    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1, "whoever reads one reads all"
+    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1, "all files have the same mode"
 
 
-def test_bfloat16_is_the_checkpoint_rounded_and_half_as_large(whole: Path, tmp_path: Path):
-    exact = written(whole, tmp_path / "exact") / "model.safetensors"
-    folder = written(whole, tmp_path / "rounded", dtype="bfloat16")
+def test_bfloat16_export_is_rounded_checkpoint(whole: Path, tmp_path: Path):
+    exact = exported(whole, tmp_path / "exact") / "model.safetensors"
+    folder = exported(whole, tmp_path / "rounded", dtype="bfloat16")
     rounded = load_file(folder / "model.safetensors")
     assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in load_file(exact).items())
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    assert "rounded to bfloat16" in parts_of_card(folder)[1]
+    assert "rounded to bfloat16" in split_card(folder)[1]
 
 
-def test_adapters_apart_and_merged_are_the_same_policy(adapted: Path, tmp_path: Path, tiny_model_path: str):
-    merged = AutoModelForCausalLM.from_pretrained(written(adapted, tmp_path / "merged"), dtype=torch.float32)
-    assert "all 26 tensors are those of the checkpoint, and" in parts_of_card(tmp_path / "merged")[1]
-    folder = written(adapted, tmp_path / "adapter", adapter=True)
+def test_separate_and_merged_adapters_agree(adapted: Path, tmp_path: Path, tiny_model_path: str):
+    merged = AutoModelForCausalLM.from_pretrained(exported(adapted, tmp_path / "merged"), dtype=torch.float32)
+    assert "all 26 tensors are the checkpoint's, and" in split_card(tmp_path / "merged")[1]
+    folder = exported(adapted, tmp_path / "adapter", adapter=True)
     base = load_causal_lm(tiny_model_path, dtype=torch.bfloat16).float()
     start = logits(base)
     apart: Any = peft.PeftModel.from_pretrained(base, str(folder))
@@ -102,28 +100,28 @@ def test_adapters_apart_and_merged_are_the_same_policy(adapted: Path, tmp_path: 
     with open_policy(adapted, load_run_config(adapted.parent).trainer) as policy:
         expected = logits(merged)[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
         torch.testing.assert_close(policy.logprobs(IDS), expected, rtol=0, atol=1e-4)
-    metadata, card = parts_of_card(folder)
+    metadata, card = split_card(folder)
     assert metadata["library_name"] == "peft" and "lora" in metadata["tags"]
     assert "LoRA adapters (rank 4, alpha 8) for" in card and "PeftModel.from_pretrained" in card
     assert sorted(path.suffix for path in folder.glob("*.safetensors")) == [".safetensors"], "adapters only"
 
 
-def test_experts_are_exported_one_by_one_as_they_are_published(tmp_path: Path):
+def test_experts_are_exported_one_by_one(tmp_path: Path):
     base = save_tiny_model(tmp_path / "base", "qwen3_moe", tied=False)
-    folder = written(save_run(tmp_path / "run", base), tmp_path / "model", dtype="bfloat16")
+    folder = exported(save_run(tmp_path / "run", base), tmp_path / "model", dtype="bfloat16")
     assert load_file(folder / "model.safetensors").keys() == load_file(Path(base) / "model.safetensors").keys()
 
 
-def test_a_changed_weight_and_a_changed_configuration_are_noticed(whole: Path, tmp_path: Path):
-    folder = written(whole, tmp_path / "model")
+def test_changed_weight_or_configuration_is_detected(whole: Path, tmp_path: Path):
+    folder = exported(whole, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     with open_policy(whole, load_run_config(whole.parent).trainer) as policy:
         assert verify_model(policy, folder, torch.float32).max_logprob_diff < 1e-4
         weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is not what it is in the checkp"):
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight differs from the checkpoint"):
             verify_model(policy, folder, torch.float32)
-        written(whole, folder, overwrite=True)
+        exported(whole, folder, overwrite=True)
         config = json.loads((folder / "config.json").read_text())
         config["rope_parameters"]["rope_theta"] = 100.0
         (folder / "config.json").write_text(json.dumps(config))
@@ -131,32 +129,32 @@ def test_a_changed_weight_and_a_changed_configuration_are_noticed(whole: Path, t
             verify_model(policy, folder, torch.float32)
 
 
-def test_an_adapter_of_a_changed_model_is_not_handed_out(tmp_path: Path, tiny_model_path: str):
+def test_adapter_of_changed_model_is_refused(tmp_path: Path, tiny_model_path: str):
     checkpoint = save_run(tmp_path / "run", tiny_model_path, *LORA, "trainer.rope_theta=100", rope_theta=100.0)
-    with pytest.raises(CheckpointError, match="export such a run without --adapter"):
-        written(checkpoint, tmp_path / "adapter", adapter=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing is left"
-    written(checkpoint, tmp_path / "model")
+    with pytest.raises(CheckpointError, match="Export such a run without --adapter"):
+        exported(checkpoint, tmp_path / "adapter", adapter=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "a failed export leaves no files"
+    exported(checkpoint, tmp_path / "model")
 
 
-def test_a_card_says_what_the_run_recorded_and_no_more(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = written(whole, tmp_path / "model")
-    metadata, card = parts_of_card(folder)
+def test_card_contains_only_recorded_facts(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = exported(whole, tmp_path / "model")
+    metadata, card = split_card(folder)
     assert metadata == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["skyrl-train", "reinforcement-learning"],
-    }, "the base model is no name on the hub"
+    }, "the base model is not a name on the hub"
     assert "# `a whole run`, step 2" in card
     assert "| metric | step 0 | step 2 |" in card and "| `eval/all/avg_score` | 0.125 | 0.375 |" in card
     assert "| `trainer.algorithm.advantage_estimator` | `grpo` |" in card
-    assert "25% of the responses of step 2 were cut off" in card
-    assert "all 26 tensors are those of the checkpoint" in card
+    assert "25% of the responses of step 2 were truncated" in card
+    assert "all 26 tensors are the checkpoint's" in card
     assert f"torch {torch.__version__.partition('+')[0]}" in card and "peft" not in card
     assert 5_000 < (folder / "learning_curve.png").stat().st_size < 100_000
 
 
-def test_no_file_has_a_folder_of_the_machine_or_a_secret(
+def test_files_contain_no_local_folders_or_secrets(
     adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_path: str
 ):
     monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -167,10 +165,10 @@ def test_no_file_has_a_folder_of_the_machine_or_a_secret(
     config["trainer"]["a_key_of_an_earlier_version"] = 1
     config["data"]["train_data"] = ["/secret/folder/train.parquet", "s3://private-bucket/x/y.jsonl", "openai/gsm8k"]
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    for asked in ({}, {"adapter": True}):
-        folder = written(run / adapted.name, tmp_path / f"model{len(asked)}", **asked)
-        card = parts_of_card(folder)[1]
-        assert "Data of training: `train.parquet`, `y.jsonl`, `openai/gsm8k`." in card
+    for options in ({}, {"adapter": True}):
+        folder = exported(run / adapted.name, tmp_path / f"model{len(options)}", **options)
+        card = split_card(folder)[1]
+        assert "Training data: `train.parquet`, `y.jsonl`, `openai/gsm8k`." in card
         for path in folder.iterdir():
             for word in (SECRET, tiny_model_path, str(tmp_path), "/secret", "private-bucket", str(Path.home())):
                 assert word not in html.unescape(path.read_bytes().decode("latin-1")), f"{path.name}: {word}"
@@ -190,8 +188,8 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("word", HOSTILE, ids=range(len(HOSTILE)))
-def test_texts_of_a_run_stay_text_in_its_card(word: str, card_of: Callable[[str], str]):
-    """In a heading, in lists and in tables; by a renderer that lets HTML through."""
+def test_card_escapes_texts_of_run(word: str, card_of: Callable[[str], str]):
+    """Check headings, lists and tables with a renderer that lets HTML through."""
     plain, hostile = card_of("harmless"), card_of(word)
     assert yaml.safe_load(plain.split("---\n")[1]) == yaml.safe_load(hostile.split("---\n")[1])
     renderer = MarkdownIt("gfm-like", {"linkify": False})
@@ -231,26 +229,26 @@ def card_of() -> Callable[[str], str]:
     return card
 
 
-def test_what_is_there_is_only_replaced_when_asked_and_never_what_is_no_model(whole: Path, tmp_path: Path):
+def test_only_models_are_replaced_with_overwrite(whole: Path, tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty: give another folder, or --overwrite"):
-        written(whole, tmp_path / "notes")
+    with pytest.raises(ConfigError, match=r"is not empty\. Give another folder, or --overwrite"):
+        exported(whole, tmp_path / "notes")
     with pytest.raises(ConfigError, match="holds no model, so it is not replaced"):
-        written(whole, tmp_path / "notes", overwrite=True)
-    (tmp_path / "notes" / "config.json").write_text("{}")  # as many programs have
+        exported(whole, tmp_path / "notes", overwrite=True)
+    (tmp_path / "notes" / "config.json").write_text("{}")  # many programs have such a file
     with pytest.raises(ConfigError, match="holds no model, so it is not replaced"):
-        written(whole, tmp_path / "notes", overwrite=True)
+        exported(whole, tmp_path / "notes", overwrite=True)
     assert (tmp_path / "notes" / "mine.txt").read_text() == "mine"
     (tmp_path / "model").mkdir()
-    folder = written(whole, tmp_path / "model", verify=False)
+    folder = exported(whole, tmp_path / "model", verify=False)
     (folder / "old.safetensors").write_text("old")
-    written(whole, folder, overwrite=True, verify=False)
+    exported(whole, folder, overwrite=True, verify=False)
     assert not (folder / "old.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes"]
 
 
-def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
+def test_failed_replacement_restores_target(tmp_path: Path):
     (tmp_path / "model").mkdir()
     for name in ("config.json", "old.safetensors"):
         (tmp_path / "model" / name).touch()
@@ -261,7 +259,7 @@ def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("overwrite", "says"), [(False, "is not empty"), (True, "holds no model")])
-def test_what_has_come_during_an_export_is_not_replaced(overwrite: bool, says: str, tmp_path: Path):
+def test_target_filled_during_export_is_kept(overwrite: bool, says: str, tmp_path: Path):
     notes = tmp_path / "model" / "notes.txt"
     notes.parent.mkdir()
     with pytest.raises(ConfigError, match=says), atomic_folder(str(notes.parent), overwrite):
@@ -269,25 +267,23 @@ def test_what_has_come_during_an_export_is_not_replaced(overwrite: bool, says: s
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and notes.read_text() == "mine"
 
 
-def test_what_cannot_be_exported_is_said_before_anything_is_written(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_invalid_exports_are_refused_before_writing(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     shutil.copytree(whole.parent, run)
     for arguments, message in (
         (
             [str(run), "--to", "x"],
-            r"is no checkpoint: give RUN/global_step_N of a finished save. There are global_step_2",
+            r"is not a checkpoint. Give RUN/global_step_N of a finished save. This folder contains global_step_2",
         ),
-        ([str(whole), "--to", "x", "--adapter"], "the run has trained the whole model"),
-        ([str(whole), "--to", "x", "--dtype", "int8"], "must be one of float32, bfloat16"),
-        ([str(whole), "--to", "s3://bucket/x"], "must be a folder of this machine or hub:NAME"),
+        ([str(whole), "--to", "x", "--adapter"], "the run trained the full model"),
+        ([str(whole), "--to", "x", "--dtype", "int8"], "Choose one of: float32, bfloat16"),
+        ([str(whole), "--to", "s3://bucket/x"], "must be a folder on this machine or hub:NAME"),
         ([str(whole), "--to", "hub:a/b/c"], "must be hub:OWNER/NAME"),
-        ([str(whole), "--to", "x", "--public"], "--public is for hub:NAME"),
+        ([str(whole), "--to", "x", "--public"], "--public only applies to hub:NAME"),
         ([str(whole), "--to", "x", "--base", str(tmp_path / "none")], "--base='.*none' cannot be loaded"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            main([one if one != "x" else str(tmp_path / "x") for one in arguments])
+            main([argument if argument != "x" else str(tmp_path / "x") for argument in arguments])
         assert re.search(message, capsys.readouterr().err)
     shard = next((run / whole.name / "policy").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
@@ -300,25 +296,27 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
     (run / "config.yaml").unlink()
     with pytest.raises(SystemExit, match="2"):
         main([str(run / whole.name), "--to", str(tmp_path / "x")])
-    assert re.search(r"config\.yaml cannot be read .* it says what was run", capsys.readouterr().err)
+    assert re.search(
+        r"config\.yaml cannot be read .* It must be the configuration that the run saved", capsys.readouterr().err
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own, for a file's bytes
-def test_a_repository_is_private_whole_in_one_commit_and_replaced_only_when_asked(
+def test_hub_upload_is_private_and_atomic(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
     with hub_server(monkeypatch) as hub:
         main([str(whole), "--to", "hub:me/model"])
         assert hub.private == {"me/model": True} and hub.commits == ["Step 2"]
-        folder = written(whole, tmp_path / "model")
+        folder = exported(whole, tmp_path / "model")
         here = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert hub.files["me/model"] == here
         assert f"exported to {hub.url}/me/model" in capsys.readouterr().out
         with pytest.raises(SystemExit, match="2"):
             main([str(whole), "--to", "hub:me/model"])
-        assert "hub:me/model exists: give another name, or --overwrite" in capsys.readouterr().err
+        assert "hub:me/model exists: choose another name, or pass --overwrite" in capsys.readouterr().err
         hub.files["me/model"]["old.safetensors"] = b"old"
         main([str(whole), "--to", "hub:me/model", "--overwrite", "--no-verify"])
         assert hub.files["me/model"].keys() == here.keys() and len(hub.commits) == 2
@@ -337,15 +335,15 @@ def test_a_repository_is_private_whole_in_one_commit_and_replaced_only_when_aske
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_exports_have_the_template_of_the_run(adapter: bool, tmp_path: Path, tiny_model_path: str):
+def test_exports_have_chat_template_of_run(adapter: bool, tmp_path: Path, tiny_model_path: str):
     template = "generator.chat_template.name_or_path=mistral"
     checkpoint = save_run(tmp_path / "run", tiny_model_path, template, *(LORA if adapter else ()))
-    folder = written(checkpoint, tmp_path / "export", adapter=adapter)
+    folder = exported(checkpoint, tmp_path / "export", adapter=adapter)
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_template_among_the_variables_is_exported(recorded: bool, tmp_path: Path, tiny_model_path: str):
+def test_template_in_chat_template_kwargs_is_exported(recorded: bool, tmp_path: Path, tiny_model_path: str):
     checkpoint = save_run(tmp_path / "run", tiny_model_path)
     file = tmp_path / "run" / "config.yaml"
     saved = yaml.safe_load(file.read_text())
@@ -355,7 +353,7 @@ def test_template_among_the_variables_is_exported(recorded: bool, tmp_path: Path
         rewrite_trainer_state(
             checkpoint, chat_template=chat_template_text(byte_tokenizer(), saved["generator"]["chat_template_kwargs"])
         )
-    folder = written(checkpoint, tmp_path / "export")
+    folder = exported(checkpoint, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 
 
@@ -370,8 +368,8 @@ def test_export_that_renders_another_prompt_is_refused(
 
     original = PreTrainedTokenizerBase.save_pretrained
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", without_template)
-    with pytest.raises(CheckpointError, match=r"a prompt has the ids \[.*\], but in training it had \["):
-        written(adapted, tmp_path / "export", adapter=adapter)
+    with pytest.raises(CheckpointError, match=r"encodes a prompt as \[.*\], but the tokenizer of the training as \["):
+        exported(adapted, tmp_path / "export", adapter=adapter)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -386,28 +384,28 @@ def test_adapters_are_not_exported_with_another_base(
     weights["model.embed_tokens.weight"][3, 5] += 1e-3
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"trainer\.policy\.model\.path: its weights had the fingerprint"):
-        written(adapted, tmp_path / "export", adapter=adapter, base=str(other))
-    written(adapted, tmp_path / "export", adapter=adapter, base=str(moved))
+        exported(adapted, tmp_path / "export", adapter=adapter, base=str(other))
+    exported(adapted, tmp_path / "export", adapter=adapter, base=str(moved))
 
 
-def test_card_tells_if_the_base_is_not_recorded(adapted: Path, tmp_path: Path):
+def test_card_tells_if_base_is_unrecorded(adapted: Path, tmp_path: Path):
     shutil.copytree(adapted.parent, tmp_path / "run")
     rewrite_trainer_state(tmp_path / "run" / adapted.name, base_models=None)
-    written(tmp_path / "run" / adapted.name, tmp_path / "export")
-    assert "of the base model it was given (the checkpoint does not record" in parts_of_card(tmp_path / "export")[1]
+    exported(tmp_path / "run" / adapted.name, tmp_path / "export")
+    assert "of the given base model (the checkpoint does not record" in split_card(tmp_path / "export")[1]
 
 
-def test_recorded_template_is_exported_whatever_the_configuration_says_now(whole: Path, tmp_path: Path):
+def test_recorded_template_takes_precedence_over_configuration(whole: Path, tmp_path: Path):
     shutil.copytree(whole.parent, tmp_path / "run")
     rewrite_trainer_state(tmp_path / "run" / whole.name, chat_template=TEMPLATES["mistral"])
-    folder = written(tmp_path / "run" / whole.name, tmp_path / "export")
+    folder = exported(tmp_path / "run" / whole.name, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 
 
 def test_exports_name_the_end_of_turn(tmp_path: Path):
     model = tmp_path / "model"
     save_as_base_model(tiny_model(), model)
-    folder = written(save_run(tmp_path / "run", str(model)), tmp_path / "export")
+    folder = exported(save_run(tmp_path / "run", str(model)), tmp_path / "export")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.convert_ids_to_tokens(ends) == [END_OF_SEQUENCE, END_OF_TURN]

@@ -1,4 +1,4 @@
-"""Exports of a composite checkpoint whose language model was trained: loadable as the composite that it was."""
+"""Exports of composite checkpoints whose language model was trained: they load as the original composite."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def tower_names(names: set[str]) -> set[str]:
 def test_export_keeps_other_towers_bit_equal(kind: str, tmp_path: Path) -> None:
     base = save_composite(tmp_path / "base", kind, tied=kind == "gemma3")
     checkpoint = save_run(tmp_path / "run", base)
-    place, agreement = export(ExportRequest(str(checkpoint), str(tmp_path / "model")))
-    folder = Path(place)
+    location, verification = export(ExportRequest(str(checkpoint), str(tmp_path / "model")))
+    folder = Path(location)
     before, after = (load_file(one / "model.safetensors") for one in (Path(base), folder))
     towers = tower_names(set(before))
     assert before.keys() == after.keys() and towers
@@ -60,8 +60,8 @@ def test_export_keeps_other_towers_bit_equal(kind: str, tmp_path: Path) -> None:
     assert not info["missing_keys"] and not info["unexpected_keys"]
     with open_policy(checkpoint, load_run_config(checkpoint.parent).trainer) as policy:
         torch.testing.assert_close(logprobs(loaded), policy.logprobs(IDS), rtol=0, atol=1e-4)
-    torch.testing.assert_close(logprobs(loaded), logprobs(load_causal_lm(place, dtype=torch.float32)))
-    assert agreement is not None and agreement.max_logprob_diff < 1e-4
+    torch.testing.assert_close(logprobs(loaded), logprobs(load_causal_lm(location, dtype=torch.float32)))
+    assert verification is not None and verification.max_logprob_diff < 1e-4
     assert "AutoModelForImageTextToText.from_pretrained" in (folder / "README.md").read_text()
 
 
@@ -89,7 +89,7 @@ def test_exported_adapter_loads_on_the_composite(kind: str, tmp_path: Path) -> N
     torch.testing.assert_close(logprobs(model), logprobs(whole), rtol=0, atol=1e-4)
     assert not torch.allclose(logprobs(model), before, atol=0.1)
     adapted = {name for name, _ in model.named_modules() if name.endswith(".lora_A")}
-    assert adapted and not tower_names(adapted), "adapters are in the language model only"
+    assert adapted and not tower_names(adapted), "only the language model has adapters"
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
@@ -97,7 +97,8 @@ def test_export_keeps_every_dtype_of_the_base(kind: str, tmp_path: Path) -> None
     base = save_composite(tmp_path / "base", kind, dtype=torch.bfloat16)
     place, _ = export(ExportRequest(str(save_run(tmp_path / "run", base)), str(tmp_path / "model"), dtype="bfloat16"))
     before, after = (load_file(Path(one) / "model.safetensors") for one in (base, place))
-    assert {name: tensor.dtype for name, tensor in before.items()} == {name: one.dtype for name, one in after.items()}
+    dtypes = [{name: tensor.dtype for name, tensor in tensors.items()} for tensors in (before, after)]
+    assert dtypes[0] == dtypes[1]
     configs = [json.loads((Path(one) / "config.json").read_text()) for one in (base, place)]
     assert configs[0] == configs[1]
 

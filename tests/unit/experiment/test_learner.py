@@ -29,18 +29,18 @@ def tokenizer_in(folder: Path, *more: str) -> str:
 
 
 def with_other_ids(folder: Path) -> str:
-    """Two letters have changed their places."""
+    """Write a tokenizer in which two letters have swapped ids, and return its folder."""
     path = Path(tokenizer_in(folder)) / "tokenizer.json"
     text = path.read_text()
     vocabulary = Tokenizer.from_file(str(path)).get_vocab()
-    for one, other in (("a", "b"), ("b", "a")):
-        text = text.replace(f'"{one}": {vocabulary[one]}', f'"{one}": {vocabulary[other]}')
+    for letter, other in (("a", "b"), ("b", "a")):
+        text = text.replace(f'"{letter}": {vocabulary[letter]}', f'"{letter}": {vocabulary[other]}')
     path.write_text(text)
     return str(folder)
 
 
 @pytest.mark.defect("one-core-beside-an-accelerator")
-def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
+def test_accelerator_ranks_use_cores_of_their_slots() -> None:
     cluster: Any = SimpleNamespace(num_cpus=6.0)
     group: Any = None
     role = RolePlacement(
@@ -50,34 +50,36 @@ def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
         count=2,
     )
     assert threads_per_process(cluster, role, "cuda") == 12
-    assert threads_per_process(cluster, role, "cpu") == 3, "a CPU slot has its share of the cluster"
-    assert threads_per_process(cluster, replace(role, num_concurrent=1), "cpu") == 2, "an engine computes meanwhile"
+    assert threads_per_process(cluster, role, "cpu") == 3, "a CPU slot has its share of the cluster's cores"
+    assert threads_per_process(cluster, replace(role, num_concurrent=1), "cpu") == 2, (
+        "an engine computes at the same time"
+    )
 
 
-def test_models_of_a_family_may_have_added_different_tokens(tmp_path: Path) -> None:
+def test_models_may_differ_in_added_tokens(tmp_path: Path) -> None:
     plain, more = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "more", "<extra>")
     check_same_tokens(plain, more, "trainer.ref.model.path")
     check_same_tokens(more, plain, "trainer.ref.model.path")
 
 
-def test_a_reference_that_reads_other_text_from_the_same_ids_is_refused(tmp_path: Path) -> None:
+def test_reference_with_other_token_ids_is_refused(tmp_path: Path) -> None:
     policy, other = tokenizer_in(tmp_path / "policy"), with_other_ids(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path=.*: 2 tokens .* such as '[ab]'"):
         check_same_tokens(policy, other, "trainer.ref.model.path")
 
 
-def test_a_folder_without_a_tokenizer_is_taken_at_its_word(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_is_accepted(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "critic")
     for file in (tmp_path / "critic").glob("*token*"):
         file.unlink()
     check_same_tokens(tokenizer_in(tmp_path / "policy"), str(tmp_path / "critic"), "trainer.critic.model.path")
 
 
-def test_a_model_is_not_compared_with_itself() -> None:
+def test_model_is_not_compared_with_itself() -> None:
     check_same_tokens("no folder", "no folder", "trainer.ref.model.path")
 
 
-def test_only_what_is_trained_has_adapters_each_model_its_own():
+def test_trained_models_have_separate_adapters():
     overrides = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"]
     spec, schedule = tiny_spec("/x", lora=LoraConfig(rank=8)), StepSchedule(8, 4, 1)
     for rank in (0, 4):
@@ -87,7 +89,7 @@ def test_only_what_is_trained_has_adapters_each_model_its_own():
         assert (critic.lora.rank if critic.lora else 0) == rank
 
 
-def test_all_models_are_compiled_where_one_is_and_the_policy_alone_records_its_allocations():
+def test_only_policy_records_allocations():
     cfg = load_preset(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
     spec = tiny_spec("/x", use_torch_compile=True, memory_snapshot_folder="/records")
     critic = critic_spec(spec, cfg.trainer, None, build_policy_objective_spec(cfg), StepSchedule(8, 4, 1))

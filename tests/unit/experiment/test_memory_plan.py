@@ -1,4 +1,4 @@
-"""The plan against torch's own count of what a rank allocates."""
+"""The memory plan compared with torch's own count of a rank's allocations."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.memory_plan import (
     MemoryItem,
     ParameterShape,
+    Phase,
     SlotMemoryPlan,
     memory_capacity,
     memory_plan,
@@ -40,7 +41,7 @@ from tests.support.rank_processes import run_ranks
 
 LAYERS = 4
 SEQUENCES, PROMPT, RESPONSE = 4, 42, 86
-"""Of a micro-batch; a third of a sequence is prompt in ragged_batch."""
+"""Sequences of a micro-batch, and tokens of each. A third of a sequence is prompt in ragged_batch."""
 SAMPLES, MICRO_BATCHES = 4, 2
 TOLERANCE = 0.15
 GIB = 1 << 30
@@ -52,7 +53,7 @@ def path(tiny_model_path: str) -> str:
 
 
 def config(path: str, *overrides: str, ranks: int = 1, half: bool = False) -> Config:
-    """A run with MICRO_BATCHES a rank in an update, on a CPU, everything in the same slots, an engine in each."""
+    """Return a run on a CPU with everything on the same slots and MICRO_BATCHES micro-batches per rank and update."""
     prompts = ranks * MICRO_BATCHES * SEQUENCES // SAMPLES
     keys = {
         "trainer.policy.model.path": path,
@@ -70,7 +71,7 @@ def config(path: str, *overrides: str, ranks: int = 1, half: bool = False) -> Co
         "trainer.algorithm.use_kl_loss": "false",
     }
     cfg = prepared(*(f"{key}={value}" for key, value in keys.items()), *overrides)
-    # On the command line bf16=true is taken for the default, which is fitted to the CPU.
+    # On a CPU the command line's bf16=true cannot be told from the default, which is replaced.
     return replace(cfg, trainer=replace(cfg.trainer, bf16=half))
 
 
@@ -80,12 +81,12 @@ def prepared(*overrides: str) -> Config:
 
 
 def on_gpus(cfg: Config, **generator: Any) -> Config:
-    """As if this machine had them."""
+    """Return the configuration for GPUs, although this machine may have none."""
     return replace(cfg, device="cuda", generator=replace(cfg.generator, backend="vllm", **generator))
 
 
 def row(plan: SlotMemoryPlan, role: str, what: str, phase: str = "updating") -> MemoryItem:
-    """Of those on the device, where some are on the host."""
+    """Return the plan's item with this name; the one on the device if another one is on the host."""
     found = [r for r in plan.items if (r.role, r.name) == (role, what) and phase in r.phases]
     (line,) = [r for r in found if not r.on_host] or found
     return line
@@ -98,8 +99,8 @@ def mini_batch() -> MiniBatch:
 
 
 def allocated_at_most(call: Callable[[], Any]) -> int:
-    """Bytes that torch holds at the peak of a call, beyond what it held before."""
-    gc.collect()  # what other tests left must not be freed meanwhile
+    """Return the bytes that torch holds at the peak of a call beyond what it held before."""
+    gc.collect()  # garbage of other tests must not be freed during the call
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     results: Any = recorded.profiler
@@ -112,19 +113,19 @@ def allocated_at_most(call: Callable[[], Any]) -> int:
 
 
 def state_bytes(strategy: Strategy) -> int:
-    """Bytes of this rank's optimizer state."""
+    """Return the bytes of this rank's optimizer state."""
     return sum(
         tensor.nbytes for key, tensor in strategy.get_checkpoint_shard().tensors.items() if not key.startswith("param/")
     )
 
 
 def peak_of_update(spec: LearnerSpec, rank: int, world_size: int, port: int | None = None) -> tuple[int, int, int]:
-    """Bytes that a second update adds, and those of this rank's parameters and optimizer state."""
+    """Return the bytes that a second update adds, and those of this rank's parameters and optimizer state."""
     worker = LearnerWorker(spec, rank, world_size)
     address, free = worker.address()
     worker.setup(address, port or free)
     small = policy_batch()
-    worker.update(MiniBatch([small], 1, int(small.loss_mask.sum())))  # makes the optimizer's state
+    worker.update(MiniBatch([small], 1, int(small.loss_mask.sum())))  # creates the optimizer's state
     peak = allocated_at_most(lambda: worker.update(mini_batch()))
     held = sum(to_local(parameter).nbytes for parameter in worker.module.parameters())
     state = state_bytes(worker.strategy)
@@ -133,9 +134,9 @@ def peak_of_update(spec: LearnerSpec, rank: int, world_size: int, port: int | No
 
 
 def planned(plan: SlotMemoryPlan) -> int:
-    """Bytes that an update adds to what a rank holds before it."""
+    """Return the planned bytes that an update adds to what a rank holds before it."""
     kept = ("parameters", "optimizer", "weight-sync buckets")
-    return plan.total("updating", role="policy") - sum(row(plan, "policy", what).size for what in kept)
+    return plan.total(Phase.UPDATING, role="policy") - sum(row(plan, "policy", what).size for what in kept)
 
 
 def on_demand(*values: Any) -> Any:
@@ -163,9 +164,7 @@ def on_demand(*values: Any) -> Any:
         on_demand("qwen3_moe", 320, False, True),
     ],
 )
-def test_an_update_allocates_what_was_planned(
-    kind: str, vocab_size: int, half: bool, checkpointing: bool, tmp_path: Path
-):
+def test_update_allocates_planned_memory(kind: str, vocab_size: int, half: bool, checkpointing: bool, tmp_path: Path):
     path = save_tiny_model(tmp_path, kind, layers=LAYERS, vocab_size=vocab_size)
     cfg = config(path, f"trainer.gradient_checkpointing={checkpointing}", half=half)
     (plan,) = memory_plan(cfg)
@@ -181,9 +180,7 @@ def measure_rank(spec: LearnerSpec, rank: int, ranks: int, port: int, file: Path
 
 
 @pytest.mark.parametrize(("ranks", "half", "checkpointing"), [(1, True, False), (2, False, True)])
-def test_what_a_sharded_model_holds_and_allocates_was_planned(
-    ranks: int, half: bool, checkpointing: bool, tmp_path: Path
-):
+def test_sharded_model_holds_planned_memory(ranks: int, half: bool, checkpointing: bool, tmp_path: Path):
     path = save_tiny_model(tmp_path, "llama", layers=LAYERS, vocab_size=321)
     cfg = config(
         path, "trainer.strategy=fsdp2", f"trainer.gradient_checkpointing={checkpointing}", ranks=ranks, half=half
@@ -197,7 +194,7 @@ def test_what_a_sharded_model_holds_and_allocates_was_planned(
     )
     _, port = LearnerWorker(spec, 0, ranks).address()
     file = tmp_path / "measured.json"
-    # A mesh and its store live as long as their process.
+    # A device mesh and its store live as long as their process.
     run_ranks(measure_rank, [(spec, rank, ranks, port, file) for rank in range(ranks)], tmp_path)
     measured, parameters, optimizer = json.loads(file.read_text())
     assert row(plan, "policy", "parameters").size == parameters
@@ -206,7 +203,7 @@ def test_what_a_sharded_model_holds_and_allocates_was_planned(
 
 
 class CountingSingle(SingleStrategy):
-    """`single` that counts the bytes of an update's gradients."""
+    """The strategy `single`, which counts the bytes of an update's gradients."""
 
     gradient_bytes = 0
 
@@ -235,12 +232,12 @@ def test_parameters_gradients_and_optimizer_are_exact(kind: str, adapted: bool, 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("rows", [1, 3, 8, 321])
-def test_the_fullest_rank_has_the_first_rows(rows: int, ranks: int):
+def test_first_rank_is_fullest(rows: int, ranks: int):
     first = torch.empty(rows, 5).chunk(ranks)[0]
     assert ParameterShape((rows, 5)).shard_numel(ranks) == first.numel()
 
 
-def test_a_critic_has_no_logits_and_a_value_head(tmp_path: Path):
+def test_critic_has_value_head_without_logits(tmp_path: Path):
     path = save_tiny_model(tmp_path, tied=False)
     gae = ["trainer.algorithm.advantage_estimator=gae", f"trainer.critic.model.path={path}"]
     (plan,) = memory_plan(config(path, *gae))
@@ -249,14 +246,16 @@ def test_a_critic_has_no_logits_and_a_value_head(tmp_path: Path):
     assert [r.name for r in plan.items if r.role == "critic" and r.name in ("logits", "values")] == ["values"] * 2
 
 
-def test_roles_that_take_turns_do_not_add_up_in_a_phase(path: str):
+def test_sequential_roles_do_not_add_up(path: str):
     (plan,) = memory_plan(config(path, "trainer.algorithm.use_kl_loss=true"))
-    passing = {role: plan.total("scoring", role=role) - plan.total("generating", role=role) for role in plan.roles}
+    passing = {
+        role: plan.total(Phase.SCORING, role=role) - plan.total(Phase.GENERATING, role=role) for role in plan.roles
+    }
     assert passing["policy"] > 0
-    assert plan.total("scoring") == plan.total("generating") + max(passing.values())
+    assert plan.total(Phase.SCORING) == plan.total(Phase.GENERATING) + max(passing.values())
 
 
-def test_what_has_slots_of_its_own_has_a_plan_of_its_own(path: str):
+def test_dedicated_slots_have_own_plan(path: str):
     dedicated = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]
     reference = ["trainer.placement.ref_num_gpus_per_node=3", "trainer.algorithm.use_kl_loss=true"]
     plans = memory_plan(config(path, *dedicated, *reference, "generator.num_inference_engines=2"))
@@ -272,7 +271,7 @@ def test_what_has_slots_of_its_own_has_a_plan_of_its_own(path: str):
         (5, [("policy + engine", 3), ("engine", 2)]),
     ],
 )
-def test_shared_slots_hold_both_only_as_far_as_there_are_both(engines: int, expected: list[tuple[str, int]], path: str):
+def test_shared_slots_are_planned_separately(engines: int, expected: list[tuple[str, int]], path: str):
     cfg = config(path, "trainer.strategy=fsdp2", f"generator.num_inference_engines={engines}", ranks=3)
     plans = memory_plan(cfg)
     assert [(plan.name, plan.count) for plan in plans] == expected
@@ -280,7 +279,7 @@ def test_shared_slots_hold_both_only_as_far_as_there_are_both(engines: int, expe
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_a_reward_model_is_whole_in_the_policy_s_slots_or_in_its_own(colocated: bool, tmp_path: Path):
+def test_reward_model_is_complete_on_each_slot(colocated: bool, tmp_path: Path):
     path, judge = save_tiny_model(tmp_path / "policy"), save_tiny_reward_model(tmp_path / "judge")
     keys = [f"trainer.placement.colocate_all={colocated}", f"trainer.reward.model.path={judge}"]
     own = [] if colocated else ["trainer.placement.reward_num_gpus_per_node=3"]
@@ -291,10 +290,10 @@ def test_a_reward_model_is_whole_in_the_policy_s_slots_or_in_its_own(colocated: 
     assert plan.count == (1 if colocated else 3)
     loaded = load_reward_model(judge, dtype=torch.bfloat16)
     assert row(plan, "reward model", "parameters").size == sum(weight.nbytes for weight in loaded.parameters())
-    assert plan.total("generating", role="reward model") > plan.total("updating", role="reward model")
+    assert plan.total(Phase.GENERATING, role="reward model") > plan.total(Phase.UPDATING, role="reward model")
 
 
-def test_zero_3_gathers_what_backward_comes_back_to_soon(tmp_path: Path):
+def test_zero_3_keeps_reused_layers_gathered(tmp_path: Path):
     path = save_tiny_model(tmp_path, layers=6)
     shape = model_shape(path, key="k")
     keys = ["trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.zero_stage=3"]
@@ -310,25 +309,29 @@ def test_zero_3_gathers_what_backward_comes_back_to_soon(tmp_path: Path):
     assert gathered("scoring", *bounded) == 4 * (numel(shape.root) + shape.largest_layer)
 
 
-def test_on_shared_accelerators_the_trainer_leaves_while_engines_generate(path: str):
+def test_trainer_is_offloaded_while_engines_generate(path: str):
     (plan,) = memory_plan(on_gpus(config(path)), capacity=GIB)
     held = row(plan, "policy", "parameters").size + row(plan, "policy", "optimizer").size
     buckets = row(plan, "policy", "weight-sync buckets").size
-    assert plan.total("generating", role="policy") == buckets
-    assert plan.total("generating", role="policy", on_host=True) == held
-    assert plan.total("updating", role="engine") == 0  # vLLM asleep holds nothing there
-    assert plan.total("generating", role="engine") == int(0.8 * GIB)
+    assert plan.total(Phase.GENERATING, role="policy") == buckets
+    assert plan.total(Phase.GENERATING, role="policy", on_host=True) == held
+    assert plan.total(Phase.UPDATING, role="engine") == 0  # a sleeping vLLM holds no accelerator memory
+    assert plan.total(Phase.GENERATING, role="engine") == int(0.8 * GIB)
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
-def test_on_shared_accelerators_a_sync_holds_weights_and_nothing_else(path: str):
+def test_sync_holds_only_weights_on_shared_accelerators(path: str):
     (plan,) = memory_plan(on_gpus(config(path, "trainer.algorithm.use_kl_loss=true")), capacity=GIB)
     weights, moments = (row(plan, "policy", what).size for what in ("parameters", "optimizer"))
     sent = sum(row(plan, "policy", what, "syncing").size for what in ("weight-sync buckets", "tensor being sent"))
-    assert plan.total("syncing") == weights + sent + row(plan, "engine", "weights", "syncing").size
-    assert plan.total("syncing", role="reference") == 0
+    assert plan.total(Phase.SYNCING) == weights + sent + row(plan, "engine", "weights", "syncing").size
+    assert plan.total(Phase.SYNCING, role="reference") == 0
     frozen = row(plan, "reference", "parameters").size
-    assert plan.total("generating", on_host=True) == plan.total("updating", on_host=True) == weights + moments + frozen
+    assert (
+        plan.total(Phase.GENERATING, on_host=True)
+        == plan.total(Phase.UPDATING, on_host=True)
+        == weights + moments + frozen
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,7 +345,7 @@ def test_on_shared_accelerators_a_sync_holds_weights_and_nothing_else(path: str)
         ("transformers", {}, False, True),
     ],
 )
-def test_engines_asleep_hold_weights_only_if_no_sync_replaces_them(
+def test_sleeping_engines_hold_weights_without_full_sync(
     backend: str, changes: dict[str, Any], on_device: bool, on_host: bool, path: str
 ):
     cfg = on_gpus(config(path), **changes)
@@ -353,7 +356,7 @@ def test_engines_asleep_hold_weights_only_if_no_sync_replaces_them(
     assert sleep_level(cfg) == (1 if changes else 2)
 
 
-def test_cpu_offload_leaves_only_gathered_layers_on_the_accelerator(path: str):
+def test_cpu_offload_keeps_gathered_layers_on_accelerator(path: str):
     keys = ["trainer.strategy=fsdp2", "trainer.policy.fsdp_config.cpu_offload=true"]
     (plan,) = memory_plan(on_gpus(config(path, *keys, "trainer.placement.colocate_all=true")), capacity=GIB)
     on_host = {r.name for r in plan.items if r.on_host and r.role == "policy" and "updating" in r.phases}
@@ -371,7 +374,7 @@ def test_zero_shards_what_its_stage_says(stage: int, parameters: int, path: str)
     assert row(plan, "policy", "gradients").size == pytest.approx(4 * weights / 4, rel=0.01)
 
 
-def test_ranks_of_a_parallel_group_share_the_tokens_of_a_micro_batch(path: str):
+def test_sequence_parallel_ranks_share_tokens(path: str):
     keys, logits = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"], ("policy", "logits")
     alone, grouped = (
         row(memory_plan(config(path, *keys, f"trainer.policy.sequence_parallel_size={size}", ranks=2))[0], *logits)
@@ -381,7 +384,7 @@ def test_ranks_of_a_parallel_group_share_the_tokens_of_a_micro_batch(path: str):
 
 
 @pytest.mark.parametrize(("capacity", "rows"), [(None, 64), (24 << 30, 64), (81559 << 20, 256), (141 << 30, 512)])
-def test_a_gpu_s_chunks_of_logits_are_planned_by_its_memory(capacity: int | None, rows: int, path: str):
+def test_logit_chunks_depend_on_gpu_memory(capacity: int | None, rows: int, path: str):
     keys = [
         "+trainer.policy.model_config_kwargs.vocab_size=1048576",
         "generator.sampling_params.max_generate_length=900",
@@ -390,7 +393,7 @@ def test_a_gpu_s_chunks_of_logits_are_planned_by_its_memory(capacity: int | None
     assert row(plan, "policy", "logits").note.startswith(f"chunks of {rows} x 1,048,576")
 
 
-def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path: Path):
+def test_tensor_parallel_ranks_share_layers(tmp_path: Path):
     path = save_tiny_model(tmp_path, "qwen3_moe")
     keys = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"]
     whole, parts = model_shape(path, key="k"), model_shape(path, key="k", tensor_parallel_size=2)
@@ -407,7 +410,7 @@ def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path
     assert fewer == logits / 2
 
 
-def test_gradients_are_sharded_only_where_they_are_reduced_after_every_micro_batch(path: str):
+def test_gradients_are_sharded_if_reduced_per_micro_batch(path: str):
     cfg = config(path, "trainer.strategy=fsdp2", ranks=4)
     whole = row(memory_plan(cfg)[0], "policy", "gradients").size
     sharded = row(memory_plan(on_gpus(cfg), capacity=GIB)[0], "policy", "gradients").size
@@ -416,25 +419,25 @@ def test_gradients_are_sharded_only_where_they_are_reduced_after_every_micro_bat
 
 
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
-def test_a_cache_on_a_cpu_is_as_large_as_the_batch_or_as_the_engine_takes(backend: str, path: str):
+def test_cpu_cache_size_depends_on_backend(backend: str, path: str):
     (plan,) = memory_plan(config(path, f"generator.backend={backend}", "generator.max_num_seqs=8"))
     per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, bytes
     expected = {"transformers": per_token * (8 * RESPONSE + 2 * PROMPT), "vllm": per_token * 8 * 4096}
     assert row(plan, "engine", "KV cache").size == expected[backend]
 
 
-def test_a_model_that_is_not_there_is_named_by_its_key(tmp_path: Path):
+def test_missing_model_is_named_by_key(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.path='.*nowhere' cannot be loaded"):
         memory_plan(config(str(tmp_path / "nowhere")))
 
 
-def test_a_summary_has_a_line_for_every_role(path: str):
+def test_summary_has_line_per_role(path: str):
     lines = summary(memory_plan(config(path, "trainer.algorithm.use_kl_loss=true")))
     assert [line.split(":")[1].strip() for line in lines] == ["policy", "reference", "engine"]
     assert "while updating (parameters 0.00" in lines[0]
 
 
-def test_this_machine_has_memory():
+def test_memory_capacity_of_this_machine():
     found = memory_capacity("cpu")
     assert found is not None
     assert found > 64 << 20

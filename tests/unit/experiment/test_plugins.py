@@ -32,21 +32,21 @@ MINE = [
 ]
 
 
-def test_names_that_were_registered_are_good(registered: None):
+def test_registered_names_are_accepted(registered: None):
     check_plugins(prepare_config([*MINE, "trainer.plugins=[json]"], has_accelerator=False).config)
     check_plugins(prepare_config(MINE[1:], has_accelerator=False, has_user_code=True).config)
 
 
-def test_an_environment_of_the_program_is_sent_and_refused_if_it_cannot_be(registered: None):
+def test_unpicklable_environment_of_program_is_refused(registered: None):
     check_plugins(prepare_config(MINE, has_accelerator=False, has_user_code=True).config)
     lock = threading.Lock()
     environments.unregister("mine")
     environments.register("mine")(lambda env_config, extras: lock)
-    with pytest.raises(ConfigError, match=r"env_class=mine: must be .* processes of its own and cannot be sent there"):
+    with pytest.raises(ConfigError, match=r"env_class=mine: must be .* separate processes and cannot be sent to them"):
         check_plugins(prepare_config(MINE, has_accelerator=False, has_user_code=True).config)
 
 
-def test_names_that_nobody_registered_are_refused_all_at_once_with_the_known_ones():
+def test_unregistered_names_are_refused_together():
     names = [*MINE, "trainer.logger=[wandb,mine]", "trainer.algorithm.policy_loss_type=gspoo"]
     with pytest.raises(ConfigError) as refused:
         check_plugins(prepare_config(names, has_accelerator=False, has_user_code=True).config)
@@ -56,12 +56,12 @@ def test_names_that_nobody_registered_are_refused_all_at_once_with_the_known_one
     assert "Did you mean 'gspo'?" in text
 
 
-def test_every_name_that_is_open_has_somebody_to_ask():
+def test_every_plugin_key_has_registry():
     assert REGISTRIES.keys() == PLUGIN_KEYS
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("import no_such_module_at_all", "cannot be imported (No module named 'no_such_module_at_all')"),
         ("x = 1\nx.y\n", "AttributeError: 'int' object has no attribute 'y', in {file}, line 2"),
@@ -73,8 +73,8 @@ def test_every_name_that_is_open_has_somebody_to_ask():
     ],
     ids=["import", "mistake", "syntax", "name taken"],
 )
-def test_a_plugin_that_cannot_be_imported_is_named_with_the_place(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_failing_plugin_import_names_file_and_line(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     name = f"plugin_{abs(hash(request.node.name))}"
     file = tmp_path / f"{name}.py"
@@ -83,5 +83,5 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_the_place(
     with pytest.raises(ConfigError) as refused:
         check_plugins(prepare_config([f"trainer.plugins=[{name}]"], has_accelerator=False).config)
     assert f"trainer.plugins: '{name}'" in str(refused.value)
-    assert said.format(file=file, name=name) in str(refused.value)
+    assert message.format(file=file, name=name) in str(refused.value)
     assert name not in sys.modules

@@ -1,4 +1,4 @@
-"""Mistakes that `check_config` finds before Ray starts: each within ten seconds, with its key and what to do."""
+"""Mistakes that `check_config` finds before Ray starts: each within ten seconds, with its key and advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl_train.cluster.addresses import free_address
 from skyrl_train.config.predicates import RunComponents
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
-from skyrl_train.data.dataset import _python_rows
+from skyrl_train.data.dataset import _to_python_rows
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
@@ -47,16 +47,16 @@ ROW = {
 PLUGIN = """
 import skyrl_train as sk
 
-@sk.register.advantage("asks_for_values")
-def asks_for_values(token_rewards, mask, sequence_ids, *, values, gamma, lambd): ...
+@sk.register.advantage("needs_values")
+def needs_values(token_rewards, mask, sequence_ids, *, values, gamma, lambd): ...
 
-@sk.register.advantage("asks_for_reference")
-def asks_for_reference(rewards, group_ids, valid, *, ref_logprobs): ...
+@sk.register.advantage("needs_reference")
+def needs_reference(rewards, group_ids, valid, *, ref_logprobs): ...
 """
 
 
 @pytest.fixture
-def good(tmp_path: Path, tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def valid_overrides(tmp_path: Path, tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Overrides of a run without mistakes, whose files are in tmp_path."""
     for variable in ("RAY_ADDRESS", "SKYRL_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
@@ -80,7 +80,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("plugin_with_roles", None)
-    for name in ("asks_for_values", "asks_for_reference"):
+    for name in ("needs_values", "needs_reference"):
         advantage_estimators.unregister(name)
 
 
@@ -178,7 +178,7 @@ def no_home(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def critic_of_a_plugin(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    return ["trainer.plugins=[plugin_with_roles]", "trainer.algorithm.advantage_estimator=asks_for_values"]
+    return ["trainer.plugins=[plugin_with_roles]", "trainer.algorithm.advantage_estimator=needs_values"]
 
 
 def ranks_of_a_plugin_s_critic(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
@@ -188,7 +188,7 @@ def ranks_of_a_plugin_s_critic(folder: Path, patch: pytest.MonkeyPatch) -> list[
 
 
 def ranks_of_a_plugin_s_reference(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    names = ["trainer.plugins=[plugin_with_roles]", "trainer.algorithm.advantage_estimator=asks_for_reference"]
+    names = ["trainer.plugins=[plugin_with_roles]", "trainer.algorithm.advantage_estimator=needs_reference"]
     own = ["trainer.placement.colocate_policy_ref=false", "trainer.placement.ref_num_nodes=0"]
     return [*names, "trainer.algorithm.use_kl_loss=false", "trainer.placement.colocate_all=false", *own]
 
@@ -258,7 +258,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     reward_model_as_policy: [f"{POLICY_PATH_KEY}=", "the checkpoint lacks", "lm_head.weight"],
     policy_as_reward_model: ["trainer.reward.model.path=", "num_labels=2", "num_labels=1"],
     unservable_rope: [f"{POLICY_PATH_KEY}=", "generator.backend=transformers cannot serve", "Use another engine"],
-    no_tokenizer: [f"{POLICY_PATH_KEY}=", "has no tokenizer; save that of the model"],
+    no_tokenizer: [f"{POLICY_PATH_KEY}=", "has no tokenizer. Save the tokenizer of the model"],
     small_embedding: [
         f"{POLICY_PATH_KEY}=",
         "beyond the model's embedding of 200 rows",
@@ -266,14 +266,14 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
         "resize_token_embeddings",
     ],
     no_chat_template: ["generator.chat_template.name_or_path=null", "The tokenizer of", "source=file"],
-    unreachable_hub: [f"{POLICY_PATH_KEY}=nobody/nothing", "The hub does not answer within 3 s", "set HF_ENDPOINT"],
+    unreachable_hub: [f"{POLICY_PATH_KEY}=nobody/nothing", "The hub does not respond within 3 s", "set HF_ENDPOINT"],
     folder_below_a_file: ["trainer.ckpt_path=", "rows.jsonl cannot be written: Not a directory"],
     unwritable_mirror: ["trainer.export_path=file:///proc/exports", "/proc cannot be written"],
     short_limit: ["none of 8 prompts has at most 3 tokens (the shortest has about", "raise trainer.max_prompt_length"],
     no_server_token: ["generator.run_engines_locally=false", "SKYRL_API_KEY"],
     no_judge_key: ["environment.skyrl_gym.llm_as_a_judge.base_url=null", "OPENAI_API_KEY"],
     no_home: ["trainer.export_path=", "The environment variable HOME is not set: export it"],
-    critic_of_a_plugin: ["trainer.critic.model.path=null", "advantage_estimator=asks_for_values needs a critic"],
+    critic_of_a_plugin: ["trainer.critic.model.path=null", "advantage_estimator=needs_values needs a critic"],
     ranks_of_a_plugin_s_critic: ["trainer.placement.critic_num_nodes=0", "at least 1"],
     ranks_of_a_plugin_s_reference: ["trainer.placement.ref_num_nodes=0", "at least 1"],
     corrupt_weights: [f"{POLICY_PATH_KEY}=", "cannot be loaded", "SafetensorError"],
@@ -291,8 +291,10 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
 }
 
 
-def test_run_without_mistakes_is_accepted(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    code, text, _ = check(capsys, *good)
+def test_run_without_mistakes_is_accepted(
+    valid_overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, text, _ = check(capsys, *valid_overrides)
     assert (code, text.startswith("config ok\n")) == (0, True), text
     assert [line for line in text.splitlines()[1:] if not line.startswith("note: ")] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
@@ -301,13 +303,13 @@ def test_run_without_mistakes_is_accepted(good: list[str], tmp_path: Path, capsy
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_mistake_is_found_within_ten_seconds(
     mistake: Callable[[Path, pytest.MonkeyPatch], list[str]],
-    good: list[str],
+    valid_overrides: list[str],
     plugin: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    code, text, seconds = check(capsys, *good, *mistake(tmp_path, monkeypatch))
+    code, text, seconds = check(capsys, *valid_overrides, *mistake(tmp_path, monkeypatch))
     assert code == 2
     assert [part for part in MISTAKES[mistake] if part not in text] == [], text
     assert "config ok" not in text
@@ -316,7 +318,11 @@ def test_mistake_is_found_within_ten_seconds(
 
 @pytest.mark.parametrize("flag", check_config.ENTRYPOINTS)
 def test_entrypoint_is_checked_for_its_own_needs(
-    flag: str, good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flag: str,
+    valid_overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     messages = [*ROW["prompt"], {"role": "assistant", "content": "2"}]  # type: ignore[misc]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
@@ -325,131 +331,152 @@ def test_entrypoint_is_checked_for_its_own_needs(
         "--generate": ["data.train_data=[]", f"data.val_data=['{tmp_path}/rows.jsonl']", "trainer.ckpt_path=/proc/x"],
         "--serve": ["data.train_data=[]", f"generator.http_endpoint_port={free_address()[1]}"],
     }
-    code, text, _ = check(capsys, flag, *good, *data[flag])
+    code, text, _ = check(capsys, flag, *valid_overrides, *data[flag])
     assert (code, text.startswith("config ok\n"), "no effect" in text) == (0, True, False), text
-    assert check(capsys, *good, *data[flag])[0] == 2
+    assert check(capsys, *valid_overrides, *data[flag])[0] == 2
     if flag == "--serve":
         no_tokenizer(tmp_path, monkeypatch)
-        assert "has no tokenizer" in check(capsys, flag, *good, *data[flag])[1]
+        assert "has no tokenizer" in check(capsys, flag, *valid_overrides, *data[flag])[1]
 
 
 @pytest.mark.parametrize("flags", [["--sft", "--serve"], ["--sft", "--plan"]])
 def test_flags_that_exclude_each_other_are_refused(
-    flags: list[str], good: list[str], capsys: pytest.CaptureFixture[str]
+    flags: list[str], valid_overrides: list[str], capsys: pytest.CaptureFixture[str]
 ):
-    code, text, _ = check(capsys, *flags, *good)
-    assert (code, "at most one of them" in text) == (2, True)
+    code, text, _ = check(capsys, *flags, *valid_overrides)
+    assert (code, "at most one of these flags" in text) == (2, True)
 
 
-def test_evaluation_without_data_is_refused(good: list[str], capsys: pytest.CaptureFixture[str]):
-    code, text, _ = check(capsys, "--generate", *good)
+def test_evaluation_without_data_is_refused(valid_overrides: list[str], capsys: pytest.CaptureFixture[str]):
+    code, text, _ = check(capsys, "--generate", *valid_overrides)
     assert (code, "data.val_data=[]: must be at least one file" in text) == (2, True)
 
 
-def test_elsewhere_looks_at_nothing_of_this_machine(good: list[str], capsys: pytest.CaptureFixture[str]):
+def test_elsewhere_skips_checks_of_this_machine(valid_overrides: list[str], capsys: pytest.CaptureFixture[str]):
     wrong = ["trainer.policy.model.path=nobody/nothing", "data.train_data=[/none.jsonl]", "trainer.ckpt_path=/proc/x"]
-    assert check(capsys, "--elsewhere", *good, *wrong)[0] == 0
+    assert check(capsys, "--elsewhere", *valid_overrides, *wrong)[0] == 0
 
 
-def test_train_finds_mistake_before_ray_starts(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_training_checks_model_before_ray_starts(
+    valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     opt(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
-        Experiment(prepare_config(good, has_accelerator=False).config)
+        Experiment(prepare_config(valid_overrides, has_accelerator=False).config)
 
 
-def test_several_mistakes_are_reported_at_once(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_several_mistakes_are_reported_at_once(
+    valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     opt(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*OPTForCausalLM.*raise trainer\.max_prompt_length"):
         check_run(
-            prepare_config([*good, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config, RunComponents()
+            prepare_config([*valid_overrides, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config,
+            RunComponents(),
         )
 
 
-def test_single_mistake_keeps_its_kind(good: list[str]):
+def test_single_mistake_keeps_its_kind(valid_overrides: list[str]):
     with pytest.raises(DataError, match=r"raise trainer\.max_prompt_length"):
-        check_run(prepare_config([*good, "trainer.max_prompt_length=3"], has_accelerator=False).config, RunComponents())
+        check_run(
+            prepare_config([*valid_overrides, "trainer.max_prompt_length=3"], has_accelerator=False).config,
+            RunComponents(),
+        )
 
 
-def test_long_demonstrations_are_found(good: list[str], tmp_path: Path):
+def test_long_demonstrations_are_found(valid_overrides: list[str], tmp_path: Path):
     messages = [*ROW["prompt"], {"role": "assistant", "content": "2"}]  # type: ignore[misc]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     limits = ["trainer.max_prompt_length=3", "generator.sampling_params.max_generate_length=3"]
-    check_run(prepare_config(good, has_accelerator=False).config, required_components(SFTExp))
+    check_run(prepare_config(valid_overrides, has_accelerator=False).config, required_components(SFTExp))
     with pytest.raises(DataError, match="no demonstration of at most 6 tokens"):
-        check_run(prepare_config([*good, *limits], has_accelerator=False).config, required_components(SFTExp))
+        check_run(
+            prepare_config([*valid_overrides, *limits], has_accelerator=False).config, required_components(SFTExp)
+        )
 
 
-def test_only_first_prompt_that_fits_is_read(good: list[str], tmp_path: Path):
+def test_only_first_prompt_that_fits_is_read(valid_overrides: list[str], tmp_path: Path):
     long = ROW | {"prompt": [{"role": "user", "content": "x" * 5000}]}
     rows = [json.dumps(long), json.dumps(ROW), "no JSON"]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
+    check_run(prepare_config(valid_overrides, has_accelerator=False).config, RunComponents())
 
 
-def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sample_of_parquet_converts_few_rows(
+    valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pq.write_table(pa.Table.from_pylist([ROW] * 20_000), tmp_path / "rows.parquet")
     converted: list[int] = []
 
     def counted(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, object]]:
         converted.append(batch.num_rows)
-        return _python_rows(batch, path, before)
+        return _to_python_rows(batch, path, before)
 
-    monkeypatch.setattr("skyrl_train.data.dataset._python_rows", counted)
+    monkeypatch.setattr("skyrl_train.data.dataset._to_python_rows", counted)
     check_run(
-        prepare_config([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config,
+        prepare_config(
+            [*valid_overrides, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False
+        ).config,
         RunComponents(),
     )
     assert sum(converted) < 5_000
 
 
-def test_evaluation_needs_no_training_data(good: list[str], tmp_path: Path):
-    argv = [*good, "data.train_data=[]", f"data.val_data=['{tmp_path}/rows.jsonl']", "trainer.ckpt_path=/proc/ckpts"]
+def test_evaluation_needs_no_training_data(valid_overrides: list[str], tmp_path: Path):
+    argv = [
+        *valid_overrides,
+        "data.train_data=[]",
+        f"data.val_data=['{tmp_path}/rows.jsonl']",
+        "trainer.ckpt_path=/proc/ckpts",
+    ]
     prepared = prepare_config(argv, has_accelerator=False, components=required_components(EvaluationExp))
     check_run(prepared.config, required_components(EvaluationExp))
 
 
-def test_serving_needs_no_chat_template(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_serving_needs_no_chat_template(valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     no_chat_template(tmp_path, monkeypatch)
-    check_run(prepare_config(good, has_accelerator=False).config, required_components(ServingExp))
+    check_run(prepare_config(valid_overrides, has_accelerator=False).config, required_components(ServingExp))
 
 
-def test_tokenizer_of_a_program_is_not_checked(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tokenizer_of_a_program_is_not_checked(
+    valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     class OwnTokenizer(Experiment):
         def get_tokenizer(self) -> None: ...
 
     assert not required_components(OwnTokenizer).tokenizer
     no_tokenizer(tmp_path, monkeypatch)
-    config = prepare_config(good, has_accelerator=False).config
+    config = prepare_config(valid_overrides, has_accelerator=False).config
     check_run(config, required_components(OwnTokenizer))
     with pytest.raises(ConfigError, match="has no tokenizer"):
         check_run(config, RunComponents())
 
 
-def test_padding_token_beyond_embedding_is_accepted(good: list[str], tmp_path: Path):
+def test_padding_token_beyond_embedding_is_accepted(valid_overrides: list[str], tmp_path: Path):
     save_tiny_model(tmp_path / "model", vocab_size=259)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.save_pretrained(tmp_path / "model")
     assert len(tokenizer) == 260
-    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
+    check_run(prepare_config(valid_overrides, has_accelerator=False).config, RunComponents())
 
 
-def test_reserved_token_beyond_embedding_is_accepted(good: list[str], tmp_path: Path):
+def test_reserved_token_beyond_embedding_is_accepted(valid_overrides: list[str], tmp_path: Path):
     save_tiny_model(tmp_path / "model", vocab_size=259)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)], special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "model")
     assert len(tokenizer) == 260 and "<|reserved|>" not in tokenizer.all_special_tokens
-    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
+    check_run(prepare_config(valid_overrides, has_accelerator=False).config, RunComponents())
 
 
-def test_tokenizer_in_older_files_is_accepted(good: list[str], tmp_path: Path):
+def test_tokenizer_in_older_files_is_accepted(valid_overrides: list[str], tmp_path: Path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).unlink()
     letters = {chr(code): code for code in range(33, 127)} | {"Ġ": 127, "Ċ": 128}
     (tmp_path / "model" / "vocab.json").write_text(json.dumps(letters))
     (tmp_path / "model" / "merges.txt").write_text("#version: 0.2\n")
-    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
+    check_run(prepare_config(valid_overrides, has_accelerator=False).config, RunComponents())
 
 
 def test_quantized_model_on_the_hub_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -462,26 +489,28 @@ def test_quantized_model_on_the_hub_is_not_trained(tmp_path: Path, monkeypatch: 
         check_causal_lm(str(tmp_path / "model"))
 
 
-def test_large_json_list_is_left_to_the_run(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_json_list_is_left_to_the_run(
+    valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "rows.json").write_text("[no JSON")
-    argv = [*good, f"data.train_data=['{tmp_path}/rows.json']"]
+    argv = [*valid_overrides, f"data.train_data=['{tmp_path}/rows.json']"]
     with pytest.raises(DataError, match="not JSON"):
         check_run(prepare_config(argv, has_accelerator=False).config, RunComponents())
     monkeypatch.setattr("skyrl_train.experiment.preflight.MAX_SAMPLE_FILE_BYTES", 4)
     check_run(prepare_config(argv, has_accelerator=False).config, RunComponents())
 
 
-def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Path):
+def test_quantized_model_is_served_but_not_trained(valid_overrides: list[str], tmp_path: Path):
     file = tmp_path / "model" / "config.json"
     quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
-    config = prepare_config([*good, "generator.backend=vllm"], has_accelerator=False).config
+    config = prepare_config([*valid_overrides, "generator.backend=vllm"], has_accelerator=False).config
     check_run(config, required_components(EvaluationExp))
     with pytest.raises(ConfigError, match="quantized weights are not supported"):
         check_run(config, RunComponents())
 
 
-def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_critic_may_have_unsupported_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     opt(tmp_path, monkeypatch)
     model = check_causal_lm(f"{tmp_path}/model")
     check_model_supported(model, values=True)
@@ -499,8 +528,8 @@ def config_with(kind: str) -> Config:
 
 @pytest.mark.parametrize("kind", ["TP", "SP", "EP", "LoRA"])
 @pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
-def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str):
-    """The same answer as the learner's: tests/integration/models asks two real ranks."""
+def test_check_agrees_with_models_page(name: str, kind: str):
+    """Expect the learner's result: tests/integration/models checks it with two real ranks."""
     config = config_with(kind)
     model_config = tiny_config(architecture(name).kind)
     model_config.update(dict(architecture(name).config))
@@ -510,7 +539,7 @@ def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str):
         check_trainable(config, POLICY_PATH_KEY, model)
 
 
-def test_model_that_reads_values_is_left_to_the_learner():
+def test_models_unfit_for_meta_device_are_accepted():
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 1, "kv_channels": 8}
     config = AutoConfig.for_model("jetmoe", **small, intermediate_size=16, vocab_size=320, pad_token_id=0)
     model = build_meta_model(config, torch.float32)
@@ -519,20 +548,20 @@ def test_model_that_reads_values_is_left_to_the_learner():
     check_model_supported(model)
 
 
-def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: Path):
+def test_sglang_refuses_what_its_cpu_attention_lacks(valid_overrides: list[str], tmp_path: Path):
     save_tiny_model(tmp_path / "model", "gpt_oss")
-    config = prepare_config([*good, "generator.backend=sglang"], has_accelerator=False).config
+    config = prepare_config([*valid_overrides, "generator.backend=sglang"], has_accelerator=False).config
     with pytest.raises(ConfigError, match=r"SGLang cannot serve models of type 'gpt_oss': .* has no attention sinks"):
         checked_model(config, RunComponents(), POLICY_PATH_KEY, f"{tmp_path}/model")
 
 
-def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sglang_check_reads_no_weights(valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def read(path: str) -> bool:
         raise AssertionError("on the hub this would download the weights")
 
     monkeypatch.setattr("skyrl_train.engines.sglang.arguments.has_untied_head", read)
     options = "generator.engine_init_kwargs={dtype: float32, max_num_seqs: 4}"  # of the engine, not of ServerArgs
-    config = prepare_config([*good, "generator.backend=sglang", options], has_accelerator=False).config
+    config = prepare_config([*valid_overrides, "generator.backend=sglang", options], has_accelerator=False).config
     checked_model(config, RunComponents(), POLICY_PATH_KEY, f"{tmp_path}/model")
 
 
@@ -547,7 +576,7 @@ def test_model_in_cache_passes_offline(tmp_path: Path, monkeypatch: pytest.Monke
     assert hub_model_problem(POLICY_PATH_KEY, "nobody/tiny") is None
 
 
-def test_model_in_cache_needs_offline_where_hub_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cached_model_needs_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     unreachable_hub(tmp_path, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--nobody--tiny"
@@ -563,39 +592,42 @@ def test_name_that_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert "The hub has no such model, or it is private" in problem and "HF_TOKEN" in problem
 
 
-def test_unwritable_copy_of_an_address_is_refused(good: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_unwritable_copy_of_an_address_is_refused(valid_overrides: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SKYRL_CACHE", "/proc/cache")
-    config = prepare_config([*good, "trainer.ckpt_path=s3://bucket/run"], has_accelerator=False).config
+    config = prepare_config([*valid_overrides, "trainer.ckpt_path=s3://bucket/run"], has_accelerator=False).config
     with pytest.raises(ConfigError, match=r"trainer\.ckpt_path=s3://bucket/run.* /proc cannot .* Set SKYRL_CACHE"):
         check_uris(config, RunComponents())
 
 
-def test_program_s_algorithm_counts_when_the_configuration_is_made(good: list[str], plugin: None):
-    estimator = "trainer.algorithm.advantage_estimator=asks_for_values"
-    prepared = prepare_config([*good, estimator], has_accelerator=False, has_user_code=True)
+def test_registered_estimator_requires_critic(valid_overrides: list[str], plugin: None):
+    estimator = "trainer.algorithm.advantage_estimator=needs_values"
+    prepared = prepare_config([*valid_overrides, estimator], has_accelerator=False, has_user_code=True)
     __import__("plugin_with_roles")
     with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null"):
-        prepare_config([*good, estimator], has_accelerator=False, has_user_code=True)
+        prepare_config([*valid_overrides, estimator], has_accelerator=False, has_user_code=True)
     with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null"):
         check_plugins(prepared.config)
 
 
-def test_more_ranks_than_cpus_are_a_warning(good: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_more_ranks_than_cpus_are_a_warning(valid_overrides: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     apart = ["trainer.placement.colocate_all=false", "generator.num_inference_engines=3"]
-    (warning,) = prepare_config([*good, *apart], has_accelerator=False, components=RunComponents()).warnings
-    assert "4 ranks and engines compute at the same time, more than the 2 CPUs" in warning
-    assert prepare_config(good, has_accelerator=False, components=RunComponents()).warnings == []
-    assert prepare_config([*good, *apart], has_accelerator=False).warnings == []
+    (warning,) = prepare_config([*valid_overrides, *apart], has_accelerator=False, components=RunComponents()).warnings
+    assert "4 ranks and engines run at the same time, but this machine has 2 CPUs" in warning
+    assert prepare_config(valid_overrides, has_accelerator=False, components=RunComponents()).warnings == []
+    assert prepare_config([*valid_overrides, *apart], has_accelerator=False).warnings == []
 
 
 @pytest.mark.parametrize("typed", [r"\n", r"\nObservation:", r"end\t", r"\r\n"])
-def test_typed_escape_in_stop_string_is_a_warning(good: list[str], typed: str):
+def test_typed_escape_in_stop_string_is_a_warning(valid_overrides: list[str], typed: str):
     (warning,) = prepare_config(
-        [*good, f"generator.eval_sampling_params.stop=['{typed}']"], has_accelerator=False
+        [*valid_overrides, f"generator.eval_sampling_params.stop=['{typed}']"], has_accelerator=False
     ).warnings
     assert "generator.eval_sampling_params.stop=" in warning and "$'generator.eval_sampling_params.stop=" in warning
     real = typed.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
     assert (
-        prepare_config([*good, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False).warnings == []
+        prepare_config(
+            [*valid_overrides, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False
+        ).warnings
+        == []
     )

@@ -1,4 +1,4 @@
-"""The check before a run, for composite checkpoints: a note that only their language model is used, and refusals."""
+"""Checks of composite checkpoints before a run: a note that only their language model is used, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_composite_is_refused_if_switched_off(tmp_path: Path, role: str) -> None
 
 def test_composite_with_linear_attention_is_refused(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "composite", "qwen3_5")
-    with pytest.raises(ConfigError, match="has layers of kind linear_attention, whose state is not keys and values"):
+    with pytest.raises(ConfigError, match="has layers of type linear_attention, whose state is not keys and values"):
         check(config_of(path))
 
 
@@ -59,7 +59,7 @@ def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("glm4v", "whose log-probs in vLLM are not"), ("qwen3_vl_moe", "whose experts vLLM reads in")]
+    ("kind", "reason"), [("glm4v", "whose log-probs in vLLM differ"), ("qwen3_vl_moe", "whose experts vLLM reads in")]
 )
 def test_composite_that_vllm_serves_wrongly_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     config = config_of(save_composite(tmp_path / "composite", kind), "generator.backend=vllm")
@@ -67,9 +67,7 @@ def test_composite_that_vllm_serves_wrongly_is_refused(tmp_path: Path, kind: str
         check(config)
 
 
-def test_evaluation_with_vllm_refuses_composite_that_is_no_text_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_evaluation_refuses_unsupported_composite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     tiny_config("aya_vision").save_pretrained(tmp_path)
     config = config_of(str(tmp_path), "generator.backend=vllm")
@@ -84,7 +82,7 @@ def test_sequences_beyond_chunks_are_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="sequences may have 129 tokens, but beyond 128 "):
         check(config_of(path, *lengths, "generator.backend=vllm"))
     check(config_of(path, *lengths, "generator.backend=vllm", "+generator.engine_init_kwargs.max_model_len=128"))
-    check(config_of(path, *lengths))  # the engine stops at the limit
+    check(config_of(path, *lengths))  # the transformers engine stops at the limit
 
 
 def test_composite_is_refused_for_sglang(tmp_path: Path) -> None:

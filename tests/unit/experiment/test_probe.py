@@ -1,4 +1,4 @@
-"""When engine and trainer are compared: after every sync, once before the first step, or not."""
+"""Probes of engine and trainer: after every sync, once before the first step, or never."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def probe_of(*overrides: str, prompts: Any = PROMPTS) -> Any:
 
 
 @pytest.mark.parametrize("half", [["generator.model_dtype=bfloat16", "trainer.bf16=false"], ["trainer.bf16=true"]])
-def test_in_half_precision_the_first_sync_is_compared(half: list[str]):
+def test_half_precision_probes_first_sync(half: list[str]):
     once = probe_of(*FLOAT32, *half)
     assert (once.every_sync, once.tolerance, once.mean_tolerance) == (False, math.inf, 0.1)
     assert not once.self_test
-    assert once.token_ids == [[1, 2, 3]]  # of one token there is no log-prob
+    assert once.token_ids == [[1, 2, 3]]  # a single token has no log-prob
     assert probe_of(*FLOAT32, *half, "generator.weight_sync_check=off") is None
     every = probe_of(*FLOAT32, *half, "generator.weight_sync_check=probe")
     assert every.every_sync and every.self_test
     assert (every.tolerance, every.mean_tolerance) == (0.25, 0.1)
 
 
-def test_in_float32_only_a_probe_is_asked():
+def test_float32_probes_only_if_configured():
     assert probe_of(*FLOAT32) is None
     every = probe_of(*FLOAT32, "generator.weight_sync_check=probe")
     assert (every.every_sync, every.tolerance, every.mean_tolerance) == (True, 1e-4, math.inf)
 
 
-def test_prompts_without_a_second_token_are_nothing_to_compare():
+def test_single_token_prompts_are_not_probed():
     assert probe_of("generator.weight_sync_check=probe", prompts=[[4]]) is None

@@ -1,4 +1,4 @@
-"""How weights get to the engines of a run."""
+"""The route by which weights get to the engines of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLOCATED = ("trainer.placement.colocate_all=true", "trainer.placement.policy_nu
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memfd")
 @pytest.mark.parametrize(
-    ("overrides", "device", "one_node", "route"),
+    ("overrides", "device", "is_single_node", "route"),
     [
         ((*COLOCATED, "generator.num_inference_engines=2"), "cuda", True, "ipc"),
         ((*COLOCATED, "generator.num_inference_engines=2"), "cuda", False, "ipc"),
@@ -42,9 +42,9 @@ COLOCATED = ("trainer.placement.colocate_all=true", "trainer.placement.policy_nu
         ((*COLOCATED, "generator.weight_sync_route=checkpoint"), "cuda", True, "checkpoint"),
     ],
 )
-def test_fastest_possible_route_is_chosen(overrides: tuple[str, ...], device: str, one_node: bool, route: str):
+def test_fastest_possible_route_is_chosen(overrides: tuple[str, ...], device: str, is_single_node: bool, route: str):
     cfg = config(*overrides, device=device)
-    assert choose_route(cfg, [engine("broadcast", "ipc", "checkpoint")], is_single_node=one_node) == route
+    assert choose_route(cfg, [engine("broadcast", "ipc", "checkpoint")], is_single_node=is_single_node) == route
 
 
 def test_unsupported_broadcast_becomes_checkpoint_unless_configured():
@@ -56,5 +56,5 @@ def test_unsupported_broadcast_becomes_checkpoint_unless_configured():
 
 def test_shared_memory_across_nodes_is_refused_on_cpus():
     cfg = config("generator.weight_sync_route=ipc", device="cpu")
-    with pytest.raises(ConfigError, match=r"generator\.weight_sync_route=ipc: .* share no memory"):
+    with pytest.raises(ConfigError, match=r"generator\.weight_sync_route=ipc: .* cannot share memory"):
         choose_route(cfg, [], is_single_node=False)

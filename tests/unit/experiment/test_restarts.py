@@ -1,4 +1,4 @@
-"""What a run begins again after, how often, and what it asks for when there is no room for all of it."""
+"""Failures after which a run restarts, how often it does, and how it is scaled down to the remaining nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from skyrl_train.trainer.run_folder import LOCK_FILE, RunFolder
 
 
 class EndedRun:
-    """An experiment as far as restarts know one: each attempt ends with the next of `errors`, then well."""
+    """The part of an experiment that restarts use. Each attempt ends with the next of `errors`, then succeeds."""
 
     def __init__(self, errors: list[BaseException], allowed: int):
         self.config = replace_value(Config(), "trainer.restarts", allowed)
@@ -41,7 +41,7 @@ class EndedRun:
         self.causes: list[str] = []
         self.cluster, self.is_ray_client = self, False
         self.modes: list[str] = []
-        """How each further attempt is to resume."""
+        """trainer.resume_mode of each further attempt."""
 
     async def prepare_restart(self, next_config: Config, configured: Config, cause: str) -> Config:
         self.causes.append(cause)
@@ -49,7 +49,7 @@ class EndedRun:
         return next_config
 
     def failure(self) -> None:
-        """Of Ray's own processes none has died."""
+        """Return None: none of Ray's own processes has died."""
 
     async def attempt(self) -> str:
         self.attempts += 1
@@ -60,7 +60,7 @@ class EndedRun:
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where the folders of runs are that name none
+    monkeypatch.chdir(tmp_path)  # the default folder of runs is relative
 
 
 def caused(error: BaseException, cause: BaseException) -> BaseException:
@@ -76,16 +76,16 @@ def attempts(experiment: EndedRun, attempt: Callable[[], Awaitable[str]]) -> Cor
     return with_restarts(attempt, experiment.config, cast(Any, experiment), experiment.prepare_restart)
 
 
-def test_a_lost_rank_is_begun_again_after_as_often_as_configured():
+def test_lost_rank_restarts_as_often_as_configured():
     died = WorkerDied("learner 2 died during update: its node 10.0.0.7 was lost.")
-    homeless = caused(EnginesLost("no engine is left"), InsufficientResources("a node was lost"))
-    unrewarded = RewardModelLost("reward model 0.score did not finish within 5 s")
-    experiment = EndedRun([died, homeless, unrewarded], allowed=3)
+    engines_lost = caused(EnginesLost("no engine is left"), InsufficientResources("a node was lost"))
+    reward_model_lost = RewardModelLost("reward model 0.score did not finish within 5 s")
+    experiment = EndedRun([died, engines_lost, reward_model_lost], allowed=3)
     assert run(experiment) == "done"
     assert experiment.causes == [
         f"WorkerDied: {died}",
         "EnginesLost: no engine is left",
-        f"RewardModelLost: {unrewarded}",
+        f"RewardModelLost: {reward_model_lost}",
     ]
     experiment = EndedRun([died, ClusterLost("a node died"), died], allowed=2)
     with pytest.raises(WorkerDied):
@@ -94,7 +94,7 @@ def test_a_lost_rank_is_begun_again_after_as_often_as_configured():
 
 
 @pytest.mark.parametrize("error", [ConfigError("k=1"), RuntimeError("a bug"), EnginesLost("restarts are spent")])
-def test_what_is_no_lost_rank_ends_the_run_at_once(error: Exception):
+def test_other_errors_end_the_run(error: Exception):
     experiment = EndedRun([error], allowed=5)
     with pytest.raises(type(error)):
         run(experiment)
@@ -102,8 +102,8 @@ def test_what_is_no_lost_rank_ends_the_run_at_once(error: Exception):
 
 
 @pytest.mark.defect("a-stop-was-lost-in-a-restart")
-def test_a_run_that_was_asked_to_stop_does_not_begin_again():
-    """The update that is under way goes to its end first, and may lose a rank there."""
+def test_stopped_run_does_not_restart():
+    """An update is finished before the run stops, and may lose a rank."""
     experiment = EndedRun([], allowed=2)
 
     async def attempt() -> str:
@@ -125,7 +125,7 @@ def test_a_run_that_was_asked_to_stop_does_not_begin_again():
     assert (experiment.attempts, experiment.causes) == (1, [])
 
 
-def test_a_run_behind_a_ray_client_does_not_begin_again():
+def test_run_behind_ray_client_does_not_restart():
     experiment = EndedRun([WorkerDied("learner 0 died")], allowed=2)
     experiment.is_ray_client = True
     with pytest.raises(WorkerDied):
@@ -133,7 +133,7 @@ def test_a_run_behind_a_ray_client_does_not_begin_again():
     assert experiment.causes == []
 
 
-def test_without_restarts_the_run_ends_as_ever():
+def test_no_restart_unless_configured():
     experiment = EndedRun([WorkerDied("learner 0 died")], allowed=0)
     with pytest.raises(WorkerDied):
         run(experiment)
@@ -141,12 +141,12 @@ def test_without_restarts_the_run_ends_as_ever():
 
 
 class Ranks:
-    def __init__(self, answer: bool):
-        self.answer, self.asked = answer, 0
+    def __init__(self, responsive: bool):
+        self.responsive, self.num_pings = responsive, 0
 
-    async def answers(self, within_s: float) -> bool:
-        self.asked += 1
-        return self.answer
+    async def is_responsive(self, timeout_s: float) -> bool:
+        self.num_pings += 1
+        return self.responsive
 
 
 async def fails(ranks: Ranks, allowed: int, error: Exception) -> None:
@@ -154,23 +154,21 @@ async def fails(ranks: Ranks, allowed: int, error: Exception) -> None:
         raise error
 
 
-def test_what_follows_from_a_rank_that_does_not_answer_is_its_loss():
-    with pytest.raises(WorkerDied, match="does not answer, after EngineError: the sender is gone"):
-        asyncio.run(fails(Ranks(answer=False), 1, EngineError("the sender is gone")))
+def test_errors_with_unresponsive_rank_become_worker_died():
+    with pytest.raises(WorkerDied, match="does not respond, after EngineError: the sender is gone"):
+        asyncio.run(fails(Ranks(responsive=False), 1, EngineError("the sender is gone")))
     with pytest.raises(EngineError):
-        asyncio.run(fails(Ranks(answer=True), 1, EngineError("a real one")))
-    unasked = Ranks(answer=False)
+        asyncio.run(fails(Ranks(responsive=True), 1, EngineError("a real one")))
+    not_pinged = Ranks(responsive=False)
     with pytest.raises(EngineError):
-        asyncio.run(fails(unasked, 0, EngineError("no restarts are configured")))
-    assert unasked.asked == 0
+        asyncio.run(fails(not_pinged, 0, EngineError("no restarts are configured")))
+    assert not_pinged.num_pings == 0
 
 
 @pytest.mark.parametrize("address", [False, True])
 @pytest.mark.parametrize("mode", ["none", "from_path", "latest"])
-def test_it_goes_on_from_what_it_has_committed_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, address: bool
-):
-    """Until then it begins as it did: what `from_path` leaves behind is newer than where it went back to."""
+def test_restart_resumes_from_own_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, address: bool):
+    """Until it has a checkpoint of its own the run begins as before: `from_path` may leave newer ones behind."""
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
     path = "s3://bucket/run" if address else str(tmp_path / "run")
     latest = resolve_local_folder(path) / "latest_ckpt_global_step.txt"
@@ -191,14 +189,14 @@ def test_it_goes_on_from_what_it_has_committed_itself(
 
 
 @pytest.mark.defect("engines-that-were-added-are-forgotten")
-def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
+def test_restart_uses_latest_target_count(
     tmp_path: Path,
 ):
-    """Where one of three found no room after the first restart, all are looked for again after the second."""
+    """If one of three engines had no room after the first restart, the second restart tries all three again."""
     numbers: list[int] = []
 
     class Announces(EndedRun):
-        """Writes how many engines it has when it begins, if it gets that far; somebody asks the first one for three."""
+        """Writes its number of engines when it begins. A user asks the first attempt for three."""
 
         async def attempt(self) -> str:
             if self.attempts < 2:
@@ -207,7 +205,7 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
                 write_target(tmp_path, 3)
             return await super().attempt()
 
-        async def start_over(self, next_config: Config, configured: Config, cause: str) -> Config:
+        async def prepare_restart(self, next_config: Config, configured: Config, cause: str) -> Config:
             numbers.append(next_config.generator.num_inference_engines)
             assert configured.generator.num_inference_engines == 1
             self.config = replace_value(next_config, "generator.num_inference_engines", min(2, numbers[-1]))
@@ -218,7 +216,7 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
     experiment.config = replace_value(experiment.config, "trainer.placement.colocate_all", False)
     assert run(experiment) == "done"
     assert numbers == [3, 3, 3]
-    write_target(tmp_path, 7)  # an earlier run's
+    write_target(tmp_path, 7)  # of an earlier run
     fixed = Announces([WorkerDied("before it began")], allowed=1)
     fixed.attempts, fixed.config = 2, replace_value(experiment.config, "generator.num_inference_engines", 1)
     assert run(fixed) == "done"
@@ -226,16 +224,16 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
 
 
 @pytest.mark.defect("a-folder-was-free-between-attempts")
-def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_later(
+def test_folder_stays_locked_between_attempts(
     tmp_path: Path,
 ):
     folder = tmp_path / "run"
-    looked: list[str] = []
+    refusals: list[str] = []
 
     class InItsFolder(EndedRun):
         async def attempt(self) -> str:
             if self.attempts == 1:
-                return await super().attempt()  # lost before it enters
+                return await super().attempt()  # fails before it enters the folder
             with RunFolder(folder, {}, True):
                 (folder / "config.yaml").write_text(
                     "{trainer: {placement: {colocate_all: false}}, generator: {run_engines_locally: true}}"
@@ -243,25 +241,25 @@ def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_
                 write_target(folder, 1)
                 return await super().attempt()
 
-        async def start_over(self, next_config: Config, configured: Config, cause: str) -> Config:
-            with pytest.raises(ConfigError, match="only starting") as later:
+        async def prepare_restart(self, next_config: Config, configured: Config, cause: str) -> Config:
+            with pytest.raises(ConfigError, match="still starting") as refusal:
                 change_target_count(folder, 1)
             with (folder / LOCK_FILE).open() as another, pytest.raises(BlockingIOError):
                 fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            looked.append(str(later.value))
+            refusals.append(str(refusal.value))
             return next_config
 
     experiment = InItsFolder([WorkerDied("one"), WorkerDied("two"), WorkerDied("three")], allowed=3)
     experiment.config = replace_value(experiment.config, "trainer.ckpt_path", str(folder))
     assert run(experiment) == "done"
-    assert len(looked) == 3
+    assert len(refusals) == 3
     assert (folder / ENGINES_FILE).exists()
     with RunFolder(folder, {}, True):
-        pass  # it is free in the end
+        pass  # the folder is unlocked in the end
 
 
 def configured(*overrides: str) -> Config:
-    """Four ranks and two engines, apart."""
+    """Return a run with four ranks and two engines on separate slots."""
     return load_preset(
         [
             "device=cpu",
@@ -288,16 +286,16 @@ def shapes(
     return [(one.policy, one.engines) for one in slots]
 
 
-def test_the_fewest_slots_are_given_up_and_the_trainer_s_before_an_engine_s():
+def test_fewest_slots_are_given_up():
     assert shapes(configured()) == [(4, 2), (3, 2), (4, 1), (2, 2), (3, 1), (1, 2), (2, 1), (1, 1)]
 
 
-def test_ranks_stay_a_multiple_of_what_shares_a_model_or_a_sequence():
+def test_ranks_stay_multiple_of_parallel_group():
     pairs = shapes(configured("trainer.policy.sequence_parallel_size=2", "generator.num_inference_engines=1"))
     assert pairs == [(4, 1), (2, 1)]
 
 
-def test_a_run_without_engines_gives_up_ranks_alone():
+def test_run_without_engines_gives_up_ranks():
     assert shapes(configured(), RunComponents(val_data=False, engines=False, rewards=False)) == [
         (4, 0),
         (3, 0),
@@ -306,7 +304,7 @@ def test_a_run_without_engines_gives_up_ranks_alone():
     ]
 
 
-def test_engines_that_were_added_meanwhile_are_given_up_before_ranks():
+def test_added_engines_are_given_up_first():
     assert shapes(configured("generator.num_inference_engines=4"), num_added_engines=2)[:5] == [
         (4, 4),
         (4, 3),
@@ -325,8 +323,8 @@ def test_engines_that_were_added_meanwhile_are_given_up_before_ranks():
         (1, (2, 2, 1)),
     ],
 )
-def test_hosts_of_environments_need_room_too_and_are_given_up_before_ranks(nodes: int, wanted: tuple[int, int, int]):
-    """Each node has room for a host, and for four slots of a whole CPU beside it."""
+def test_environment_hosts_are_given_up_before_ranks(nodes: int, wanted: tuple[int, int, int]):
+    """Each node has room for a host and four slots of a full CPU."""
     config = configured("environment.hosts=3", "environment.host_cpus=2", "environment.host_resources={games: 1}")
     free = [NodeCapacity({"CPU": 6.0, "games": 1.0}) for _ in range(nodes)]
     found = next(
@@ -337,7 +335,7 @@ def test_hosts_of_environments_need_room_too_and_are_given_up_before_ranks(nodes
 
 
 @pytest.mark.parametrize(("nodes", "fit"), [(1, False), (2, True)])
-def test_an_engine_needs_a_node_for_itself_or_parts_of_several(nodes: int, fit: bool):
+def test_engine_fits_one_node_or_several(nodes: int, fit: bool):
     config = configured(
         "generator.backend=vllm",
         "generator.num_inference_engines=1",
@@ -351,6 +349,6 @@ def test_an_engine_needs_a_node_for_itself_or_parts_of_several(nodes: int, fit: 
 def test_slots_share_the_cpus_that_hosts_leave():
     config = configured("environment.hosts=1", "environment.host_cpus=2")
     assert fits_on_nodes(config, RunComponents(), [NodeCapacity({"CPU": 6.0})], cpus=6.0)
-    assert not fits_on_nodes(config, RunComponents(), [NodeCapacity({"CPU": 2.0})], cpus=2.0), "they leave none"
+    assert not fits_on_nodes(config, RunComponents(), [NodeCapacity({"CPU": 2.0})], cpus=2.0), "hosts leave no CPU"
     sft = RunComponents(val_data=False, engines=False, rewards=False)
     assert fits_on_nodes(config, sft, [NodeCapacity({"CPU": 2.0})], cpus=2.0), "fine-tuning starts no hosts"

@@ -9,19 +9,19 @@ from skyrl_train.experiment.run_resources import build_schedule, data_fingerprin
 from skyrl_train.registry import import_plugins
 
 
-def test_the_learning_rate_schedule_is_as_long_as_the_run():
+def test_learning_rate_schedule_spans_run():
     trainer = load_preset(
         ["trainer.train_batch_size=8", "trainer.update_epochs_per_batch=3", "trainer.epochs=2"]
     ).trainer
     assert optimizer_steps(trainer, build_schedule(trainer, 10), mini_batch_size=4) == 2 * 3 * (2 + 1)
 
 
-def test_another_seed_or_batch_size_is_another_order_of_the_data():
+def test_seed_and_batch_size_change_data_order():
     base, seed, size = (load_preset(one).trainer for one in ([], ["trainer.seed=1"], ["trainer.train_batch_size=8"]))
     assert data_fingerprints(base, "a") != data_fingerprints(seed, "a")
     assert data_fingerprints(base, "a") != data_fingerprints(size, "a")
 
 
-def test_a_plugin_that_cannot_be_imported_is_a_mistake_with_a_name():
+def test_missing_plugin_is_named():
     with pytest.raises(ConfigError, match=r"trainer\.plugins.*'no_such_module_here'.*PYTHONPATH"):
         import_plugins(["no_such_module_here"])

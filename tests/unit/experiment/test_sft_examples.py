@@ -16,31 +16,31 @@ from skyrl_train.testing.tiny_models import byte_tokenizer
 
 
 @pytest.mark.defect("assistant-first")
-def test_an_answer_with_which_a_demonstration_begins_is_learnt(tmp_path: Path):
+def test_leading_assistant_answer_is_trained_on(tmp_path: Path):
     messages = [("assistant", "hello"), ("user", "hi"), ("assistant", "yes")]
     rows = tmp_path / "chats.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in messages]}) + "\n")
     (found,), _ = build_sft_examples(load_preset([f"data.train_data=['{rows}']"]), byte_tokenizer())
-    learnt = [token for token, mine in zip(found.input_ids, found.loss_mask, strict=True) if mine]
-    assert byte_tokenizer().decode(learnt) == "hello<|im_end|>yes<|im_end|>"
+    trained = [token for token, is_trained in zip(found.input_ids, found.loss_mask, strict=True) if is_trained]
+    assert byte_tokenizer().decode(trained) == "hello<|im_end|>yes<|im_end|>"
 
 
 @pytest.mark.defect("demonstrations-without-their-row")
 @pytest.mark.parametrize(
-    ("messages", "says"),
+    ("messages", "error"),
     [
         ([{"role": "user", "content": "a \ud800"}, {"role": "assistant", "content": "b"}], "half a surrogate pair"),
         (["hi"], "'hi' is not a message"),
         ([{"role": "assistant", "content": 3}], "is not a message"),
         ([{"role": "user", "content": None}], "the content of a user message is null"),
-        ([{"role": "nobody", "content": "a"}], "the chat template does not take these messages: who is nobody"),
+        ([{"role": "nobody", "content": "a"}], "the chat template rejects these messages: who is nobody"),
         ([{"role": "user", "content": "a"}], "its messages hold no answer"),
         ([], "messages is .*not a list of messages"),
         ("hi", "messages is 'hi', not a list of messages"),
         (None, "no 'messages' among its columns"),
     ],
 )
-def test_a_row_that_is_no_demonstration_is_named(tmp_path: Path, messages: Any, says: str):
+def test_invalid_demonstration_names_row(tmp_path: Path, messages: Any, error: str):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'nobody' %}{{ raise_exception('who is nobody') }}{% endif %}"
@@ -50,7 +50,7 @@ def test_a_row_that_is_no_demonstration_is_named(tmp_path: Path, messages: Any, 
     rows.write_text(f"{json.dumps({'messages': [{'role': 'assistant', 'content': 'yes'}]})}\n" + "\n")
     with rows.open("a") as file:
         file.write(json.dumps({"messages": messages}) + "\n")
-    with pytest.raises(DataError, match=rf"chats\.jsonl, line 3: .*{says}"):
+    with pytest.raises(DataError, match=rf"chats\.jsonl, line 3: .*{error}"):
         build_sft_examples(load_preset([f"data.train_data=['{rows}']"]), tokenizer)
 
 
@@ -72,7 +72,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_calls_and_tools_of_a_row_are_trained_on(tmp_path: Path, suffix: str):
+def test_tool_calls_are_trained_on(tmp_path: Path, suffix: str):
     other = {"type": "function", "function": {"name": "sub", "arguments": {"b": "x"}}}
     rows = [
         {
@@ -89,7 +89,7 @@ def test_calls_and_tools_of_a_row_are_trained_on(tmp_path: Path, suffix: str):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CALLING
     (found, _), _ = build_sft_examples(load_preset([write_rows(tmp_path / f"rows{suffix}", rows)]), tokenizer)
-    trained = [token for token, learns in zip(found.input_ids, found.loss_mask, strict=True) if learns]
+    trained = [token for token, is_trained in zip(found.input_ids, found.loss_mask, strict=True) if is_trained]
     text = str(tokenizer.decode(trained)).replace(
         '"arguments": {"a": 1}, "name": "add"', '"name": "add", "arguments": {"a": 1}'
     )
@@ -97,7 +97,7 @@ def test_calls_and_tools_of_a_row_are_trained_on(tmp_path: Path, suffix: str):
     assert "parameters" in tokenizer.decode(found.input_ids)
 
 
-def test_a_row_whose_calls_the_template_drops_is_named(tmp_path: Path):
+def test_dropped_tool_calls_name_row(tmp_path: Path):
     answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     rows = [{"messages": [{"role": "user", "content": "?"}, answer]}]
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: messages\[1\]\.tool_calls\[0\]\.function\.name"):
@@ -105,8 +105,8 @@ def test_a_row_whose_calls_the_template_drops_is_named(tmp_path: Path):
 
 
 def test_answers_become_rows_where_history_is_rewritten(tmp_path: Path):
-    said = [("user", "q"), ("assistant", "<think>t</think>a"), ("user", "r"), ("assistant", "b")]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in said]}]
+    turns = [("user", "q"), ("assistant", "<think>t</think>a"), ("user", "r"), ("assistant", "b")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]}]
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = QWEN3_WITHOUT_THINKING
     found, _ = build_sft_examples(load_preset([write_rows(tmp_path / "rows.jsonl", rows)]), tokenizer)

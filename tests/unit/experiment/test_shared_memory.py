@@ -1,4 +1,4 @@
-"""On a shared accelerator engines and learner never hold more at a time than has room there."""
+"""On a shared accelerator, engines and learner never hold more than fits at the same time."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from skyrl_train.weight_sync.protocol import Bucket, Manifest, TensorSpec
 from skyrl_train.weight_sync.sync import Probe, WeightSync
 
 PARAMETERS, MOMENTS, LEFT_BY_UPDATE, REFERENCE, WEIGHTS, CACHE = 4, 8, 3, 2, 6, 16
-ROOM = 22
-"""What engines have while they generate; in GB, say."""
+CAPACITY = 22
+"""Capacity of the device in GB, say: what engines hold while they generate."""
 
 
 class Device:
-    """Records what it holds, and refuses what has no room."""
+    """Records what is held, and fails if it exceeds the capacity."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
-        self.most: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
 
     def take(self, **sizes: int) -> None:
         self.held |= sizes
         total = sum(self.held.values())
-        assert total <= ROOM, f"out of memory: {self.held}"
-        self.most = max(self.most, dict(self.held), key=lambda held: sum(held.values()))
+        assert total <= CAPACITY, f"out of memory: {self.held}"
+        self.peak = max(self.peak, dict(self.held), key=lambda held: sum(held.values()))
 
     def free(self, *names: str) -> None:
         for name in names:
@@ -41,7 +41,7 @@ class Device:
 
 
 class Ranks:
-    """All ranks of the policy, or of a reference, which has parameters only."""
+    """All ranks of the policy, or of a reference, which only has parameters."""
 
     def __init__(self, device: Device, policy: bool):
         self.device, self.policy = device, policy
@@ -72,7 +72,10 @@ class Ranks:
 
 
 class Engine(ScriptedEngine):
-    """As vLLM: it wakes its cache to score, and frees it again. Weights of a self-test score differently."""
+    """An engine like vLLM, which wakes its cache to score and frees it again.
+
+    Weights of a self-test score differently.
+    """
 
     def __init__(self, device: Device):
         super().__init__(name="shared")
@@ -113,31 +116,32 @@ def shared(device: Device) -> tuple[ColocatedOffloadManager, WeightSync, Engine,
         deadline_s=5,
         probe=Probe([[1, 2, 3]], trainer_score, self_test=True, offload_trainer=learner.offloaded),
     )
-    return ColocatedOffloadManager(engine, learner), weight_sync, engine, learner
+    client: Any = engine
+    return ColocatedOffloadManager(client, learner), weight_sync, engine, learner
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
 @pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
-def test_two_steps_with_a_self_test_and_a_probe_fit():
+def test_steps_with_self_test_and_probe_fit():
     device = Device()
 
     async def run() -> None:
-        residency, weight_sync, engine, _ = shared(device)
+        offload_manager, weight_sync, engine, _ = shared(device)
         await engine.sleep()
         for version in range(2):
-            async with residency.training():
+            async with offload_manager.training():
                 device.take(left=LEFT_BY_UPDATE)
-                async with residency.syncing():
+                async with offload_manager.syncing():
                     await weight_sync.sync_all(version)
                     assert device.held == {"parameters": PARAMETERS, "weights": WEIGHTS}
-            async with residency.generating():
+            async with offload_manager.generating():
                 assert device.held == {"weights": WEIGHTS, "cache": CACHE}
 
     asyncio.run(run())
-    assert device.most == {"weights": WEIGHTS, "cache": CACHE}
+    assert device.peak == {"weights": WEIGHTS, "cache": CACHE}
 
 
-def test_a_probe_that_fails_leaves_the_weights_to_be_sent_to_another_engine():
+def test_failed_probe_keeps_weights_loaded():
     device = Device()
 
     async def run() -> None:

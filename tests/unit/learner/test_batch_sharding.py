@@ -1,4 +1,4 @@
-"""What ranks are given of a batch, and how often it moves."""
+"""Division of batches among ranks, and how often their tensors are stored."""
 
 from __future__ import annotations
 
@@ -23,46 +23,53 @@ from skyrl_train.metrics import Metrics
 from tests.support.padded_reference import grouped_batch
 
 GROUPS = [(5, [9, 4, 7]), (3, [2, 8]), (6, [1, 1, 12]), (4, [6, 3])]
-PARTS = 2
+DATA_PARALLEL_SIZE = 2
 
 
 class Rank:
-    """Scores every token by its id, and keeps what updates have."""
+    """A rank whose log-prob of a token is its id. It records the batches of its calls."""
 
-    def __init__(self, seen: list[tuple[str, TrainBatch]]):
-        self._seen = seen
+    def __init__(self, batches: list[tuple[str, TrainBatch]]):
+        self.batches = batches
 
     def forward(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
-        self._seen += [("forward", one) for one in micro_batches]
-        return torch.cat([torch.zeros(0), *(one.input_ids.float() for one in micro_batches)])
+        self.batches += [("forward", batch) for batch in micro_batches]
+        return torch.cat([torch.zeros(0), *(batch.input_ids.float() for batch in micro_batches)])
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
-        self._seen += [("update", one) for one in mini_batch.micro_batches]
-        told = [torch.zeros(0)]
-        for one, wanted in zip(mini_batch.micro_batches, mini_batch.logprob_indices or (), strict=False):
-            told += [one.select([row]).input_ids.float() for row in wanted]
-        return Metrics().to_dict() | {"logprobs": torch.cat(told)}
+        self.batches += [("update", batch) for batch in mini_batch.micro_batches]
+        logprobs = [torch.zeros(0)]
+        for batch, indices in zip(mini_batch.micro_batches, mini_batch.logprob_indices or (), strict=False):
+            logprobs += [batch.select([row]).input_ids.float() for row in indices]
+        return Metrics().to_dict() | {"logprobs": torch.cat(logprobs)}
 
 
 class Group(WorkerGroup):
-    """Ranks in this process, and what was put where they read it."""
+    """A worker group of ranks in this process, which records the values that are stored for them."""
 
-    def __init__(self, stored: list[Any], ranks: int = PARTS, parallel_size: int = 1, kind: type[Rank] = Rank):
+    def __init__(
+        self, stored: list[Any], ranks: int = DATA_PARALLEL_SIZE, parallel_size: int = 1, kind: type[Rank] = Rank
+    ):
         self.stored = stored
         super().__init__([LocalWorker(kind([])) for _ in range(ranks)], parallel_size)  # type: ignore[arg-type]
 
     @property
-    def seen(self) -> list[tuple[str, TrainBatch]]:
-        return [one for worker in self.workers for one in worker.worker._seen]
+    def batches(self) -> list[tuple[str, TrainBatch]]:
+        """(method, micro-batch) of all calls on all ranks."""
+        return [call for worker in self.workers for call in worker.worker.batches]
+
+    def batches_of(self, method: str) -> list[TrainBatch]:
+        """Return the micro-batches of all calls of a method."""
+        return [batch for name, batch in self.batches if name == method]
 
     def put(self, value: Any) -> Any:
-        assert threading.current_thread() is not threading.main_thread(), "the event loop would stand still"
+        assert threading.current_thread() is not threading.main_thread(), "storing would block the event loop"
         self.stored.append(value)
         return value
 
 
-def numbered() -> TrainBatch:
-    """Each row says which one it is."""
+def numbered_batch() -> TrainBatch:
+    """Return a batch in which the reward of each row is its index."""
     batch = grouped_batch(GROUPS)
     rows = torch.arange(len(batch))
     logprobs = -torch.rand(len(batch.input_ids))
@@ -71,17 +78,17 @@ def numbered() -> TrainBatch:
     )
 
 
-def assert_rows_of(batch: TrainBatch, seen: Sequence[TrainBatch], fields: Sequence[str], times: int = 1) -> None:
-    """Every row of the batch is there so many times, whole."""
-    assert sorted(int(row) for one in seen for row in one.rewards) == sorted([*range(len(batch))] * times)
-    for one in seen:
-        whole = batch.select(one.rewards.long())
+def assert_rows_of(batch: TrainBatch, parts: Sequence[TrainBatch], fields: Sequence[str], times: int = 1) -> None:
+    """Assert that the parts have every row of the batch `times` times, with the same values of `fields`."""
+    assert sorted(int(row) for part in parts for row in part.rewards) == sorted([*range(len(batch))] * times)
+    for part in parts:
+        expected = batch.select(part.rewards.long())
         for name in fields:
-            assert torch.equal(getattr(one, name), getattr(whole, name)), name
+            assert torch.equal(getattr(part, name), getattr(expected, name)), name
 
 
 def train_step(learner: Learner, batch: TrainBatch) -> TrainBatch:
-    """The batch as it was scored, after a step on it; a critic learns the values that it has."""
+    """Take a step on a batch and return the batch with its log-probs. The returns of a critic equal its values."""
 
     async def run() -> TrainBatch:
         scored = await learner.add_logprobs_and_values(batch)
@@ -93,51 +100,52 @@ def train_step(learner: Learner, batch: TrainBatch) -> TrainBatch:
 
 
 @pytest.mark.parametrize(("mini_batch_groups", "epochs"), [(4, 1), (1, 1), (3, 2)])
-def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_batch_groups: int, epochs: int):
+def test_tokens_are_stored_once_for_all_calls(mini_batch_groups: int, epochs: int):
     stored: list[Any] = []
     policy, reference, critic = Group(stored), Group(stored), Group(stored)
     sizes = BatchSizes(mini_batch_groups, mini_batch_groups, epochs, max_tokens_per_microbatch=40)
     learner = Learner(policy, reference, sizes, critic=critic, needs_old_logprobs=True)
-    batch = numbered()
+    batch = numbered_batch()
     scored = train_step(learner, batch)
     assert scored.ref_logprobs is not None and torch.equal(scored.ref_logprobs, batch.input_ids.float())
-    of_tokens = [one for one in stored if isinstance(one, TrainBatch)]
-    assert sum(len(one.input_ids) for one in of_tokens) == len(batch.input_ids)
-    found = [one for one in stored if not isinstance(one, TrainBatch)]
-    assert found and not {"input_ids", "loss_mask"} & {name for one in found for name in one}
+    shards = [value for value in stored if isinstance(value, TrainBatch)]
+    assert sum(len(shard.input_ids) for shard in shards) == len(batch.input_ids)
+    updates_of_fields = [value for value in stored if not isinstance(value, TrainBatch)]
+    assert updates_of_fields
+    assert not {"input_ids", "loss_mask"} & {name for fields in updates_of_fields for name in fields}
     for group in (policy, reference, critic):
-        assert_rows_of(scored, [one for call, one in group.seen if call == "forward"], ["input_ids", "loss_mask"])
-    updates = [one for call, one in policy.seen if call == "update"]
+        assert_rows_of(scored, group.batches_of("forward"), ["input_ids", "loss_mask"])
+    updates = policy.batches_of("update")
     read = ["input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"]
     assert_rows_of(scored, updates, [*read, "sequence_advantages", "episode_ids", "temperature"], times=epochs)
-    assert all(one.sequence_weights is not None for one in updates)
-    assert all(one.values is None and one.returns is None for one in updates)
-    updates = [one for call, one in critic.seen if call == "update"]
+    assert all(update.sequence_weights is not None for update in updates)
+    assert all(update.values is None and update.returns is None for update in updates)
+    updates = critic.batches_of("update")
     assert_rows_of(scored, updates, ["input_ids", "loss_mask", "values", "returns"], times=epochs)
     assert learner._sharded_batches == {}
 
 
-def test_a_choice_of_tokens_scores_a_mini_batch_from_what_is_stored():
+def test_token_selection_reuses_stored_mini_batch():
     stored: list[Any] = []
     policy = Group(stored)
-    chosen: list[Tensor] = []
+    logprobs: list[Tensor] = []
 
-    def choose(current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        chosen.append(current)
+    def select(current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        logprobs.append(current)
         return select_kl_cov_tokens(current, old, advantages, mask, kl_cov_frac=0.2)
 
-    learner = Learner(policy, None, BatchSizes(2, max_tokens_per_microbatch=40), token_selector=choose)
-    batch = numbered()
+    learner = Learner(policy, None, BatchSizes(2, max_tokens_per_microbatch=40), token_selector=select)
+    batch = numbered_batch()
     train_step(learner, batch)
-    assert torch.equal(torch.cat(chosen), batch.input_ids.float())
-    assert sum(len(one.input_ids) for one in stored if isinstance(one, TrainBatch)) == len(batch.input_ids)
+    assert torch.equal(torch.cat(logprobs), batch.input_ids.float())
+    assert sum(len(value.input_ids) for value in stored if isinstance(value, TrainBatch)) == len(batch.input_ids)
 
 
-def test_a_mask_that_changed_after_the_scores_is_what_the_update_has():
-    """As a correction does that rejects sequences: rows without a token that counts are left out."""
+def test_changed_mask_reaches_the_update():
+    """An off-policy correction may mask sequences. Rows without a token in the loss are left out of the update."""
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
-    batch = numbered()
+    batch = numbered_batch()
     mask = batch.loss_mask & batch.expand_to_tokens(batch.rewards != 4)
 
     async def run() -> None:
@@ -145,49 +153,54 @@ def test_a_mask_that_changed_after_the_scores_is_what_the_update_has():
         await learner.update(scored.with_tokens(loss_mask=mask))
 
     asyncio.run(run())
-    updates = [one for call, one in policy.seen if call == "update"]
-    assert sorted(int(row) for one in updates for row in one.rewards) == [row for row in range(len(batch)) if row != 4]
-    for one in updates:
-        assert torch.equal(one.loss_mask, batch.with_tokens(loss_mask=mask).select(one.rewards.long()).loss_mask)
+    updates = policy.batches_of("update")
+    assert sorted(int(row) for update in updates for row in update.rewards) == [
+        row for row in range(len(batch)) if row != 4
+    ]
+    for update in updates:
+        expected = batch.with_tokens(loss_mask=mask).select(update.rewards.long())
+        assert torch.equal(update.loss_mask, expected.loss_mask)
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_an_update_s_passes_are_those_of_its_mini_batch_alone(share: bool):
+def test_update_passes_depend_only_on_their_mini_batch(share: bool):
     policy = Group([])
     learner = Learner(
         policy, None, BatchSizes(3, max_tokens_per_microbatch=40, share_prompt=share), needs_old_logprobs=True
     )
-    batch = numbered()
+    batch = numbered_batch()
     train_step(learner, batch)
-    found = [one.rewards.int().tolist() for call, one in policy.seen if call == "update"]
-    wanted = []
+    actual = [update.rewards.int().tolist() for update in policy.batches_of("update")]
+    expected = []
     for rows in mini_batch_rows(batch, 3):
-        passes = split_into_micro_batches(batch.select(rows), PARTS, MicroBatchLimits(1, 40, 6 * 1024, share), share)
-        wanted += [[rows[row] for row in one] for of_part in passes for one in of_part]
-    assert sorted(found) == sorted(wanted)
+        passes = split_into_micro_batches(
+            batch.select(rows), DATA_PARALLEL_SIZE, MicroBatchLimits(1, 40, 6 * 1024, share), share
+        )
+        expected += [[rows[row] for row in indices] for rank_passes in passes for indices in rank_passes]
+    assert sorted(actual) == sorted(expected)
 
 
-def test_a_critic_with_other_mini_batches_has_what_its_updates_read():
+def test_critic_with_other_mini_batch_size():
     stored: list[Any] = []
     policy, critic = Group(stored), Group(stored)
     learner = Learner(policy, None, BatchSizes(4, critic_mini_batch_size=1), critic=critic)
-    batch = numbered()
+    batch = numbered_batch()
     scored = train_step(learner, batch)
-    updates = [one for call, one in critic.seen if call == "update"]
+    updates = critic.batches_of("update")
     assert_rows_of(scored, updates, ["input_ids", "loss_mask", "values", "returns"])
-    assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "rollout_logprobs"])
+    assert_rows_of(scored, policy.batches_of("update"), ["input_ids", "rollout_logprobs"])
 
 
-def test_parts_without_a_sequence_and_ranks_that_share_one_take_every_call():
+def test_empty_shards_and_parallel_ranks_take_every_call():
     policy = Group([], ranks=8, parallel_size=2)
-    batch = numbered().select([0, 1, 2])
+    batch = numbered_batch().select([0, 1, 2])
     learner = Learner(policy, None, BatchSizes(1), needs_old_logprobs=True)
     train_step(learner, batch)
-    for call in ("forward", "update"):
-        assert_rows_of(batch, [one for name, one in policy.seen if name == call], ["input_ids"], times=2)
+    for method in ("forward", "update"):
+        assert_rows_of(batch, policy.batches_of(method), ["input_ids"], times=2)
 
 
-def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
+def test_known_routing_is_stored_for_policy_only():
     policy, reference = Group([]), Group([])
     learner = Learner(
         policy,
@@ -196,20 +209,20 @@ def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
         needs_old_logprobs=True,
         moe_routing_replay="rollout",
     )
-    batch = numbered()
+    batch = numbered_batch()
     batch = batch.with_tokens(routing=torch.arange(len(batch.input_ids), dtype=torch.int16).reshape(-1, 1, 1))
     train_step(learner, batch)
-    for call in ("forward", "update"):
-        assert_rows_of(batch, [one for name, one in policy.seen if name == call], ["input_ids", "routing"])
-    assert all(one.routing is None for _, one in reference.seen) and reference.seen
-    assert sum(len(one.input_ids) for one in policy.stored if isinstance(one, TrainBatch)) == len(batch.input_ids)
+    for method in ("forward", "update"):
+        assert_rows_of(batch, policy.batches_of(method), ["input_ids", "routing"])
+    assert all(part.routing is None for _, part in reference.batches) and reference.batches
+    assert sum(len(value.input_ids) for value in policy.stored if isinstance(value, TrainBatch)) == len(batch.input_ids)
 
 
-def test_log_probs_that_an_update_tells_are_found_in_their_place():
+def test_update_logprobs_are_in_batch_order():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(4, max_tokens_per_microbatch=40))
     learner.num_sequences_with_logprobs = 5
-    batch = numbered()
+    batch = numbered_batch()
     asyncio.run(learner.update(batch))
     first = int(batch.offsets[5])
     assert learner.update_logprobs is not None and torch.equal(
@@ -218,34 +231,34 @@ def test_log_probs_that_an_update_tells_are_found_in_their_place():
     assert not learner.update_logprobs[first:].any()
 
 
-def test_a_mini_batch_is_let_go_of_after_its_last_step():
+def test_mini_batch_is_freed_after_its_last_step():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(2, update_epochs_per_batch=2), needs_old_logprobs=True)
-    batch = numbered()
-    left: list[int] = []
+    batch = numbered_batch()
+    num_stored: list[int] = []
 
     async def run() -> None:
         scored = await learner.add_logprobs_and_values(batch)
         shards = await learner._shards(policy, scored)
-        scatter = policy.call_sharded
+        original = policy.call_sharded
 
-        async def watched(method: str, args: Sequence[Any]) -> list[Any]:
-            left.append(sum(one.stored is not None for one in shards.mini_batches))
-            return await scatter(method, args)
+        async def count_and_call(method: str, args: Sequence[Any]) -> list[Any]:
+            num_stored.append(sum(mini_batch.stored is not None for mini_batch in shards.mini_batches))
+            return await original(method, args)
 
-        policy.call_sharded = watched  # type: ignore[method-assign, assignment]
+        policy.call_sharded = count_and_call  # type: ignore[method-assign, assignment]
         await learner.update(scored)
-        assert not any(one.stored for one in shards.mini_batches)
+        assert not any(mini_batch.stored for mini_batch in shards.mini_batches)
 
     asyncio.run(run())
-    assert left == [2, 2, 2, 1]
+    assert num_stored == [2, 2, 2, 1]
 
 
-def test_a_probe_between_scores_and_update_leaves_what_is_stored():
+def test_probe_keeps_stored_shards():
     stored: list[Any] = []
     policy = Group(stored)
     learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
-    batch, probe = numbered(), grouped_batch([(2, [3])])
+    batch, probe = numbered_batch(), grouped_batch([(2, [3])])
 
     async def run() -> None:
         scored = await learner.add_logprobs_and_values(batch)
@@ -253,68 +266,69 @@ def test_a_probe_between_scores_and_update_leaves_what_is_stored():
         await learner.update(scored)
 
     asyncio.run(run())
-    of_tokens = [one for one in stored if isinstance(one, TrainBatch)]
-    assert sum(len(one.input_ids) for one in of_tokens) == len(batch.input_ids) + len(probe.input_ids)
+    shards = [value for value in stored if isinstance(value, TrainBatch)]
+    assert sum(len(shard.input_ids) for shard in shards) == len(batch.input_ids) + len(probe.input_ids)
 
 
-def test_the_longest_of_each_mini_batch_is_not_scored_by_the_same_rank():
+def test_longest_sequences_are_spread_over_ranks():
     policy = Group([])
     batch = grouped_batch([(2, [100]), (2, [10])] * 4)
     learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
     train_step(learner, batch)
     first, second = (
-        sum(len(one.input_ids) for call, one in worker.worker._seen if call == "forward") for worker in policy.workers
+        sum(len(batch.input_ids) for method, batch in worker.worker.batches if method == "forward")
+        for worker in policy.workers
     )
     assert first == second
 
 
-def test_rows_of_a_probe_are_balanced_over_ranks_whatever_mini_batches_are():
+def test_probe_rows_are_balanced_over_ranks():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(1))
     batch = grouped_batch([(2, [9])] * 6)
     asyncio.run(learner.compute_logprobs_or_values(policy, batch))
-    assert [len([one for _, one in worker.worker._seen]) for worker in policy.workers] == [3, 3]
+    assert [len(worker.worker.batches) for worker in policy.workers] == [3, 3]
 
 
-def test_routing_that_the_scores_find_is_stored_for_the_update():
-    class Routes(Rank):
+def test_routing_of_forward_is_stored_for_update():
+    class RoutingRank(Rank):
         def forward_with_routing(
             self, micro_batches: list[TrainBatch], count: int, share: bool
         ) -> tuple[Tensor, Tensor]:
             scores = self.forward(micro_batches, count, share)
             return scores, scores.short().reshape(-1, 1, 1)
 
-    policy = Group([], kind=Routes)
+    policy = Group([], kind=RoutingRank)
     learner = Learner(policy, None, BatchSizes(2, max_tokens_per_microbatch=40), moe_routing_replay="old_policy")
-    batch = numbered()
+    batch = numbered_batch()
     scored = train_step(learner, batch)
     assert scored.routing is not None and torch.equal(scored.routing.flatten(), batch.input_ids.short())
-    assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "routing"])
+    assert_rows_of(scored, policy.batches_of("update"), ["input_ids", "routing"])
 
 
-def test_another_batch_is_not_taken_for_the_one_that_is_stored():
+def test_other_batch_is_not_mistaken_for_stored_one():
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(4), needs_old_logprobs=True)
-    one, other = numbered(), numbered()
+    first, other = numbered_batch(), numbered_batch()
     other = other.with_tokens(input_ids=other.input_ids + 1)
 
     async def run() -> list[Tensor | None]:
-        return [(await learner.add_logprobs_and_values(batch)).old_logprobs for batch in (one, other, one)]
+        return [(await learner.add_logprobs_and_values(batch)).old_logprobs for batch in (first, other, first)]
 
-    for batch, scores in zip((one, other, one), asyncio.run(run()), strict=True):
+    for batch, scores in zip((first, other, first), asyncio.run(run()), strict=True):
         assert scores is not None and torch.equal(scores, batch.input_ids.float())
 
 
-def test_arrays_of_rows_make_them_again_elsewhere():
-    batch = numbered()
+def test_rows_are_restored_from_their_arrays():
+    batch = numbered_batch()
     rows = [7, 2, 3]
-    there = (
+    restored = (
         batch.select_logprob_inputs()
         .select(rows)
         .with_arrays(batch.to_arrays(rows, without=("input_ids", "loss_mask")))
     )
-    assert torch.equal(there.rollout_logprobs, batch.select(rows).rollout_logprobs)  # type: ignore[arg-type]
-    assert torch.equal(there.offsets, batch.select(rows).offsets)
+    assert torch.equal(restored.rollout_logprobs, batch.select(rows).rollout_logprobs)  # type: ignore[arg-type]
+    assert torch.equal(restored.offsets, batch.select(rows).offsets)
     assert all(isinstance(value, np.ndarray) for value in batch.to_arrays(rows, without=()).values())
 
 
@@ -327,8 +341,8 @@ def limits(sequences: int | None = None, tokens: int | None = None, share: bool 
     return MicroBatchLimits(sequences, tokens, attention_tokens=6 * 1024, share_prompt=share)
 
 
-def computed(batch: TrainBatch, rows: list[int]) -> int:
-    """Tokens that go through the model for these rows."""
+def num_computed_tokens(batch: TrainBatch, rows: list[int]) -> int:
+    """Return the number of tokens that the model computes for these rows, with shared prompts."""
     part = batch.select(rows)
     return int(part.lengths.sum() - part.shared_prompt_lengths().sum())
 
@@ -339,63 +353,63 @@ def test_every_sequence_is_run_once_within_the_budget(shapes, ranks: int, budget
     batch = grouped_batch(shapes)
     plan = split_into_micro_batches(batch, ranks, limits(tokens=budget), share)
     assert len(plan) == ranks
-    assert sorted(row for rank in plan for one in rank for row in one) == list(range(len(batch)))
-    for one in (one for rank in plan for one in rank):
-        used = computed(batch, one) if share else int(batch.lengths[one].sum())
-        assert used <= budget or len(one) == 1
+    assert sorted(row for rank in plan for rows in rank for row in rows) == list(range(len(batch)))
+    for rows in (rows for rank in plan for rows in rank):
+        num_tokens = num_computed_tokens(batch, rows) if share else int(batch.lengths[rows].sum())
+        assert num_tokens <= budget or len(rows) == 1
 
 
-def test_a_number_of_sequences_means_what_it_says():
+def test_micro_batches_have_the_given_number_of_sequences():
     batch = grouped_batch([(8, [3] * 5), (4, [2] * 2)])
     for share in (True, False):
         (plan,) = split_into_micro_batches(batch, 1, limits(sequences=2), share)
-        assert [len(one) for one in plan] == [2, 2, 2, 1]
+        assert [len(rows) for rows in plan] == [2, 2, 2, 1]
 
 
-def test_the_samples_of_a_prompt_stay_together_on_one_rank_where_ranks_stay_even():
+def test_samples_of_a_prompt_share_a_rank():
     batch = grouped_batch([(50, [10] * 4)] * 4)
-    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share=True)
-    assert [[computed(batch, one) for one in rank] for rank in plan] == [[180], [180]]
+    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share_prompts=True)
+    assert [[num_computed_tokens(batch, rows) for rows in rank] for rank in plan] == [[180], [180]]
 
 
-def test_a_group_is_cut_where_one_rank_would_wait_for_it():
+def test_large_group_is_split_over_ranks():
     batch = grouped_batch([(5, [100] * 8)])
-    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share=True)
-    assert [[len(one) for one in rank] for rank in plan] == [[4], [4]]
+    plan = split_into_micro_batches(batch, 2, limits(tokens=10_000), share_prompts=True)
+    assert [[len(rows) for rows in rank] for rank in plan] == [[4], [4]]
 
 
 def test_equal_lengths_do_not_mix_prompts():
-    """Sorted by length alone, samples of two prompts would alternate, and nothing would be shared."""
+    """If sequences were sorted only by length, samples of two prompts would alternate and share nothing."""
     batch = grouped_batch([(9, [5, 3]), (9, [4, 2])])
-    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=10_000), share=True)
-    assert [computed(batch, one) for one in plan] == [18 + 14]
+    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=10_000), share_prompts=True)
+    assert [num_computed_tokens(batch, rows) for rows in plan] == [18 + 14]
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [(1, False), (40, True)])
-def test_prompts_are_shared_by_themselves_where_that_is_worth_it(prompt: int, expected: bool):
+def test_prompt_sharing_is_enabled_automatically(prompt: int, expected: bool):
     batch = grouped_batch([(prompt, [60, 60])])
     assert should_share_prompts(batch, limits(share=None)) is expected
     assert should_share_prompts(batch, limits(share=True)) and not should_share_prompts(batch, limits(share=False))
 
 
-def test_passes_of_one_sequence_share_nothing_and_are_balanced_as_such():
+def test_single_sequence_passes_share_no_prompts():
     batch = grouped_batch([(500, [100] * 8)] * 3)
     for share in (None, True):
-        one_each = limits(sequences=1, share=share)
-        assert not should_share_prompts(batch, one_each)
-        plan = split_into_micro_batches(batch, 2, one_each, should_share_prompts(batch, one_each))
-        assert [sum(computed(batch, one) for one in rank) for rank in plan] == [7200, 7200]
+        single = limits(sequences=1, share=share)
+        assert not should_share_prompts(batch, single)
+        plan = split_into_micro_batches(batch, 2, single, should_share_prompts(batch, single))
+        assert [sum(num_computed_tokens(batch, rows) for rows in rank) for rank in plan] == [7200, 7200]
 
 
-def test_a_prompt_costs_once_for_every_pass_that_it_is_in():
+def test_prompt_cost_counts_once_per_pass():
     batch = grouped_batch([(1000, [10] * 8), (10, [1000] * 4)])
-    plan = split_into_micro_batches(batch, 2, limits(sequences=2), share=True)
-    loads = [sum(computed(batch, one) for one in rank) for rank in plan]
+    plan = split_into_micro_batches(batch, 2, limits(sequences=2), share_prompts=True)
+    loads = [sum(num_computed_tokens(batch, rows) for rows in rank) for rank in plan]
     assert max(loads) <= 1.1 * sum(loads) / 2
 
 
-def test_keys_of_shared_prompts_are_bounded_by_the_budget_too():
-    """One pass would compute 3,640 tokens, and keep keys and values for 195,640."""
+def test_token_budget_limits_shared_prompts():
+    """A single pass would compute 3,640 tokens, but need keys and values of 195,640."""
     batch = grouped_batch([(3000, [10] * 64)])
-    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=4096), share=True)
-    assert all(int(batch.lengths[one].sum()) <= 4 * 4096 for one in plan)
+    (plan,) = split_into_micro_batches(batch, 1, limits(tokens=4096), share_prompts=True)
+    assert all(int(batch.lengths[rows].sum()) <= 4 * 4096 for rows in plan)

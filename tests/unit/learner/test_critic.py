@@ -1,4 +1,4 @@
-"""The learner with a critic: one model more, the same micro-batches."""
+"""Learners with a critic or a reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def learner_of(model_path: str, critic: LearnerWorker | None, sizes: BatchSizes,
 
 
 async def setup(learner: Learner) -> None:
-    """A process has one process group: the policy makes it, and the other models of the process use it."""
+    """Set up all models. A process has one process group, which the policy creates and the other models share."""
     await learner.policy.setup()
     for group in (learner.critic, learner.reference):
         for worker in group.workers if group else ():
@@ -50,18 +50,18 @@ def valued_batch() -> TrainBatch:
     return batch.with_tokens(returns=returns, values=torch.zeros_like(returns))
 
 
-def head_of(hidden_size: int) -> Tensor:
-    """With a head of 0 only the head would have a gradient."""
+def random_head(hidden_size: int) -> Tensor:
+    """Return a value head that is not 0, so that the other layers have gradients, too."""
     return 0.01 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(2))
 
 
 def set_head(worker: LearnerWorker) -> None:
     weight: Tensor = worker.module.value_head.weight.data
-    weight.copy_(head_of(weight.shape[1]))
+    weight.copy_(random_head(weight.shape[1]))
 
 
 @pytest.mark.parametrize(("sequences", "max_tokens"), [(1, None), (3, None), (100, None), (None, 20)])
-def test_the_gradient_of_a_critic_s_update_is_that_of_the_padded_batch_for_every_micro_batch_size(
+def test_critic_gradient_equals_padded_batch(
     tiny_model_path: str, sequences: int | None, max_tokens: int | None
 ) -> None:
     batch = valued_batch()
@@ -77,21 +77,21 @@ def test_the_gradient_of_a_critic_s_update_is_that_of_the_padded_batch_for_every
 
     asyncio.run(run())
     model = load_causal_lm(tiny_model_path, dtype=torch.float32)
-    head = head_of(model.config.hidden_size).requires_grad_()
+    head = random_head(model.config.hidden_size).requires_grad_()
     OBJECTIVE(batch, padded_values(model, head, batch), None, int(batch.loss_mask.sum()), Metrics()).backward()
-    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert head.grad is not None
-    wanted["value_head.weight"] = head.grad
+    expected["value_head.weight"] = head.grad
     assert isinstance(worker, RecordingWorker)
-    found = worker.gradients()
-    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        bound = 1e-4 * max(float(gradient.norm()), 1e-3 * float(whole))
-        assert float((found[name] - gradient).norm()) <= bound, name
+    actual = worker.gradients()
+    total_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        tolerance = 1e-4 * max(float(gradient.norm()), 1e-3 * float(total_norm))
+        assert float((actual[name] - gradient).norm()) <= tolerance, name
 
 
-def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_batches(tiny_model_path: str) -> None:
+def test_critic_has_its_own_mini_batches(tiny_model_path: str) -> None:
     batch = policy_batch().with_tokens(old_logprobs=None, ref_logprobs=policy_batch().ref_logprobs)  # 4 prompts
     worker = critic_worker(tiny_model_path, optimizer_config=OptimizerConfig(lr=1e-2, scheduler="linear"))
     learner = learner_of(
@@ -105,18 +105,18 @@ def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_ba
             scored = await learner.add_logprobs_and_values(batch)
             assert scored.values is not None
             metrics = await learner.update(scored.with_tokens(returns=scored.values + batch.loss_mask))
-            again = (await learner.add_logprobs_and_values(batch)).values
-            assert again is not None
-            return scored, metrics, again
+            updated = (await learner.add_logprobs_and_values(batch)).values
+            assert updated is not None
+            return scored, metrics, updated
         finally:
             await learner.close()
 
     scored, metrics, after = asyncio.run(run())
     model = load_causal_lm(tiny_model_path, dtype=torch.float32)
     assert scored.values is not None
-    expected = padded_values(model, head_of(model.config.hidden_size), batch).detach()
+    expected = padded_values(model, random_head(model.config.hidden_size), batch).detach()
     torch.testing.assert_close(scored.values, expected, atol=1e-4, rtol=0)
-    # Four updates, two mini-batches twice, of a schedule of ten: factors 1, 0.9, 0.8 and 0.7.
+    # Two mini-batches and two epochs make four updates of a schedule of ten, with factors 1, 0.9, 0.8 and 0.7.
     assert metrics["critic/lr"] == pytest.approx(1e-2 * 0.85)
     assert metrics["policy/lr"] == 1e-3
     assert metrics["critic/loss"] > 0
@@ -126,20 +126,20 @@ def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_ba
     assert float((scored.values + 1 - after)[mask].square().mean()) < 1
 
 
-def test_an_update_goes_through_all_tokens_in_threads_only(
-    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch, seen = valued_batch(), []
+def test_update_processes_tokens_in_threads(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, on_main_thread = valued_batch(), []
 
-    def watched(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def watching(*args: Any) -> Any:
-            seen.append(threading.current_thread() is threading.main_thread())
+    def record_thread(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def record_and_call(*args: Any) -> Any:
+            on_main_thread.append(threading.current_thread() is threading.main_thread())
             return compute(*args)
 
-        return watching
+        return record_and_call
 
-    monkeypatch.setattr("skyrl_train.learner.learner.explained_variance", watched(explained_variance))
-    monkeypatch.setattr(TrainBatch, "num_loss_tokens", property(watched(vars(TrainBatch)["num_loss_tokens"].fget)))
+    monkeypatch.setattr("skyrl_train.learner.learner.explained_variance", record_thread(explained_variance))
+    monkeypatch.setattr(
+        TrainBatch, "num_loss_tokens", property(record_thread(vars(TrainBatch)["num_loss_tokens"].fget))
+    )
     learner = learner_of(tiny_model_path, critic_worker(tiny_model_path), BatchSizes(100, 100))
 
     async def run() -> None:
@@ -148,10 +148,11 @@ def test_an_update_goes_through_all_tokens_in_threads_only(
         await learner.close()
 
     asyncio.run(run())
-    assert len(seen) >= 5 and not any(seen), "explained variance, and which rows learn and how many tokens, twice"
+    assert len(on_main_thread) >= 5, "explained variance once, and loss tokens twice per model"
+    assert not any(on_main_thread)
 
 
-def test_a_critic_changes_nothing_in_the_policy_s_update(tiny_model_path: str) -> None:
+def test_critic_does_not_change_the_policy_update(tiny_model_path: str) -> None:
     weights = []
     for with_critic in (False, True):
         critic = critic_worker(tiny_model_path) if with_critic else None
@@ -165,10 +166,10 @@ def test_a_critic_changes_nothing_in_the_policy_s_update(tiny_model_path: str) -
             return [p.detach().clone() for p in worker.module.parameters()]
 
         weights.append(asyncio.run(run()))
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert all(torch.equal(without, with_critic) for without, with_critic in zip(*weights, strict=True))
 
 
-def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model_path: str, tmp_path: Any) -> None:
+def test_reloaded_reference_computes_as_the_new_model(tiny_model_path: str, tmp_path: Any) -> None:
     worker = LearnerWorker(tiny_spec(tiny_model_path, optimizer_config=None, total_steps=None, objective=None), 0, 1)
     policy = LearnerWorker(tiny_spec(tiny_model_path, optimizer_config=OptimizerConfig(lr=1e-2)), 0, 1)
     batch = policy_batch()
@@ -181,12 +182,12 @@ def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model
         await learner.update(batch)
         await learner.policy.call_all("export", str(tmp_path))
         await learner.reference.call_all("reload", str(tmp_path))
-        found = [
+        reloaded = [
             await learner.compute_logprobs_or_values(group, batch) for group in (learner.reference, learner.policy)
         ]
         await learner.close()
-        return [before, *found]
+        return [before, *reloaded]
 
-    before, reference, policy_s = asyncio.run(run())
-    assert torch.equal(reference, policy_s)
+    before, reference, policy_logprobs = asyncio.run(run())
+    assert torch.equal(reference, policy_logprobs)
     assert not torch.allclose(before, reference, atol=1e-3)

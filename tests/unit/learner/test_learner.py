@@ -20,7 +20,7 @@ from skyrl_train.cluster.addresses import BIND_ADDRESS, NODE_ADDRESS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.learner.batch_sharding import StoredCall
+from skyrl_train.learner.batch_sharding import ForwardPlan, StoredCall
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
@@ -56,7 +56,7 @@ def gradients(
 def padded_gradients(
     model_path: str, batch: TrainBatch, objective: PolicyObjective = FULL_OBJECTIVE, reduction: Any = TOKEN_MEAN
 ) -> dict[str, Tensor]:
-    """One padded rectangle through the model's own forward: what every other way must equal."""
+    """Return the reference gradients: those of the padded batch in the model's own forward method."""
     model = load_causal_lm(model_path, dtype=torch.float32)
     logprobs, entropy = padded_scores(model, batch)
     objective(
@@ -68,7 +68,7 @@ def padded_gradients(
 @pytest.mark.parametrize(
     ("sequences", "max_tokens"), [(1, None), (2, None), (5, None), (100, None), (None, 20), (None, 1)]
 )
-def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_size(
+def test_gradient_equals_padded_batch_at_any_micro_batch(
     tiny_model_path: str, sequences: int | None, max_tokens: int | None
 ):
     batch = policy_batch()
@@ -79,14 +79,14 @@ def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 100])
-def test_a_reduction_is_over_the_mini_batch_whatever_the_micro_batch_size(tiny_model_path: str, sequences: int):
+def test_reduction_covers_the_whole_mini_batch(tiny_model_path: str, sequences: int):
     batch, reduction = policy_batch(), partial(sequence_mean, max_seq_len=1)
     sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=sequences)
-    found = gradients(tiny_model_path, batch, sizes, reduction=reduction)
-    assert_same_tensors(found, padded_gradients(tiny_model_path, batch, reduction=reduction), 1e-4)
+    actual = gradients(tiny_model_path, batch, sizes, reduction=reduction)
+    assert_same_tensors(actual, padded_gradients(tiny_model_path, batch, reduction=reduction), 1e-4)
 
 
-SELECTING = {
+TOKEN_SELECTING_LOSSES = {
     "clip_cov": (
         partial(clip_cov, eps_clip_low=0.2, eps_clip_high=0.2),
         partial(
@@ -102,34 +102,32 @@ SELECTING = {
 }
 
 
-@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("name", TOKEN_SELECTING_LOSSES)
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_tokens_that_a_loss_treats_specially_are_chosen_over_the_mini_batch(
-    tiny_model_path: str, name: str, sequences: int
-):
-    loss, choose = SELECTING[name]
+def test_tokens_are_selected_over_the_mini_batch(tiny_model_path: str, name: str, sequences: int):
+    loss, select = TOKEN_SELECTING_LOSSES[name]
     objective, batch = PolicyObjective(loss), policy_batch()
     assert batch.old_logprobs is not None and batch.advantages is not None
-    selected = choose(batch.old_logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
+    selected = select(batch.old_logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
     assert int(selected.sum()) == int(0.2 * int(batch.loss_mask.sum())) > 1
     expected = padded_gradients(tiny_model_path, batch.with_tokens(selected=selected), objective)
     sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=sequences)
-    found = gradients(tiny_model_path, batch.with_tokens(selected=None), sizes, objective, choose=choose)
-    assert_same_tensors(found, expected, 1e-4)
+    actual = gradients(tiny_model_path, batch.with_tokens(selected=None), sizes, objective, token_selector=select)
+    assert_same_tensors(actual, expected, 1e-4)
 
 
-def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny_model_path: str):
-    seen: list[tuple[Tensor, Tensor]] = []
+def test_later_mini_batch_selects_with_current_policy(tiny_model_path: str):
+    calls: list[tuple[Tensor, Tensor]] = []
 
-    def choose(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        seen.append((logprobs, old_logprobs))
+    def select(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        calls.append((logprobs, old_logprobs))
         return torch.zeros_like(mask)
 
     learner = local_learner(
         tiny_model_path,
         BatchSizes(policy_mini_batch_size=2),
-        choose=choose,
-        objective=PolicyObjective(SELECTING["kl_cov"][0]),
+        token_selector=select,
+        objective=PolicyObjective(TOKEN_SELECTING_LOSSES["kl_cov"][0]),
         optimizer_config=OptimizerConfig(lr=1e-2),
     )
     unscored = policy_batch().with_tokens(old_logprobs=None)
@@ -141,13 +139,13 @@ def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny
         await learner.close()
 
     asyncio.run(run())
-    moved = [(logprobs - old).abs().max() for logprobs, old in seen]
-    assert len(moved) == 2
-    assert moved[0] == 0
-    assert moved[1] > 1e-3
+    changes = [(logprobs - old).abs().max() for logprobs, old in calls]
+    assert len(changes) == 2
+    assert changes[0] == 0
+    assert changes[1] > 1e-3
 
 
-def test_an_update_s_gradient_does_not_depend_on_row_order(tiny_model_path: str):
+def test_gradient_does_not_depend_on_row_order(tiny_model_path: str):
     batch = policy_batch()
     shuffled = replace(batch.select([6, 7, 0, 1, 4, 5, 3, 2]))
     sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=2)
@@ -167,7 +165,7 @@ def local_learner(
     model_path: str,
     sizes: BatchSizes,
     with_reference: bool = False,
-    choose: Any = None,
+    token_selector: Any = None,
     needs_old_logprobs: bool | None = None,
     **changes: Any,
 ) -> Learner:
@@ -176,7 +174,7 @@ def local_learner(
     if with_reference:
         frozen = tiny_spec(model_path, optimizer_config=None, total_steps=None, objective=None)
         reference = WorkerGroup([LocalWorker(LearnerWorker(frozen, 0, 1))])
-    return Learner(policy, reference, sizes, token_selector=choose, needs_old_logprobs=needs_old_logprobs)
+    return Learner(policy, reference, sizes, token_selector=token_selector, needs_old_logprobs=needs_old_logprobs)
 
 
 def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None = None) -> TrainBatch:
@@ -193,59 +191,55 @@ def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None =
     return asyncio.run(run())
 
 
-def test_old_log_probs_are_computed_only_when_an_update_takes_several_steps(tiny_model_path: str):
+def test_old_logprobs_are_computed_for_several_steps(tiny_model_path: str):
     assert scored(tiny_model_path, BatchSizes(policy_mini_batch_size=4)).old_logprobs is None
     several = scored(
         tiny_model_path, BatchSizes(policy_mini_batch_size=3, micro_forward_batch_size_per_gpu=3)
     ).old_logprobs
-    again = scored(
+    two_epochs = scored(
         tiny_model_path, BatchSizes(policy_mini_batch_size=4, update_epochs_per_batch=2, max_tokens_per_microbatch=10)
     ).old_logprobs
-    assert several is not None and again is not None
-    torch.testing.assert_close(several, again)
+    assert several is not None and two_epochs is not None
+    torch.testing.assert_close(several, two_epochs)
     batch = policy_batch()
     expected, _ = padded_scores(load_causal_lm(tiny_model_path, dtype=torch.float32), batch)
     torch.testing.assert_close(several, expected.detach(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_old_log_probs_are_computed_where_something_reads_them_whatever_the_number_of_steps(
-    tiny_model_path: str, needed: bool
-):
+def test_old_logprobs_are_computed_if_read(tiny_model_path: str, needed: bool):
     for groups in (3, 4):
-        found = scored(tiny_model_path, BatchSizes(policy_mini_batch_size=groups), needs_old_logprobs=needed)
-        assert (found.old_logprobs is not None) is needed
+        batch = scored(tiny_model_path, BatchSizes(policy_mini_batch_size=groups), needs_old_logprobs=needed)
+        assert (batch.old_logprobs is not None) is needed
 
 
-def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
+def test_mini_batches_have_complete_prompts():
     batch = policy_batch()  # 8 sequences, 4 groups of 2
     assert mini_batch_rows(batch, 3) == [[0, 1, 2, 3, 4, 5], [6, 7]]
 
 
-def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
+def test_update_reports_its_progress(tiny_model_path: str):
     learner = local_learner(tiny_model_path, BatchSizes(policy_mini_batch_size=2))
-    seen: list[tuple[int, int] | None] = []
-    scatter = learner.policy.call_sharded
+    progress: list[tuple[int, int] | None] = []
+    original = learner.policy.call_sharded
 
-    async def watched(method: str, args_of_part: Sequence[Sequence[Any]]) -> list[Any]:
-        seen.append(learner.optimizer_progress)
-        return await scatter(method, args_of_part)
+    async def record_and_call(method: str, args_per_dp_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        progress.append(learner.optimizer_progress)
+        return await original(method, args_per_dp_rank)
 
     async def run() -> None:
         await learner.setup()
-        learner.policy.call_sharded = watched  # type: ignore[method-assign, assignment]
+        learner.policy.call_sharded = record_and_call  # type: ignore[method-assign, assignment]
         await learner.update(policy_batch())
-        learner.policy.call_sharded = scatter  # type: ignore[method-assign]
+        learner.policy.call_sharded = original  # type: ignore[method-assign]
         await learner.close()
 
     asyncio.run(run())
-    assert seen == [(0, 2), (1, 2)] and learner.optimizer_progress is None
+    assert progress == [(0, 2), (1, 2)] and learner.optimizer_progress is None
 
 
 @pytest.mark.fault("F12")
-def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
-    tiny_model_path: str, caplog: pytest.LogCaptureFixture
-):
+def test_batch_without_loss_tokens_warns_and_changes_nothing(tiny_model_path: str, caplog: pytest.LogCaptureFixture):
     batch = policy_batch()
     masked = batch.with_tokens(loss_mask=torch.zeros_like(batch.loss_mask))
     learner = local_learner(
@@ -263,11 +257,11 @@ def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
 
     metrics, before, after = asyncio.run(run())
     assert metrics == {"policy/optimizer_steps": 0}
-    assert "nothing was learnt" in caplog.text
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert "does not change the model" in caplog.text
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_the_first_failing_rank_is_raised():
+def test_first_failure_of_a_rank_is_raised():
     class Rank:
         def __init__(self, error: Exception | None):
             self.error = error
@@ -285,13 +279,13 @@ def test_the_first_failing_rank_is_raised():
         asyncio.run(asyncio.wait_for(run(), 5))
 
 
-def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_once():
+def test_parallel_group_gets_one_shard_and_answers_once():
     class Rank:
         def __init__(self) -> None:
-            self.given: list[int] = []
+            self.rows: list[int] = []
 
         def forward(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
-            self.given = [int(row) for batch in micro_batches for row in batch.rewards]
+            self.rows = [int(row) for batch in micro_batches for row in batch.rewards]
             return torch.cat([batch.input_ids.float() for batch in micro_batches])
 
     ranks = [Rank() for _ in range(4)]
@@ -299,84 +293,87 @@ def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_
     batch = policy_batch()
     batch = replace(batch, rewards=torch.arange(len(batch)).float())
     scores = asyncio.run(Learner(group, None, BatchSizes(4)).compute_logprobs_or_values(group, batch))
-    assert ranks[0].given == ranks[1].given
-    assert ranks[2].given == ranks[3].given
-    assert sorted(ranks[0].given + ranks[2].given) == list(range(8))
+    assert ranks[0].rows == ranks[1].rows
+    assert ranks[2].rows == ranks[3].rows
+    assert sorted(ranks[0].rows + ranks[2].rows) == list(range(8))
     assert torch.equal(scores, batch.input_ids.float())
 
 
-def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
-    """Or the collectives of one would meet those of the other."""
+def test_ranks_receive_concurrent_calls_in_one_order():
+    """Otherwise the collectives of one call would meet those of the other."""
 
     class Rank:
         def __init__(self) -> None:
-            self.taken: list[str] = []
+            self.calls: list[str] = []
 
         async def call_with_refs(self, method: str, plan: Any, stored: Any) -> None:
-            self.taken.append(method)
+            self.calls.append(method)
             await asyncio.sleep(0.01)
 
-        async def manifest(self) -> None:
-            self.taken.append("manifest")
+        async def prepare_manifest(self) -> None:
+            self.calls.append("prepare_manifest")
 
     ranks = [Rank() for _ in range(4)]
     group = WorkerGroup(ranks)
 
     async def run() -> None:
-        await asyncio.gather(group.call_sharded("forward", [StoredCall([], None)] * 4), group.call_all("prepare_manifest"))
+        await asyncio.gather(
+            group.call_sharded("forward", [StoredCall([], ForwardPlan([], 0, False))] * 4),
+            group.call_all("prepare_manifest"),
+        )
 
     asyncio.run(run())
-    assert [rank.taken for rank in ranks] == [["forward", "manifest"]] * 4
+    assert [rank.calls for rank in ranks] == [["forward", "prepare_manifest"]] * 4
 
 
-def test_what_an_objective_reads_is_on_the_rank_s_device():
+def test_objective_inputs_are_on_the_rank_device():
     worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
-    given = [batch for batch, *_ in worker._padded_micro_batches([policy_batch()], 2, share_prompts=False)]
-    assert len(given) == 2
-    for batch in given:
+    batches = [batch for batch, *_ in worker._padded_micro_batches([policy_batch()], 2, share_prompts=False)]
+    assert len(batches) == 2
+    for batch in batches:
         assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
 
 
-def test_a_rank_on_a_cpu_adds_gradients_of_one_row_in_one_order(tiny_model_path: str) -> None:
+def test_cpu_rank_sums_gradients_deterministically(tiny_model_path: str) -> None:
     LearnerWorker(tiny_spec(tiny_model_path, threads=2), 0, 1)
     try:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(512, 64, generator=generator, requires_grad=True)
-        taken = torch.randint(0, 512, (8192,), generator=generator)  # as tokens are by their experts
+        indices = torch.randint(0, 512, (8192,), generator=generator)  # as experts select tokens
         weights = torch.randn(8192, 64, generator=generator)
-        gradients = [torch.autograd.grad((rows[taken] * weights).sum(), rows)[0] for _ in range(20)]
+        gradients = [torch.autograd.grad((rows[indices] * weights).sum(), rows)[0] for _ in range(20)]
     finally:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
 
-def test_an_update_that_fails_leaves_its_record_of_allocations(tmp_path: Path):
+def test_failed_update_writes_the_memory_snapshot(tmp_path: Path):
     class Allocator:
         def _record_memory_history(self, **options: Any) -> None:
-            """Nothing is allocated."""
+            """Do nothing."""
 
         def _dump_snapshot(self, file: str) -> None:
             Path(file).write_text("snapshot")
 
     worker = LearnerWorker(tiny_spec("no model is loaded"), rank=0, world_size=1)
     worker.memory_recorder = MemorySnapshotRecorder(tmp_path / "policy_rank_0.pickle", Allocator())
-    with pytest.raises(AttributeError, match="scorer"):
+    with pytest.raises(AttributeError, match="module"):
         worker.update(MiniBatch([], 0, 0))
     assert (tmp_path / "policy_rank_0.pickle").exists()
 
 
 @pytest.mark.defect("half-updated-weights-under-an-old-version")
-def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_model_path: str):
+def test_hold_version_waits_for_the_update(tiny_model_path: str):
     worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
     learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))  # an optimizer step for every prompt
-    seen: list[tuple[int, int]] = []
+    versions: list[tuple[int, int]] = []
 
     async def restart() -> None:
         while not worker.strategy.num_updates:
             await asyncio.sleep(0)
         async with learner.hold_version() as version:
-            seen.append((version, worker.strategy.num_updates))
+            versions.append((version, worker.strategy.num_updates))
 
     async def run() -> None:
         await learner.setup()
@@ -386,19 +383,19 @@ def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_m
         await learner.close()
 
     asyncio.run(run())
-    assert seen == [(1, 4)]
+    assert versions == [(1, 4)]
 
 
-def test_an_update_of_one_step_tells_the_log_probs_that_it_begins_with_and_learns_the_same(tiny_model_path: str):
-    """Of the first sequences, whatever micro-batches they are in; one of several steps tells none: they are scored."""
+def test_single_step_update_returns_initial_logprobs(tiny_model_path: str):
+    """The update returns them for the first sequences in any micro-batch, but not if it has several steps."""
     batch = policy_batch().with_tokens(old_logprobs=None)
 
-    async def run(groups: int, told: int) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    async def run(groups: int, num_sequences: int) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         learner = local_learner(
             tiny_model_path, BatchSizes(groups, micro_train_batch_size_per_gpu=3, micro_forward_batch_size_per_gpu=3)
         )
         await learner.setup()
-        learner.num_sequences_with_logprobs = told
+        learner.num_sequences_with_logprobs = num_sequences
         scores = await learner.compute_logprobs_or_values(learner.policy, batch)
         metrics = await learner.update(batch)
         logprobs = learner.update_logprobs
@@ -407,25 +404,25 @@ def test_an_update_of_one_step_tells_the_log_probs_that_it_begins_with_and_learn
         await learner.close()
         return scores, logprobs, {name: value for name, value in metrics.items() if not name.startswith("memory/")}
 
-    scores, told, metrics = asyncio.run(run(4, 5))
+    scores, initial, metrics = asyncio.run(run(4, 5))
     first = int(batch.offsets[5])
-    assert told is not None and torch.equal(told[:first], scores[:first]) and not told[first:].any()
+    assert initial is not None and torch.equal(initial[:first], scores[:first]) and not initial[first:].any()
     assert scores[:first].any() and scores[first:].any()
-    _, nothing, same = asyncio.run(run(4, 0))
-    assert nothing is None and same == metrics
+    _, no_logprobs, same_metrics = asyncio.run(run(4, 0))
+    assert no_logprobs is None and same_metrics == metrics
     assert asyncio.run(run(1, 5))[1] is None
 
 
-def test_weights_between_two_versions_are_given_to_nobody(tiny_model_path: str):
+def test_weights_between_versions_are_not_sent(tiny_model_path: str):
     worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
     learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))
 
-    def broken(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     async def run() -> None:
         await learner.setup()
-        worker.update = broken  # type: ignore[method-assign,assignment]
+        worker.update = fail  # type: ignore[method-assign,assignment]
         with pytest.raises(RuntimeError, match="out of memory"):
             await learner.update(policy_batch())
         with pytest.raises(WeightSyncError, match="between version 0 and 1"):
@@ -436,7 +433,7 @@ def test_weights_between_two_versions_are_given_to_nobody(tiny_model_path: str):
     asyncio.run(run())
 
 
-def test_a_learner_answers_while_its_ranks_live(tiny_model_path: str):
+def test_learner_is_responsive_while_ranks_answer(tiny_model_path: str):
     worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
     learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))
 
@@ -451,32 +448,32 @@ def test_a_learner_answers_while_its_ranks_live(tiny_model_path: str):
     asyncio.run(run())
 
 
-def test_a_worker_s_address_is_loopback_unless_its_actor_or_another_machine_needs_more(monkeypatch: pytest.MonkeyPatch):
-    own = network_address()
+def test_worker_address_is_loopback_by_default(monkeypatch: pytest.MonkeyPatch):
+    address = network_address()
     worker = LearnerWorker(tiny_spec("unused"), 0, 2)
     assert worker.address()[0] == worker.address(True)[0] == "127.0.0.1"
-    monkeypatch.setenv(NODE_ADDRESS, own)
+    monkeypatch.setenv(NODE_ADDRESS, address)
     monkeypatch.setenv(BIND_ADDRESS, "127.0.0.1")
-    assert (worker.address()[0], worker.address(True)[0]) == ("127.0.0.1", own)
-    monkeypatch.setenv(BIND_ADDRESS, own)
-    assert worker.address()[0] == own
+    assert (worker.address()[0], worker.address(True)[0]) == ("127.0.0.1", address)
+    monkeypatch.setenv(BIND_ADDRESS, address)
+    assert worker.address()[0] == address
 
 
 @pytest.mark.defect("busy-ranks-taken-for-dead-ones")
-def test_ranks_that_have_other_calls_are_not_asked_whether_they_live():
+def test_busy_ranks_are_not_pinged():
     class Rank:
-        """Takes one call at a time."""
+        """A rank that executes one call at a time."""
 
         def __init__(self) -> None:
-            self.turn = asyncio.Lock()
+            self.lock = asyncio.Lock()
             self.stopped = False
 
         async def update(self) -> None:
-            async with self.turn:
+            async with self.lock:
                 await asyncio.sleep(0.3)
 
         async def ping(self) -> None:
-            async with self.turn:
+            async with self.lock:
                 await asyncio.sleep(60 if self.stopped else 0)
 
     async def run() -> list[bool]:
@@ -484,11 +481,11 @@ def test_ranks_that_have_other_calls_are_not_asked_whether_they_live():
         learner = Learner(WorkerGroup(ranks), None, BatchSizes(1))
         busy = asyncio.ensure_future(learner.policy.call_all("update"))
         await asyncio.sleep(0.01)
-        found = [await learner.is_responsive(0.1)]
+        responsive = [await learner.is_responsive(0.1)]
         await busy
-        found.append(await learner.is_responsive(0.1))
+        responsive.append(await learner.is_responsive(0.1))
         ranks[1].stopped = True
-        return [*found, await learner.is_responsive(0.1)]
+        return [*responsive, await learner.is_responsive(0.1)]
 
     assert asyncio.run(run()) == [True, True, False]
 

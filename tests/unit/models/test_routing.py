@@ -123,7 +123,8 @@ def test_recomputed_layers_count_tokens_once() -> None:
         counted.append(counts)
         return torch.tensor([4, 4, 4, 4, 8, 8, 0, 0])  # the sum over all ranks
 
-    assert model.routers.collect_load_metrics(sum_over_ranks) == {"router_load_max": 1.5, "router_unused": 0.25}
+    load_metrics = model.routers.collect_load_metrics(sum_over_ranks)
+    assert load_metrics == {"router_load_max": 1.5, "unused_expert_fraction": 0.25}
     assert torch.equal(counted[0], expected)
     compute_logprobs(model)
     assert model.routers.collect_load_metrics(sum_over_ranks) == {}, "counting has stopped"

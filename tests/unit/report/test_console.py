@@ -35,7 +35,7 @@ def run(console: Console) -> None:
     tracker.close()
 
 
-def test_a_rollout_is_one_printable_line():
+def test_rollout_is_one_printable_line():
     line = rollout_line(SampleRow("a word " * 40 + "= ?", HOSTILE + " word" * 60, 0.5, "length"), 12.34)
     assert line.startswith("  12.3 s   …") and " = ? -> \\x1b[31mred" in line
     assert line.endswith("… (reward 0.500, stopped by length)") and line.isprintable() and len(line) < 260
@@ -54,7 +54,7 @@ def test_hostile_completions_are_plain_text_in_plain_lines():
 
 
 @pytest.mark.fault("F24")
-def test_a_terminal_gets_our_colours_but_none_of_the_model():
+def test_terminal_gets_no_colors_of_the_model():
     out = io.StringIO()
     run(Console(file=out, force_terminal=True, markup=False, highlight=False, width=400))
     text = out.getvalue()
@@ -64,7 +64,7 @@ def test_a_terminal_gets_our_colours_but_none_of_the_model():
 
 
 def lines_of(folder: Path, total: int, steps: int = 2, **trainer: Any) -> list[str]:
-    """What a run says that began at step 0 and logged `steps` steps."""
+    """Return the console lines of a run from step 0 that logs `steps` steps."""
     out = io.StringIO()
     setup = TrackerSetup(folder, "project", "mine", {"trainer": trainer})
     tracker = ConsoleTracker(setup, Console(file=out, markup=False, highlight=False, soft_wrap=True))
@@ -75,7 +75,7 @@ def lines_of(folder: Path, total: int, steps: int = 2, **trainer: Any) -> list[s
     return out.getvalue().splitlines()
 
 
-def test_the_last_lines_name_folder_steps_best_evaluation_and_how_to_go_on(tmp_path: Path):
+def test_summary_names_steps_best_evaluation_and_resume(tmp_path: Path):
     scores = [(0, 0.25), (1, 0.75), (2, 0.5)]
     rows = [{"step": step, "eval/openai/gsm8k/avg_score": score, "reward/mean": 1.0} for step, score in scores]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -94,7 +94,7 @@ def test_the_last_lines_name_folder_steps_best_evaluation_and_how_to_go_on(tmp_p
     assert lines_of(tmp_path, total=3, resume_mode="none")[-1].endswith("command with trainer.resume_mode=latest")
 
 
-def test_without_evaluation_and_checkpoint_the_last_lines_say_so(tmp_path: Path):
+def test_summary_without_evaluation_and_checkpoint(tmp_path: Path):
     assert lines_of(tmp_path, total=2)[-2:] == [
         f"mine: 2 of 2 steps, in {tmp_path}",
         "mine: no checkpoint to resume from",
@@ -106,13 +106,13 @@ def test_without_evaluation_and_checkpoint_the_last_lines_say_so(tmp_path: Path)
     ]
 
 
-def test_a_run_that_never_began_has_no_last_lines(tmp_path: Path):
+def test_unstarted_run_prints_no_summary(tmp_path: Path):
     out = io.StringIO()
     ConsoleTracker(TrackerSetup(tmp_path, "project", "mine"), Console(file=out)).close()
     assert out.getvalue() == ""
 
 
-def test_with_several_sources_the_best_evaluation_is_over_all_of_them():
+def test_best_evaluation_uses_mean_over_all_sources():
     rows = [
         {"step": 1, "eval/a/avg_score": 1.0, "eval/b/avg_score": 0.0, "eval/all/avg_score": 0.5},
         {"step": 2, "eval/a/avg_score": 0.9, "eval/b/avg_score": 0.5, "eval/all/avg_score": 0.7, "eval/all/x": 9.0},
@@ -121,7 +121,7 @@ def test_with_several_sources_the_best_evaluation_is_over_all_of_them():
     assert best_evaluation([{"step": 1, "eval/a/avg_score": None, "reward/mean": 1.0}]) is None
 
 
-def test_an_ascii_terminal_survives_any_letter():
+def test_ascii_terminal_accepts_any_character():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     console = Console(file=stream, markup=False, highlight=False, soft_wrap=True)
@@ -129,7 +129,7 @@ def test_an_ascii_terminal_survives_any_letter():
     assert b"\\u6570" in raw.getvalue()
 
 
-def test_a_line_names_what_was_measured_and_nothing_else():
+def test_step_line_shows_present_metrics_only():
     line = step_line(
         {
             "reward/mean": 0.41234567,
@@ -145,12 +145,12 @@ def test_a_line_names_what_was_measured_and_nothing_else():
 
 
 @pytest.mark.defect("skipped-updates-in-silence")
-def test_the_share_of_skipped_updates_is_shown_where_there_are_any():
+def test_skipped_updates_are_shown_if_nonzero():
     assert step_line({"policy/skipped": 0.8, "critic/skipped": 0.25}) == "SKIPPED 0.800  critic SKIPPED 0.250"
     assert step_line({"policy/skipped": 0.0, "critic/skipped": 0.0}) == ""
 
 
-def test_evaluations_are_grouped_by_source_also_when_its_name_has_slashes():
+def test_evaluations_are_grouped_by_source_with_slashes():
     metrics = {"eval/b/avg_score": 1.0, "eval/openai/gsm8k/avg_score": 0.5, "eval/b/pass_at_4": 0.0, "x": 1.0}
     assert evaluation_line(metrics) == "eval b: avg_score 1, pass_at_4 0; openai/gsm8k: avg_score 0.500"
     assert evaluation_line({"reward/mean": 1.0}) == ""
@@ -188,18 +188,18 @@ def test_numbers_have_three_digits(value: float, text: str):
         (270_000, "3 d 3 h"),
     ],
 )
-def test_durations_are_said_as_people_do(seconds: float, text: str):
+def test_durations_have_two_units(seconds: float, text: str):
     assert format_duration(seconds) == text
 
 
-def test_texts_are_cut_at_a_word_with_an_ellipsis():
+def test_texts_are_truncated_at_a_word():
     assert truncate_text("one two", 7) == "one two"
     assert truncate_text("one two three", 9) == "one two…"
     assert truncate_text("one two three", 9, from_end=True) == "…three"
     assert truncate_text("x" * 50, 40) == "x" * 40 + "…"
 
 
-def test_lines_of_steps_are_below_each_other_and_say_what_is_left(monkeypatch: pytest.MonkeyPatch):
+def test_step_lines_are_aligned_and_have_eta(monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
     out = io.StringIO()
@@ -209,12 +209,12 @@ def test_lines_of_steps_are_below_each_other_and_say_what_is_left(monkeypatch: p
         metrics = {"reward/mean": reward, "response/truncated_fraction": reward / 8, "timing/step_s": 1.25}
         tracker.log(metrics, step)
     first, second, third = out.getvalue().splitlines()[1:]
-    assert first.startswith("step  1/10   reward  0.500  cut    6%    1.25 s   eta ")
-    assert [line.index("cut") for line in (first, second, third)] == [first.index("cut")] * 3
+    assert first.startswith("step  1/10   reward  0.500  truncated    6%    1.25 s   eta ")
+    assert [line.index("truncated") for line in (first, second, third)] == [first.index("truncated")] * 3
     assert first.endswith("eta 1 min 30 s")
 
 
-def test_an_evaluation_before_the_first_step_is_no_part_of_what_remains(monkeypatch: pytest.MonkeyPatch):
+def test_eta_ignores_evaluation_before_first_step(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     out = io.StringIO()
@@ -227,15 +227,15 @@ def test_an_evaluation_before_the_first_step_is_no_part_of_what_remains(monkeypa
     assert out.getvalue().splitlines()[-1].endswith("eta 1 min 30 s")
 
 
-def test_hundreds_of_short_steps_get_a_line_now_and_then_and_no_evaluation_is_missed(monkeypatch: pytest.MonkeyPatch):
+def test_many_short_steps_get_few_lines(monkeypatch: pytest.MonkeyPatch):
     clock = iter(step / 100 for step in range(10_000))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     out = io.StringIO()
     tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
     tracker.begin(0, 500)
     for step in range(1, 501):
-        more = {"eval/x/avg_score": 1.0} if step == 250 else {}
-        tracker.log({"sft/loss": 1.0, **more}, step)
+        evaluation = {"eval/x/avg_score": 1.0} if step == 250 else {}
+        tracker.log({"sft/loss": 1.0, **evaluation}, step)
     lines = out.getvalue().splitlines()
     assert len(lines) < 40
     shown = [int(line.split("/")[0].removeprefix("step")) for line in lines[1:] if "loss" in line]
@@ -244,8 +244,8 @@ def test_hundreds_of_short_steps_get_a_line_now_and_then_and_no_evaluation_is_mi
 
 
 @pytest.mark.parametrize("step_s", [0.2, 0.6, 3.0])
-def test_however_long_steps_are_there_are_few_lines_and_no_long_silence(step_s: float, monkeypatch: pytest.MonkeyPatch):
-    now, said = 0.0, [0.0]
+def test_line_frequency_adapts_to_step_time(step_s: float, monkeypatch: pytest.MonkeyPatch):
+    now, line_times = 0.0, [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     out = io.StringIO()
     tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
@@ -254,12 +254,12 @@ def test_however_long_steps_are_there_are_few_lines_and_no_long_silence(step_s: 
         now, before = now + step_s, out.tell()
         tracker.log({"sft/loss": 1.0}, step)
         if out.tell() > before:
-            said.append(now)
-    assert len(said) <= max(module.MIN_LINES, now / module.MAX_LINE_INTERVAL_S) + 2 * module.FIRST_STEPS
-    assert max(after - before for before, after in pairwise(said)) <= module.MAX_LINE_INTERVAL_S + step_s
+            line_times.append(now)
+    assert len(line_times) <= max(module.MIN_LINES, now / module.MAX_LINE_INTERVAL_S) + 2 * module.FIRST_STEPS
+    assert max(after - before for before, after in pairwise(line_times)) <= module.MAX_LINE_INTERVAL_S + step_s
 
 
-def test_completions_are_shown_as_many_and_as_often_as_is_asked_for():
+def test_completions_follow_console_samples_settings():
     def shown(step: int, **trainer: Any) -> int:
         out = io.StringIO()
         setup = TrackerSetup(Path("unused"), "project", "mine", {"trainer": trainer})
@@ -274,12 +274,12 @@ def test_completions_are_shown_as_many_and_as_often_as_is_asked_for():
     assert shown(5, console_samples=0) == 0
 
 
-def test_where_the_time_of_a_run_went():
+def test_time_split_of_run():
     row = {"timing/step_s": 10.0, "timing/generate_s": 4.0, "timing/update_s": 5.5, "timing/score_s": 0.01}
     rows: list[dict[str, Any]] = [
         {**row, "rollouts/tokens": 5000.0},
         {**row, "rollouts/tokens": None},
-        {"eval/x/avg_score": 1.0, "timing/publish_s": 30.0},  # before the first step
+        {"eval/x/avg_score": 1.0, "timing/publish_s": 30.0},  # published before the first step
     ]
     assert time_split(rows) == "20 s in steps: generate 40%, update 55%; 250 sampled tokens/s"
     assert time_split([{"reward/mean": 1.0}]) == ""

@@ -9,7 +9,7 @@ from skyrl_train.report.curve import write_reward_curve
 from skyrl_train.report.jsonl import JsonlTracker
 
 
-def test_a_png_is_drawn_from_the_metrics_file(tmp_path: Path):
+def test_png_is_drawn_from_metrics_file(tmp_path: Path):
     tracker = JsonlTracker(tmp_path)
     for step in range(5):
         tracker.log({"reward/mean": step / 5, "eval/$x^{/avg_score": float("nan") if step else 0.5}, step)
@@ -19,7 +19,7 @@ def test_a_png_is_drawn_from_the_metrics_file(tmp_path: Path):
     assert target.stat().st_size > 5000
 
 
-def test_a_run_without_rewards_says_so(tmp_path: Path):
+def test_run_without_rewards_is_refused(tmp_path: Path):
     JsonlTracker(tmp_path).log({"policy/loss": 1.0}, 1)
-    with pytest.raises(DataError, match="nothing to draw"):
+    with pytest.raises(DataError, match="there is no curve to draw"):
         write_reward_curve(tmp_path)

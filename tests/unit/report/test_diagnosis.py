@@ -1,4 +1,4 @@
-"""Every rule with numbers that have the illness, and with some that nearly have it."""
+"""Every rule with metrics that show its symptom, and with metrics that nearly do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HEALTHY = {
 
 
 def steps(*changes: Mapping[str, float], count: int = 24) -> list[dict[str, float]]:
-    """A healthy run whose last steps are changed so."""
+    """Return the rows of a healthy run with changes in its last steps."""
     return [dict(HEALTHY)] * (count - len(changes)) + [{**HEALTHY, **change} for change in changes]
 
 
@@ -56,13 +56,13 @@ def last(count: int, **values: float) -> list[dict[str, float]]:
 
 
 def bursts(waits_s: float) -> list[dict[str, float]]:
-    """Of two steps the first waits for rollouts most of the time, and the second never."""
+    """Return rows in which every other step waits for rollouts most of the time, and the others never."""
     waits = {"async/trainer_idle": 0.8, "timing/step_s": waits_s}
     return steps(*[waits, {"async/trainer_idle": 0.0, "timing/step_s": 1.0}] * 3)
 
 
 def falling(score: float) -> list[dict[str, float]]:
-    """The reward rises; of three evaluations the first is 0.6."""
+    """Return rows with a rising reward and three evaluations, the first with score 0.6."""
     rewards = [HEALTHY | {"reward/mean": 0.3 + 0.02 * step} for step in range(24)]
     for step, value in ((3, 0.6), (12, score), (23, score)):
         rewards[step] = rewards[step] | {"eval/gsm8k/avg_score": value}
@@ -86,27 +86,27 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
     "truncated": (
         last(3, response__truncated_fraction=0.5),
         last(2, response__truncated_fraction=1.0),
-        "50% of the responses were cut",
+        "50% of the responses were truncated",
     ),
     "format_never_met": (last(5, environment__no_answer=1.0), last(5, environment__no_answer=0.9), "100% of the resp"),
     "entropy_collapse": (last(3, policy__entropy=0.01), last(3, policy__entropy=0.03), "from 1 to 0.01 nats"),
     "kl_runs_away": (
         steps(*({"policy/kl": kl} for kl in (0.5, 0.8, 0.9, 1.5, 2.0, 2.5))),
-        [HEALTHY | {"policy/kl": 2.0 + 0.1 * (step % 4)} for step in range(24)],  # far away, where it stays
-        "2 nats a token away",
+        [HEALTHY | {"policy/kl": 2.0 + 0.1 * (step % 4)} for step in range(24)],  # far away, but not moving
+        "2 nats per token away",
     ),
     "engine_and_trainer_disagree": (
         last(3, mismatch__ratio_mean=1.2),
         last(3, mismatch__ratio_mean=1.05),
         "ratio was 1.2",
     ),
-    "episodes_fail": (steps(FAILS, FAILS, FAILS), steps(FAILS, {}, FAILS), "6% .* failed, most as timeout"),
+    "episodes_fail": (steps(FAILS, FAILS, FAILS), steps(FAILS, {}, FAILS), "6% .* failed, mostly as timeout"),
     "long_answers_are_cut": (
         last(3, rollouts__failed=2.0, **{"rollouts__failed__deadline": 2.0}),
         last(2, **{"rollouts__failed__deadline": 2.0}),
         "6 episodes",
     ),
-    "evaluation_falls": (falling(0.5), falling(0.57), "from 0.6 to 0.5 while the reward .* rose"),
+    "evaluation_falls": (falling(0.5), falling(0.57), "from 0.6 to 0.5 while the .* reward rose"),
     "memory_near_its_limit": (
         last(1, memory__learner_peak_gib=78.0),
         last(1, memory__learner_peak_gib=75.0),
@@ -115,36 +115,36 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
 }
 
 
-def test_every_rule_has_its_cases():
+def test_every_rule_has_cases():
     assert list(CASES) == [rule.name for rule in EVERY]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rule_finds_its_illness_and_not_what_is_nearly_one(name: str, tmp_path: Path):
-    ill, nearly, evidence = CASES[name]
-    found = findings(tmp_path / "ill", ill)
-    assert [one["rule"] for one in found] == [name]
+def test_rule_finds_its_symptom_but_no_near_miss(name: str, tmp_path: Path):
+    unhealthy, near_miss, evidence = CASES[name]
+    found = findings(tmp_path / "unhealthy", unhealthy)
+    assert [finding["rule"] for finding in found] == [name]
     assert re.search(evidence, found[0]["evidence"]), found[0]["evidence"]
-    assert findings(tmp_path / "nearly", nearly) == []
+    assert findings(tmp_path / "near miss", near_miss) == []
 
 
-def test_a_metric_that_is_no_number_is_no_healthy_one(tmp_path: Path):
+def test_nan_metrics_are_unhealthy(tmp_path: Path):
     nan = float("nan")
     found = findings(tmp_path, last(3, mismatch__ratio_mean=nan))
-    assert [one["rule"] for one in found] == ["engine_and_trainer_disagree"]
-    assert [one["rule"] for one in findings(tmp_path, last(3, policy__grad_norm=nan))] == ["gradient_spikes"]
+    assert [finding["rule"] for finding in found] == ["engine_and_trainer_disagree"]
+    assert [finding["rule"] for finding in findings(tmp_path, last(3, policy__grad_norm=nan))] == ["gradient_spikes"]
 
 
-def test_a_distance_from_the_engine_is_no_illness_where_samples_are_old(tmp_path: Path):
+def test_kl_mismatch_is_ignored_for_stale_samples(tmp_path: Path):
     apart = {"mismatch/ratio_mean": 1.05, "mismatch/kl": 0.05}
     (found,) = findings(tmp_path / "new", steps(apart, apart, apart))
-    assert found["evidence"] == "they were 0.05 nats a token apart in the last 3 steps (mismatch/kl)"
+    assert found["evidence"] == "they were 0.05 nats per token apart in the last 3 steps (mismatch/kl)"
     old = apart | {"rollouts/max_staleness": 1.0}
     assert findings(tmp_path / "old", steps(apart, old, apart)) == []
     assert findings(tmp_path / "close", steps(*[apart | {"mismatch/kl": 0.015}] * 3)) == []
 
 
-def test_engines_that_have_sampled_all_there_is_are_not_starved(tmp_path: Path):
+def test_engines_idle_at_the_end_are_not_starved(tmp_path: Path):
     idle, rules = {"async/engines_idle": 1.0}, async_rules(max_staleness_steps=6)
     assert findings(tmp_path / "ending", steps(*[idle] * 7, count=40), rules=rules, total=40) == []
     (found,) = findings(tmp_path / "going on", steps(*[idle] * 33, count=40), rules=rules, total=40)
@@ -152,7 +152,7 @@ def test_engines_that_have_sampled_all_there_is_are_not_starved(tmp_path: Path):
 
 
 def evaluated(*scores: float, every: int = 1, reward: float = 0.01) -> list[dict[str, float]]:
-    """A run whose reward rises by so much a step, with evaluations, the first of them before it."""
+    """Return rows whose reward rises by `reward` per step, with an evaluation every `every` steps from step 0 on."""
     rows = [HEALTHY | {"reward/mean": reward * step} for step in range(every * (len(scores) - 1))]
     rows = [{}, *rows]
     for index, score in enumerate(scores):
@@ -160,17 +160,17 @@ def evaluated(*scores: float, every: int = 1, reward: float = 0.01) -> list[dict
     return rows
 
 
-def test_an_evaluation_falls_from_that_before_the_first_step_and_from_one_long_ago(tmp_path: Path):
+def test_evaluation_falls_from_first_or_much_earlier_score(tmp_path: Path):
     (found,) = findings(tmp_path / "first", evaluated(0.6, 0.5, 0.5, every=5), begin=-1)
     assert found["evidence"] == (
-        "the evaluation fell from 0.6 to 0.5 while the reward in training rose from 0.02 to 0.07"
+        "the evaluation score fell from 0.6 to 0.5 while the training reward rose from 0.02 to 0.07"
     )
     (found,) = findings(tmp_path / "long", evaluated(0.1, 0.6, 0.5, 0.5, every=50), begin=-1)
     assert found["since"] == 150
     assert findings(tmp_path / "close", evaluated(0.6, 0.56, 0.5, every=5), begin=-1) == []
 
 
-def test_the_best_of_many_evaluations_is_luck_too(tmp_path: Path):
+def test_noise_of_many_evaluations_is_no_fall(tmp_path: Path):
     rng = random.Random(0)
     plateau = [0.6 + rng.gauss(0.0, 0.02) for _ in range(200)]
     assert findings(tmp_path / "plateau", evaluated(*plateau), begin=-1) == []
@@ -181,24 +181,24 @@ def test_the_best_of_many_evaluations_is_luck_too(tmp_path: Path):
     assert found["since"] == 20
     equal = [HEALTHY | {"reward/mean": 0.1 * step, "eval/x/avg_score": 0.8} for step in range(8)]
     lower = [HEALTHY | {"reward/mean": 0.3, "eval/x/avg_score": 0.7}] * 4
-    assert findings(tmp_path / "equal", [*equal, *lower]) == []  # the reward has fallen since the latest best one
+    assert findings(tmp_path / "equal", [*equal, *lower]) == []  # the reward fell after the latest best evaluation
 
 
-def test_what_is_a_fall_goes_by_the_size_of_scores(tmp_path: Path):
+def test_minimum_fall_scales_with_scores(tmp_path: Path):
     assert findings(tmp_path / "noise", evaluated(60.0, 59.0, 58.0, every=5), begin=-1) == []
     (found,) = findings(tmp_path / "falls", evaluated(60.0, 50.0, 50.0, every=5), begin=-1)
     assert found["rule"] == "evaluation_falls"
     assert findings(tmp_path / "same", evaluated(0.6, 0.5, 0.5, every=5, reward=0.001), begin=-1) == []
 
 
-def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path):
+def test_resumed_run_knows_earlier_evaluations(tmp_path: Path):
     rows = evaluated(0.6, 0.5, 0.5, every=5)
     run(tmp_path, rows[:-1], begin=-1)
     (found,) = run(tmp_path, rows[-1:], begin=9)
     assert found["rule"] == "evaluation_falls"
 
 
-def test_gradients_are_compared_with_those_from_which_something_could_be_learnt(tmp_path: Path):
+def test_gradients_without_training_signal_do_not_count(tmp_path: Path):
     nothing = HEALTHY | {"policy/grad_norm": 1e-4, "reward/zero_variance_groups": 1.0}
     begins, seldom = [nothing] * 20 + [HEALTHY] * 20, [nothing, nothing, HEALTHY] * 20
     for name, rows in (("begins", begins), ("seldom", seldom)):
@@ -210,26 +210,26 @@ def test_gradients_are_compared_with_those_from_which_something_could_be_learnt(
     assert found["since"] == 22
 
 
-def test_gradients_that_explode_and_stay_so_are_found(tmp_path: Path):
+def test_lasting_gradient_explosion_is_found(tmp_path: Path):
     for name, norms in (("grow", (50.0, 80.0, 200.0)), ("twice", (30.0, 30.0, 1.0))):
         (found,) = findings(tmp_path / name, steps(*({"policy/grad_norm": norm} for norm in norms)))
         assert found["rule"] == "gradient_spikes"
 
 
-def test_a_slow_step_alone_starves_nobody(tmp_path: Path):
-    """As one in which an engine was started again."""
+def test_single_slow_step_is_no_starvation(tmp_path: Path):
+    """For example a step in which an engine restarted."""
     slow = {"async/trainer_idle": 0.95, "async/engines_idle": 0.95, "timing/step_s": 300.0}
     assert findings(tmp_path, steps(slow, *[{}] * 8)) == []
 
 
-def test_a_step_that_ended_early_does_not_hide_that_one_side_is_starved(tmp_path: Path):
+def test_early_ended_step_does_not_hide_starvation(tmp_path: Path):
     rows = bursts(waits_s=3.0)
     early = {name: value for name, value in HEALTHY.items() if not name.startswith("async/")}
     (found,) = findings(tmp_path, [*rows[:-3], early, *rows[-3:]])
     assert found["rule"] == "trainer_starved"
 
 
-def test_an_entropy_is_compared_with_the_run_s_first_however_long_ago(tmp_path: Path):
+def test_entropy_is_compared_with_first_steps(tmp_path: Path):
     falls = [HEALTHY | {"policy/entropy": 0.985**step} for step in range(320)]
     (found,) = findings(tmp_path / "slowly", falls)
     assert (found["rule"], found["until"]) == ("entropy_collapse", None)
@@ -238,12 +238,12 @@ def test_an_entropy_is_compared_with_the_run_s_first_however_long_ago(tmp_path: 
     assert (found["rule"], found["until"]) == ("entropy_collapse", None)
 
 
-def test_an_answer_that_is_cut_is_no_bug_of_the_environment(tmp_path: Path):
+def test_deadline_failures_are_not_environment_failures(tmp_path: Path):
     cut = {"rollouts/failed": 8.0, "rollouts/failed/deadline": 8.0}
-    assert [one["rule"] for one in findings(tmp_path / "cut", steps(cut, cut, cut))] == ["long_answers_are_cut"]
+    assert [finding["rule"] for finding in findings(tmp_path / "cut", steps(cut, cut, cut))] == ["long_answers_are_cut"]
     both = cut | {"rollouts/failed": 12.0, "rollouts/failed/KeyError": 4.0}
-    found = {one["rule"]: one["evidence"] for one in findings(tmp_path / "both", steps(both, both, both))}
-    assert found["episodes_fail"] == "6% of the episodes of the last 3 steps failed, most as KeyError"
+    found = {finding["rule"]: finding["evidence"] for finding in findings(tmp_path / "both", steps(both, both, both))}
+    assert found["episodes_fail"] == "6% of the episodes of the last 3 steps failed, mostly as KeyError"
 
 
 def test_advice_names_keys_that_exist():
@@ -252,21 +252,21 @@ def test_advice_names_keys_that_exist():
     assert [(rule, found) for rule, found in named if found not in all_keys()] == []
 
 
-def test_a_rule_is_said_once_and_its_steps_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_finding_is_logged_once_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     cut = HEALTHY | {"response/truncated_fraction": 0.8}
     with caplog.at_level(logging.WARNING):
         run(tmp_path, [HEALTHY, cut, cut, cut, cut, HEALTHY, HEALTHY])
-    assert [record.message[:50] for record in caplog.records] == ["step 4: truncated: 80% of the responses were cut i"]
+    assert [record.message[:50] for record in caplog.records] == ["step 4: truncated: 80% of the responses were trunc"]
     (found,) = json.loads((tmp_path / DIAGNOSIS_FILE).read_text())["findings"]
     assert (found["since"], found["until"]) == (4, 5)
 
 
-def test_a_resumed_run_goes_on_with_what_it_had_found(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_resumed_run_continues_its_findings(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     cut = HEALTHY | {"response/truncated_fraction": 0.8}
-    run(tmp_path, [cut, cut, cut, HEALTHY])  # it held until step 3, which is taken again
+    run(tmp_path, [cut, cut, cut, HEALTHY])  # the rule held until step 3, which is repeated
     caplog.clear()
     trackers = run(tmp_path, [cut, cut], begin=2)
-    assert "truncated" in caplog.text  # at step 3, from rows of both attempts
+    assert "truncated" in caplog.text  # at step 3, from the rows of both attempts
     (found,) = trackers
     assert (found["since"], found["until"]) == (3, None)
     caplog.clear()
@@ -275,13 +275,13 @@ def test_a_resumed_run_goes_on_with_what_it_had_found(tmp_path: Path, caplog: py
     assert found["until"] is None
 
 
-def test_a_run_that_begins_anew_forgets_what_an_earlier_one_had_found(tmp_path: Path):
+def test_restarted_run_drops_earlier_findings(tmp_path: Path):
     run(tmp_path, [HEALTHY | {"response/truncated_fraction": 0.8}] * 3)
     assert run(tmp_path, [HEALTHY]) == []
     assert json.loads((tmp_path / DIAGNOSIS_FILE).read_text()) == {"total_steps": 1000, "findings": []}
 
 
-def test_a_step_that_a_resumed_run_completes_counts_once(tmp_path: Path):
+def test_repeated_step_counts_once(tmp_path: Path):
     cut = HEALTHY | {"response/truncated_fraction": 0.8}
     run(tmp_path, [cut, cut])
     diagnosis = Diagnosis(tmp_path, EVERY)
@@ -292,7 +292,7 @@ def test_a_step_that_a_resumed_run_completes_counts_once(tmp_path: Path):
     assert [finding.since for finding in diagnosis.findings] == [3]
 
 
-def test_a_file_that_no_diagnosis_has_written_is_left_out(tmp_path: Path):
+def test_invalid_diagnosis_file_is_ignored(tmp_path: Path):
     for text in ("{", "[]", '{"findings": [{"rule": 1}]}'):
         (tmp_path / DIAGNOSIS_FILE).write_text(text)
         diagnosis = Diagnosis(tmp_path, EVERY)
@@ -303,7 +303,7 @@ def test_a_file_that_no_diagnosis_has_written_is_left_out(tmp_path: Path):
 def run(
     folder: Path, rows: list[dict[str, float]], begin: int = 0, rules: Sequence[Rule] = EVERY, total: int = 1000
 ) -> list[dict[str, Any]]:
-    """What is found in a run whose rows these are, after step `begin`; from -1 on the first is of before training."""
+    """Return the findings of a run with these rows, which follow step `begin`; -1: the first row is before training."""
     folder.mkdir(exist_ok=True)
     diagnosis = Diagnosis(folder, rules)
     with Trackers({"jsonl": JsonlTracker(folder), "diagnosis": diagnosis}) as trackers:

@@ -1,4 +1,4 @@
-"""A report is one file of a bounded size that shows runs of any length, whatever a model wrote in them."""
+"""Reports have a bounded size and show runs of any length and any text literally."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = requires_viewer
 
 
 class _Scripts(HTMLParser):
-    """What a browser's parser takes for scripts, by id."""
+    """A parser that collects the script elements of a page with their attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Scripts(HTMLParser):
 
 
 def data_of(html: str) -> dict[str, Any]:
-    """What the page would parse; the report has its own script and no other."""
+    """Return the data embedded in a report. Assert that the report has no other script than its own."""
     parser = _Scripts()
     parser.feed(html)
     parser.close()
@@ -55,7 +55,7 @@ def data_of(html: str) -> dict[str, Any]:
     return found
 
 
-def test_two_runs_of_different_length_are_in_one_file(tmp_path: Path):
+def test_report_has_runs_of_different_length(tmp_path: Path):
     configs: list[dict[str, Any]] = [{"trainer": {"seed": seed}} for seed in (1, 2)]
     folders = [
         write_synthetic_run(tmp_path / "a", 3, total=9, name="a", config=configs[0]),
@@ -70,80 +70,80 @@ def test_two_runs_of_different_length_are_in_one_file(tmp_path: Path):
     assert data["metrics"]["0"]["steps"] == [1, 2, 3] and len(data["metrics"]["0"]["columns"]["reward/p90"]) == 3
     assert data["diagnosis"] == {"0": [], "1": []}
     assert data["rollouts"]["1"] == [] and made.rollouts == made.total_rollouts == 48
-    kept = RolloutReader(folders[0]).table().to_pylist()
-    shown = sorted(data["rollouts"]["0"], key=lambda one: (one["step"], one["group"], one["sample"]))
-    assert [one["messages"] for one in shown] == [json.loads(row["messages"]) for row in kept]
-    assert [one["tokens"]["ids"] for one in shown] == [row["prompt_ids"] + row["response_ids"] for row in kept]
+    saved = RolloutReader(folders[0]).table().to_pylist()
+    shown = sorted(data["rollouts"]["0"], key=lambda rollout: (rollout["step"], rollout["group"], rollout["sample"]))
+    assert [rollout["messages"] for rollout in shown] == [json.loads(row["messages"]) for row in saved]
+    assert [rollout["tokens"]["ids"] for rollout in shown] == [row["prompt_ids"] + row["response_ids"] for row in saved]
 
 
-def test_what_models_wrote_ends_no_script_and_stays_what_it_is(tmp_path: Path):
+def test_model_output_cannot_end_script_element(tmp_path: Path):
     write_synthetic_run(tmp_path, 1, name=ADVERSARIAL_TEXT[0], rollouts=0)
     messages = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in ADVERSARIAL_TEXT]
     table = synthetic_rollouts(len(ADVERSARIAL_TEXT), samples_per_prompt=1, adversarial_texts=ADVERSARIAL_TEXT)
-    column = pa.array([json.dumps(one) for one in messages])
+    column = pa.array([json.dumps(conversation) for conversation in messages])
     write_rollouts(tmp_path, 1, table.set_column(table.column_names.index("messages"), "messages", column))
     data = data_of(make_report([tmp_path], render_page).html)
     assert data["runs"]["runs"][0]["name"] == ADVERSARIAL_TEXT[0]
-    shown = sorted(data["rollouts"]["0"], key=lambda one: one["group"])
+    shown = sorted(data["rollouts"]["0"], key=lambda rollout: rollout["group"])
     expected = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in ADVERSARIAL_TEXT]
-    assert [one["messages"][1]["content"] for one in shown] == expected
+    assert [rollout["messages"][1]["content"] for rollout in shown] == expected
 
 
-def test_a_long_run_is_thinned_and_sampled_all_over(tmp_path: Path):
-    """5 MB hold whole groups with their tokens, from the first step to the last."""
-    more = {f"my/{index}": index / 7 for index in range(60)}
-    write_metrics(tmp_path, [synthetic_metrics(step, **more) for step in range(1, 3001)], 3000)
+def test_long_run_is_downsampled_and_sampled_evenly(tmp_path: Path):
+    """A report of 5 MB has complete groups with tokens, from the first step to the last."""
+    extra = {f"my/{index}": index / 7 for index in range(60)}
+    write_metrics(tmp_path, [synthetic_metrics(step, **extra) for step in range(1, 3001)], 3000)
     synthetic_run(tmp_path, 60, 56, mean_tokens=100)
     html = make_report([tmp_path], render_page).html
     assert 3_500_000 < len(html.encode()) <= MAX_REPORT_BYTES
     data = data_of(html)
     metrics, rollouts = data["metrics"]["0"], data["rollouts"]["0"]
     assert 300 <= len(metrics["steps"]) <= 2000 and metrics["steps"][-1] == 3000
-    steps = {one["step"] for one in rollouts}
+    steps = {rollout["step"] for rollout in rollouts}
     assert {1, 60} < steps and len(steps) >= 20
     assert max(after - before for before, after in zip(sorted(steps), sorted(steps)[1:], strict=False)) <= 6
-    assert {one["source"] for one in rollouts} == {"gsm8k", "math", "tools"}
-    assert {one["status"] for one in rollouts} == {"ok", "failed"}
+    assert {rollout["source"] for rollout in rollouts} == {"gsm8k", "math", "tools"}
+    assert {rollout["status"] for rollout in rollouts} == {"ok", "failed"}
     groups: dict[tuple[int, int], set[int]] = {}
-    for one in rollouts:
-        groups.setdefault((one["step"], one["group"]), set()).add(one["sample"])
+    for rollout in rollouts:
+        groups.setdefault((rollout["step"], rollout["group"]), set()).add(rollout["sample"])
     assert all(samples == set(range(8)) for samples in groups.values())
-    assert sum(one["tokens"] is not None for one in rollouts) > len(rollouts) / 2
+    assert sum(rollout["tokens"] is not None for rollout in rollouts) > len(rollouts) / 2
 
 
-@pytest.mark.parametrize(("tokens", "budget", "least"), [(3000, 700_000, 8), (100, 300_000, 8), (30_000, 200_000, 8)])
-def test_a_small_budget_is_kept_and_shows_what_it_can(tmp_path: Path, tokens: int, budget: int, least: int):
+@pytest.mark.parametrize(
+    ("tokens", "budget", "min_rollouts"), [(3000, 700_000, 8), (100, 300_000, 8), (30_000, 200_000, 8)]
+)
+def test_small_report_stays_below_its_limit(tmp_path: Path, tokens: int, budget: int, min_rollouts: int):
     write_synthetic_run(tmp_path, 2, rollouts=32, mean_tokens=tokens)
     made = make_report([tmp_path], render_page, budget)
     assert len(made.html.encode()) <= budget
     shown = data_of(made.html)["rollouts"]["0"]
-    assert len(shown) >= least
+    assert len(shown) >= min_rollouts
     if tokens == 30_000:
-        assert all(one["tokens"] is None for one in shown)
-        assert any("characters are not in this report" in one["messages"][-1]["content"] for one in shown)
+        assert all(rollout["tokens"] is None for rollout in shown)
+        assert any("characters are not in this report" in rollout["messages"][-1]["content"] for rollout in shown)
 
 
 def test_more_runs_than_fit_are_refused(tmp_path: Path):
     folders = [write_synthetic_run(tmp_path / str(number), 60, rollouts=0) for number in range(30)]
-    most = len(make_report(folders[:2], render_page).html.encode()) + 100
-    assert len(make_report(folders[:2], render_page, most).html.encode()) <= most
-    with pytest.raises(ConfigError, match=r"the report would have .*: name fewer runs, or look at them with"):
-        make_report(folders, render_page, most)
+    limit = len(make_report(folders[:2], render_page).html.encode()) + 100
+    assert len(make_report(folders[:2], render_page, limit).html.encode()) <= limit
+    with pytest.raises(ConfigError, match=r"the report would have .*\. Name fewer runs, or open them with"):
+        make_report(folders, render_page, limit)
 
 
-def test_many_metrics_have_few_points_before_their_run_is_refused(tmp_path: Path):
+def test_many_metrics_reduce_points_before_refusal(tmp_path: Path):
     numbers = {f"my/{index}": index / 7 for index in range(300)}
     write_metrics(tmp_path, [numbers] * 60, 60)
     empty = len(render_page().encode())
     data = data_of(make_report([tmp_path], render_page, empty + 30_000).html)["metrics"]["0"]
     assert data["steps_per_point"] > 5 and len(data["columns"]) == 300
-    with pytest.raises(ConfigError, match=r"the report would have .*: look at it with skyrl-train watch"):
+    with pytest.raises(ConfigError, match=r"the report would have .*\. Open the run with skyrl-train watch"):
         make_report([tmp_path], render_page, empty + 5_000)
 
 
-def test_a_step_that_is_damaged_where_the_index_does_not_read_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_damaged_step_is_left_out_of_report(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write_synthetic_run(tmp_path, 2)
     file = step_file(tmp_path, 1)
     content = pq.ParquetFile(file).metadata.row_group(0)
@@ -154,5 +154,5 @@ def test_a_step_that_is_damaged_where_the_index_does_not_read_is_left_out(
     data[begin : begin + texts.total_compressed_size] = bytes(texts.total_compressed_size)
     file.write_bytes(data)
     made = make_report([tmp_path], render_page)
-    assert {one["step"] for one in data_of(made.html)["rollouts"]["0"]} == {2}
-    assert "Step 1 is left out" in caplog.text and "step_00000001.parquet" in caplog.text
+    assert {rollout["step"] for rollout in data_of(made.html)["rollouts"]["0"]} == {2}
+    assert "rollouts of step 1 cannot be read" in caplog.text and "step_00000001.parquet" in caplog.text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.report.jsonl import JsonlTracker, read_jsonl
+from skyrl_train.report.jsonl import JsonlTracker, MetricsFollower, read_jsonl, read_metrics
 from skyrl_train.report.protocol import SampleRow
 from tests.support.disk_limits import limit_file_size
 
@@ -18,7 +18,7 @@ def strict(text: str) -> dict:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_values_that_json_has_no_word_for_become_null(tmp_path: Path):
+def test_non_finite_values_become_null(tmp_path: Path):
     tracker = JsonlTracker(tmp_path)
     tracker.log({"a": float("nan"), "b": float("inf"), "c": 1}, 3)
     line = strict((tmp_path / "metrics.jsonl").read_text())
@@ -27,7 +27,7 @@ def test_values_that_json_has_no_word_for_become_null(tmp_path: Path):
 
 @pytest.mark.fault("F24")
 @given(text=st.text(st.characters(exclude_categories=())))
-def test_any_completion_is_one_valid_line_and_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, text: str):
+def test_any_completion_round_trips_as_one_line(tmp_path_factory: pytest.TempPathFactory, text: str):
     folder = tmp_path_factory.mktemp("run")
     JsonlTracker(folder).samples([SampleRow(text, text, 0.0, "stop")], 1)
     lines = (folder / "samples.jsonl").read_bytes().splitlines()
@@ -35,7 +35,7 @@ def test_any_completion_is_one_valid_line_and_reads_back_as_it_was(tmp_path_fact
     assert strict(lines[0].decode("ascii"))["response"] == text
 
 
-def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path: Path):
+def test_resumed_run_drops_later_and_partial_lines(tmp_path: Path):
     tracker = JsonlTracker(tmp_path)
     for step in range(4):
         tracker.log({"x": step}, step)
@@ -49,7 +49,7 @@ def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path: Path):
         strict(line)
 
 
-def test_a_run_that_starts_anew_forgets_the_attempt_before_it(tmp_path: Path):
+def test_restarted_run_drops_earlier_attempt(tmp_path: Path):
     JsonlTracker(tmp_path).log({"x": 1.0}, 0)
     JsonlTracker(tmp_path).begin(0, 10)
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
@@ -57,7 +57,7 @@ def test_a_run_that_starts_anew_forgets_the_attempt_before_it(tmp_path: Path):
 
 @pytest.mark.fault("F39")
 @pytest.mark.defect("C6-torn-line-and-nothing-after-it")
-def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_full_disk_loses_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tracker = JsonlTracker(tmp_path)
     tracker.begin(0, 9)
     tracker.log({"a": 1.0}, 0)
@@ -70,10 +70,10 @@ def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
     tracker.close()
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert caplog.text.count("cannot be written") == 1
-    assert "nothing of it is lost" in caplog.text
+    assert "no line is lost" in caplog.text
 
 
-def test_the_last_lines_of_a_run_are_missed_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_lost_last_lines_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tracker = JsonlTracker(tmp_path)
     tracker.log({"a": 1.0}, 0)
     with limit_file_size(tmp_path / "metrics.jsonl", 5):
@@ -82,7 +82,22 @@ def test_the_last_lines_of_a_run_are_missed_loudly(tmp_path: Path, caplog: pytes
     assert "lacks its last lines" in caplog.text
 
 
-def test_a_step_that_is_logged_again_replaces_its_line(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ({"timing/move_s": 2.0}, 2.0),
+        ({"timing/move_s": 2.0, "timing/offload_s": 3.0}, 3.0),
+        ({"timing/offload_s": 3.0, "timing/move_s": None}, 3.0),
+    ],
+)
+def test_readers_use_current_metric_names(tmp_path: Path, written: dict[str, float | None], value: float):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps({"step": 1, **written}) + "\n")
+    assert read_metrics(file) == [{"step": 1, "timing/offload_s": value}]
+    assert MetricsFollower(file).read_new_lines()[1] == [{"step": 1, "timing/offload_s": value}]
+
+
+def test_repeated_step_replaces_its_line(tmp_path: Path):
     tracker = JsonlTracker(tmp_path)
     tracker.begin(0, 9)
     for step in (0, 1, 2):

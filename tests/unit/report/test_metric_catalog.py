@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.report.metric_catalog import METRICS, metric_of
+from skyrl_train.report.metric_catalog import DEPRECATED_NAMES, METRICS, metric_of
 
 ROOT = Path(__file__).parents[3]
 LITERAL = re.compile(r'"((?:[a-z_]+)/[a-z_/]+)"')
@@ -14,12 +14,12 @@ FAMILIES = {metric.name.partition("/")[0] for metric in METRICS}
 generator = runpy.run_path(str(ROOT / "scripts" / "generate_metric_docs.py"))
 
 
-def test_the_page_has_the_tables_as_they_are():
+def test_docs_page_has_current_tables():
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert page == generator["render"](page), "run: python scripts/generate_metric_docs.py"
 
 
-def test_curves_that_the_page_shows_first_are_metrics():
+def test_main_curves_are_catalog_metrics():
     source = (ROOT / "viewer" / "src" / "curves.ts").read_text(encoding="utf-8")
     main, parts = (
         re.findall(r'"(.+?)"', text)
@@ -36,6 +36,13 @@ def test_no_metric_is_named_twice():
     assert sorted(set(names)) == sorted(names)
 
 
+def test_deprecated_names_lead_to_metrics_of_the_catalog():
+    run_metrics = {old: new for old, new in DEPRECATED_NAMES.items() if "/" in new}
+    names = {metric.name for metric in METRICS}
+    assert not run_metrics.keys() & names
+    assert {new for new in run_metrics.values() if not new.startswith("critic/")} <= names
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [
@@ -47,14 +54,14 @@ def test_no_metric_is_named_twice():
         ("policy/loss", "policy/loss"),
     ],
 )
-def test_a_metric_is_found_by_its_name(name: str, found: str):
+def test_metric_is_found_by_name(name: str, found: str):
     metric = metric_of(name)
     assert metric is not None
     assert metric.name == found
 
 
-def test_every_metric_that_the_code_names_is_in_the_table():
-    """Names composed at run time are compared with the table by tests/integration/runs."""
+def test_every_metric_in_code_is_in_catalog():
+    """The code outside `report` and `tensordict` names no metric that the catalog lacks."""
     named = {
         name
         for file in (ROOT / "skyrl_train").rglob("*.py")
@@ -67,4 +74,4 @@ def test_every_metric_that_the_code_names_is_in_the_table():
 
 
 INTERNAL = {"engines/idle", "engines/wasted_tokens"}
-"""Of the client: a run shows them as async/*."""
+"""Metrics of the engine client that a run reports as async/*."""

@@ -18,17 +18,17 @@ print(peak_memory("cpu")["peak_rss_gib"] - before)
 """
 
 
-def test_a_peak_is_counted_in_gib_and_stays_when_the_memory_is_given_back():
+def test_peak_memory_stays_after_release():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
-    assert 0.2 < float(done.stdout) < 0.6  # while it is copied it is there twice
+    assert 0.2 < float(done.stdout) < 0.6  # the copy exists twice for a moment
 
 
-def test_without_an_accelerator_only_the_machines_memory_is_counted():
+def test_cpu_process_reports_host_memory_only():
     assert peak_memory("cpu").keys() == {"peak_rss_gib"}
 
 
 class Allocator:
-    """What torch.cuda.memory is asked for."""
+    """A double of torch.cuda.memory that records its calls."""
 
     def __init__(self) -> None:
         self.enabled: list[Any] = []
@@ -42,7 +42,7 @@ class Allocator:
         Path(file).write_text(f"snapshot {self.writes}")
 
 
-def test_allocations_are_recorded_from_the_start_into_one_file_that_is_replaced(tmp_path: Path):
+def test_memory_snapshot_replaces_one_file(tmp_path: Path):
     allocator = Allocator()
     record = MemorySnapshotRecorder(tmp_path / "snapshots" / "policy_rank_0.pickle", allocator)
     assert allocator.enabled == ["all"]
@@ -52,7 +52,7 @@ def test_allocations_are_recorded_from_the_start_into_one_file_that_is_replaced(
     assert (file.name, file.read_text()) == ("policy_rank_0.pickle", "snapshot 2")
 
 
-def test_a_record_that_cannot_be_written_ends_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unwritable_snapshot_logs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").touch()
     allocator = Allocator()
     record = MemorySnapshotRecorder(tmp_path / "file" / "policy_rank_0.pickle", allocator)

@@ -1,4 +1,4 @@
-"""What a scraper reads of a run: names, labels, values, and who is let in."""
+"""The metrics server of a run: names, labels, values and access."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def serving(host: str = "127.0.0.1") -> Iterator[PrometheusTracker]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[PrometheusTracker]:
-    """One tracker for all examples of a property, which begin it anew."""
+    """One tracker for all examples of a property test, each of which calls `begin`."""
     with serving() as tracker:
         yield tracker
 
@@ -57,7 +57,7 @@ def port_of(url: str) -> int:
 
 
 def get(url: str, path: str = "/metrics", **headers: str) -> tuple[int, str, str]:
-    """Status, content type and body."""
+    """Return (status, content type, body)."""
     with closing(http.client.HTTPConnection("127.0.0.1", port_of(url), timeout=30)) as connection:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -71,14 +71,14 @@ def families(url: str) -> dict[str, Metric]:
 
 
 def series(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """(name, labels) -> value."""
+    """Return (name, labels) -> value of all samples."""
     samples = [sample for family in families(url).values() for sample in family.samples]
     found = {(sample.name, tuple(sample.labels.items())): sample.value for sample in samples}
     assert len(found) == len(samples)
     return found
 
 
-# -- names -----------------------------------------------------------------------------------------------------------
+# -- names -------------------------------------------------------------------------------------------------------------
 
 WORDS = ("eval", "rollouts", "failed", "failed_by_kind", "failed_", "other", "a", "a_b", "b", "_", "", "A", "é", "1")
 NAMES = st.lists(st.sampled_from(WORDS), max_size=4).map("/".join) | st.text(max_size=12)
@@ -87,7 +87,7 @@ NAMES = st.lists(st.sampled_from(WORDS), max_size=4).map("/".join) | st.text(max
 @given(st.sets(NAMES, max_size=30))
 @example({"eval/a", "eval/b/a"})
 @example({"rollouts/failed_by_kind", "rollouts/failed/a"})
-def test_every_name_is_valid_and_no_two_are_one_series(names: set[str]):
+def test_prometheus_names_are_valid_and_unique(names: set[str]):
     found = [prometheus_name(name) for name in names]
     labels_of: dict[str, set[str]] = {}
     for name, labels in found:
@@ -111,10 +111,10 @@ def test_every_metric_has_its_own_name():
     check_each([metric.name for metric in METRICS], has_own_name)
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_scrape_has_the_newest_value_of_every_number_with_what_it_is_and_its_unit():
+def test_scrape_has_newest_values_with_help_texts():
     with serving() as tracker:
         tracker.begin(0, 9)
         tracker.log({"reward/mean": 0.25, "eval/all/avg_score": 0.5, "timing/step_s": 2}, 1)
@@ -131,12 +131,20 @@ def test_a_scrape_has_the_newest_value_of_every_number_with_what_it_is_and_its_u
         ("skyrl_eval_avg_score", (("source", "all"),)): 0.5,
         ("skyrl_mine_x", ()): math.inf,
     }
-    assert about["skyrl_timing_step_s"].documentation == "the whole step, evaluation and checkpoint apart (s)"
+    assert about["skyrl_timing_step_s"].documentation == "time of the whole step, without evaluation and checkpoint (s)"
     assert about["skyrl_reward_mean"].documentation == "mean reward of the step's samples (reward)"
     assert {family.type for family in about.values()} == {"gauge"}
 
 
-def test_a_run_that_goes_on_begins_with_its_step_and_no_old_numbers():
+def test_deprecated_names_point_to_the_current_ones():
+    with serving() as tracker:
+        tracker.log({"timing/offload_s": 2.0, "timing/move_s": 2.0}, 1)
+        found, about = series(tracker.url), families(tracker.url)
+    assert found["skyrl_timing_offload_s", ()] == found["skyrl_timing_move_s", ()] == 2.0
+    assert about["skyrl_timing_move_s"].documentation.startswith("deprecated name of skyrl_timing_offload_s,")
+
+
+def test_resumed_run_serves_no_old_values():
     with serving() as tracker:
         tracker.log({"reward/mean": 0.25}, 7)
         tracker.begin(5, 9)
@@ -145,7 +153,7 @@ def test_a_run_that_goes_on_begins_with_its_step_and_no_old_numbers():
     assert ("skyrl_reward_mean", ()) not in found
 
 
-def test_numbers_of_a_user_cannot_stand_for_those_of_the_run():
+def test_user_metrics_cannot_replace_run_metrics():
     with serving() as tracker:
         tracker.begin(0, 9)
         tracker.log({"run/total_steps": -1.0, "process/resident_memory_bytes": -1.0}, 1)
@@ -170,20 +178,20 @@ def test_quotes_backslashes_and_line_ends_are_escaped():
         assert r'source="a\"b\\c\nd\\n"' in get(tracker.url)[2]
 
 
-def test_runs_in_a_process_do_not_meet_and_leave_the_library_s_own_registry_alone():
+def test_runs_in_one_process_have_separate_registries():
     before = prometheus_client.generate_latest(prometheus_client.REGISTRY).count(b"skyrl_")
-    with serving() as one, serving() as other:
-        one.log({"reward/mean": 1.0}, 1)
-        other.log({"reward/mean": 2.0}, 2)
-        assert series(one.url)["skyrl_reward_mean", ()] == 1
-        assert series(other.url)["skyrl_reward_mean", ()] == 2
+    with serving() as first, serving() as second:
+        first.log({"reward/mean": 1.0}, 1)
+        second.log({"reward/mean": 2.0}, 2)
+        assert series(first.url)["skyrl_reward_mean", ()] == 1
+        assert series(second.url)["skyrl_reward_mean", ()] == 2
     assert prometheus_client.generate_latest(prometheus_client.REGISTRY).count(b"skyrl_") == before == 0
 
 
-# -- the run's tracker -----------------------------------------------------------------------------------------------
+# -- the run's tracker -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_serves_while_it_lasts_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_prints_metrics_address_and_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = {"trainer": {"metrics_port": 0, "metrics_host": "127.0.0.1"}}
     with make_trackers([], tmp_path, "project", "run", config) as trackers:
         (url,) = re.findall(r"^metrics +(http://127\.0\.0\.1:\d+/metrics)$", capsys.readouterr().out, re.MULTILINE)
@@ -192,34 +200,35 @@ def test_a_run_serves_while_it_lasts_and_says_where(tmp_path: Path, capsys: pyte
         found = series(url)
         assert found["skyrl_reward_mean", ()] == 0.5
         assert found["skyrl_other", (("name", r"environment/a\ud800\x1b[31m"),)] == 1
-        assert families(url)["skyrl_other"].documentation.startswith("numbers whose names")
+        assert families(url)["skyrl_other"].documentation.startswith("metrics whose names")
     with pytest.raises(ConnectionRefusedError):
         get(url)
 
 
 @pytest.mark.parametrize("trainer", [{}, {"metrics_port": None, "metrics_host": "127.0.0.1"}])
-def test_a_run_without_the_key_listens_nowhere(trainer: dict[str, Any], tmp_path: Path):
+def test_run_without_metrics_port_listens_nowhere(trainer: dict[str, Any], tmp_path: Path):
     def listening() -> set[Any]:
-        return {one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+        connections = psutil.Process().net_connections("inet")
+        return {connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN}
 
     before = listening()
     with make_trackers([], tmp_path, "project", "run", {"trainer": trainer}):
         assert listening() == before
 
 
-def test_a_port_in_use_is_refused_by_key_and_value_before_anything_starts(tmp_path: Path):
+def test_port_in_use_is_refused_before_start(tmp_path: Path):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        said = rf"trainer\.metrics_port={port}: .*Choose another trainer\.metrics_port"
-        with pytest.raises(ConfigError, match=said):
+        message = rf"trainer\.metrics_port={port}: .*Choose another trainer\.metrics_port"
+        with pytest.raises(ConfigError, match=message):
             make_trackers([], tmp_path, "project", "run", setup(port).config)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             Experiment(prepare_config([f"trainer.metrics_port={port}", f"trainer.ckpt_path={tmp_path}"]).config)
     check_metrics_address("127.0.0.1", port)
-    check_metrics_address("not-looked-at", None)
+    check_metrics_address("not-checked", None)
 
 
-def test_an_address_that_others_reach_needs_the_token_and_asks_for_it(monkeypatch: pytest.MonkeyPatch):
+def test_reachable_address_requires_token(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SKYRL_API_KEY", raising=False)
     for refused in (lambda: check_metrics_address("0.0.0.0", 0), lambda: PrometheusTracker(setup(host="0.0.0.0"))):
         with pytest.raises(ConfigError, match=r"trainer\.metrics_host='0\.0\.0\.0'.*SKYRL_API_KEY"):
@@ -231,10 +240,10 @@ def test_an_address_that_others_reach_needs_the_token_and_asks_for_it(monkeypatc
             assert status == 401 and "skyrl_" not in text
         assert get(tracker.url, Authorization=f"Bearer {TOKEN}")[0] == 200
     with serving() as tracker:
-        assert get(tracker.url)[0] == 200, "on loopback nobody is asked"
+        assert get(tracker.url)[0] == 200, "loopback needs no token"
 
 
-def test_there_is_nothing_but_metrics():
+def test_other_paths_are_not_found():
     with serving() as tracker:
         assert [get(tracker.url, path)[0] for path in ("/", "/metrics/", "/metric", "/metrics?name=x")] == [
             404,
@@ -245,7 +254,7 @@ def test_there_is_nothing_but_metrics():
 
 
 @pytest.mark.defect("watch-and-metrics-held-every-connection")
-def test_pages_of_other_sites_get_no_numbers_under_a_name_of_theirs(monkeypatch: pytest.MonkeyPatch):
+def test_pages_of_other_sites_are_refused(monkeypatch: pytest.MonkeyPatch):
     with serving() as tracker:
         for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1:9400", "", "["):
             status, _, text = get(tracker.url, Host=host)
@@ -257,7 +266,7 @@ def test_pages_of_other_sites_get_no_numbers_under_a_name_of_theirs(monkeypatch:
         assert get(tracker.url, Host="trainer.cluster:9400", Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-def test_there_is_nothing_to_change():
+def test_only_get_is_allowed():
     with serving() as tracker, closing(http.client.HTTPConnection("127.0.0.1", port_of(tracker.url))) as connection:
         connection.request("POST", "/metrics", body=b"x")
         assert connection.getresponse().status == 405
@@ -265,17 +274,17 @@ def test_there_is_nothing_to_change():
 
 @pytest.mark.fault("F28")
 @pytest.mark.defect("watch-and-metrics-held-every-connection")
-def test_slow_clients_hold_up_neither_others_nor_the_end(monkeypatch: pytest.MonkeyPatch):
+def test_slow_clients_block_neither_others_nor_close(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 2.0)
     monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=8, backlog=8))
     begun = time.monotonic()
     with serving() as tracker, ExitStack() as clients:
         half = b"GET /metrics HTTP/1.1\r\nX: "
         held = [clients.enter_context(closing(open_connection(tracker.url, half * (place % 2)))) for place in range(7)]
-        assert get(tracker.url)[0] == 200, "others are answered at once"
+        assert get(tracker.url)[0] == 200, "other clients get an answer at once"
         held += [clients.enter_context(closing(open_connection(tracker.url, half))) for _ in range(20)]
         held[0].settimeout(20)
-        assert held[0].recv(1) == b"", "a client without a question is ended"
+        assert held[0].recv(1) == b"", "a client without a request is disconnected"
         for client in held:
             client.close()
         while get(tracker.url)[0] == 503:

@@ -1,4 +1,4 @@
-"""Rules and real runs: tiny ones with and without each illness, the quickstart's, and the presets'.
+"""Diagnosis rules on recorded runs: healthy and unhealthy tiny runs, the quickstart and the presets.
 
 `scripts/recordings/record.py` makes the recordings.
 """
@@ -35,11 +35,11 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 PRESETS = sorted(path.stem for path in (EXAMPLES / "algorithms").glob("*.yaml") if path.stem != "gsm8k")
 
 MEMORY = memory_rule(1.0, "memory/learner_peak_rss_gib")
-"""As if the machine had 1 GiB."""
-STARVED = async_rules(max_staleness_steps=1)
-"""For ill runs, as these are configured."""
-EVERY = [NO_DIFFERENCE, gradient_rule(uses_group_baseline=True), *STARVED, *RULES, MEMORY]
-READS = {
+"""The rule for a machine with 1 GiB."""
+STARVED_RULES = async_rules(max_staleness_steps=1)
+"""Rules with the staleness bound of the unhealthy runs."""
+EVERY = [NO_DIFFERENCE, gradient_rule(uses_group_baseline=True), *STARVED_RULES, *RULES, MEMORY]
+METRICS_READ = {
     "no_difference": ("reward/zero_variance_groups", 5),
     "trainer_starved": ("async/trainer_idle", 21),
     "engines_starved": ("async/engines_idle", 21),
@@ -54,42 +54,46 @@ READS = {
     "evaluation_falls": ("eval/arithmetic/avg_score", 3),
     "memory_near_its_limit": ("memory/learner_peak_rss_gib", 1),
 }
-"""What a run without an illness must have measured, and in how many steps, for a rule to say that it has not got it."""
-SELDOM = {"gradient_spikes", "evaluation_falls"}
-"""What presets' recorded runs do not tell: they have 12 steps and no evaluation. Most have no reference, either."""
-ALSO = {
-    "format_never_met": {"no_difference"},  # where nothing is an answer, all get the same reward
-    "entropy_collapse": {"truncated"},  # the best answer is "4 4 4 4", without an end
-    "kl_runs_away": {"truncated"},  # the same answer, on the way to it
+"""Rule -> metric and number of steps that a healthy run must have, so that the absence of a finding means something."""
+NOT_IN_PRESETS = {"gradient_spikes", "evaluation_falls"}
+"""Rules that recorded presets cannot show: they have 12 steps and no evaluation. Most have no reference model, too."""
+ALSO_FOUND = {
+    "format_never_met": {"no_difference"},  # without answers all rewards are equal
+    "entropy_collapse": {"truncated"},  # the best response is "4 4 4 4", without an end-of-turn token
+    "kl_runs_away": {"truncated"},  # the policy moves towards the same response
 }
-"""What else ails a run that has an illness."""
+"""Rule -> other rules that its unhealthy run triggers."""
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
-def test_a_rule_notices_a_real_run_that_has_its_illness(rule: Rule, tmp_path: Path):
+def test_rule_finds_recorded_unhealthy_run(rule: Rule, tmp_path: Path):
     found = findings(f"{rule.name}_ill", EVERY, tmp_path)
-    assert set(found) == {rule.name} | ALSO.get(rule.name, set()), found
+    assert set(found) == {rule.name} | ALSO_FOUND.get(rule.name, set()), found
 
 
 @pytest.mark.parametrize("name", ["evaluation_falls", "engines_starved"])
-def test_an_illness_that_lasts_is_one_to_the_end(name: str, tmp_path: Path):
+def test_lasting_finding_stays_active(name: str, tmp_path: Path):
     (found,) = diagnosed(f"{name}_ill", [rule for rule in EVERY if rule.name == name], tmp_path)
     assert found.until is None
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
-def test_a_rule_says_nothing_of_a_real_run_that_is_well(rule: Rule, tmp_path: Path):
-    name = "well_async" if rule in STARVED else "well"
+def test_rule_ignores_recorded_healthy_run(rule: Rule, tmp_path: Path):
+    name = "well_async" if rule in STARVED_RULES else "well"
     assert measured(name, rule)
     assert (
-        findings(name, [*async_rules(max_staleness_steps=6), *(one for one in EVERY if one not in STARVED)], tmp_path)
+        findings(
+            name,
+            [*async_rules(max_staleness_steps=6), *(rule for rule in EVERY if rule not in STARVED_RULES)],
+            tmp_path,
+        )
         == {}
     )
 
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules that presets name can be imported; what they register is forgotten."""
+    """Make the presets' modules importable, and unregister what they register afterwards."""
     monkeypatch.syspath_prepend(EXAMPLES / "algorithms")
     yield
     algorithms.advantage_estimators.unregister("centred_rank")
@@ -97,18 +101,18 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["quickstart", *(f"preset_{preset}" for preset in PRESETS)])
-def test_nothing_is_said_of_the_quickstart_and_the_presets(name: str, plugins: None, tmp_path: Path):
+def test_quickstart_and_presets_have_no_findings(name: str, plugins: None, tmp_path: Path):
     folder, preset = ("quickstart", "grpo") if name == "quickstart" else ("algorithms", name.removeprefix("preset_"))
     arguments = ["--config-dir", str(EXAMPLES / folder), "--config-name", preset, "trainer.policy.model.path=model"]
     cfg = prepare_config(arguments, has_accelerator=False).config
     import_plugins(cfg.trainer.plugins)
     rules = diagnosis_rules(cfg)
     unread = {rule.name for rule in rules if not measured(name, rule)}
-    assert unread <= {"kl_runs_away", *(() if name == "quickstart" else SELDOM)}
+    assert unread <= {"kl_runs_away", *(() if name == "quickstart" else NOT_IN_PRESETS)}
     assert findings(name, rules, tmp_path) == {}
 
 
-def test_recordings_are_small_and_hold_numbers_alone():
+def test_recordings_are_small_and_numeric():
     files = sorted(RECORDED.iterdir())
     assert len(files) == len(EVERY) + len(PRESETS) + 3
     for file in files:
@@ -118,12 +122,12 @@ def test_recordings_are_small_and_hold_numbers_alone():
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_is_recorded_anew(tmp_path: Path):
-    """By the command of docs/testing.md, from a model that was not warmed up; it measures what was recorded once."""
+def test_recording_can_be_repeated(tmp_path: Path):
+    """The command of docs/testing.md records the same metrics again, from a model without warm-up."""
     (command,) = find_commands("python scripts/recordings/record.py ")
     words = [str(tmp_path / "work") if word == "/tmp/recordings" else word for word in command.words[1:]]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    make = [sys.executable, "-c", UNTAUGHT, str(EXAMPLES / "quickstart"), str(tmp_path / "work" / "warm")]
+    make = [sys.executable, "-c", NO_WARM_UP, str(EXAMPLES / "quickstart"), str(tmp_path / "work" / "warm")]
     record = [sys.executable, *words, "--output", str(tmp_path / "recorded")]
     for each in (make, record):
         done = subprocess.run(each, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True, timeout=500)
@@ -135,7 +139,7 @@ def test_a_run_is_recorded_anew(tmp_path: Path):
     assert all(set(one) <= set(other) for one, other in zip(before, found, strict=True))
 
 
-UNTAUGHT = """
+NO_WARM_UP = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
@@ -143,11 +147,11 @@ from quickstart import OPERATIONS, save_model, write_data
 folder = Path(sys.argv[2])
 save_model(folder / "sft" / "export" / "global_step_0" / "policy", write_data(folder / "data", 0, OPERATIONS), 0)
 """
-"""Makes what the quickstart's warm-up would leave, without it."""
+"""Script that writes the files of the quickstart's warm-up without training."""
 
 
 def measured(name: str, rule: Rule) -> bool:
-    metric, steps = READS[rule.name]
+    metric, steps = METRICS_READ[rule.name]
     return sum(metric in row for row in recorded(name)) >= steps
 
 
@@ -164,5 +168,6 @@ def diagnosed(name: str, rules: list[Rule], folder: Path) -> list[Finding]:
 
 
 def findings(name: str, rules: list[Rule], folder: Path) -> dict[str, str]:
-    """What the rules say of a recorded run: the evidence by the rule's name."""
-    return {one.rule: f"step {one.since}: {one.evidence}" for one in diagnosed(name, rules, folder)}
+    """Return the findings of a recorded run: rule -> first step and evidence."""
+    found = diagnosed(name, rules, folder)
+    return {finding.rule: f"step {finding.since}: {finding.evidence}" for finding in found}

@@ -21,11 +21,11 @@ from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic
 from tests.support.disk_limits import limit_file_size
 
 
-def same(one: pa.Table, other: pa.Table) -> None:
-    """To the bit, NaN included."""
-    assert one.schema.names == other.schema.names and len(one) == len(other)
-    for name in one.schema.names:
-        left, right = one[name].combine_chunks(), other[name].combine_chunks()
+def assert_same(first: pa.Table, second: pa.Table) -> None:
+    """Assert that two tables are equal bitwise, including NaN."""
+    assert first.schema.names == second.schema.names and len(first) == len(second)
+    for name in first.schema.names:
+        left, right = first[name].combine_chunks(), second[name].combine_chunks()
         if pa.types.is_list(left.type) and left.type.value_type == pa.float32():
             assert left.is_null().equals(right.is_null()), name
             bits = [lists.flatten().to_numpy(zero_copy_only=False).view(np.int32) for lists in (left, right)]
@@ -34,12 +34,12 @@ def same(one: pa.Table, other: pa.Table) -> None:
         assert left.equals(right), name
 
 
-def test_what_is_written_is_read_to_the_bit(tmp_path: Path):
+def test_rollouts_round_trip_bitwise(tmp_path: Path):
     table = synthetic_rollouts(40, 3, adversarial_texts=["<script>alert(1)</script>", "a NUL \0", "half a pair \ud83d"])
     odd = np.array([float("nan"), -0.0, float("inf"), -float("inf"), 1e-45, 0.0, -1.0, -3.4e38], np.float32)
-    for place, name in enumerate(("rollout_logprobs", "old_logprobs", "ref_logprobs")):
+    for shift, name in enumerate(("rollout_logprobs", "old_logprobs", "ref_logprobs")):
         lists = table["response_ids"].combine_chunks()
-        values = pa.array(np.resize(np.roll(odd, place), len(lists.flatten())))
+        values = pa.array(np.resize(np.roll(odd, shift), len(lists.flatten())))
         column = pa.ListArray.from_arrays(lists.offsets, values)
         index = table.column_names.index(name) if name in table.column_names else len(table.column_names)
         table = table.remove_column(index) if name in table.column_names else table
@@ -47,30 +47,30 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path):
     write_rollouts(tmp_path, 3, table)
     found = RolloutReader(tmp_path).table()
     assert found.schema.equals(COLUMNS)
-    same(found.select(table.column_names), table)
+    assert_same(found.select(table.column_names), table)
     assert "old_logprobs_from_rollout" in pq.read_schema(step_file(tmp_path, 3)).names
 
 
-def test_log_probs_that_have_no_pair_are_kept_as_they_are(tmp_path: Path):
+def test_unpaired_logprobs_are_stored_unchanged(tmp_path: Path):
     table = synthetic_rollouts(8).drop_columns(["rollout_logprobs", "advantages"])
     write_rollouts(tmp_path, 1, table)
     found = RolloutReader(tmp_path).table()
-    same(found.select(table.column_names), table)
+    assert_same(found.select(table.column_names), table)
     assert found["rollout_logprobs"].null_count == found["advantages"].null_count == 8
 
 
-def test_several_tables_are_one_step_and_a_part_of_one_is_written_as_it_is(tmp_path: Path):
+def test_step_can_be_written_as_several_tables(tmp_path: Path):
     table = synthetic_rollouts(30)
     write_rollouts(tmp_path, 1, [table.slice(0, 11), table.slice(11)])
-    same(RolloutReader(tmp_path).table(columns=table.column_names), table)
+    assert_same(RolloutReader(tmp_path).table(columns=table.column_names), table)
     assert pq.ParquetFile(step_file(tmp_path, 1)).num_row_groups == 2
 
 
-def test_what_is_trained_on_follows_from_the_spans(tmp_path: Path):
+def test_trained_mask_follows_from_spans(tmp_path: Path):
     write_rollouts(tmp_path, 1, synthetic_rollouts(60))
     for row in RolloutReader(tmp_path).table(columns=["loss_spans", "trained", "response_tokens"]).to_pylist():
         mask = [
-            any(one["start"] <= n < one["stop"] for one in row["loss_spans"]) for n in range(row["response_tokens"])
+            any(span["start"] <= n < span["stop"] for span in row["loss_spans"]) for n in range(row["response_tokens"])
         ]
         assert row["trained"] == mask
 
@@ -80,18 +80,18 @@ def test_steps_columns_and_filters(tmp_path: Path):
     files = RolloutReader(tmp_path)
     assert files.steps() == [1, 2, 3, 4]
     assert files.table([4, 2], ["step", "uid"])["step"].unique().to_pylist() == [4, 2]
-    some = files.table(
+    filtered = files.table(
         columns=["old_logprobs", "messages"], filter=(pc.field("reward") > 0.5) & (pc.field("step") != 3)
     )
-    every = files.table().filter((pc.field("reward") > 0.5) & (pc.field("step") != 3))
-    assert 0 < len(some) < 60
-    same(some, every.select(["old_logprobs", "messages"]))
+    expected = files.table().filter((pc.field("reward") > 0.5) & (pc.field("step") != 3))
+    assert 0 < len(filtered) < 60
+    assert_same(filtered, expected.select(["old_logprobs", "messages"]))
     assert files.vocabulary()[0] == "<end>" and len(files.vocabulary()) == 4096
-    with pytest.raises(ValueError, match=r"columns=\['rewards'\]: the columns of rollouts are step, uid, "):
+    with pytest.raises(ValueError, match=r"columns=\['rewards'\]: not columns of rollouts\. Choose from step, uid, "):
         files.table(columns=["rewards"])
 
 
-def test_steps_that_are_deleted_meanwhile_and_folders_without_rollouts(tmp_path: Path):
+def test_deleted_steps_and_missing_folder_are_empty(tmp_path: Path):
     synthetic_run(tmp_path, 2, 4)
     files = RolloutReader(tmp_path)
     step_file(tmp_path, 1).unlink()
@@ -101,7 +101,7 @@ def test_steps_that_are_deleted_meanwhile_and_folders_without_rollouts(tmp_path:
     assert nothing.table().schema.equals(COLUMNS)
 
 
-def test_files_of_a_version_with_fewer_columns_are_read(tmp_path: Path):
+def test_files_with_fewer_columns_are_read(tmp_path: Path):
     table = synthetic_rollouts(4).select(["uid", "text"])
     step_file(tmp_path, 9).parent.mkdir()
     pq.write_table(table, step_file(tmp_path, 9))
@@ -109,34 +109,34 @@ def test_files_of_a_version_with_fewer_columns_are_read(tmp_path: Path):
     assert found["uid"].equals(table["uid"]) and found["ref_logprobs"].null_count == 4
 
 
-LATER = ("environment_s", "tool_calls", "observation_tokens")
+NEW_TURN_FIELDS = ("environment_s", "tool_calls", "observation_tokens")
 """Fields of turns that files of earlier versions lack."""
 
 
-def test_turns_of_a_version_that_knew_less_are_read_and_those_of_one_that_knows_more(tmp_path: Path):
-    turn = COLUMNS.field("turns").type.value_type
-    older = pa.list_(pa.struct([field for field in turn if field.name not in LATER]))
+def test_turns_of_older_and_newer_versions_are_read(tmp_path: Path):
+    turn_type = COLUMNS.field("turns").type.value_type
+    older = pa.list_(pa.struct([field for field in turn_type if field.name not in NEW_TURN_FIELDS]))
     table = synthetic_rollouts(20)
     step_file(tmp_path, 9).parent.mkdir()
     old = table.set_column(table.column_names.index("turns"), "turns", table["turns"].cast(older))
     pq.write_table(old, step_file(tmp_path, 9))
-    for known, read in zip(
+    for turns, read in zip(
         table["turns"].to_pylist(), RolloutReader(tmp_path).table(columns=["turns"])["turns"].to_pylist(), strict=True
     ):
-        assert read == [one | dict.fromkeys(LATER) for one in known]
-    newer = pa.list_(pa.struct([*turn, pa.field("more", pa.int32())]))
+        assert read == [turn | dict.fromkeys(NEW_TURN_FIELDS) for turn in turns]
+    newer = pa.list_(pa.struct([*turn_type, pa.field("more", pa.int32())]))
     pq.write_table(table.set_column(table.column_names.index("turns"), "turns", table["turns"].cast(newer)),
                    step_file(tmp_path, 9))  # fmt: skip
     assert RolloutReader(tmp_path).table(columns=["turns"])["turns"].equals(table["turns"])
 
 
-def test_columns_that_nobody_reads_are_refused(tmp_path: Path):
+def test_unknown_columns_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="'rewards'"):
         write_rollouts(tmp_path, 1, pa.table({"rewards": [1.0]}))
     assert RolloutReader(tmp_path).steps() == []
 
 
-def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path: Path):
+def test_full_disk_leaves_the_previous_file(tmp_path: Path):
     write_rollouts(tmp_path, 1, synthetic_rollouts(4))
     before = step_file(tmp_path, 1).read_bytes()
     with limit_file_size(None, 1000), pytest.raises(OSError, match="File too large"):
@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path: Path):
     assert [path.read_bytes() for path in step_file(tmp_path, 1).parent.iterdir()] == [before]
 
 
-def test_messages_refer_to_the_text_and_come_back(tmp_path: Path):
+def test_messages_are_stored_as_references_and_restored(tmp_path: Path):
     text = "assistant: the first long answer\ntool: what it returned, at length\nassistant: yes"
     messages = [
         {"role": "user", "content": "the first long question"},
@@ -160,7 +160,7 @@ def test_messages_refer_to_the_text_and_come_back(tmp_path: Path):
     assert found == [dump_json(messages), dump_json(messages), None]
 
 
-def test_json_of_what_is_none():
+def test_dump_json_accepts_unusual_values():
     class Odd:
         def __str__(self) -> str:
             return "odd"
@@ -171,6 +171,6 @@ def test_json_of_what_is_none():
     assert dump_json("é") == '"é"'
 
 
-def test_the_vocabulary_has_any_text(tmp_path: Path):
+def test_vocabulary_holds_any_text(tmp_path: Path):
     write_vocabulary(tmp_path, ["a", "\0", "<0xE2>"])
     assert RolloutReader(tmp_path).vocabulary() == {0: "a", 1: "\0", 2: "<0xE2>"}

@@ -1,4 +1,4 @@
-"""Rollouts are found as a loop over all of them would find them, and shown as they were written."""
+"""Searches match a plain loop over all rollouts, and rollouts are shown as they were written."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def reward(row: dict[str, Any]) -> float | None:
     return row["reward"] if row["status"] == "ok" else None
 
 
-def within(value: float | None, least: float, most: float) -> bool:
-    return value is not None and least <= value <= most
+def within(value: float | None, minimum: float, maximum: float) -> bool:
+    return value is not None and minimum <= value <= maximum
 
 
 def conversation(row: dict[str, Any]) -> str:
-    return "\n".join([row["text"], *(one["content"] for one in json.loads(row["messages"]))]).lower()
+    return "\n".join([row["text"], *(message["content"] for message in json.loads(row["messages"]))]).lower()
 
 
 FILTERS: dict[str, tuple[dict[str, str], Callable[[dict[str, Any]], bool]]] = {
@@ -113,42 +113,42 @@ EXTREME = ("none", "empty", "no source", "pattern", "names", "references")
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_filter_leaves_what_a_loop_would(views: RolloutViews, rows: list[dict[str, Any]], name: str):
-    asked, wanted = FILTERS[name]
-    found = views.rollouts(Query.from_params({**asked, "limit": "500"}))
-    expected = [row for row in rows if wanted(row)]
+def test_filters_match_a_plain_loop(views: RolloutViews, rows: list[dict[str, Any]], name: str):
+    params, matches = FILTERS[name]
+    found = views.rollouts(Query.from_params({**params, "limit": "500"}))
+    expected = [row for row in rows if matches(row)]
     assert keys(found["rows"]) == keys(expected)
     assert found["total"] == len(expected)
     assert 0 < len(expected) < len(rows) or name in EXTREME
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_rollouts_come_in_the_order_that_is_asked_for(views: RolloutViews, rows: list[dict[str, Any]], order: str):
+def test_rollouts_are_sorted_by_the_requested_order(views: RolloutViews, rows: list[dict[str, Any]], order: str):
     found = views.rollouts(Query.from_params({"order": order, "text": "da", "limit": "500"}))["rows"]
     sign, name = (-1 if order[0] == "-" else 1), order.lstrip("-")
     value = {"step": lambda row: row["step"], "reward": reward, "tokens": sampled_tokens}[name]
 
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+    def sort_key(row: dict[str, Any]) -> tuple[Any, ...]:
         number = value(row)
         return (number is None, 0 if number is None else sign * number, row["step"], row["group"], row["sample"])
 
-    assert keys(found) == keys(sorted((row for row in rows if "da" in conversation(row)), key=place))
+    assert keys(found) == keys(sorted((row for row in rows if "da" in conversation(row)), key=sort_key))
 
 
-def test_pages_are_parts_of_the_whole_and_rows_say_what_is_on_them(views: RolloutViews, rows: list[dict[str, Any]]):
-    whole = views.rollouts(Query(order="-reward", limit=500))["rows"]
+def test_pages_are_slices_with_complete_rows(views: RolloutViews, rows: list[dict[str, Any]]):
+    all_rows = views.rollouts(Query(order="-reward", limit=500))["rows"]
     pages = [views.rollouts(Query(order="-reward", limit=70, offset=at))["rows"] for at in range(0, 500, 70)]
-    assert [row for page in pages for row in page] == whole and len(whole) == len(rows)
+    assert [row for page in pages for row in page] == all_rows and len(all_rows) == len(rows)
     by_key = dict(zip(keys(rows), rows, strict=True))
-    for row, key in zip(whole, keys(whole), strict=True):
-        kept = by_key[key]
+    for row, key in zip(all_rows, keys(all_rows), strict=True):
+        saved = by_key[key]
         assert row == {
-            **{name: kept[name] for name in ("step", "uid", "group", "sample", "status", "stop_reason")},
-            "source": kept["data_source"],
-            "reward": reward(kept),
-            "tokens": sampled_tokens(kept),
-            "turns": len(kept["turns"]),
-            "preview": kept["text"][:240],
+            **{name: saved[name] for name in ("step", "uid", "group", "sample", "status", "stop_reason")},
+            "source": saved["data_source"],
+            "reward": reward(saved),
+            "tokens": sampled_tokens(saved),
+            "turns": len(saved["turns"]),
+            "preview": saved["text"][:240],
         }
 
 
@@ -165,11 +165,11 @@ def test_index_counts_sampled_tokens(tmp_path: Path):
     index = RolloutIndex(tmp_path)
     index.refresh()
     assert index.table["tokens"].to_pylist() == [sampled_tokens(row) for row in rows]
-    read = [row["response_tokens"] - sampled_tokens(row) for row in rows]
-    assert read == [*([3] + [0] * 8 + [1] + [0] * 2), *([3] + [0] * 7)]
+    observed = [row["response_tokens"] - sampled_tokens(row) for row in rows]
+    assert observed == [*([3] + [0] * 8 + [1] + [0] * 2), *([3] + [0] * 7)]
 
 
-def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
+def test_page_of_many_steps_reads_texts_in_blocks(
     run: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(rollout_views, "BLOCK_BYTES", 1)
@@ -178,18 +178,18 @@ def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
     read: list[list[int]] = []
     texts_of = views.index._texts_of
 
-    def noted(steps: list[int]) -> Any:
+    def recorded_texts_of(steps: list[int]) -> Any:
         read.append(steps)
         return texts_of(steps)
 
-    monkeypatch.setattr(views.index, "_texts_of", noted)
+    monkeypatch.setattr(views.index, "_texts_of", recorded_texts_of)
     page = views.rollouts(Query(order="-tokens", limit=200))["rows"]
     texts = {(row["step"], row["group"], row["sample"]): row["text"] for row in rows}
     assert [row["preview"] for row in page] == [texts[key][:240] for key in keys(page)]
     assert read == [[step] for step in range(1, STEPS + 1)] and not views.index._texts
 
 
-def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
+def test_facets_ignore_filters(views: RolloutViews):
     assert views.rollouts(Query(step=1, text="nowhere"))["facets"] == {
         "steps": [1, 2, 3, 4, 5],
         "sources": ["gsm8k", "math", "tools"],
@@ -199,28 +199,28 @@ def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("params", "message"),
     [
         ({"limit": "501"}, "limit=501 must be from 1 to 500"),
         ({"limit": "0"}, "limit=0 must be from 1"),
         ({"offset": "-1"}, "offset=-1 must be at least 0"),
-        ({"step": "two"}, "step='two' is not a whole number"),
+        ({"step": "two"}, "step='two' is not an integer"),
         ({"step": "9" * 30}, "step=9+ is out of range"),
         ({"reward_min": "nan"}, "reward_min='nan' is not a number"),
         ({"order": "uid"}, "order='uid' is not one of step, -step"),
-        ({"folder": "/etc"}, "'folder' is no parameter of rollouts"),
+        ({"folder": "/etc"}, "'folder' is not a parameter of rollouts"),
         ({"text": "a" * 1001}, "text has 1001 characters"),
     ],
 )
-def test_a_query_that_is_none_is_refused_by_name(asked: dict[str, str], says: str):
-    with pytest.raises(DataError, match=says):
-        Query.from_params(asked)
+def test_invalid_query_is_refused_by_name(params: dict[str, str], message: str):
+    with pytest.raises(DataError, match=message):
+        Query.from_params(params)
 
 
 # -- one rollout, one prompt -------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
+def test_rollout_details_have_all_saved_values(run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
     texts = RolloutReader(run).vocabulary()
     for row in rows[::9]:
         shown = json.loads(to_json(views.rollout(row["step"], row["uid"], row["sample"])))
@@ -229,32 +229,36 @@ def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: Ro
         assert shown["reward"] == reward(row) and shown["source"] == row["data_source"]
         assert shown["messages"] == json.loads(row["messages"])
         calls = [json.loads(turn["tool_calls"] or "[]") for turn in row["turns"]]
-        assert shown["turns"] == [turn | {"tool_calls": of} for turn, of in zip(row["turns"], calls, strict=True)]
+        assert shown["turns"] == [
+            turn | {"tool_calls": turn_calls} for turn, turn_calls in zip(row["turns"], calls, strict=True)
+        ]
         assert shown["env_metrics"] == json.loads(row["env_metrics"])
         tokens, prompt = shown["tokens"], len(row["prompt_ids"])
         assert tokens["ids"] == row["prompt_ids"] + row["response_ids"] and tokens["prompt"] == prompt
-        assert tokens["texts"] == [texts[one] for one in tokens["ids"]]
+        assert tokens["texts"] == [texts[token] for token in tokens["ids"]]
         assert tokens["trained"] == [False] * prompt + row["trained"]
         for name, column in (("old_logprobs", "old_logprobs"), ("advantages", "advantages")):
             assert tokens[name][:prompt] == [None] * prompt
-            assert np.array_equal(np.float32(tokens[name][prompt:]), np.float32(row[column]))  # to the bit
+            assert np.array_equal(np.float32(tokens[name][prompt:]), np.float32(row[column]))  # bitwise
         assert tokens["ref_logprobs"] == [None] * len(tokens["ids"])
         sampled = [
             any(turn["start"] <= at < turn["stop"] for turn in row["turns"]) for at in range(len(row["trained"]))
         ]
-        expected = [value if was else None for value, was in zip(row["rollout_logprobs"], sampled, strict=True)]
+        expected = [
+            value if was_sampled else None for value, was_sampled in zip(row["rollout_logprobs"], sampled, strict=True)
+        ]
         assert [None if value is None else np.float32(value) for value in tokens["logprobs"][prompt:]] == expected
     assert not all(sampled for row in rows for sampled in row["trained"])
 
 
-def test_the_samples_of_a_prompt_come_with_it(views: RolloutViews, rows: list[dict[str, Any]]):
+def test_group_has_prompt_and_all_samples(views: RolloutViews, rows: list[dict[str, Any]]):
     found = views.group(2, rows[COUNT]["uid"])
     assert [row["sample"] for row in found["rows"]] == list(range(8))
     assert {row["uid"] for row in found["rows"]} == {rows[COUNT]["uid"]}
     assert found["prompt"] == json.loads(rows[COUNT]["messages"])[:1]
 
 
-def test_a_prompt_that_a_step_has_twice_is_told_apart_by_its_group(tmp_path: Path):
+def test_repeated_prompts_are_distinguished_by_group(tmp_path: Path):
     table = synthetic_rollouts(16)
     table = table.set_column(table.column_names.index("uid"), "uid", pa.array(["7"] * 16))
     write_rollouts(tmp_path, 1, table)
@@ -264,12 +268,12 @@ def test_a_prompt_that_a_step_has_twice_is_told_apart_by_its_group(tmp_path: Pat
     assert views.rollout(1, "7", 3, 1)["messages"] == json.loads(table["messages"][11].as_py())
 
 
-@pytest.mark.parametrize("asked", [(9, "1000", 0), (1, "../..", 0), (1, "1000", 99)])
-def test_what_there_is_not_is_said(views: RolloutViews, asked: tuple[int, str, int]):
-    with pytest.raises(DataError, match=f"step {asked[0]} has no sample"):
-        views.rollout(*asked)
+@pytest.mark.parametrize("key", [(9, "1000", 0), (1, "../..", 0), (1, "1000", 99)])
+def test_missing_rollouts_are_reported(views: RolloutViews, key: tuple[int, str, int]):
+    with pytest.raises(DataError, match=f"step {key[0]} has no sample"):
+        views.rollout(*key)
     with pytest.raises(DataError, match="has no rollouts of the prompt"):
-        views.group(9, asked[1])
+        views.group(9, key[1])
 
 
 def test_rollouts_are_shown_without_a_vocabulary(tmp_path: Path):
@@ -278,10 +282,10 @@ def test_rollouts_are_shown_without_a_vocabulary(tmp_path: Path):
     assert RolloutViews(tmp_path).rollout(1, row["uid"], 0)["tokens"]["texts"][0] == f"<{row['prompt_ids'][0]}>"
 
 
-# -- a run under way ---------------------------------------------------------------------------------------------------
+# -- an active run -----------------------------------------------------------------------------------------------------
 
 
-def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tmp_path: Path, run: Path):
+def test_refresh_follows_added_changed_and_deleted_steps(tmp_path: Path, run: Path):
     views = RolloutViews(tmp_path)
     assert views.rollouts(Query())["total"] == 0
     shutil.copytree(run / FOLDER, tmp_path / FOLDER)
@@ -299,9 +303,9 @@ def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tm
     assert views.rollouts(Query(text="bada", limit=500))["facets"]["steps"] == [2, 3, 4, 5, 6]
 
 
-def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_ahead_stops_at_its_limit(run: Path, monkeypatch: pytest.MonkeyPatch):
     views = RolloutViews(run)
-    assert not views.index.read_ahead()  # nothing is known yet
+    assert not views.index.read_ahead()  # before the first refresh
     views.index.refresh()
     assert views.index.read_ahead() and not views.index.read_ahead()
     read = []
@@ -310,15 +314,13 @@ def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypat
     monkeypatch.undo()
     monkeypatch.setattr(rollout_views, "READ_AHEAD_BYTES", 1)
     monkeypatch.setattr(rollout_views, "BLOCK_BYTES", 1)
-    some = RolloutViews(run)
-    some.index.refresh()
-    assert some.index.read_ahead() and not some.index.read_ahead()
-    assert some.rollouts(Query(text="bada", limit=500)) == views.rollouts(Query(text="bada", limit=500))
+    limited = RolloutViews(run)
+    limited.index.refresh()
+    assert limited.index.read_ahead() and not limited.index.read_ahead()
+    assert limited.rollouts(Query(text="bada", limit=500)) == views.rollouts(Query(text="bada", limit=500))
 
 
-def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_incomplete_file_is_ignored_until_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     for step in (1, 2, 3):
         write_rollouts(tmp_path, step, synthetic_rollouts(8, step))
     file = step_file(tmp_path, 2)
@@ -327,7 +329,7 @@ def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
     views = RolloutViews(tmp_path)
     found = views.rollouts(Query(text="is what?"))
     assert (found["total"], found["facets"]["steps"]) == (16, [1, 3])
-    assert "Step 2 is left out" in caplog.text and "step_00000002.parquet" in caplog.text
+    assert "rollouts of step 2 cannot be read" in caplog.text and "step_00000002.parquet" in caplog.text
     file.write_bytes(whole)
     assert views.rollouts(Query(text="is what?"))["total"] == 24
 
@@ -335,7 +337,7 @@ def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
 # -- what models write -------------------------------------------------------------------------------------------------
 
 
-def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
+def test_hostile_texts_are_found_and_unchanged(tmp_path: Path):
     write_rollouts(
         tmp_path, 1, synthetic_rollouts(len(ADVERSARIAL_TEXT), samples_per_prompt=1, adversarial_texts=ADVERSARIAL_TEXT)
     )
@@ -349,7 +351,7 @@ def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
         assert shown["text"] == table[index]["text"]
 
 
-def test_json_has_no_lone_surrogates_and_no_number_that_browsers_refuse():
+def test_json_is_valid_for_browsers():
     value = {"a": ["\ud800x", "x\udfff", "\ud83d\ude00", "😀", "\udc00\ud800"], "n": [float("nan"), float("-inf"), 1.5]}
     assert to_json_value(value) == {"a": ["�x", "x�", "😀", "😀", "��"], "n": [None, None, 1.5]}
     to_json(value).encode("utf-8")
@@ -366,7 +368,7 @@ def test_rewards_have_quantiles_by_step(tmp_path: Path, run: Path, views: Rollou
     assert RolloutViews(tmp_path).index.quantiles == {}
 
 
-def test_rewards_of_two_values_have_no_quantiles(tmp_path: Path):
+def test_two_distinct_rewards_have_no_quantiles(tmp_path: Path):
     index = RolloutIndex(tmp_path)
     graded = synthetic_rollouts(64)
     place, binary = graded.column_names.index("reward"), pc.cast(pc.greater(graded["reward"], 0.5), pa.float64())
@@ -384,36 +386,36 @@ def test_rewards_of_two_values_have_no_quantiles(tmp_path: Path):
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_started_server_opens_a_hundred_thousand_rollouts_in_three_seconds_and_filters_in_one(tmp_path: Path):
-    """In as many files as a run of 64 rollouts a step has after 1,563 steps.
+def test_server_is_fast_with_100000_rollouts(tmp_path: Path):
+    """The run has 1,563 files with 64 rollouts each. It opens in 3 s, and filters take 1 s.
 
-    Texts are searched 5 s after the page has opened: they are read ahead by then. Sooner it takes 1 to 2 s.
+    Texts are searched 5 s after the page was opened, when they are cached. Before that, a search takes 1 to 2 s.
     """
     synthetic_run(tmp_path, 1563, 64)
     (tmp_path / "metrics.jsonl").touch()
-    render_page()  # built before it is timed
+    render_page()  # builds the page before the measurement
     command = [sys.executable, "-m", "skyrl_train.entrypoints.watch", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             address = next(line.strip() for line in process.stdout if "access_token=" in line)
             server, _, token = address.partition("/#access_token=")
-            asked = {"": 3.0} | dict.fromkeys(QUESTIONS, 1.0)
-            for query, most_s in asked.items():
-                if query == QUESTIONS[2]:
+            limits = {"": 3.0} | dict.fromkeys(QUERIES, 1.0)
+            for query, max_s in limits.items():
+                if query == QUERIES[2]:
                     time.sleep(5)
                 request = Request(f"{server}/api/rollouts?run=0&{query}", headers={"Authorization": f"Bearer {token}"})
                 begun = time.perf_counter()
                 with urlopen(request, timeout=60) as answer:
                     found = json.load(answer)["total"]
-                took_s = time.perf_counter() - begun
-                assert took_s <= most_s, (query, took_s)
+                elapsed_s = time.perf_counter() - begun
+                assert elapsed_s <= max_s, (query, elapsed_s)
                 assert (found == 100_032) == (query == "") and (found > 0) == ("nowhere" not in query)
         finally:
             process.terminate()
 
 
-QUESTIONS = (
+QUERIES = (
     "source=math&reward_min=0.5&order=-tokens",
     "step_from=20&step_to=400&stop_reason=length",
     "text=kiba",
@@ -424,8 +426,8 @@ QUESTIONS = (
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_hundred_thousand_rollouts_open_in_three_seconds_and_are_filtered_in_one(tmp_path: Path):
-    """With the machine to itself it takes a tenth of that."""
+def test_index_is_fast_with_100000_rollouts(tmp_path: Path):
+    """The index opens in 3 s and filters in 1 s. An otherwise idle machine needs a tenth of that."""
     synthetic_run(tmp_path, 100, 1000)
     views = RolloutViews(tmp_path)
     begun = time.perf_counter()

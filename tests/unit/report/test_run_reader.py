@@ -1,4 +1,4 @@
-"""What is known of a run from its files: numbers, diagnosis, how far it is, and in what runs differ."""
+"""Reading runs from their files: metrics, diagnosis, status, and differences between configurations."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tests.support.synthetic_run_folders import synthetic_metrics, write_metrics
 OTHERS_LOCK = "process 1 on another-machine\n"
 
 
-def under_way(folder: Path) -> RunFolder:
+def active_run(folder: Path) -> RunFolder:
     return RunFolder(folder, {"project_name": "a project", "run_name": "a run"}, allow_resume=True)
 
 
-def states(folder: Path) -> str:
+def state_of(folder: Path) -> str:
     state: str = RunReader(folder).summary()["state"]
     return state
 
 
-def test_a_summary_says_what_run_it_is_and_how_far(tmp_path: Path):
+def test_summary_has_name_and_progress(tmp_path: Path):
     run = RunReader(write_synthetic_run(tmp_path, 3, total=8, name="first"))
     assert run.summary() == {
         "name": "first",
@@ -46,16 +46,16 @@ def test_a_summary_says_what_run_it_is_and_how_far(tmp_path: Path):
     }
 
 
-def test_a_run_is_under_way_while_its_process_holds_the_folder(tmp_path: Path):
+def test_run_is_running_while_process_holds_lock(tmp_path: Path):
     write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
-    with under_way(tmp_path):
-        assert states(tmp_path) == "running"
-    assert states(tmp_path) == "failed"  # this process lives on, without the folder
+    with active_run(tmp_path):
+        assert state_of(tmp_path) == "running"
+    assert state_of(tmp_path) == "failed"  # the process lives on without the lock
     write_metrics(tmp_path, [synthetic_metrics(4)], 4, after=3)
-    assert states(tmp_path) == "finished"
+    assert state_of(tmp_path) == "finished"
 
 
-def test_a_process_that_was_killed_holds_no_folder(tmp_path: Path):
+def test_killed_process_holds_no_lock(tmp_path: Path):
     write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
     code = (
         "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunFolder\n"
@@ -64,29 +64,29 @@ def test_a_process_that_was_killed_holds_no_folder(tmp_path: Path):
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        assert states(tmp_path) == "running"
+        assert state_of(tmp_path) == "running"
         holder.kill()
-    assert states(tmp_path) == "failed"
+    assert state_of(tmp_path) == "failed"
 
 
-def test_of_a_run_on_another_machine_its_numbers_tell_whether_it_goes_on(tmp_path: Path):
+def test_remote_run_status_follows_metrics_age(tmp_path: Path):
     write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
     (tmp_path / ".lock").write_text(OTHERS_LOCK)
-    assert states(tmp_path) == "running"
+    assert state_of(tmp_path) == "running"
     quarter = time.time() - 900
     os.utime(tmp_path / METRICS_FILE, (quarter, quarter))
-    assert states(tmp_path) == "failed"
-    rows = [{"step": step, "time": 400.0 * step} for step in range(1, 4)]  # they take so long
+    assert state_of(tmp_path) == "failed"
+    rows = [{"step": step, "time": 400.0 * step} for step in range(1, 4)]  # steps of 400 s
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.utime(tmp_path / METRICS_FILE, (quarter, quarter))
-    assert states(tmp_path) == "running"
+    assert state_of(tmp_path) == "running"
     os.utime(tmp_path / METRICS_FILE, (1.0, 1.0))
-    assert states(tmp_path) == "failed"
-    (tmp_path / DIAGNOSIS_FILE).unlink()  # as an earlier version left it
-    assert states(tmp_path) == "unknown"
+    assert state_of(tmp_path) == "failed"
+    (tmp_path / DIAGNOSIS_FILE).unlink()  # as an earlier version would leave it
+    assert state_of(tmp_path) == "unknown"
 
 
-def test_reading_a_run_leaves_its_folder_as_it_is(tmp_path: Path):
+def test_reading_does_not_change_run_folder(tmp_path: Path):
     write_synthetic_run(tmp_path, 3)
 
     def contents() -> dict[str, tuple[int, int]]:
@@ -98,10 +98,10 @@ def test_reading_a_run_leaves_its_folder_as_it_is(tmp_path: Path):
     assert contents() == before
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_columns_over_steps_with_null_where_there_is_no_number(tmp_path: Path):
+def test_metrics_are_columns_with_null_for_missing_values(tmp_path: Path):
     rows = [
         synthetic_metrics(1),
         synthetic_metrics(2, **{"eval/all/avg_score": 0.5, "my/own": 7.0}),
@@ -119,14 +119,14 @@ def test_metrics_are_columns_over_steps_with_null_where_there_is_no_number(tmp_p
     assert found["described"]["my/own"] == "" and found["described"].keys() == found["columns"].keys()
 
 
-def test_a_growing_file_is_read_on_and_steps_that_are_taken_again_are_replaced(tmp_path: Path):
+def test_growing_file_is_followed_and_repeated_steps_replaced(tmp_path: Path):
     write_metrics(tmp_path, [synthetic_metrics(step) for step in (1, 2, 3)], 9)
     run = RunReader(tmp_path)
     assert run.metrics(9)["steps"] == [1, 2, 3]
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 4, "reward/mean"')
         file.flush()
-        assert run.metrics(9)["steps"] == [1, 2, 3]  # half a line
+        assert run.metrics(9)["steps"] == [1, 2, 3]  # a partial line
         file.write(': 0.75}\n{"step": 4, "reward/mean": 0.5}\n')
     assert run.metrics(9)["columns"]["reward/mean"] == [0.01, 0.02, 0.03, 0.5]
     write_metrics(tmp_path, [synthetic_metrics(3, **{"new/one": 1.0})], 9, after=2)  # a resumed run
@@ -134,8 +134,8 @@ def test_a_growing_file_is_read_on_and_steps_that_are_taken_again_are_replaced(t
     assert run.metrics(9)["columns"]["new/one"] == [None, None, 1.0]
 
 
-@pytest.mark.parametrize(("steps", "most"), [(10, 3), (7, 7), (8, 7), (1, 1), (100, 9), (0, 5)])
-def test_many_steps_are_thinned_to_means_and_maxima(tmp_path: Path, steps: int, most: int):
+@pytest.mark.parametrize(("steps", "max_points"), [(10, 3), (7, 7), (8, 7), (1, 1), (100, 9), (0, 5)])
+def test_many_steps_are_downsampled_to_means_and_maxima(tmp_path: Path, steps: int, max_points: int):
     rows = [
         {"reward/mean": float(step * step), "policy/ratio_max": float(step % 5), "eval/minimax/pass_at_1": step / 7}
         | ({"eval/all/avg_score": step / 3} if step % 4 == 1 else {})
@@ -143,15 +143,15 @@ def test_many_steps_are_thinned_to_means_and_maxima(tmp_path: Path, steps: int, 
     ]
     write_metrics(tmp_path, rows, steps)
     (tmp_path / METRICS_FILE).touch()
-    found = RunReader(tmp_path).metrics(most)
+    found = RunReader(tmp_path).metrics(max_points)
     width = found["steps_per_point"]
     parts = [rows[begin : begin + width] for begin in range(0, steps, width)]
-    assert len(found["steps"]) == len(parts) <= most and (width == 1 or -(-steps // (width - 1)) > most)
+    assert len(found["steps"]) == len(parts) <= max_points and (width == 1 or -(-steps // (width - 1)) > max_points)
     assert found["steps"] == [min(begin + width, steps) for begin in range(0, steps, width)]
     for name, column in found["columns"].items():
         for part, value in zip(parts, column, strict=True):
-            there = [row[name] for row in part if name in row]
-            expected = (max(there) if name.endswith("_max") else sum(there) / len(there)) if there else None
+            values = [row[name] for row in part if name in row]
+            expected = (max(values) if name.endswith("_max") else sum(values) / len(values)) if values else None
             assert value == (None if expected is None else pytest.approx(expected))
 
 
@@ -162,18 +162,18 @@ def test_numbers_can_be_rounded(tmp_path: Path):
 
 # -- diagnosis ---------------------------------------------------------------------------------------------------------
 
-CUT = {"response/truncated_fraction": 0.8}
+TRUNCATED = {"response/truncated_fraction": 0.8}
 
 
-def test_the_diagnosis_is_what_the_run_found_and_the_same_if_it_is_made_again(tmp_path: Path):
-    rows = [synthetic_metrics(step, **(CUT if 2 <= step <= 5 or step > 8 else {})) for step in range(1, 13)]
+def test_saved_and_repeated_diagnosis_are_equal(tmp_path: Path):
+    rows = [synthetic_metrics(step, **(TRUNCATED if 2 <= step <= 5 or step > 8 else {})) for step in range(1, 13)]
     write_metrics(tmp_path, rows, 12)
     found = RunReader(tmp_path).diagnosis()
-    assert [(one["step"], one["until"], one["level"], one["title"]) for one in found] == [
+    assert [(finding["step"], finding["until"], finding["level"], finding["title"]) for finding in found] == [
         (11, None, "warning", "truncated"),
         (4, 5, "past", "truncated"),
     ]
-    assert "80% of the responses were cut in the last 3 steps" in found[0]["text"]
+    assert "80% of the responses were truncated in the last 3 steps" in found[0]["text"]
     assert "generator.sampling_params.max_generate_length" in found[0]["text"]
     assert found[1]["text"].endswith("It held until step 5.")
     (tmp_path / DIAGNOSIS_FILE).unlink()
@@ -181,7 +181,7 @@ def test_the_diagnosis_is_what_the_run_found_and_the_same_if_it_is_made_again(tm
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"findings": 3}', '{"findings": [1, {"rule": 2}]}', ""])
-def test_a_diagnosis_that_cannot_be_read_is_no_diagnosis(tmp_path: Path, text: str):
+def test_unreadable_diagnosis_is_repeated(tmp_path: Path, text: str):
     write_metrics(tmp_path, [synthetic_metrics(1)], 1)
     (tmp_path / DIAGNOSIS_FILE).write_text(text)
     assert RunReader(tmp_path).diagnosis() == []
@@ -190,27 +190,27 @@ def test_a_diagnosis_that_cannot_be_read_is_no_diagnosis(tmp_path: Path, text: s
 # -- several runs ------------------------------------------------------------------------------------------------------
 
 
-def test_runs_have_ids_and_names_that_tell_them_apart(tmp_path: Path):
+def test_runs_have_unique_ids_and_names(tmp_path: Path):
     names = {"x/one": "same", "y/one": "same", "z": "other"}
     runs = open_runs([write_synthetic_run(tmp_path / path, 1, name=name, rollouts=0) for path, name in names.items()])
     found = overview(runs)["runs"]
     assert [(run["id"], run["name"]) for run in found] == [("0", "same (x/one)"), ("1", "same (y/one)"), ("2", "other")]
 
 
-def test_the_keys_in_which_runs_differ_are_listed_with_their_values():
-    one: dict[str, Any] = {"trainer": {"seed": 1, "ckpt_path": "a", "logger": ["console"], "same": None}, "data": {}}
-    two = {"trainer": {"seed": 2, "ckpt_path": "b", "logger": "console", "same": None}, "new": True}
-    assert differing_keys([one, two]) == [
+def test_differing_keys_are_listed_with_values():
+    first: dict[str, Any] = {"trainer": {"seed": 1, "ckpt_path": "a", "logger": ["console"], "same": None}, "data": {}}
+    second = {"trainer": {"seed": 2, "ckpt_path": "b", "logger": "console", "same": None}, "new": True}
+    assert differing_keys([first, second]) == [
         {"key": "data", "values": ["{}", ""]},
         {"key": "new", "values": ["", "true"]},
         {"key": "trainer.logger", "values": ['["console"]', "console"]},
         {"key": "trainer.seed", "values": ["1", "2"]},
     ]
-    assert differing_keys([one]) == []
+    assert differing_keys([first]) == []
 
 
-def test_a_folder_that_is_no_run_s_is_refused_and_one_that_is_given_twice(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no run's folder: it has neither metrics\.jsonl nor config\.yaml"):
+def test_invalid_and_repeated_folders_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"not the folder of a run: it has neither metrics\.jsonl nor config\.yaml"):
         open_runs([tmp_path])
     write_synthetic_run(tmp_path / "run", 1, rollouts=0)
     with pytest.raises(ConfigError, match="is given twice"):
@@ -229,7 +229,7 @@ STALE = "trainer: {fully_async: {enabled: true, max_staleness_steps: %s}}"
         *(STALE % value for value in ("many", "null", "[1]", "-1")),
     ],
 )
-def test_a_run_whose_configuration_cannot_be_read_is_shown_without(tmp_path: Path, text: str):
+def test_run_with_unreadable_configuration_is_shown(tmp_path: Path, text: str):
     write_synthetic_run(tmp_path, 1, rollouts=0)
     (tmp_path / "config.yaml").write_bytes(text.encode("latin-1"))
     (tmp_path / "run.json").write_text("[")
@@ -240,10 +240,10 @@ def test_a_run_whose_configuration_cannot_be_read_is_shown_without(tmp_path: Pat
     assert RunReader(tmp_path).diagnosis() == []
 
 
-def test_a_run_that_cannot_be_read_hides_no_others(tmp_path: Path):
+def test_unreadable_run_hides_no_others(tmp_path: Path):
     runs = [RunReader(write_synthetic_run(tmp_path / name, 2, rollouts=0, name=name)) for name in ("a", "b")]
     (tmp_path / "a" / METRICS_FILE).unlink()
-    (tmp_path / "a" / METRICS_FILE).mkdir()  # root may read everything, but no folder
+    (tmp_path / "a" / METRICS_FILE).mkdir()  # unreadable even for root
     first, second = overview(runs)["runs"]
     assert (first["name"], first["state"], first["step"]) == ("a", "unknown", 0)
     assert (second["name"], second["step"]) == ("b", 2) and first.keys() == second.keys()

@@ -33,7 +33,7 @@ HOSTILE = "\x1b[31m\x00[bold]x[/bold]</think><script>\ud800\u202e\r\n"
 
 
 class Recorder:
-    """A tracker that keeps what it got, or raises."""
+    """A tracker that records its calls, and raises if `fails`."""
 
     def __init__(self, fails: bool = False):
         self.fails = fails
@@ -58,21 +58,24 @@ class Recorder:
         self._call("close")
 
 
-def test_a_table_is_for_those_that_show_one_and_the_few_completions_for_all(tmp_path: Path):
+def test_tables_go_to_trackers_that_support_them(tmp_path: Path):
     class Table(Recorder):
         def table(self, rows: Sequence[SampleRow], step: int) -> None:
             self._call("table", list(rows), step)
 
-    few, many = [SampleRow("p", "a", 1.0, "stop")], [SampleRow("p", "a", 1.0, "stop", sample=n) for n in range(5)]
-    with Trackers({"few": (plain := Recorder()), "many": (table := Table())}) as trackers:
-        trackers.samples(few, 3)
-        trackers.table(many, 3)
-    assert plain.calls == [("samples", few, 3), ("close",)]
-    assert table.calls == [("samples", few, 3), ("table", many, 3), ("close",)]
+    samples, table_rows = (
+        [SampleRow("p", "a", 1.0, "stop")],
+        [SampleRow("p", "a", 1.0, "stop", sample=n) for n in range(5)],
+    )
+    with Trackers({"plain": (plain := Recorder()), "table": (table := Table())}) as trackers:
+        trackers.samples(samples, 3)
+        trackers.table(table_rows, 3)
+    assert plain.calls == [("samples", samples, 3), ("close",)]
+    assert table.calls == [("samples", samples, 3), ("table", table_rows, 3), ("close",)]
 
 
 @pytest.mark.fault("F39")
-def test_a_tracker_that_raises_is_named_once_and_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
+def test_failing_tracker_is_dropped_with_one_warning(caplog: pytest.LogCaptureFixture):
     good, bad = Recorder(), Recorder(fails=True)
     with caplog.at_level(logging.WARNING), Trackers({"bad": bad, "good": good}) as trackers:
         for step in range(3):
@@ -83,7 +86,7 @@ def test_a_tracker_that_raises_is_named_once_and_dropped_and_the_others_go_on(ca
     assert "disk full" in caplog.text
 
 
-def test_the_warning_of_a_tracker_has_no_password_of_its_server_s_address(caplog: pytest.LogCaptureFixture):
+def test_tracker_warning_hides_password_in_url(caplog: pytest.LogCaptureFixture):
     tracker = Recorder(fails=True)
     tracker.failure = OSError("no answer from https://me:pass%20word@host:5000/api?mail=a@b")
     with caplog.at_level(logging.WARNING), Trackers({"one": tracker}) as trackers:
@@ -91,7 +94,7 @@ def test_the_warning_of_a_tracker_has_no_password_of_its_server_s_address(caplog
     assert "from https://***@host:5000/api?mail=a@b" in caplog.text and "me:" not in caplog.text
 
 
-def test_a_tracker_that_shows_how_runs_end_is_told_of_the_error_before_it_is_closed():
+def test_fail_is_called_before_close():
     class Shows(Recorder):
         def fail(self, error: BaseException) -> None:
             self.calls.append(("fail", error))
@@ -111,7 +114,7 @@ SECRET = "canary-of-a-password"
 
 @pytest.mark.defect("trackers-showed-secrets-of-the-environment")
 @pytest.mark.parametrize("fails", [False, True])
-def test_trackers_get_no_secret_of_the_environment_and_none_is_said_of_those_that_fail(
+def test_secrets_are_redacted_for_trackers_and_warnings(
     fails: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("MY_PASSWORD", SECRET)
@@ -127,7 +130,7 @@ def test_trackers_get_no_secret_of_the_environment_and_none_is_said_of_those_tha
 
 
 @pytest.mark.defect("names-that-trackers-do-not-take")
-def test_trackers_get_names_that_are_printable_and_hold_no_secret(monkeypatch: pytest.MonkeyPatch):
+def test_metric_names_are_printable_and_redacted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_PASSWORD", SECRET)
     tracker = Recorder()
     with Trackers({"one": tracker}) as trackers:
@@ -139,10 +142,15 @@ def test_trackers_get_names_that_are_printable_and_hold_no_secret(monkeypatch: p
     }
 
 
+def test_renamed_metrics_keep_their_deprecated_names():
+    tracker = Recorder()
+    with Trackers({"outer": Trackers({"inner": tracker})}) as trackers:
+        trackers.log({"timing/offload_s": 2.0, "reward/mean": 0.5}, 1)
+    assert tracker.calls[0] == ("log", {"timing/offload_s": 2.0, "timing/move_s": 2.0, "reward/mean": 0.5}, 1)
+
+
 @pytest.mark.parametrize("names", [[], ["console", "console"]])
-def test_jsonl_and_console_are_always_there_and_a_name_counts_once(
-    names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_jsonl_and_console_always_exist_once(names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with make_trackers(names, tmp_path, "project", "run", {}) as trackers:
         trackers.begin(0, 2)
         trackers.log({"reward/mean": 0.5}, 1)
@@ -150,13 +158,13 @@ def test_jsonl_and_console_are_always_there_and_a_name_counts_once(
     assert capsys.readouterr().out.count("step 1/2") == 1
 
 
-def test_an_unknown_tracker_is_refused_with_the_nearest_name(tmp_path: Path):
+def test_unknown_tracker_is_refused_with_suggestion(tmp_path: Path):
     with pytest.raises(ConfigError, match="Did you mean 'wandb'"):
         make_trackers(["wandbb"], tmp_path, "project", "run", {})
 
 
 @pytest.mark.parametrize("name", ["mlflow", "tensorboard", "trackio", "wandb"])
-def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_missing_library_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     module = f"skyrl_train.report.{name}"
     for loaded in [m for m in sys.modules if m == module or m.split(".")[0] == name]:
         monkeypatch.delitem(sys.modules, loaded)
@@ -165,12 +173,12 @@ def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pyt
         make_trackers([name], tmp_path, "project", "run", {})
 
 
-def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tmp_path: Path):
+def test_tensorboard_drops_later_steps_of_resumed_run(tmp_path: Path):
     for start, value in ((0, 1.0), (2, 7.0)):
         tracker = Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))})
         tracker.begin(start, 4)
         tracker.table([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
-        for step in range(start + 1, start + 4):  # a tracker that fails gets nothing more
+        for step in range(start + 1, start + 4):  # a failing tracker gets no further calls
             tracker.log({"reward/mean": value, "nan": float("nan"), HOSTILE: 1e308}, step)
         tracker.close()
     assert [(e.step, e.value) for e in events_in(tmp_path).Scalars("reward/mean")] == [
@@ -184,7 +192,7 @@ def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tm
 
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated:DeprecationWarning")  # TensorBoard's own copy
 @pytest.mark.parametrize("markdown", [True, False])
-def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_path: Path):
+def test_tensorboard_shows_completions_as_text(markdown: bool, tmp_path: Path):
     from tensorboard.plugins.text import text_plugin
     from tensorboard.util import tensor_util
 
@@ -213,10 +221,10 @@ def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_
     ]
 
 
-def test_tensorboard_has_the_configuration_as_hyper_parameters(tmp_path: Path):
+def test_tensorboard_has_configuration_as_hyperparameters(tmp_path: Path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    for seed in (1, 2):  # a resumed run may have other values
+    for seed in (1, 2):  # a resumed run may have a different configuration
         config = {"trainer": {"seed": seed, "policy": {"lr": 1e-6}, "run_name": HOSTILE}}
         with Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run", config))}) as tracker:
             tracker.begin(seed - 1, 3)
@@ -236,7 +244,7 @@ def events_in(run_dir: Path) -> EventAccumulator:
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text of each cell of its table as a browser shows it."""
+    """The elements of a page, and the texts of its table cells as a browser shows them."""
 
     def __init__(self):
         super().__init__()
@@ -283,9 +291,7 @@ assert "torch" not in sys.modules
 
 @pytest.mark.defect("a-wrong-key-of-wandb-ended-the-run")
 @pytest.mark.parametrize("account", [{"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "canary-that-is-no-key-of-wandb"}])
-def test_wandb_needs_neither_network_nor_account_and_gets_nothing_of_the_environment(
-    account: dict[str, str], tmp_path: Path
-):
+def test_wandb_works_offline_and_gets_no_secrets(account: dict[str, str], tmp_path: Path):
     home = tmp_path / "home"
     home.mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
@@ -307,18 +313,18 @@ def test_wandb_needs_neither_network_nor_account_and_gets_nothing_of_the_environ
         for written in (b'"%s"' % host, bytes([len(host)]) + host):
             assert written not in content, f"{file} has the name of this machine"
         assert file.name != "requirements.txt"
-    (where,) = [line for line in result.stdout.splitlines() if line.startswith("wandb: ")]
-    (kept,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert where == f"wandb: offline, `wandb sync {kept}` sends this run"
+    (address,) = [line for line in result.stdout.splitlines() if line.startswith("wandb: ")]
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert address == f"wandb: offline, `wandb sync {folder}` uploads this run"
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    (table,) = [json.loads(file.read_text()) for file in kept.glob("files/media/table/*.json")]
+    (table,) = [json.loads(file.read_text()) for file in folder.glob("files/media/table/*.json")]
     assert table["columns"] == [*SAMPLE_COLUMNS]
     assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == [
         asdict(SampleRow(HOSTILE, HOSTILE, 0.5 + n, "stop", "a-3", sample=n)) for n in range(2)
     ]
 
 
-def test_a_resumed_run_is_the_same_run_of_wandb_and_one_that_begins_anew_is_another(tmp_path: Path):
+def test_resumed_run_continues_its_wandb_run(tmp_path: Path):
     env = os.environ | {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), "1", "0", "fails"]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -332,19 +338,19 @@ def test_a_resumed_run_is_the_same_run_of_wandb_and_one_that_begins_anew_is_anot
 
 
 def exit_code(file: Path) -> int:
-    """What W&B is told of the end of a run, in a file of one block: records of checksum, length and kind, 7 bytes."""
-    content, at = file.read_bytes(), 7
+    """Return the exit code in a W&B file of one block. Each record has a header of 7 bytes with its length."""
+    content, offset = file.read_bytes(), 7
     assert len(content) < 32768
-    while at + 7 <= len(content):
-        length = int.from_bytes(content[at + 4 : at + 6], "little")
-        record = Record.FromString(content[at + 7 : at + 7 + length])
+    while offset + 7 <= len(content):
+        length = int.from_bytes(content[offset + 4 : offset + 6], "little")
+        record = Record.FromString(content[offset + 7 : offset + 7 + length])
         if record.HasField("exit"):
             return int(record.exit.exit_code)
-        at += 7 + length
-    raise AssertionError(f"{file} has no end")
+        offset += 7 + length
+    raise AssertionError(f"{file} has no exit record")
 
 
-def test_ids_of_trackers_are_kept_in_the_run_s_folder_and_a_damaged_file_is_none(tmp_path: Path):
+def test_tracker_ids_are_saved_and_damaged_file_ignored(tmp_path: Path):
     assert load_run_id(tmp_path, "wandb") is None
     save_run_id(tmp_path, "wandb", "a")
     save_run_id(tmp_path, "mlflow", "b")
@@ -354,6 +360,6 @@ def test_ids_of_trackers_are_kept_in_the_run_s_folder_and_a_damaged_file_is_none
         assert load_run_id(tmp_path, "wandb") is None
 
 
-def test_a_configuration_becomes_flat_names_and_plain_values():
+def test_configuration_is_flattened():
     config = {"a": {"b": 1, "c": {"d": [1, None]}}, "e": None, "f": True, "g": "x\x1b", "\n": {}, "h": 0.5}
     assert flatten_config(config) == {"a.b": 1, "a.c.d": "[1, null]", "e": "null", "f": True, "g": r"x\x1b", "h": 0.5}

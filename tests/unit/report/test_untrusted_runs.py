@@ -1,4 +1,4 @@
-"""One odd file in one run's folder hides no other run, and no more of its own than that file."""
+"""A damaged or malicious file of a run hides no other run, and no other file of the same run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_train.report.watch_server import WatchServer
 from tests.support.synthetic_run_folders import write_synthetic_run
 
 PAGE = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'
-MOST_BYTES = 5_000_000
+MAX_BYTES = 5_000_000
 BILLION = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefghijk", "bcdefghijkl", strict=True)
@@ -60,13 +60,13 @@ def sparse(file: Path) -> None:
         handle.truncate(1 << 40)
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
 
 
 def replaced(file: Path) -> None:
-    """A file in the place of a folder."""
+    """Replace a folder by a file."""
     file.rename(file.with_name("moved"))
     file.write_text("x")
 
@@ -84,21 +84,21 @@ def text(content: str) -> Callable[[Path], object]:
 
 
 def lines(*rows: str) -> Callable[[Path], object]:
-    """Rows beside one that is good."""
+    """Return a function that writes these lines around a valid one."""
     good = json.dumps({"step": 1, "reward/mean": 0.5, "timing/step_s": 2.0})
     return text("\n".join([*rows, good, *rows]) + "\n")
 
 
 def columns(**changed: pa.Array | None) -> Callable[[Path], object]:
-    """Other values in columns of a step's file; None: without the column."""
+    """Return a function that replaces columns of a step's file; None removes the column."""
 
     def change(file: Path) -> None:
         table = pq.read_table(file)
         for name, values in changed.items():
-            place = table.schema.get_field_index(name)
-            table = table.remove_column(place)
+            index = table.schema.get_field_index(name)
+            table = table.remove_column(index)
             if values is not None:
-                table = table.add_column(place, name, pa.chunked_array([values]))
+                table = table.add_column(index, name, pa.chunked_array([values]))
         pq.write_table(table, file)
 
     return change
@@ -156,14 +156,14 @@ DAMAGE: dict[str, dict[str, Callable[[Path], object]]] = {
     "rollouts": {"file": replaced},
     "rollouts/vocabulary.parquet": {
         **ODD,
-        "truncated": cut,
+        "truncated": truncate,
         "not UTF-8": table(pa.table({"id": pa.array(range(ROWS), INT), "text": NOT_UTF8})),
         "other columns": table(pa.table({"x": [1]})),
         "nulls": table(pa.table({"id": [None, 1], "text": ["a", None]})),
     },
     "rollouts/step_00000002.parquet": {
         **ODD,
-        "truncated": cut,
+        "truncated": truncate,
         "empty": text(""),
         "not UTF-8": columns(text=NOT_UTF8),
         "not UTF-8 uid": columns(uid=NOT_UTF8),
@@ -184,7 +184,7 @@ DAMAGE: dict[str, dict[str, Callable[[Path], object]]] = {
         "other JSON": columns(messages=pa.array(["3"] * ROWS), env_metrics=pa.array(["[1]"] * ROWS)),
     },
 }
-CASES = [(name, how) for name, ways in DAMAGE.items() for how in ways]
+CASES = [(name, how) for name, kinds in DAMAGE.items() for how in kinds]
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +193,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_of(folders: list[Path]) -> dict[str, Any]:
-    """What a report of these runs holds."""
-    found: dict[str, Any] = json.loads(make_report(folders, json.dumps, MOST_BYTES).html)
+    """Return the data of a report of these runs."""
+    found: dict[str, Any] = json.loads(make_report(folders, json.dumps, MAX_BYTES).html)
     return found
 
 
@@ -212,14 +212,14 @@ def answers(folders: list[Path], paths: list[str]) -> list[tuple[int, Any]]:
     return asyncio.run(asyncio.wait_for(ask(), 60))
 
 
-def asked(run: int) -> list[str]:
+def endpoints(run: int) -> list[str]:
     kinds = ["metrics", "diagnosis", "rollouts", "rollouts?text=is+what"]
     return [f"{kind}{'&' if '?' in kind else '?'}run={run}" for kind in kinds]
 
 
 @pytest.mark.defect("one-odd-file-hid-all-runs")
 @pytest.mark.parametrize(("name", "how"), CASES, ids=[f"{name} {how}" for name, how in CASES])
-def test_an_odd_file_hides_nothing_else(name: str, how: str, tmp_path: Path, good: Path):
+def test_odd_file_hides_nothing_else(name: str, how: str, tmp_path: Path, good: Path):
     bad = write_synthetic_run(tmp_path / "a", 3, name="a", rollouts=ROWS)
     DAMAGE[name][how](bad / name)
     data = data_of([bad, good])
@@ -232,16 +232,16 @@ def test_an_odd_file_hides_nothing_else(name: str, how: str, tmp_path: Path, goo
     if not name.startswith("rollouts"):
         assert len(data["rollouts"]["0"]) == 3 * ROWS
     elif name != "rollouts":
-        whole = {step for step in (1, 2, 3) if step_file(bad, step) != bad / name}
-        assert whole <= {rollout["step"] for rollout in data["rollouts"]["0"]}
-    runs, *of_bad = answers([bad, good], ["runs", *asked(0)])
+        intact = {step for step in (1, 2, 3) if step_file(bad, step) != bad / name}
+        assert intact <= {rollout["step"] for rollout in data["rollouts"]["0"]}
+    runs, *bad_answers = answers([bad, good], ["runs", *endpoints(0)])
     assert runs[0] == 200 and [run["has_rollouts"] for run in runs[1]["runs"]][1]
-    statuses = [status for status, _ in of_bad]
+    statuses = [status for status, _ in bad_answers]
     assert statuses[1:] == [200, 200, 200] if name != METRICS_FILE else statuses[2:] == [200, 200]
     assert statuses[0] in (200, 400) and statuses[1] in (200, 400)
 
 
-def test_a_rollout_whose_columns_do_not_fit_is_refused_by_name(tmp_path: Path):
+def test_inconsistent_rollout_is_refused_by_name(tmp_path: Path):
     bad = write_synthetic_run(tmp_path / "a", 3, name="a", rollouts=ROWS)
     DAMAGE["rollouts/step_00000002.parquet"]["short columns"](step_file(bad, 2))
     columns(rollout_logprobs=pa.array([[1.0]] * ROWS, pa.list_(pa.float32())))(step_file(bad, 2))
@@ -260,11 +260,11 @@ def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], ob
         raise AssertionError("opened")
 
 
-def test_errors_inside_are_of_the_file(tmp_path: Path):
+def test_errors_inside_context_name_the_file(tmp_path: Path):
     (tmp_path / "x").write_bytes(b"12345")
     with pytest.raises(OSError, match=r"x cannot be read: \\x1b"), open_untrusted(tmp_path / "x"):
         raise ValueError("\x1b")
-    with pytest.raises(OSError, match="has 5 bytes; at most 4 are read"), open_untrusted(tmp_path / "x", 4):
+    with pytest.raises(OSError, match="has 5 bytes; at most 4 are allowed"), open_untrusted(tmp_path / "x", 4):
         raise AssertionError("opened")
 
 
@@ -283,7 +283,7 @@ def test_metrics_hold_finite_numbers_only(tmp_path: Path):
     assert read_metrics(tmp_path / "none") == []
 
 
-def test_numbers_beyond_the_range_of_a_chart_are_shown_as_none(tmp_path: Path):
+def test_values_beyond_chart_range_are_none(tmp_path: Path):
     rows = '{"step": 0, "time": 1e300, "reward/mean": -1.7e308}\n{"step": 1, "reward/mean": 0.5}\n'
     text(rows)(tmp_path / METRICS_FILE)
     assert read_metrics(tmp_path / METRICS_FILE)[0]["reward/mean"] == -1.7e308
@@ -291,7 +291,7 @@ def test_numbers_beyond_the_range_of_a_chart_are_shown_as_none(tmp_path: Path):
     assert columns["reward/mean"] == [None, 0.5] and columns["reward/p10"] == [None, 0.5]
 
 
-def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_number_of_curves_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_reader, "MAX_METRICS", 5)
     rows = [{"step": step, "reward/mean": 1.0, f"id/{step}": 1.0} for step in range(20)]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -300,7 +300,7 @@ def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.defect("short-lines-after-a-wide-one-took-all-memory")
-def test_a_run_has_a_bounded_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_number_of_values_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_reader, "MAX_VALUES", 100)
     wide = {"step": 0, **{f"metric/{number}": 1.0 for number in range(10)}}
     rows = [wide, *({"step": step} for step in range(1, 1000))]
@@ -309,8 +309,8 @@ def test_a_run_has_a_bounded_number_of_values(tmp_path: Path, monkeypatch: pytes
     assert found["steps"] == list(range(10)) and found["columns"]["metric/9"] == [1.0, *[None] * 9]
 
 
-def test_a_vocabulary_that_cannot_be_read_leaves_ids(tmp_path: Path):
+def test_unreadable_vocabulary_shows_token_ids(tmp_path: Path):
     bad = write_synthetic_run(tmp_path / "a", 1, name="a", rollouts=ROWS)
-    cut(vocabulary_file(bad))
+    truncate(vocabulary_file(bad))
     shown = data_of([bad])["rollouts"]["0"][0]["tokens"]
-    assert shown["texts"] == [f"<{one}>" for one in shown["ids"]]
+    assert shown["texts"] == [f"<{token}>" for token in shown["ids"]]

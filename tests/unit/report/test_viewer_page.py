@@ -1,4 +1,4 @@
-"""The page is what viewer/ makes of itself, or the last that it made."""
+"""The viewer page is built from viewer/; if that fails, the last built page is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_train.report.viewer_page import render_page
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with an npm, and a file of viewer/ that is newer than any page."""
+    """A checkout with npm and a source file that is newer than any page."""
     folder = tmp_path / "page"
     for name, value in {
         "CHECKOUT": tmp_path,
@@ -46,36 +46,36 @@ def older_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "says"),
+    ("cause", "message"),
     [
         ("it fails", "scripts/viewer failed: no network"),
         ("it does not begin", "scripts/viewer failed: .*No such file"),
         ("it cannot be locked", r"scripts/viewer failed: .*\.lock"),
-        ("no npm", "npm builds it, and is not on PATH"),
+        ("no npm", "building it needs npm, which is not on PATH"),
     ],
 )
-def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
-    cause: str, says: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_failed_build_falls_back_to_existing_page(
+    cause: str, message: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     build = checkout / "scripts" / "viewer"
     if cause == "it does not begin":
         build.write_text("#!/nowhere/sh\n")
     elif cause == "it cannot be locked":
-        (viewer_page.FOLDER / ".lock").mkdir(parents=True)  # root may write every file, but no folder
+        (viewer_page.FOLDER / ".lock").mkdir(parents=True)  # not writable even for root
     elif cause == "no npm":
         monkeypatch.setenv("PATH", str(checkout))
-    with pytest.raises(ConfigError, match=f"is not built; .*{says}"):
+    with pytest.raises(ConfigError, match=f"is not built: .*{message}"):
         render_page()
     older_page()
-    monkeypatch.setattr(viewer_page, "_failed", {})  # as in another process
+    monkeypatch.setattr(viewer_page, "_failed", {})  # simulates another process
     with caplog.at_level(logging.WARNING):
         assert "an_older_one()" in render_page() and "an_older_one()" in render_page()
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert re.match(f"the page of reports is an older one than viewer/; .*{says}", warning)
-    assert cause != "it fails" or Path(f"{build}.ran").read_text() == "ran\n" * 2, "once a process"
+    assert re.match(f"The page of reports is older than its sources in viewer/: .*{message}", warning)
+    assert cause != "it fails" or Path(f"{build}.ran").read_text() == "ran\n" * 2, "one build per process"
 
 
-def test_a_build_that_takes_too_long_ends_with_all_its_processes(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+def test_build_timeout_kills_all_processes(checkout: Path, monkeypatch: pytest.MonkeyPatch):
     (checkout / "scripts" / "viewer").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$0.child"\nwait\n')
     monkeypatch.setattr(viewer_page, "BUILD_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match=r"scripts/viewer failed: it took more than 0\.5 s"):

@@ -1,4 +1,4 @@
-"""Watch answers whoever has its token, and nobody else; what it says is what the files hold."""
+"""The watch server answers only requests with its token, with the contents of the files."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def watch(
-    folders: list[Path], test: Callable[[WatchServer, aiohttp.ClientSession], Awaitable[Any]], more: str = ""
+    folders: list[Path], test: Callable[[WatchServer, aiohttp.ClientSession], Awaitable[Any]], suffix: str = ""
 ) -> Any:
-    """Run `test(server, session)`; the session has no token. `more`: the end of the page."""
+    """Run `test(server, session)`. The session has no token. `suffix` is appended to the page."""
 
     async def run() -> Any:
-        async with WatchServer(folders, render_page() + more) as server:
+        async with WatchServer(folders, render_page() + suffix) as server:
             async with aiohttp.ClientSession(server.url) as session:
                 return await asyncio.wait_for(test(server, session), 60)
 
@@ -52,7 +52,7 @@ def watch(
 
 
 def answers(folders: list[Path], *paths: str) -> list[Any]:
-    """What is said at paths below /api/ to whoever has the token."""
+    """Return the JSON at paths below /api/ for requests with the token."""
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> list[Any]:
         found = []
@@ -71,10 +71,10 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def test_every_address_says_what_the_files_hold(folders: list[Path]):
+def test_every_endpoint_returns_file_contents(folders: list[Path]):
     views = RolloutViews(folders[0])
     row = views.rollouts(Query(step=2))["rows"][9]
-    one = f"step=2&uid={row['uid']}&sample={row['sample']}"
+    params = f"step=2&uid={row['uid']}&sample={row['sample']}"
     runs, metrics, short, diagnosis, rollouts, none, rollout, group = answers(
         folders,
         "runs",
@@ -83,7 +83,7 @@ def test_every_address_says_what_the_files_hold(folders: list[Path]):
         "diagnosis?run=1",
         "rollouts?run=0&step_from=2&source=math&order=-tokens&limit=5&text=",
         "rollouts?run=1",
-        f"rollout?run=0&{one}",
+        f"rollout?run=0&{params}",
         f"group?run=0&step=2&uid={row['uid']}",
     )
     assert runs == overview(open_runs(folders)) and len(runs["runs"]) == 2
@@ -105,7 +105,7 @@ async def status(session: aiohttp.ClientSession, path: str, headers: Mapping[str
         return answer.status
 
 
-def test_without_the_token_there_is_no_answer(folders: list[Path]):
+def test_requests_without_token_are_refused(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         for path in ("/api/runs", "/api/metrics?run=0", "/nowhere", f"/api/runs?access_token={server.token}"):
             assert await status(session, path) == 401
@@ -117,9 +117,9 @@ def test_without_the_token_there_is_no_answer(folders: list[Path]):
     watch(folders, ask)
 
 
-def test_the_page_has_nothing_of_the_runs_and_sets_no_cookie(folders: list[Path]):
+def test_page_has_no_run_data_and_no_cookie(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
-        assert server.address == f"{server.url}/#access_token={server.token}"  # what is behind # is not sent
+        assert server.address == f"{server.url}/#access_token={server.token}"  # browsers do not send the fragment
         async with session.get(server.address) as answer:
             assert answer.status == 200 and answer.content_type == "text/html"
             assert "Set-Cookie" not in answer.headers
@@ -133,7 +133,7 @@ def test_the_page_has_nothing_of_the_runs_and_sets_no_cookie(folders: list[Path]
     watch(folders, ask)
 
 
-def test_other_sites_get_no_answer_whatever_name_of_theirs_leads_here(folders: list[Path]):
+def test_requests_from_other_sites_are_refused(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         known = bearer(server.token)
         for host in (
@@ -146,12 +146,12 @@ def test_other_sites_get_no_answer_whatever_name_of_theirs_leads_here(folders: l
             "@",
         ):
             assert await status(session, "/api/runs", known | {"Host": host}) == 403, host
-        for host in ("localhost", "localhost:9000", "127.0.0.1", "[::1]:9000"):  # a tunnel may begin at another port
+        for host in ("localhost", "localhost:9000", "127.0.0.1", "[::1]:9000"):  # a tunnel may use another port
             assert await status(session, "/api/runs", known | {"Host": host}) == 200, host
         for site in ("cross-site", "same-site"):
             assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": site}) == 403
         assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": "same-origin"}) == 200
-        followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # a link to a view
+        followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # the user follows a link
         assert await status(session, "/", followed) == 200
         assert await status(session, "/api/runs", known | followed) == 403
         assert await status(session, "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}) == 403
@@ -173,14 +173,14 @@ def test_other_sites_get_no_answer_whatever_name_of_theirs_leads_here(folders: l
         "/page.js",
     ],
 )
-def test_there_are_no_other_files(folders: list[Path], path: str):
+def test_server_serves_no_other_files(folders: list[Path], path: str):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         assert await status(session, path, bearer(server.token)) == 404
 
     watch(folders, ask)
 
 
-def test_nothing_can_be_changed(folders: list[Path]):
+def test_server_is_read_only(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         for verb in ("POST", "PUT", "DELETE", "PATCH"):
             async with session.request(verb, "/api/runs", headers=bearer(server.token)) as answer:
@@ -190,27 +190,27 @@ def test_nothing_can_be_changed(folders: list[Path]):
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [
-        ("metrics?run=2", "run='2' is none of the runs, whose ids are 0, 1"),
-        ("metrics?run=../b", "run='../b' is none of the runs"),
-        ("rollouts?run=0&step=x", "step='x' is not a whole number"),
-        ("rollouts?run=0&folder=/etc", "'folder' is no parameter of rollouts"),
-        ("rollout?run=0&uid=1", "step='' is not a whole number"),
+        ("metrics?run=2", "run='2' is not the id of a run. Choose from 0, 1"),
+        ("metrics?run=../b", "run='../b' is not the id of a run"),
+        ("rollouts?run=0&step=x", "step='x' is not an integer"),
+        ("rollouts?run=0&folder=/etc", "'folder' is not a parameter of rollouts"),
+        ("rollout?run=0&uid=1", "step='' is not an integer"),
         ("rollout?run=0&step=1&uid=../../etc&sample=0", "step 1 has no sample 0 of the prompt '../../etc'"),
         ("group?run=1&step=1&uid=1", "step 1 has no rollouts of the prompt '1'"),
     ],
 )
-def test_a_question_that_is_none_is_refused_by_name(folders: list[Path], path: str, says: str):
+def test_invalid_request_is_refused_by_name(folders: list[Path], path: str, message: str):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         async with session.get(f"/api/{path}", headers=bearer(server.token)) as answer:
-            assert answer.status == 400 and says in await answer.text()
+            assert answer.status == 400 and message in await answer.text()
             assert answer.content_type == "text/plain"
 
     watch(folders, ask)
 
 
-def test_what_has_not_changed_is_not_sent_again_and_what_is_new_is_there(tmp_path: Path):
+def test_unchanged_data_is_not_sent_again(tmp_path: Path):
     folder = write_synthetic_run(tmp_path, 2, total=5)
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
@@ -232,7 +232,7 @@ def test_what_has_not_changed_is_not_sent_again_and_what_is_new_is_there(tmp_pat
 
 @pytest.mark.fault("F28")
 @pytest.mark.defect("watch-and-metrics-held-every-connection")
-def test_half_open_connections_leave_room_and_end_by_themselves(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
+def test_half_open_connections_are_closed(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=8, backlog=8))
 
@@ -252,24 +252,24 @@ def test_half_open_connections_leave_room_and_end_by_themselves(folders: list[Pa
 
 
 @pytest.mark.defect("watch-and-metrics-held-every-connection")
-def test_an_answer_that_nobody_reads_ends_its_connection(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
+def test_unread_response_closes_its_connection(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", 0.05)
     monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=1, backlog=8))
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with closing(open_connection(server.url, request, receive_bytes=1 << 12)):
-            for _ in range(100):  # the only connection that it may have is free again while that client holds on
+            for _ in range(100):  # the only allowed connection becomes free while the client keeps it open
                 await asyncio.sleep(0.1)
                 async with session.get("/api/runs", headers=bearer(server.token)) as answer:
                     if answer.status == 200:
                         return
-        raise AssertionError("the connection was not ended")
+        raise AssertionError("the connection was not closed")
 
-    watch(folders, ask, more="x" * (32 << 20))  # more than the kernel takes
+    watch(folders, ask, suffix="x" * (32 << 20))  # more than the kernel buffers
 
 
-def test_a_port_that_is_taken_is_said(folders: list[Path]):
+def test_port_in_use_is_reported(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         port = URL(server.url).port
         assert port is not None

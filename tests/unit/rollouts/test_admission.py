@@ -38,15 +38,15 @@ def prompt(position: int) -> Prompt:
 @pytest.mark.parametrize("seed", range(3))
 def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: int, seed: int):
     rng = random.Random(seed)
-    live = 0
+    version = 0
 
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        begun = live
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        started = version
         await asyncio.sleep(rng.choice([0, 0.001, 0.01 if rng.random() < 0.2 else 0.002]))
-        return group_of(asked, begun)
+        return group_of(prompt, started)
 
     async def train() -> tuple[list[int], list[str]]:
-        nonlocal live
+        nonlocal version
         collector = RolloutCollector(
             rollout, prompt, lambda step: PER_STEP if step < STEPS else 0, max_staleness, max_failed_fraction=0.5
         )
@@ -57,8 +57,8 @@ def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: 
             ages += [step - group.trajectories[0].min_version for group in groups]
             uids += [group.prompt.uid for group in groups]
             await asyncio.sleep(0.001)
-            live = step + 1
-            collector.on_weights_published(live)
+            version = step + 1
+            collector.on_weights_published(version)
         assert collector.consumed == STEPS * PER_STEP
         return ages, uids
 
@@ -66,21 +66,21 @@ def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: 
     assert uids == [str(i) for i in range(STEPS * PER_STEP)]
     assert max(ages) <= max_staleness
     if max_staleness:
-        assert max(ages) > 0, "rollouts never ran ahead: the bound was not tried"
+        assert max(ages) > 0, "rollouts never ran ahead, so the bound was not tested"
 
 
 @pytest.mark.parametrize("num_parallel_generation_workers", [1, 3])
-def test_no_more_rollouts_are_under_way_than_may_be(num_parallel_generation_workers: int):
-    rng, under_way, most, begun = random.Random(0), 0, 0, []
+def test_number_of_running_rollouts_is_limited(num_parallel_generation_workers: int):
+    rng, running, max_running, started = random.Random(0), 0, 0, []
 
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        begun.append(position)
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        nonlocal running, max_running
+        running += 1
+        max_running = max(max_running, running)
+        started.append(position)
         await asyncio.sleep(rng.choice([0.001, 0.003]))
-        under_way -= 1
-        return group_of(asked, max(0, position // PER_STEP - 2))
+        running -= 1
+        return group_of(prompt, max(0, position // PER_STEP - 2))
 
     async def train() -> list[str]:
         collector = RolloutCollector(
@@ -100,18 +100,18 @@ def test_no_more_rollouts_are_under_way_than_may_be(num_parallel_generation_work
         return uids
 
     assert asyncio.run(train()) == [str(i) for i in range(STEPS * PER_STEP)]
-    assert begun == list(range(STEPS * PER_STEP))
-    assert most == num_parallel_generation_workers
+    assert started == list(range(STEPS * PER_STEP))
+    assert max_running == num_parallel_generation_workers
 
 
 @pytest.mark.defect("ended-and-still-counted")
-def test_a_step_that_finds_its_rollout_just_ended_begins_the_next_one():
+def test_step_starts_next_rollout_after_finished_one():
     ended = asyncio.Event()
 
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         await asyncio.sleep(0)
-        ended.set()  # who waits for this runs before anyone is told that the rollout is over
-        return group_of(asked)
+        ended.set()  # a waiter runs before the callbacks of the rollout's task
+        return group_of(prompt)
 
     async def run() -> list[str]:
         collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5, num_parallel_generation_workers=1)
@@ -125,7 +125,7 @@ def test_a_step_that_finds_its_rollout_just_ended_begins_the_next_one():
     assert asyncio.run(run()) == ["0", "1", "2", "3"]
 
 
-def test_what_was_cancelled_before_its_first_line_is_not_counted():
+def test_rollout_canceled_before_start_is_not_counted():
     async def run() -> int:
         queue: RolloutQueue[TrajectoryGroup] = RolloutQueue()
         queue.add_permits(2)
@@ -137,12 +137,12 @@ def test_what_was_cancelled_before_its_first_line_is_not_counted():
     assert asyncio.run(run()) == 0
 
 
-def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
-    begun: list[int] = []
+def test_later_rollouts_start_when_weights_are_published():
+    started: list[int] = []
 
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        begun.append(position)
-        return group_of(asked)
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        started.append(position)
+        return group_of(prompt)
 
     async def run() -> None:
         collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5)
@@ -154,17 +154,17 @@ def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
         await collector.close()
 
     asyncio.run(run())
-    assert begun == list(range(3 * PER_STEP))
+    assert started == list(range(3 * PER_STEP))
 
 
 @pytest.mark.parametrize("bound", [0, 1])
 @pytest.mark.defect("ages-unseen-without-staleness")
-def test_a_token_that_is_too_old_ends_the_run_by_name(bound: int):
-    """Also in an asynchronous run that allows none to be old, whose ages are in its metrics as well."""
+def test_stale_token_raises(bound: int):
+    """Also with `num_parallel_generation_workers` and a staleness bound of 0, where ages are in the metrics, too."""
     version = 4
 
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        return group_of(asked, version=version)
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        return group_of(prompt, version=version)
 
     async def run() -> dict[str, float]:
         collector = RolloutCollector(
@@ -179,18 +179,18 @@ def test_a_token_that_is_too_old_ends_the_run_by_name(bound: int):
     assert {"async/staleness_max", "async/in_flight"} <= asyncio.run(run()).keys()
     version = 3 - bound
     with pytest.raises(
-        StaleRollout, match=rf"step 5 .* version {version} sampled, {bound + 1} steps old: the bound is {bound}"
+        StaleRollout, match=rf"step 5 .* version {version} sampled\. It is {bound + 1} steps old, but at most {bound}"
     ):
         asyncio.run(run())
 
 
 @pytest.mark.defect("a-turn-without-tokens-was-of-version-0")
 def test_a_turn_without_tokens_has_no_age():
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        group = group_of(asked, version=4)
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        group = group_of(prompt, version=4)
         group.trajectories[0].turns.append(Turn(1, 1, 0.0, "stop", 0, 0))
-        silent = group.trajectories[1]
-        silent.turns, silent.loss_spans = [Turn(0, 0, 0.0, "length", 0, 0)], []
+        empty = group.trajectories[1]
+        empty.turns, empty.loss_spans = [Turn(0, 0, 0.0, "length", 0, 0)], []
         return group
 
     async def run() -> dict[str, float]:
@@ -205,47 +205,47 @@ def test_a_turn_without_tokens_has_no_age():
         await collector.close()
         return metrics.flush()
 
-    found = asyncio.run(run())
-    assert (found["async/staleness_max"], found["rollouts/max_staleness"]) == (0, 0)
+    metrics = asyncio.run(run())
+    assert (metrics["async/staleness_max"], metrics["rollouts/max_staleness"]) == (0, 0)
 
 
-def test_a_rollout_without_a_granted_slot_is_refused():
+def test_rollout_without_a_permit_is_rejected():
     queue: RolloutQueue[TrajectoryGroup] = RolloutQueue()
     with pytest.raises(AssertionError, match="staleness"):
         queue.submit(lambda: asyncio.sleep(0))  # type: ignore[arg-type,return-value]
 
 
-def test_closing_cancels_what_is_under_way():
-    cancelled = []
+def test_close_cancels_running_rollouts():
+    canceled = []
 
-    async def forever(asked: Prompt, position: int) -> TrajectoryGroup:
+    async def hang(prompt: Prompt, position: int) -> TrajectoryGroup:
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
-            cancelled.append(position)
+            canceled.append(position)
             raise
         raise AssertionError
 
     async def run() -> None:
-        collector = RolloutCollector(forever, prompt, lambda step: 3, 0, 0.5)
+        collector = RolloutCollector(hang, prompt, lambda step: 3, 0, 0.5)
         collector.start(0)
         collector.admit()
         await asyncio.sleep(0)
         await collector.close()
 
     asyncio.run(run())
-    assert cancelled == [0, 1, 2]
+    assert canceled == [0, 1, 2]
 
 
-def test_closing_also_ends_a_rollout_that_follows_one_which_ends_meanwhile():
+def test_close_cancels_rollouts_started_during_close():
     ended: list[int] = []
 
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         try:
             await asyncio.sleep(0 if position == 0 else 60)
         finally:
             ended.append(position)
-        return group_of(asked)
+        return group_of(prompt)
 
     async def run() -> int:
         collector = RolloutCollector(
@@ -253,8 +253,8 @@ def test_closing_also_ends_a_rollout_that_follows_one_which_ends_meanwhile():
         )
         collector.start(0)
         collector.admit()
-        await asyncio.sleep(0)  # it has begun
-        await asyncio.sleep(0)  # it is over, and who waits for it does not know yet
+        await asyncio.sleep(0)  # the rollout has started
+        await asyncio.sleep(0)  # the rollout has ended, but its callbacks have not run
         await collector.close()
         return len(asyncio.all_tasks())
 
@@ -262,12 +262,12 @@ def test_closing_also_ends_a_rollout_that_follows_one_which_ends_meanwhile():
     assert ended[0] == 0
 
 
-def test_an_exception_in_a_rollout_reaches_the_trainer():
-    async def broken(asked: Prompt, position: int) -> TrajectoryGroup:
+def test_exception_in_a_rollout_is_raised():
+    async def fail(prompt: Prompt, position: int) -> TrajectoryGroup:
         raise ValueError("a bug")
 
     async def run() -> None:
-        collector = RolloutCollector(broken, prompt, lambda step: 1, 0, 0.5)
+        collector = RolloutCollector(fail, prompt, lambda step: 1, 0, 0.5)
         collector.start(0)
         await collector.next_groups(0, Metrics())
 
@@ -275,12 +275,12 @@ def test_an_exception_in_a_rollout_reaches_the_trainer():
         asyncio.run(run())
 
 
-def collect(failed_of: list[int]) -> dict[str, float]:
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        return group_of(asked, failed=failed_of[position])
+def collect(num_failed: list[int]) -> dict[str, float]:
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        return group_of(prompt, failed=num_failed[position])
 
     async def run() -> dict[str, float]:
-        collector = RolloutCollector(rollout, prompt, lambda step: len(failed_of), 0, max_failed_fraction=0.5)
+        collector = RolloutCollector(rollout, prompt, lambda step: len(num_failed), 0, max_failed_fraction=0.5)
         collector.start(0)
         metrics = Metrics()
         await collector.next_groups(0, metrics)
@@ -295,12 +295,12 @@ def test_failed_trajectories_are_counted_by_error_type():
 
 
 @pytest.mark.fault("F11")
-def test_an_example_of_every_way_of_failing_is_shown_once_with_row_and_how_to_see_it_again(
+def test_each_failure_kind_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ):
-    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        group = group_of(asked)
-        detail = "division by zero (mine.py:7 in step)\n\x1b[31m"
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        group = group_of(prompt)
+        detail = "division by zero (my_env.py:7 in step)\n\x1b[31m"
         group.trajectories[0].fail("ZeroDivisionError", detail) if position % 2 else None
         group.trajectories[0].fail("engine", "it was lost") if position == 2 else None
         for trajectory in group.trajectories if position > 2 * PER_STEP else ():
@@ -315,31 +315,31 @@ def test_an_example_of_every_way_of_failing_is_shown_once_with_row_and_how_to_se
             collector.on_weights_published(step + 1)
         await collector.next_groups(2, Metrics())
 
-    how = (
-        r"ZeroDivisionError: division by zero (mine.py:7 in step)\n\x1b[31m (row {}, environment none). Try it: "
+    description = (
+        r"ZeroDivisionError: division by zero (my_env.py:7 in step)\n\x1b[31m (row {}, environment none). Try it: "
         "`skyrl-train env try none --data FILE --row {}`."
     )
-    with pytest.raises(RolloutsFailed) as failed:
+    with pytest.raises(RolloutsFailed) as error_info:
         asyncio.run(run())
-    assert str(failed.value).endswith(f"or raise the fraction. {how.format(9, 9)}")
+    assert str(error_info.value).endswith(f"or raise the fraction. {description.format(9, 9)}")
     assert [record.message for record in caplog.records] == [
-        f"2 of 8 episodes of this step failed and are masked. {how.format(1, 1)}",
+        f"2 of 8 episodes of this step failed and are masked. {description.format(1, 1)}",
         "1 of 8 episodes of this step failed and are masked. engine: it was lost (row 2, environment none).",
     ]
 
 
 @pytest.mark.fault("F16")
-def test_a_step_that_mostly_failed_stops_the_run_and_says_why():
+def test_mostly_failed_step_raises():
     with pytest.raises(RolloutsFailed, match=r"5 of 6 trajectories.*timeout x 5.*max_failed_fraction"):
         collect([2, 2, 1])
 
 
-def test_resuming_goes_on_at_the_next_prompt():
-    asked = []
+def test_resumed_collector_continues_at_the_next_prompt():
+    positions = []
 
-    async def rollout(one: Prompt, position: int) -> TrajectoryGroup:
-        asked.append(position)
-        return group_of(one)
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        positions.append(position)
+        return group_of(prompt)
 
     async def run() -> None:
         collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
@@ -349,17 +349,17 @@ def test_resuming_goes_on_at_the_next_prompt():
         assert collector.state_dict()["consumed"] == 8
 
     asyncio.run(run())
-    assert asked == [6, 7]
+    assert positions == [6, 7]
 
 
 @pytest.mark.defect("forged-states-of-runs")
 @pytest.mark.parametrize(
     "change", [{"consumed": "six"}, {"consumed": -1}, {"pass_rates": {"0": "high"}}, {"decided": [["first", True]]}]
 )
-def test_a_state_that_no_collector_has_given_is_refused(change: dict[str, Any]):
-    async def rollout(one: Prompt, position: int) -> TrajectoryGroup:
-        return group_of(one)
+def test_malformed_state_is_rejected(change: dict[str, Any]):
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        return group_of(prompt)
 
     collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
-    with pytest.raises(ValueError, match=r"six|before the first|high|first"):
+    with pytest.raises(ValueError, match=r"six|is negative|high|first"):
         collector.load_state_dict({"consumed": 6, "pass_rates": {}, "decided": []} | change)

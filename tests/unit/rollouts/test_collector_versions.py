@@ -1,4 +1,4 @@
-"""Every turn carries the version of the weights that sampled it, whoever updates them and when."""
+"""Versions of weights in collected turns: each turn has the version that sampled it, at any time of updates."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from skyrl_train.tensordict.envs.versions import PolicyVersion
 DEADLINE_S = 60.0
 
 
-class Numbered:
-    """A policy that says which weights it has: a number, which is its version too."""
+class VersionPolicy:
+    """A policy that answers with its weights, a number that is also their version."""
 
     def __init__(self) -> None:
         self.weights = 0
@@ -34,7 +34,7 @@ class Numbered:
 
 
 class VersionUpdater(WeightUpdaterBase):
-    def __init__(self, policy: Numbered):
+    def __init__(self, policy: VersionPolicy):
         super().__init__()
         self.policy = policy
 
@@ -43,14 +43,14 @@ class VersionUpdater(WeightUpdaterBase):
 
 
 class CallbackTransform(Transform):
-    """Does something in the step that follows so many others of an episode."""
+    """Calls a function in the step of an episode that follows `steps` other steps."""
 
-    def __init__(self, steps: int, what: Callable[[], None]):
-        self.steps, self.what = steps, what
+    def __init__(self, steps: int, callback: Callable[[], None]):
+        self.steps, self.callback = steps, callback
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         if int(root["step_count"].max()) == self.steps:
-            self.what()
+            self.callback()
         return following
 
 
@@ -60,33 +60,33 @@ def conversations(turns: int) -> DatasetChatEnv:
 
 def collector(env: DatasetChatEnv, policy: Any = None, **settings: Any) -> LLMCollector:
     settings = {"weight_updater": VersionUpdater, "track_policy_version": True, "flatten_data": True, **settings}
-    return LLMCollector(env, policy=policy or Numbered(), **settings)
+    return LLMCollector(env, policy=policy or VersionPolicy(), **settings)
 
 
-def push(collects: LLMCollector) -> None:
-    """The next weights; their number is the version that they become."""
-    assert isinstance(collects.policy_version, int)
-    collects.update_policy_weights_(collects.policy_version + 1)  # type: ignore[arg-type]
+def push(llm_collector: LLMCollector) -> None:
+    """Push the next weights, whose number is their version."""
+    assert isinstance(llm_collector.policy_version, int)
+    llm_collector.update_policy_weights_(llm_collector.policy_version + 1)  # type: ignore[arg-type]
 
 
-def said_and_version(batch: TensorDictBase | None) -> list[tuple[int, int]]:
+def answers_and_versions(batch: TensorDictBase | None) -> list[tuple[int, int]]:
     assert batch is not None
     return [(int(row["text_response"]), int(row["policy_version"])) for row in batch.unbind(0)]
 
 
-def test_an_update_in_the_middle_of_a_collection_shows():
+def test_update_during_a_collection_changes_versions():
     env = conversations(4)
-    collects = collector(env, dialog_turns_per_batch=4)
-    env.append_transform(CallbackTransform(1, lambda: push(collects)))
-    batch = next(iter(collects))
-    assert said_and_version(batch) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    llm_collector = collector(env, dialog_turns_per_batch=4)
+    env.append_transform(CallbackTransform(1, lambda: push(llm_collector)))
+    batch = next(iter(llm_collector))
+    assert answers_and_versions(batch) == [(0, 0), (0, 0), (1, 1), (1, 1)]
     assert batch is not None
     assert [int(row["next", "policy_version"]) for row in batch.unbind(0)] == [0, 0, 1, 1]
-    assert collects.get_policy_version() == 1
+    assert llm_collector.get_policy_version() == 1
 
 
-class BlockingPolicy(Numbered):
-    """Its first answer takes until it is allowed, and says the weights from before and after."""
+class BlockingPolicy(VersionPolicy):
+    """A policy whose answer waits for `allowed` and has the weights from before and after the wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,87 +102,91 @@ class BlockingPolicy(Numbered):
 
 def test_weights_do_not_change_during_a_turn():
     policy, queue = BlockingPolicy(), queues.Queue()  # type: ignore[var-annotated]
-    with collector(conversations(1), policy, dialog_turns_per_batch=1, total_dialog_turns=1, queue=queue) as collects:
-        collects.start()
+    with collector(
+        conversations(1), policy, dialog_turns_per_batch=1, total_dialog_turns=1, queue=queue
+    ) as llm_collector:
+        llm_collector.start()
         assert policy.entered.wait(DEADLINE_S)
-        pushing = threading.Thread(target=push, args=[collects])
+        pushing = threading.Thread(target=push, args=[llm_collector])
         pushing.start()
         pushing.join(0.2)
         policy.allowed.set()
         pushing.join(DEADLINE_S)
-        assert said_and_version(queue.get(timeout=DEADLINE_S)) == [(0, 0)]
-        assert policy.weights == collects.policy_version == 1
+        assert answers_and_versions(queue.get(timeout=DEADLINE_S)) == [(0, 0)]
+        assert policy.weights == llm_collector.policy_version == 1
 
 
-def test_an_update_that_waits_too_long_for_a_turn_says_so():
+def test_update_waiting_too_long_raises():
     policy = BlockingPolicy()
-    collects = collector(conversations(1), policy, dialog_turns_per_batch=1, queue=queues.Queue(), timeout=0.05)
-    collects.start()
+    llm_collector = collector(conversations(1), policy, dialog_turns_per_batch=1, queue=queues.Queue(), timeout=0.05)
+    llm_collector.start()
     assert policy.entered.wait(DEADLINE_S)
     with pytest.raises(TimeoutError, match=r"or the push of weights, under way did not finish within 0\.05 s"):
-        push(collects)
+        push(llm_collector)
     policy.allowed.set()
-    collects.shutdown(DEADLINE_S)
-    assert policy.weights == collects.policy_version == 0
+    llm_collector.shutdown(DEADLINE_S)
+    assert policy.weights == llm_collector.policy_version == 0
 
 
-def test_versions_may_be_names():
+def test_versions_may_be_uuids():
     names = PolicyVersion("uuid")
-    collects = collector(conversations(1), dialog_turns_per_batch=1, track_policy_version=names, weight_updater=None)
-    first = next(iter(collects))
-    collects.increment_version()
-    second = next(iter(collects))
+    llm_collector = collector(
+        conversations(1), dialog_turns_per_batch=1, track_policy_version=names, weight_updater=None
+    )
+    first = next(iter(llm_collector))
+    llm_collector.increment_version()
+    second = next(iter(llm_collector))
     assert first is not None and second is not None
     assert [first[0]["policy_version"], second[0]["policy_version"]] == [
         change.new_version for change in names.version_history
     ]
 
 
-def test_without_an_updater_there_is_nothing_to_push_to():
-    collects = collector(conversations(1), dialog_turns_per_batch=1, weight_updater=None)
-    with pytest.raises(ValueError, match="no updater fits Numbered: give the collector a weight_updater"):
-        push(collects)
+def test_push_without_an_updater_raises():
+    llm_collector = collector(conversations(1), dialog_turns_per_batch=1, weight_updater=None)
+    with pytest.raises(ValueError, match="no updater fits VersionPolicy: give the collector a weight_updater"):
+        push(llm_collector)
 
 
 @pytest.mark.parametrize(
-    "given", [{"weights": 1}, {"policy": 1}, {"weights_dict": {"policy": 1}}, {"weights": 1, "model_id": "policy"}]
+    "kwargs", [{"weights": 1}, {"policy": 1}, {"weights_dict": {"policy": 1}}, {"weights": 1, "model_id": "policy"}]
 )
-def test_weights_may_be_named_in_several_ways(given: dict[str, Any]):
-    collects = collector(conversations(1), dialog_turns_per_batch=1)
-    collects.update_policy_weights_(**given)
-    assert collects.get_policy_model().weights == collects.policy_version == 1
+def test_weights_may_be_passed_in_several_ways(kwargs: dict[str, Any]):
+    llm_collector = collector(conversations(1), dialog_turns_per_batch=1)
+    llm_collector.update_policy_weights_(**kwargs)
+    assert llm_collector.get_policy_model().weights == llm_collector.policy_version == 1
 
 
 @pytest.mark.parametrize(
-    "given", [{"weights": 1, "policy": 1}, {"weights_dict": {"critic": 1}}, {"model_id": "critic"}]
+    "kwargs", [{"weights": 1, "policy": 1}, {"weights_dict": {"critic": 1}}, {"model_id": "critic"}]
 )
-def test_weights_of_another_model_are_refused(given: dict[str, Any]):
+def test_weights_of_another_model_are_rejected(kwargs: dict[str, Any]):
     with pytest.raises(ValueError, match=r"one model|give weights once"):
-        collector(conversations(1), dialog_turns_per_batch=1).update_policy_weights_(**given)
+        collector(conversations(1), dialog_turns_per_batch=1).update_policy_weights_(**kwargs)
 
 
-def test_the_thread_is_never_more_than_the_bound_ahead():
+def test_thread_keeps_the_staleness_bound():
     queue: queues.Queue[TensorDictBase] = queues.Queue()
-    with collector(conversations(1), dialog_turns_per_batch=1, queue=queue, max_staleness=1) as collects:
-        collects.start()
+    with collector(conversations(1), dialog_turns_per_batch=1, queue=queue, max_staleness=1) as llm_collector:
+        llm_collector.start()
         ages = []
         for trained in range(4):
-            (version,) = [version for _, version in said_and_version(queue.get(timeout=DEADLINE_S))]
+            (version,) = [version for _, version in answers_and_versions(queue.get(timeout=DEADLINE_S))]
             ages.append(trained - version)
-            if trained == 1:  # batches 0 and 1 began with version 0; the third waits for an update
+            if trained == 1:  # batches 0 and 1 started with version 0; the third one waits for an update
                 time.sleep(0.2)
                 assert queue.empty()
-                assert collects.turns == 2
-                push(collects)
+                assert llm_collector.turns == 2
+                push(llm_collector)
             if trained:
-                push(collects)
+                push(llm_collector)
         assert 0 <= max(ages) <= 1
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(0, 3), (1, 0)])
-def test_a_trajectory_with_turns_that_are_too_old_is_dropped(max_staleness: int, dropped: int):
+def test_trajectory_with_stale_turns_is_dropped(max_staleness: int, dropped: int):
     env = conversations(3)
-    collects = collector(
+    llm_collector = collector(
         env,
         dialog_turns_per_batch=3,
         yield_completed_trajectories=True,
@@ -190,110 +194,112 @@ def test_a_trajectory_with_turns_that_are_too_old_is_dropped(max_staleness: int,
         max_staleness=max_staleness,
     )
     pushes = iter([True])
-    env.append_transform(CallbackTransform(1, lambda: push(collects) if next(pushes, False) else None))
-    batch = next(iter(collects))
-    assert collects.dropped_turns == dropped
-    assert [version for _, version in said_and_version(batch)] == ([1, 1, 1] if dropped else [0, 0, 1])
+    env.append_transform(CallbackTransform(1, lambda: push(llm_collector) if next(pushes, False) else None))
+    batch = next(iter(llm_collector))
+    assert llm_collector.dropped_turns == dropped
+    assert [version for _, version in answers_and_versions(batch)] == ([1, 1, 1] if dropped else [0, 0, 1])
 
 
-def test_trajectories_that_ended_before_an_update_are_too_old_as_well():
+def test_trajectories_from_before_an_update_are_stale():
     env = conversations(1)
-    collects = collector(
+    llm_collector = collector(
         env, dialog_turns_per_batch=2, yield_completed_trajectories=True, flatten_data=None, max_staleness=0
     )
     pushes = iter([False, True])
-    env.append_transform(CallbackTransform(0, lambda: push(collects) if next(pushes, False) else None))
-    assert [version for _, version in said_and_version(next(iter(collects)))] == [1, 1]
-    assert collects.dropped_turns == 2
+    env.append_transform(CallbackTransform(0, lambda: push(llm_collector) if next(pushes, False) else None))
+    assert [version for _, version in answers_and_versions(next(iter(llm_collector)))] == [1, 1]
+    assert llm_collector.dropped_turns == 2
 
 
-def test_a_version_that_acted_does_not_outlive_its_step():
+def test_version_is_read_anew_in_each_step():
     env = conversations(1)
-    collects = collector(env, dialog_turns_per_batch=1)
-    next(iter(collects))
-    push(collects)
-    assert said_and_version(env.rollout(1, collects.policy)[:, 0]) == [(1, 1)]
+    llm_collector = collector(env, dialog_turns_per_batch=1)
+    next(iter(llm_collector))
+    push(llm_collector)
+    assert answers_and_versions(env.rollout(1, llm_collector.policy)[:, 0]) == [(1, 1)]
 
 
-def test_a_thread_that_waits_for_updates_for_too_long_says_so_and_ends_its_queue():
+def test_waiting_thread_raises_and_ends_its_queue():
     queue: queues.Queue[TensorDictBase] = queues.Queue()
-    collects = collector(conversations(1), dialog_turns_per_batch=1, queue=queue, max_staleness=0, timeout=0.2)
-    collects.start()
-    assert said_and_version(queue.get(timeout=DEADLINE_S)) == [(0, 0)]
+    llm_collector = collector(conversations(1), dialog_turns_per_batch=1, queue=queue, max_staleness=0, timeout=0.2)
+    llm_collector.start()
+    assert answers_and_versions(queue.get(timeout=DEADLINE_S)) == [(0, 0)]
     assert queue.get(timeout=DEADLINE_S) is None
     with pytest.raises(TimeoutError, match=r"the update before the next batch \(max_staleness=0"):
-        collects.shutdown(DEADLINE_S)
+        llm_collector.shutdown(DEADLINE_S)
 
 
-def test_a_full_queue_gets_its_end_once_there_is_room():
+def test_full_queue_receives_its_end_later():
     queue: queues.Queue[TensorDictBase] = queues.Queue(1)
-    with collector(conversations(1), dialog_turns_per_batch=1, total_dialog_turns=2, queue=queue) as collects:
-        collects.start()
-        found = [queue.get(timeout=DEADLINE_S) for _ in range(3)]
-        assert found[0] is not None and found[1] is not None
-        assert found[2] is None
+    with collector(conversations(1), dialog_turns_per_batch=1, total_dialog_turns=2, queue=queue) as llm_collector:
+        llm_collector.start()
+        batches = [queue.get(timeout=DEADLINE_S) for _ in range(3)]
+        assert batches[0] is not None and batches[1] is not None
+        assert batches[2] is None
 
 
 class _PairBuffer:
-    """A buffer that stores rows in pairs, when the second one has come."""
+    """A buffer that stores rows in pairs, once the second row of a pair has arrived."""
 
     def __init__(self) -> None:
-        self.came = 0
+        self.num_received = 0
 
     def extend(self, tensordict: TensorDictBase) -> torch.Tensor:
-        self.came += 1
-        return torch.arange(2 * (1 - self.came % 2))
+        self.num_received += 1
+        return torch.arange(2 * (1 - self.num_received % 2))
 
 
-def test_a_batch_of_which_nothing_is_stored_waits_for_no_update():
+def test_unstored_batch_waits_for_no_update():
     buffer = _PairBuffer()
-    with collector(conversations(1), dialog_turns_per_batch=1, replay_buffer=buffer, max_staleness=0) as collects:
-        collects.start()
+    with collector(conversations(1), dialog_turns_per_batch=1, replay_buffer=buffer, max_staleness=0) as llm_collector:
+        llm_collector.start()
         deadline = time.monotonic() + DEADLINE_S
-        while buffer.came < 2 and time.monotonic() < deadline:
+        while buffer.num_received < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)
-        assert buffer.came == 2
+        assert buffer.num_received == 2
 
 
-def test_the_thread_ends_with_its_turns():
+def test_thread_ends_after_its_turns():
     buffer = ReplayBuffer(8)
-    collects = collector(conversations(1), dialog_turns_per_batch=2, total_dialog_turns=4, replay_buffer=buffer)
-    collects.start()
+    llm_collector = collector(conversations(1), dialog_turns_per_batch=2, total_dialog_turns=4, replay_buffer=buffer)
+    llm_collector.start()
     deadline = time.monotonic() + DEADLINE_S
-    while collects.is_running() and time.monotonic() < deadline:
+    while llm_collector.is_running() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (len(buffer), collects.is_running()) == (4, False)
-    collects.async_shutdown()
+    assert (len(buffer), llm_collector.is_running()) == (4, False)
+    llm_collector.async_shutdown()
 
 
-def test_the_thread_ends_when_it_waits_for_room():
+def test_thread_waiting_for_a_full_queue_ends():
     queue: queues.Queue[TensorDictBase] = queues.Queue(1)
-    collects = collector(conversations(1), dialog_turns_per_batch=1, queue=queue)
-    collects.start()
+    llm_collector = collector(conversations(1), dialog_turns_per_batch=1, queue=queue)
+    llm_collector.start()
     with pytest.raises(RuntimeError, match="the collector's thread collects"):
-        next(iter(collects))
+        next(iter(llm_collector))
     queue.get(timeout=DEADLINE_S)
-    collects.shutdown(DEADLINE_S)
-    assert not collects.is_running()
+    llm_collector.shutdown(DEADLINE_S)
+    assert not llm_collector.is_running()
 
 
-def test_what_ends_the_thread_is_raised():
-    def fails(tensordict: TensorDictBase) -> TensorDictBase:
+def test_shutdown_raises_the_error_of_the_thread():
+    def fail(tensordict: TensorDictBase) -> TensorDictBase:
         raise RuntimeError("no answer")
 
-    collects = collector(conversations(1), fails, dialog_turns_per_batch=1, queue=queues.Queue(), weight_updater=None)
-    collects.start()
+    llm_collector = collector(
+        conversations(1), fail, dialog_turns_per_batch=1, queue=queues.Queue(), weight_updater=None
+    )
+    llm_collector.start()
     with pytest.raises(RuntimeError, match="no answer"):
-        collects.shutdown(DEADLINE_S)
+        llm_collector.shutdown(DEADLINE_S)
 
 
-def test_a_thread_needs_somewhere_to_write():
+def test_thread_requires_a_buffer_or_queue():
     with pytest.raises(RuntimeError, match="needs a replay_buffer or a queue"):
         collector(conversations(1), dialog_turns_per_batch=1).start()
 
 
-def test_two_that_write_versions_are_refused():
+def test_two_version_writers_are_rejected():
     env = conversations(1).append_transform(PolicyVersion())
     assert collector(env, dialog_turns_per_batch=1).policy_version == 0
     with pytest.raises(ValueError, match="has another PolicyVersion"):

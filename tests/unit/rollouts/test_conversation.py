@@ -29,7 +29,7 @@ PROMPT = Prompt("7", [{"role": "user", "content": "2 + 2?"}], "toy")
 
 
 class ToyEpisode:
-    """Rewards the length of the text; fails as told."""
+    """An episode whose reward is the length of the text, or that fails with the given kind."""
 
     def __init__(self, messages: list[Message], failure: str | None):
         self.messages = messages
@@ -76,7 +76,7 @@ def answer(request: SampleRequest) -> list[int]:
     return [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id]
 
 
-def test_ids_trained_on_are_the_ids_sampled_with_the_engine_s_log_probs():
+def test_trained_ids_are_the_sampled_ids():
     environments = ToyEnvironments([])
     group = generate(ScriptedEngine(answer), environments)
     rendered = TOKENIZER.apply_chat_template(PROMPT.messages, add_generation_prompt=True, return_dict=False)
@@ -93,37 +93,37 @@ def test_ids_trained_on_are_the_ids_sampled_with_the_engine_s_log_probs():
 
 
 @pytest.mark.defect("environments-made-any-number-of-metrics")
-def test_names_of_an_environment_s_numbers_are_bounded(caplog: pytest.LogCaptureFixture):
-    class Naming(ToyEpisode):
+def test_names_of_environment_metrics_are_limited(caplog: pytest.LogCaptureFixture):
+    class NamingEpisode(ToyEpisode):
         async def step(self, text: str) -> StepOutput:
             names = ["turns", "x" * (MAX_METRIC_LENGTH + 1), *(f"{id(self)}/{number}" for number in range(100))]
             return StepOutput([], 1.0, True, dict.fromkeys(names, 1))
 
     class NamingEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
-            self.episodes.append(Naming(prompt.messages, None))
+            self.episodes.append(NamingEpisode(prompt.messages, None))
             return self.episodes[-1]
 
     rows = generate(ScriptedEngine(answer), NamingEnvironments([]), samples=5).trajectories
-    found = {name for row in rows for name in row.env_metrics}
-    assert len(found) == MAX_METRICS and max(map(len, found)) <= MAX_METRIC_LENGTH
+    names = {name for row in rows for name in row.env_metrics}
+    assert len(names) == MAX_METRICS and max(map(len, names)) <= MAX_METRIC_LENGTH
     assert all(row.env_metrics["turns"] == 1.0 and row.status == OK for row in rows)
-    assert caplog.text.count("is not recorded, nor others like it") == 1
+    assert caplog.text.count("is not recorded. A run records at most") == 1
 
 
-def test_messages_are_what_the_environment_opened_with_and_the_answer():
-    class Rewriting(ToyEnvironments):
+def test_messages_are_opening_and_answer():
+    class SystemMessageEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
             episode = await super().start(env_class, prompt)
             episode.messages = [{"role": "system", "content": "be brief"}, *prompt.messages]
             return episode
 
-    (row,) = generate(ScriptedEngine(answer), Rewriting([]), samples=1).trajectories
+    (row,) = generate(ScriptedEngine(answer), SystemMessageEnvironments([]), samples=1).trajectories
     assert [message["content"] for message in row.messages] == ["be brief", "2 + 2?", "ab"]
     assert row.messages[-1]["role"] == "assistant"
 
 
-def test_a_group_goes_out_in_one_call_with_seeds_of_its_own():
+def test_group_is_one_call_with_distinct_seeds():
     engine = ScriptedEngine(answer)
     generate(engine, ToyEnvironments([]))
     (requests,) = engine.batches
@@ -133,7 +133,7 @@ def test_a_group_goes_out_in_one_call_with_seeds_of_its_own():
 
 
 @pytest.mark.fault("F11")
-def test_a_failed_episode_is_masked_by_status_and_leaves_the_others_alone():
+def test_failed_episode_is_masked_alone():
     group = generate(ScriptedEngine(answer), ToyEnvironments([None, "bad_reward", "start"]))
     assert [(row.status, row.error) for row in group.trajectories] == [
         (OK, None),
@@ -144,19 +144,19 @@ def test_a_failed_episode_is_masked_by_status_and_leaves_the_others_alone():
     assert group.trajectories[1].response_ids.tolist() == answer(None)  # type: ignore[arg-type]
 
 
-def test_a_dead_engine_fails_the_group_instead_of_the_run():
+def test_dead_engine_fails_only_the_group():
     engine = ScriptedEngine(answer, failures={"generate": EngineError("gone")})
     group = generate(engine, ToyEnvironments([]))
     assert {(row.status, row.error) for row in group.trajectories} == {(FAILED, "engine")}
 
 
-def test_a_group_whose_engine_died_closes_its_environments():
+def test_dead_engine_closes_the_environments():
     environments = ToyEnvironments([])
     generate(ScriptedEngine(answer, failures={"generate": EngineError("gone")}), environments)
     assert [episode.closed for episode in environments.episodes] == [True] * 3
 
 
-def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environments():
+def test_canceled_rollout_aborts_requests_and_closes_environments():
     engine, environments = ScriptedEngine(answer, delay_s=3600), ToyEnvironments([])
 
     async def cancel() -> None:
@@ -176,43 +176,43 @@ def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environment
     assert [episode.closed for episode in environments.episodes] == [True] * 3
 
 
-def test_a_prompt_that_an_environment_made_too_long_is_not_sampled():
+def test_too_long_prompt_is_not_sampled():
     engine = ScriptedEngine(answer)
     group = generate(engine, ToyEnvironments([]), max_input_length=5)
     assert {row.error for row in group.trajectories} == {"prompt_too_long"}
     assert engine.batches == []
 
 
-def test_greedy_rollouts_are_scored_at_temperature_one():
+def test_greedy_rollouts_have_temperature_one():
     group = generate(ScriptedEngine(answer), ToyEnvironments([]), temperature=0.0)
     assert group.trajectories[0].temperature == 1.0
 
 
 @pytest.mark.fault("F15")
-def test_an_empty_completion_is_a_trajectory_without_tokens_to_learn_from():
+def test_empty_completion_has_no_loss_tokens():
     group = generate(ScriptedEngine(lambda request: []), ToyEnvironments([]))
     assert group.trajectories[0].loss_mask.tolist() == []
     assert group.trajectories[0].status == OK
 
 
-def test_thousands_of_groups_that_begin_together_open_their_environments_over_many_turns_of_the_loop():
+def test_many_groups_start_over_several_loop_iterations():
     started: Counter[int] = Counter()
 
-    class Counted(ToyEnvironments):
+    class CountingEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
-            started[turn] += 1
+            started[iteration] += 1
             return await super().start(env_class, prompt)
 
-    turn = 0
+    iteration = 0
 
     async def run() -> None:
-        nonlocal turn
+        nonlocal iteration
         client = EngineClient([ScriptedEngine(answer)], deadline_s=10.0)
         settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_input_length=100, rollout_s=10.0)
-        generator = ConversationGenerator(client, Counted([]), TOKENIZER, settings)  # type: ignore[arg-type]
+        generator = ConversationGenerator(client, CountingEnvironments([]), TOKENIZER, settings)  # type: ignore[arg-type]
         rollouts = [asyncio.ensure_future(generator.rollout(PROMPT, position)) for position in range(200)]
         while not all(rollout.done() for rollout in rollouts):
-            turn += 1
+            iteration += 1
             await asyncio.sleep(0)
         assert [rollout.result().prompt for rollout in rollouts] == [PROMPT] * 200
 
@@ -220,33 +220,33 @@ def test_thousands_of_groups_that_begin_together_open_their_environments_over_ma
     assert started.total() == 600 and max(started.values()) <= 32
 
 
-def test_while_its_environment_works_a_conversation_keeps_no_completion_whose_tokens_its_ledger_has():
-    kept: list[int] = []
+def test_completion_is_freed_before_the_environment_step():
+    num_completions: list[int] = []
 
-    class Looking(ToyEpisode):
+    class CountingEpisode(ToyEpisode):
         async def step(self, text: str) -> StepOutput:
-            await asyncio.sleep(0.01)  # all of the group are here by then
-            kept.append(sum(type(one) is Completion for one in gc.get_objects()))
+            await asyncio.sleep(0.01)  # all episodes of the group are in their step by then
+            num_completions.append(sum(type(item) is Completion for item in gc.get_objects()))
             return await super().step(text)
 
     class Environments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
-            return Looking(prompt.messages, None)
+            return CountingEpisode(prompt.messages, None)
 
     gc.collect()
-    before = sum(type(one) is Completion for one in gc.get_objects())
+    before = sum(type(item) is Completion for item in gc.get_objects())
     group = generate(ScriptedEngine(answer), Environments([]))
     assert [item.reward for item in group.trajectories] == [2.0] * 3
-    assert kept == [before] * 3
+    assert num_completions == [before] * 3
 
 
 def test_turn_across_sync_reports_both_versions():
     item = Trajectory.empty(PROMPT, 0, 1.0)
-    ledger = TrajectoryBuilder(item)
-    ledger.start_episode([1, 2])
+    builder = TrajectoryBuilder(item)
+    builder.start_episode([1, 2])
     logprobs = np.zeros(5, dtype=np.float32)
     spans = [VersionSpan(0, 2, 3), VersionSpan(2, 5, 4)]
-    ledger.append_sample(Completion("r", np.arange(5, dtype=np.int32), logprobs, logprobs, "stop", spans))
+    builder.append_sample(Completion("r", np.arange(5, dtype=np.int32), logprobs, logprobs, "stop", spans))
     (turn,) = item.turns
     assert (turn.min_version, turn.max_version, turn.mean_version) == (3, 4, (2 * 3 + 3 * 4) / 5)
 

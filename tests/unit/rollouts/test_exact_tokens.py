@@ -1,4 +1,4 @@
-"""Over five chat templates: what is trained on is what was sampled, in the context it was sampled in."""
+"""Exact tokens with five chat templates: training uses the sampled ids in the contexts that the model read."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ CONTROLS = {
     "mistral": ("<s>", "[INST]", "[/INST]", "</s>"),
     "qwen3_without_thinking": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
 }
-"""The first begins a text, the last ends a turn."""
+"""Control tokens of each template. The first one begins a text, the last one ends a turn."""
 STOP = "</x>"
 
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A token a byte, words of several bytes (text then has more than one encoding), and the template's controls."""
+    """Return a tokenizer with byte tokens, some longer tokens (so text has several encodings) and control tokens."""
     alphabet, words = sorted(pre_tokenizers.ByteLevel.alphabet()), ["th", "in", "thin", "ab", "re"]
     vocabulary = {token: index for index, token in enumerate([*CONTROLS[name], *alphabet, *words])}
     merges = [("t", "h"), ("i", "n"), ("th", "in"), ("a", "b"), ("r", "e")]
@@ -58,12 +58,12 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model samples, and what is said to it."""
+    """A turn of the model, and the messages that the environment answers."""
 
     pieces: tuple[str, ...]
-    """Tokens of their own each: not how the tokenizer would encode their text."""
+    """Texts that are encoded separately, so the tokens differ from an encoding of the whole text."""
     ending: str
-    """end: it ends its turn; stop: with a stop string; cut: neither."""
+    """"end" for an end-of-turn token, "stop" for a stop string, "cut" for neither."""
     observations: tuple[Message, ...]
 
     def tokens(self, tokenizer: Any) -> list[int]:
@@ -73,15 +73,15 @@ class Turn:
 
 
 def texts() -> st.SearchStrategy[str]:
-    spelt = st.sampled_from(
+    control_texts = st.sampled_from(
         ["<|im_end|>", "<|eot_id|>", "</s>[INST]", "<end_of_turn>\n", "<think>", "</think>", " ", "\n"]
     )
-    return st.lists(st.one_of(spelt, st.text(max_size=5)), max_size=4).map("".join)
+    return st.lists(st.one_of(control_texts, st.text(max_size=5)), max_size=4).map("".join)
 
 
 def messages(roles: tuple[str, ...]) -> st.SearchStrategy[tuple[Message, ...]]:
-    one = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from(roles), texts())
-    return st.lists(one, min_size=1, max_size=2).map(tuple)
+    message = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from(roles), texts())
+    return st.lists(message, min_size=1, max_size=2).map(tuple)
 
 
 PIECES = st.lists(
@@ -95,26 +95,26 @@ TURNS = st.lists(
 )
 
 
-class Model(ScriptedEngine):
-    """Samples the script, turn by turn, and remembers what it read."""
+class ScriptedModel(ScriptedEngine):
+    """An engine that samples the script turn by turn, and records the contexts."""
 
     def __init__(self, script: Sequence[Turn], tokenizer: Any):
         super().__init__(lambda request: script[self._turn(request)].tokens(tokenizer))
         self.script = script
-        self.read: list[list[int]] = []
+        self.contexts: list[list[int]] = []
 
     def _turn(self, request: SampleRequest) -> int:
-        return len(self.read) - 1
+        return len(self.contexts) - 1
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         (request,) = requests
-        self.read.append(list(request.token_ids))
-        (done,) = await super().generate(requests)
+        self.contexts.append(list(request.token_ids))
+        (completion,) = await super().generate(requests)
         ending = self.script[self._turn(request)].ending
-        logprobs = -1.0 - np.arange(len(done.token_ids), dtype=np.float32)
-        by = STOP if ending == "stop" else None
+        logprobs = -1.0 - np.arange(len(completion.token_ids), dtype=np.float32)
+        stop_text = STOP if ending == "stop" else None
         reason = "length" if ending == "cut" else "stop"
-        return [replace(done, stop_text=by, stop_reason=reason, full_logprobs=logprobs)]
+        return [replace(completion, stop_text=stop_text, stop_reason=reason, full_logprobs=logprobs)]
 
 
 class Environment:
@@ -135,9 +135,9 @@ class Environment:
     async def close(self) -> None: ...
 
 
-def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajectory, Model]:
+def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajectory, ScriptedModel]:
     tokenizer = tokenizer_of(name)
-    model = Model(script, tokenizer)
+    model = ScriptedModel(script, tokenizer)
     options = {"max_turns": 6, "max_input_length": 10**6, "rollout_s": 60.0} | options
     settings = RolloutSettings(SamplingParams(100, stop=(STOP,)), 1, 3, **options)
     client = EngineClient([model], deadline_s=60.0)
@@ -149,9 +149,7 @@ def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajecto
 
 @given(st.sampled_from(sorted(CONTROLS)), TURNS, st.booleans(), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_ids_trained_on_are_the_ids_sampled_in_the_context_that_was_read(
-    name: str, script: list[Turn], ends: bool, retokenize: bool
-):
+def test_trained_ids_and_contexts_are_exact(name: str, script: list[Turn], ends: bool, retokenize: bool):
     rewrites = name == "qwen3_without_thinking"
     retokenize = retokenize and rewrites
     item, model = episode(
@@ -164,28 +162,28 @@ def test_ids_trained_on_are_the_ids_sampled_in_the_context_that_was_read(
     sampled = [turn.tokens(tokenizer_of(name)) for turn in script]
 
     assert item.status == OK and len(item.turns) == len(script)
-    spans = {place for turn in item.turns for place in range(turn.start, turn.stop)}
+    sampled_indices = {index for turn in item.turns for index in range(turn.start, turn.stop)}
     assert sampled == [item.response_ids[turn.start : turn.stop].tolist() for turn in item.turns]
-    assert item.loss_mask.tolist() == [int(place in spans) for place in range(len(item.response_ids))]
+    assert item.loss_mask.tolist() == [int(index in sampled_indices) for index in range(len(item.response_ids))]
     assert item.logprobs.tolist() == [
-        -1.0 - (_place(item, i)) if i in spans else 0.0 for i in range(len(item.response_ids))
+        -1.0 - _index_in_turn(item, i) if i in sampled_indices else 0.0 for i in range(len(item.response_ids))
     ]
-    # every turn stands, in the batch, after exactly what the model had read
+    # In the batch, each turn follows exactly the context that the model read.
     batch = collate_one(item)
-    for turn, read, said in zip(item.turns, model.read, sampled, strict=True):
-        if not said:
+    for turn, context, tokens in zip(item.turns, model.contexts, sampled, strict=True):
+        if not tokens:
             continue
-        row, place = _row(item, turn.start)
-        assert batch[row][: place + len(said)] == read + said
+        row, index = _row_and_index(item, turn.start)
+        assert batch[row][: index + len(tokens)] == context + tokens
     assert item.loss_mask[-1:].tolist() in ([1], []) or not sampled[-1]
 
 
-def _place(item: Trajectory, index: int) -> int:
+def _index_in_turn(item: Trajectory, index: int) -> int:
     return next(index - turn.start for turn in item.turns if turn.start <= index < turn.stop)
 
 
-def _row(item: Trajectory, start: int) -> tuple[int, int]:
-    """The sequence that a response token is in, and where in it."""
+def _row_and_index(item: Trajectory, start: int) -> tuple[int, int]:
+    """Return the sequence that has a response token, and the index of the token in the sequence."""
     rows = list(item.sequences())
     row = max(index for index, (_, first, _) in enumerate(rows) if first <= start)
     prompt, first, _ = rows[row]
@@ -199,25 +197,25 @@ def collate_one(item: Trajectory) -> list[list[int]]:
 
 @given(st.sampled_from(["chatml", "llama3", "gemma", "mistral"]), TURNS)
 @settings(max_examples=30, deadline=None)
-def test_without_stop_strings_the_model_reads_what_the_template_writes(name: str, script: list[Turn]):
-    """Where sampled text is what the tokenizer would make of it, and nothing has blanks to be trimmed."""
+def test_context_equals_template_without_stop_strings(name: str, script: list[Turn]):
+    """The sampled tokens equal an encoding of their text here, and no text has whitespace to trim."""
     plain = [Turn(("ok",), "end", turn.observations) for turn in script]
     item, model = episode(name, plain)
     tokenizer = tokenizer_of(name)
-    ends = [place for place, message in enumerate(item.messages) if message["role"] == "assistant"]
-    written = [render_prompt(tokenizer, item.messages[:end]) for end in ends]
-    if name == "mistral":  # its template has a blank before an answer, which this model does not write
-        blank = tokenizer(" ", add_special_tokens=False)["input_ids"]
-        read = [[id for id in ids if [id] != blank] for ids in model.read]
-        written = [[id for id in ids if [id] != blank] for ids in written]
-        assert read == written
+    ends = [index for index, message in enumerate(item.messages) if message["role"] == "assistant"]
+    expected = [render_prompt(tokenizer, item.messages[:end]) for end in ends]
+    if name == "mistral":  # its template has a space before an answer, which this model does not sample
+        space = tokenizer(" ", add_special_tokens=False)["input_ids"]
+        contexts = [[id for id in ids if [id] != space] for ids in model.contexts]
+        expected = [[id for id in ids if [id] != space] for ids in expected]
+        assert contexts == expected
     else:
-        assert model.read == written
+        assert model.contexts == expected
 
 
-def test_templates_that_rewrite_history_are_told_from_those_that_do_not():
+def test_history_rewriting_templates_are_detected():
     assert [name for name in CONTROLS if template_rewrites_history(tokenizer_of(name))] == ["qwen3_without_thinking"]
 
 
-def test_the_names_of_templates_are_those_that_configuration_knows():
+def test_template_names_match_the_configuration():
     assert tuple(TEMPLATES) == CHAT_TEMPLATES

@@ -1,4 +1,4 @@
-"""Reasoning in rollouts: environments learn what the prompt opened, and tokens stay as they were sampled."""
+"""Reasoning in rollouts: environments see reasoning that the prompt opened, and sampled tokens do not change."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.unit.rollouts.test_multi_turn import (
     END,
     PROMPT,
     ToyEnvironments,
+    answer_with,
     contexts,
     ids,
     play,
-    says,
     trained,
     until,
     user,
@@ -32,7 +32,7 @@ KEEPING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-"""Renders the opening of reasoning in the history too."""
+"""A template that also renders the opening of reasoning in the history."""
 HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
 GPT_OSS = (
     "{% for m in messages %}{% if '<|channel|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}"
@@ -48,8 +48,8 @@ def tokenizer_with(template: str, *special: str) -> Any:
     return tokenizer
 
 
-class Real:
-    """Environments of the registry, in this process."""
+class RegisteredEnvironments:
+    """Environments of the registry, run in this process."""
 
     async def start(self, env_class: str, prompt: Prompt) -> Any:
         environment = registry.make(env_class, {}, prompt.env_extras)
@@ -74,8 +74,8 @@ def test_truncated_reasoning_opened_by_the_prompt_earns_nothing(env: str, right:
     row = replace(PROMPT, env_class=env, env_extras={"reward_spec": {"method": "rule", "ground_truth": truth}})
     rewards = []
     for text in (f"perhaps, {right}", f"no, no</think>\n\n{right}"):
-        spoken = says(text, end="</think>" in text)
-        group, _ = play(spoken, Real(), prompt=row, tokenizer=tokenizer_with(OPENING), max_turns=1)  # type: ignore[arg-type]
+        answer = answer_with(text, end="</think>" in text)
+        group, _ = play(answer, RegisteredEnvironments(), prompt=row, tokenizer=tokenizer_with(OPENING), max_turns=1)  # type: ignore[arg-type]
         (item,) = group.trajectories
         assert item.status == OK and trained(item)[: len(ids(text))] == ids(text)
         rewards.append(item.reward)
@@ -93,7 +93,7 @@ def test_truncated_reasoning_opened_by_the_prompt_earns_nothing(env: str, right:
 )
 def test_text_begins_with_what_the_prompt_opened(template: str, settings: dict[str, Any], openings: int):
     environments, tokenizer = ToyEnvironments(until(2)), tokenizer_with(template)
-    group, engine = play(says("a</think>b"), environments, tokenizer=tokenizer, **settings)
+    group, engine = play(answer_with("a</think>b"), environments, tokenizer=tokenizer, **settings)
     (item,) = group.trajectories
     assert environments.episodes[0].texts == ["<think>\na</think>b"] * 2
     assert (item.status, trained(item)) == (OK, [*ids("a</think>b"), END] * 2)
@@ -114,8 +114,8 @@ def test_reasoning_stays_open_within_one_message():
 def test_channel_stays_open_within_one_message():
     environments, tokenizer = ToyEnvironments(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
     texts = ("<|channel|>analysis<|message|>a", "b<|end|><|start|>assistant<|channel|>final<|message|>c")
-    said = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    play(lambda request: said.pop(0), environments, tokenizer=tokenizer, use_conversation_multi_turn=False)
+    turns = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    play(lambda request: turns.pop(0), environments, tokenizer=tokenizer, use_conversation_multi_turn=False)
     assert [final_answer(text) for text in environments.episodes[0].texts] == ["", "c"]
 
 
@@ -146,11 +146,13 @@ def test_rows_with_tools_and_an_open_answer_are_continued():
     tokenizer.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
     prompt = Prompt("7", [user("2 + 2?"), {"role": "assistant", "content": "The answer"}], "toy")
     prompt.env_extras["tools"] = [{"type": "function", "function": {"name": "add"}}]
-    group, engine = play(says(" is 4"), talks := ToyEnvironments(until(2)), prompt=prompt, tokenizer=tokenizer)
+    group, engine = play(
+        answer_with(" is 4"), environments := ToyEnvironments(until(2)), prompt=prompt, tokenizer=tokenizer
+    )
     (item,) = group.trajectories
     read = [str(tokenizer.decode(context)) for context in contexts(engine)]
     assert read[0] == "add<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
     assert read[1].startswith(f"{read[0]} is 4<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n")
-    assert talks.episodes[0].texts == ["The answer is 4", " is 4"]
+    assert environments.episodes[0].texts == ["The answer is 4", " is 4"]
     assert [message["content"] for message in item.messages[:3]] == ["2 + 2?", "The answer is 4", "more 1"]
     assert tokenizer.decode(trained(item)) == " is 4<|im_end|> is 4<|im_end|>"

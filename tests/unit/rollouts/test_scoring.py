@@ -22,8 +22,8 @@ def trajectory(text: str, reward: float = 1.0) -> Trajectory:
     return row
 
 
-class Judge:
-    """The length of the answer, or a failure for the one called "bad"."""
+class LengthScorer:
+    """A score function that returns the length of the answer, or a failure for the answer "bad"."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -34,58 +34,58 @@ class Judge:
         return [EnvironmentFailure("bad_reward", "nan") if text == "bad" else float(len(text)) for text in texts]
 
 
-def judged(*rows: Trajectory, coef: float = 0.5) -> tuple[list[Trajectory], Judge]:
-    judge = Judge()
+def score(*rows: Trajectory, coef: float = 0.5) -> tuple[list[Trajectory], LengthScorer]:
+    scorer = LengthScorer()
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         assert (prompt, position) == (PROMPT, 3)
         return TrajectoryGroup(prompt, list(rows))
 
-    group = asyncio.run(RewardModelScorer(rollout, score_fn=judge, coef=coef)(PROMPT, 3))
-    return group.trajectories, judge
+    group = asyncio.run(RewardModelScorer(rollout, score_fn=scorer, coef=coef)(PROMPT, 3))
+    return group.trajectories, scorer
 
 
-def test_reward_and_last_turn_move_by_the_score_times_the_coefficient():
-    (short, long), judge = judged(trajectory("ab"), trajectory("abcdef", reward=0.0), coef=0.5)
+def test_score_is_added_to_reward_and_last_turn():
+    (short, long), scorer = score(trajectory("ab"), trajectory("abcdef", reward=0.0), coef=0.5)
     assert (short.reward, long.reward) == (2.0, 3.0)
     assert [turn.reward for turn in short.turns] == [0.25, 1.75]
     assert [turn.reward for turn in long.turns] == [0.25, 2.75]
     assert short.env_metrics == {"length": 4.0, "reward_model_score": 2.0}
-    assert judge.calls == [["ab", "abcdef"]], "one call a group"
+    assert scorer.calls == [["ab", "abcdef"]], "one call per group"
 
 
-def test_judge_reads_answers_without_reasoning():
-    (item,), judge = judged(trajectory("<think>long</think>ab"))
-    assert judge.calls == [["ab"]] and item.reward == 2.0
+def test_answers_are_scored_without_reasoning():
+    (item,), scorer = score(trajectory("<think>long</think>ab"))
+    assert scorer.calls == [["ab"]] and item.reward == 2.0
     assert item.messages[-1]["content"] == "<think>long</think>ab"
 
 
-def test_failed_episodes_are_neither_scored_nor_touched():
-    lost = trajectory("lost")
-    lost.fail("timeout", "")
-    (after, kept), judge = judged(lost, trajectory("ok"))
-    assert (after.status, after.error, after.reward, after.env_metrics) == (FAILED, "timeout", 0.0, {})
-    assert [turn.reward for turn in after.turns] == [0.25, 0.75]
-    assert (kept.status, judge.calls) == (OK, [["ok"]])
+def test_failed_episodes_are_not_scored():
+    failed = trajectory("lost")
+    failed.fail("timeout", "")
+    (unscored, scored), scorer = score(failed, trajectory("ok"))
+    assert (unscored.status, unscored.error, unscored.reward, unscored.env_metrics) == (FAILED, "timeout", 0.0, {})
+    assert [turn.reward for turn in unscored.turns] == [0.25, 0.75]
+    assert (scored.status, scorer.calls) == (OK, [["ok"]])
 
 
-def test_a_group_without_one_answer_is_not_judged():
-    lost = trajectory("lost")
-    lost.fail("timeout", "")
-    assert judged(lost)[1].calls == []
+def test_group_without_answers_is_not_scored():
+    failed = trajectory("lost")
+    failed.fail("timeout", "")
+    assert score(failed)[1].calls == []
 
 
-def test_an_answer_without_a_score_fails_by_its_reason_instead_of_counting_as_nothing():
-    (bad, kept), _ = judged(trajectory("bad"), trajectory("ok"))
+def test_unscored_answer_fails_with_its_reason():
+    (bad, good), _ = score(trajectory("bad"), trajectory("ok"))
     assert (bad.status, bad.error, bad.reward, bad.env_metrics) == (FAILED, "bad_reward", 0.0, {})
-    assert (kept.status, kept.reward) == (OK, 2.0)
+    assert (good.status, good.reward) == (OK, 2.0)
 
 
-def test_a_generator_that_keeps_no_messages_is_told_so():
+def test_trajectory_without_messages_raises():
     row = trajectory("ab")
     row.messages = []
     with pytest.raises(ConfigError, match=r"prompt 7 has no messages.*Trajectory\.messages"):
-        judged(row)
+        score(row)
 
 
 def _group(uid: str, *statuses: str) -> TrajectoryGroup:
@@ -98,7 +98,7 @@ def _group(uid: str, *statuses: str) -> TrajectoryGroup:
     return TrajectoryGroup(prompt, items)
 
 
-def test_the_first_that_ends_well_is_shown_and_no_other():
+def test_first_successful_trajectory_is_shown_once():
     shown: list[tuple[str, int, float]] = []
     first = FirstRolloutLogger(lambda item, seconds: shown.append((item.prompt.uid, item.sample, seconds)))
     groups = {
@@ -108,14 +108,14 @@ def test_the_first_that_ends_well_is_shown_and_no_other():
     }
 
     async def rollout(prompt: str, position: int) -> TrajectoryGroup:
-        seconds, made = groups[prompt]
+        seconds, group = groups[prompt]
         await asyncio.sleep(seconds)
-        return made
+        return group
 
     async def main() -> None:
         train, evaluate = (RewardModelScorer(rollout, first=first) for _ in range(2))  # type: ignore[arg-type]
-        made = await asyncio.gather(train("slow", 0), train("bad", 1), evaluate("mixed", 2))  # type: ignore[arg-type]
-        assert list(made) == [made for _, made in groups.values()]
+        results = await asyncio.gather(train("slow", 0), train("bad", 1), evaluate("mixed", 2))  # type: ignore[arg-type]
+        assert list(results) == [group for _, group in groups.values()]
 
     asyncio.run(main())
-    assert [one[:2] for one in shown] == [("mixed", 1)] and shown[0][2] > 0.04
+    assert [call[:2] for call in shown] == [("mixed", 1)] and shown[0][2] > 0.04

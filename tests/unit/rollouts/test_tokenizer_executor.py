@@ -1,4 +1,4 @@
-"""What conversations ask of a tokenizer: the short in the event loop, so much in a turn, the long in a thread."""
+"""Tokenizer calls of conversations: short ones run on the event loop in small portions, long ones in a thread."""
 
 from __future__ import annotations
 
@@ -16,72 +16,73 @@ from skyrl_train.rollouts.conversation import MIN_THREAD_CHARS, TokenizerExecuto
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 
-def test_what_is_short_is_done_in_order_in_the_loop_and_what_is_long_beside_it():
+def test_short_calls_run_on_the_loop_in_order():
     tokenizer = byte_tokenizer()
-    tokenizing, seen = TokenizerExecutor(tokenizer), []
+    executor, calls_seen = TokenizerExecutor(tokenizer), []
 
-    def encode(own: Any, text: str) -> list[int]:
-        seen.append((text, threading.current_thread(), own))
+    def encode(used: Any, text: str) -> list[int]:
+        calls_seen.append((text, threading.current_thread(), used))
         if text == "bad":
             raise DataError(text)
-        ids: list[int] = own.encode(text)
+        ids: list[int] = used.encode(text)
         return ids
 
     async def run() -> None:
-        cut = asyncio.ensure_future(tokenizing.run(1, encode, "never mind"))
-        calls = [asyncio.ensure_future(tokenizing.run(3, encode, text)) for text in ("one", "bad", "two")]
-        long = asyncio.ensure_future(tokenizing.run(MIN_THREAD_CHARS, encode, "long"))
-        cut.cancel()
+        canceled = asyncio.ensure_future(executor.run(1, encode, "never mind"))
+        calls = [asyncio.ensure_future(executor.run(3, encode, text)) for text in ("one", "bad", "two")]
+        long = asyncio.ensure_future(executor.run(MIN_THREAD_CHARS, encode, "long"))
+        canceled.cancel()
         one, bad, two = await asyncio.gather(*calls, return_exceptions=True)
         assert (one, two, await long) == tuple(tokenizer.encode(text) for text in ("one", "two", "long"))
         assert isinstance(bad, DataError)
 
-    for _ in (1, 2):  # in a loop of its own each
-        seen.clear()
+    for _ in (1, 2):  # each in a new event loop
+        calls_seen.clear()
         asyncio.run(run())
-        here = [text for text, thread, own in seen if thread is threading.main_thread() and own is tokenizer]
-        assert here == ["one", "bad", "two"], "one that was cancelled is not done"
-        ((text, _, own),) = [one for one in seen if one[1] is not threading.main_thread()]
-        assert text == "long" and own is not tokenizer, "others may set its padding meanwhile"
+        main = threading.main_thread()
+        on_loop = [text for text, thread, used in calls_seen if thread is main and used is tokenizer]
+        assert on_loop == ["one", "bad", "two"], "a canceled call is not executed"
+        ((text, _, used),) = [call for call in calls_seen if call[1] is not main]
+        assert text == "long" and used is not tokenizer, "other code may change padding of the original"
 
 
 @pytest.mark.parametrize("size", [0, MIN_THREAD_CHARS - 1])
-def test_many_texts_at_once_leave_the_event_loop_time_for_other_things(size: int):
-    """Each turn of the loop does its share: with a task that counts turns, that many more of them."""
-    tokenizing, done = TokenizerExecutor(byte_tokenizer()), []
+def test_many_texts_do_not_block_the_loop(size: int):
+    """Each iteration of the loop processes a portion, so another task runs many times before all calls are done."""
+    executor, done = TokenizerExecutor(byte_tokenizer()), []
 
     async def run() -> int:
-        calls = [asyncio.ensure_future(tokenizing.run(size, lambda _, at=at: done.append(at))) for at in range(2000)]
-        turns = 0
+        calls = [asyncio.ensure_future(executor.run(size, lambda _, i=i: done.append(i))) for i in range(2000)]
+        iterations = 0
         while not all(call.done() for call in calls):
             await asyncio.sleep(0)
-            turns += 1
-        return turns
+            iterations += 1
+        return iterations
 
-    turns = asyncio.run(run())
+    iterations = asyncio.run(run())
     assert done == list(range(2000))
-    assert turns >= (7 if size == 0 else 100)
+    assert iterations >= (7 if size == 0 else 100)
 
 
-def test_a_loop_that_ended_before_it_did_what_was_asked_holds_up_no_other():
-    tokenizing = TokenizerExecutor(byte_tokenizer())
+def test_closed_loop_does_not_block_other_loops():
+    executor = TokenizerExecutor(byte_tokenizer())
     loop = asyncio.new_event_loop()
-    asked = loop.create_task(tokenizing.run(1, lambda tokenizer: 1))
+    unfinished = loop.create_task(executor.run(1, lambda tokenizer: 1))
     loop.call_soon(loop.stop)
     loop.run_forever()
-    asked.cancel()
+    unfinished.cancel()
     loop.close()
 
     async def run() -> int:
         async with asyncio.timeout(10):
-            return await tokenizing.run(1, lambda tokenizer: 2)
+            return await executor.run(1, lambda tokenizer: 2)
 
     assert asyncio.run(run()) == 2
 
 
-def test_the_thread_follows_the_changes_of_its_tokenizer_which_need_not_be_copied():
-    class Own:
-        """With what no copy can be made of."""
+def test_thread_copy_follows_tokenizer_changes():
+    class UncopyableTokenizer:
+        """A tokenizer with a lock, which cannot be copied."""
 
         chat_template, special_tokens_map = "a", {}
 
@@ -92,41 +93,41 @@ def test_the_thread_follows_the_changes_of_its_tokenizer_which_need_not_be_copie
             return 3
 
     async def template(tokenizer: Any) -> Any:
-        return await tokenizer_executor(tokenizer).run(MIN_THREAD_CHARS, lambda own: own.chat_template)
+        return await tokenizer_executor(tokenizer).run(MIN_THREAD_CHARS, lambda used: used.chat_template)
 
-    def stops(tokenizer: Any) -> None:
+    def raise_stop_iteration(tokenizer: Any) -> None:
         raise StopIteration("here")
 
-    own, tokenizer = Own(), byte_tokenizer()
-    assert asyncio.run(template(own)) == "a"
+    uncopyable, tokenizer = UncopyableTokenizer(), byte_tokenizer()
+    assert asyncio.run(template(uncopyable)) == "a"
     assert tokenizer_executor(tokenizer) is tokenizer_executor(tokenizer)
     assert asyncio.run(template(tokenizer)) == tokenizer.chat_template
     tokenizer.chat_template = "another"
     assert asyncio.run(template(tokenizer)) == "another"
     for size in (1, MIN_THREAD_CHARS):
         with pytest.raises(RuntimeError, match="StopIteration"):
-            asyncio.run(tokenizer_executor(tokenizer).run(size, stops))
+            asyncio.run(tokenizer_executor(tokenizer).run(size, raise_stop_iteration))
 
 
 @pytest.mark.parametrize("size", [1, MIN_THREAD_CHARS])
-def test_what_failed_is_let_go_of_at_once(size: int):
-    """An error's traceback holds the frames that it went through, with all that they hold."""
+def test_failed_call_is_freed_immediately(size: int):
+    """The traceback of an error must not keep the arguments of the call alive."""
 
     class Conversation:
         pass
 
     async def run() -> bool:
-        asked = Conversation()
-        gone = weakref.ref(asked)
+        conversation = Conversation()
+        reference = weakref.ref(conversation)
 
-        def fails(tokenizer: Any, conversation: Conversation) -> None:
+        def fail(tokenizer: Any, conversation: Conversation) -> None:
             raise DataError("no")
 
         with suppress(DataError):
-            await TokenizerExecutor(byte_tokenizer()).run(size, fails, asked)
-        del asked
-        await asyncio.sleep(0.01)  # a thread lets go of what it did last
-        return gone() is None
+            await TokenizerExecutor(byte_tokenizer()).run(size, fail, conversation)
+        del conversation
+        await asyncio.sleep(0.01)  # the thread frees its last call
+        return reference() is None
 
     gc.collect()
     gc.disable()

@@ -1,8 +1,8 @@
-"""Random schedules in virtual time: engines die, come back, stall, join and leave, rollouts and syncs fail, samplers
-drop groups and over-provisioning cuts them, evaluations run in between, runs are resumed.
+"""Random schedules in virtual time. Engines die, restart, stall, join and leave. Rollouts and syncs fail, group filters
+drop groups, over-provisioning drops slow groups, evaluations run in between, and runs are resumed.
 
-Whatever happens, a step trains on no token beyond the bound, on prompts in their order, each once, an evaluation is of
-one version, and the run ends.
+In every schedule, no step trains on tokens beyond the staleness bound, prompts are used once and in order, an
+evaluation uses one weight version, and the run ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.simulation.timings import EngineTimings, LearnerTimings, Resp
 STEPS, BATCH, SAMPLES = 5, 3, 2
 HELD_OUT = [Prompt(f"held out {row}", [], "simulated") for row in range(2)]
 ENDS_WITHIN_S = 400_000.0
-"""Virtual seconds: the longest schedule needs a tenth of them."""
+"""Limit in virtual seconds. The longest schedule needs a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,28 @@ class Schedule:
     start_s: float
     filters: bool
     failing_sync: int
-    """The number of the sync that fails once; 0 for none."""
+    """Number of the sync that fails once; 0 for none."""
     stalls_at: float | None
-    """Virtual seconds after which an engine stops answering ..."""
+    """Virtual time at which an engine stops responding; None for never."""
     stalls_s: float
-    """... and for how long."""
+    """Virtual seconds for which it does not respond."""
     rollouts_fail: float
-    """Share of the episodes."""
+    """Share of the episodes that fail."""
     evaluates: int
-    """How many steps apart; 0: never."""
-    cuts: bool
-    """Over-provisioning, in a synchronous schedule without a sampler."""
+    """Steps between two evaluations; 0 for none."""
+    over_provisions: bool
+    """True for over-provisioning, which requires a synchronous schedule without group filters."""
     killed_at: float | None
-    """Virtual seconds after which the run is cancelled, and resumed from its last checkpoint."""
+    """Virtual time at which the run is cancelled and resumed from its last checkpoint; None for never."""
     seed: int
-    wanted: tuple[tuple[float, int], ...] = ()
-    """Virtual seconds, and the number of engines that is asked for then."""
+    engine_targets: tuple[tuple[float, int], ...] = ()
+    """(virtual time, number of engines that is requested then)."""
     drain_s: float = 300.0
 
     @property
-    def fewest(self) -> int:
-        """Engines that take requests."""
-        return min([self.engines, *(number for _, number in self.wanted)])
+    def min_engines(self) -> int:
+        """The smallest number of engines that is requested."""
+        return min([self.engines, *(number for _, number in self.engine_targets)])
 
 
 SCHEDULES = st.builds(
@@ -93,15 +93,15 @@ SCHEDULES = st.builds(
     stalls_s=st.sampled_from([1.0, 40.0, 1000.0]),
     rollouts_fail=st.sampled_from([0.0, 0.0, 0.3]),
     evaluates=st.integers(0, 2),
-    cuts=st.booleans(),
+    over_provisions=st.booleans(),
     killed_at=st.none() | st.floats(0.0, 200.0),
     seed=st.integers(0, 2**16),
-    wanted=st.lists(st.tuples(st.floats(0.0, 150.0), st.integers(1, 4)), max_size=4).map(tuple),
+    engine_targets=st.lists(st.tuples(st.floats(0.0, 150.0), st.integers(1, 4)), max_size=4).map(tuple),
     drain_s=st.sampled_from([0.5, 5.0, 300.0]),
 )
 
 
-def configured(schedule: Schedule) -> tuple[Config, Timings, RunShape]:
+def make_config(schedule: Schedule) -> tuple[Config, Timings, RunShape]:
     cfg = Config()
     cfg.trainer.seed = schedule.seed
     cfg.trainer.train_batch_size = BATCH
@@ -109,7 +109,7 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, RunShape]:
     cfg.trainer.fully_async.on_sync = schedule.on_sync
     cfg.trainer.fully_async.num_parallel_generation_workers = schedule.in_flight
     cfg.trainer.algorithm.dynamic_sampling.type = "filter" if schedule.filters else None
-    # engines may die so often that hardly a rollout gets to its end: however many prompts that takes, the run goes on
+    # Engines may die so often that few rollouts finish. The run continues with any number of additional prompts.
     cfg.trainer.algorithm.dynamic_sampling.max_sample_batches = -1
     cfg.generator.n_samples_per_prompt = SAMPLES
     cfg.generator.sampling_params.max_generate_length = 400
@@ -127,13 +127,14 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, RunShape]:
         turns=schedule.turns,
         tool_s=schedule.tool_s,
     )
-    over = 0.5 if schedule.cuts and not schedule.staleness and not schedule.filters else 0.0
-    return cfg, timings, RunShape(schedule.engines, schedule.staleness, over_provisioning=over)
+    over_provisions = schedule.over_provisions and not schedule.staleness and not schedule.filters
+    shape = RunShape(schedule.engines, schedule.staleness, over_provisioning=0.5 if over_provisions else 0.0)
+    return cfg, timings, shape
 
 
 @pytest.fixture(autouse=True, scope="module")
-def deaths_are_not_said() -> Iterator[None]:
-    """Engines die all the time here."""
+def mute_engine_warnings() -> Iterator[None]:
+    """Silence the warnings about dead engines, of which these tests cause many."""
     logger = logging.getLogger("skyrl_train.trainer.publisher")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -141,17 +142,17 @@ def deaths_are_not_said() -> Iterator[None]:
     logger.setLevel(before)
 
 
-class Watched:
-    """A simulated run and what its steps trained on."""
+class RecordedRun:
+    """A simulated run, the groups that its steps trained on, and the limits that it reached."""
 
     def __init__(self, schedule: Schedule, saved: Any = None):
-        cfg, timings, shape = configured(schedule)
+        cfg, timings, shape = make_config(schedule)
         self.run: SimulatedRun = build_run(cfg, timings, shape, STEPS, saved)
         self.trained: dict[int, list[TrajectoryGroup]] = {}
-        self.most_under_way = 0
-        self.torn = False
+        self.max_pending = 0
+        self.sent_changing_weights = False
         trainer, collector = self.run.trainer, self.run.collector
-        # a checkpoint after every step
+        # The run saves a checkpoint after every step.
         trainer.cfg = replace(
             cfg.trainer, eval_interval=schedule.evaluates, eval_before_train=schedule.evaluates > 0, ckpt_interval=1
         )
@@ -162,22 +163,22 @@ class Watched:
             stall(self.run.engines[0], schedule.stalls_at, schedule.stalls_s)
         next_groups = collector.next_groups
 
-        async def watched(step: int, metrics: Metrics) -> list[TrajectoryGroup]:
+        async def record_groups(step: int, metrics: Metrics) -> list[TrajectoryGroup]:
             groups = await next_groups(step, metrics)
-            self.trained[step] = list(groups)  # the loop lets go of its own
-            waiting = [task for task in collector._queue._pending if not task.done() or task.result().useful]
-            self.most_under_way = max(self.most_under_way, len(waiting))
+            self.trained[step] = list(groups)  # a copy, because the loop clears its own list
+            pending = [task for task in collector._queue._pending if not task.done() or task.result().is_useful]
+            self.max_pending = max(self.max_pending, len(pending))
             return groups
 
-        collector.next_groups = watched  # type: ignore[method-assign]
+        collector.next_groups = record_groups  # type: ignore[method-assign]
         self._fail_a_sync(schedule.failing_sync)
-        self._whole_versions_alone()
-        for at, number in schedule.wanted:
-            asyncio.get_running_loop().call_later(at, self._want, number)
-        self.wanted = schedule.engines
+        self._watch_sent_weights()
+        for time_s, number in schedule.engine_targets:
+            asyncio.get_running_loop().call_later(time_s, self._set_target, number)
+        self.target = schedule.engines
 
-    def _want(self, number: int) -> None:
-        self.wanted = number
+    def _set_target(self, number: int) -> None:
+        self.target = number
         self.run.scaler.set_target(number)
 
     async def close(self) -> None:
@@ -186,7 +187,7 @@ class Watched:
         await self.run.client.close()
 
     async def _evaluate(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        """With requests of its own names, beside those of rollouts that go on."""
+        # The offset gives requests of an evaluation other ids than those of concurrent rollouts.
         return await self._rollout(prompt, position + 10**6)
 
     def _may_fail(self, share: float) -> Rollout:
@@ -201,18 +202,18 @@ class Watched:
 
         return failing
 
-    def _whole_versions_alone(self) -> None:
-        """No weights leave the learner while an update makes the next ones."""
+    def _watch_sent_weights(self) -> None:
+        """Record if the learner sends weights while an update changes them."""
         learner, weight_sync = self.run.learner, self.run.weight_sync
         sync_one = weight_sync.sync_one
 
-        async def sends(engine: SimulatedEngine, version: int) -> dict[str, float]:
-            self.torn |= learner.updating
-            sent = await sync_one(engine, version)
-            self.torn |= learner.updating or version != learner.version
-            return sent  # type: ignore[no-any-return]
+        async def send(engine: SimulatedEngine, version: int) -> dict[str, float]:
+            self.sent_changing_weights |= learner.updating
+            metrics = await sync_one(engine, version)
+            self.sent_changing_weights |= learner.updating or version != learner.version
+            return metrics  # type: ignore[no-any-return]
 
-        weight_sync.sync_one = sends
+        weight_sync.sync_one = send
 
     def _fail_a_sync(self, number: int) -> None:
         sync_all, syncs = self.run.weight_sync.sync_all, 0
@@ -221,39 +222,40 @@ class Watched:
             nonlocal syncs
             syncs += 1
             if syncs == number and len(self.run.client.engines) > 1:
-                self.run.client.engines[0].die()
+                engines: list[Any] = self.run.client.engines
+                engines[0].die()
                 raise WeightSyncError("an engine was lost")
             return await sync_all(version)  # type: ignore[no-any-return]
 
         self.run.weight_sync.sync_all = failing
 
 
-def stall(engine: SimulatedEngine, at: float, seconds: float) -> None:
-    """As with a process that is stopped: neither calls that come then nor answers to those under way get through."""
+def stall(engine: SimulatedEngine, delay_s: float, duration_s: float) -> None:
+    """Make an engine behave like a stopped process: it delays new calls and the responses of running ones."""
     loop = asyncio.get_running_loop()
-    begins = loop.time() + at
+    start_s = loop.time() + delay_s
 
-    def late(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def delayed(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
-            await over()
+            await wait_for_end()
             try:
                 return await method(*args, **kwargs)
             finally:
-                await over()
+                await wait_for_end()
 
         return call
 
-    async def over() -> None:
-        if begins <= loop.time() < begins + seconds:
-            await asyncio.sleep(begins + seconds - loop.time())
+    async def wait_for_end() -> None:
+        if start_s <= loop.time() < start_s + duration_s:
+            await asyncio.sleep(start_s + duration_s - loop.time())
 
     for name in ("generate", "abort", "pause", "resume", "commit_weights", "health"):
-        setattr(engine, name, late(getattr(engine, name)))
+        setattr(engine, name, delayed(getattr(engine, name)))
 
 
-async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[TrajectoryGroup]]]:
-    """The attempts, and what each step trained on in the history that the last one continues."""
-    first = Watched(schedule)
+async def play(schedule: Schedule) -> tuple[list[RecordedRun], dict[int, list[TrajectoryGroup]]]:
+    """Return the attempts of a run, and the groups of each step in the history that the last attempt continues."""
+    first = RecordedRun(schedule)
     fit = asyncio.ensure_future(first.run.trainer.fit())
     await asyncio.wait([fit], timeout=ENDS_WITHIN_S if schedule.killed_at is None else schedule.killed_at)
     attempts, trained = [first], first.trained
@@ -264,60 +266,60 @@ async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[Traj
         await asyncio.gather(fit, return_exceptions=True)
         await first.run.scaler.stop()
         await first.run.collector.close()
-        again = Watched(schedule, saved)
+        resumed = RecordedRun(schedule, saved)
         async with asyncio.timeout(ENDS_WITHIN_S):
-            await again.run.trainer.fit()
-        begins = 0 if saved is None else saved[0]
-        trained = {step: groups for step, groups in trained.items() if step < begins} | again.trained
-        attempts.append(again)
+            await resumed.run.trainer.fit()
+        first_step = 0 if saved is None else saved[0]
+        trained = {step: groups for step, groups in trained.items() if step < first_step} | resumed.trained
+        attempts.append(resumed)
     else:
         fit.result()
     last = attempts[-1].run
     async with asyncio.timeout(ENDS_WITHIN_S):
         await last.scaler.wait_until_settled()
         while last.client.dead_engines and not schedule.failures_per_hour:
-            await last.client.wait_for_restart()  # what died in the last sync comes back after the run's last step
+            await last.client.wait_for_restart()  # An engine that died in the last sync restarts after the last step.
     if not schedule.failures_per_hour:
-        assert len(last.client.engine_names) == attempts[-1].wanted
-        living = sum(not engine.dead for engine in last.engines)
-        stalled = schedule.stalls_at is not None  # one that was given up is not killed here
-        assert living - stalled <= len(last.client.engines) <= living, "one that left goes on"
-    for one in attempts:
-        await one.close()
+        assert len(last.client.engine_names) == attempts[-1].target
+        num_alive = sum(not engine.dead for engine in last.engines)
+        stalled = schedule.stalls_at is not None  # The simulation does not kill an engine that was declared dead.
+        assert num_alive - stalled <= len(last.client.engines) <= num_alive, "a removed engine still runs"
+    for attempt in attempts:
+        await attempt.close()
     return attempts, trained
 
 
 @settings(max_examples=500, deadline=None)
 @given(SCHEDULES)
-def test_the_bound_holds_prompts_are_used_once_in_order_and_the_run_ends(schedule: Schedule):
-    attempts, trained = virtual_time.run(played(schedule))
+def test_schedules_respect_staleness_and_prompt_order(schedule: Schedule):
+    attempts, trained = virtual_time.run(play(schedule))
     assert sorted(trained) == list(range(STEPS))
     positions = [int(group.prompt.uid) for step in range(STEPS) for group in trained[step]]
-    assert positions == sorted(set(positions)), "prompts in order, and none twice"
-    if not schedule.filters and not (schedule.cuts and not schedule.staleness):
-        assert positions == list(range(STEPS * BATCH)), "and none is left out"
+    assert positions == sorted(set(positions)), "prompts are used in order and once"
+    if not schedule.filters and not (schedule.over_provisions and not schedule.staleness):
+        assert positions == list(range(STEPS * BATCH)), "no prompt is left out"
     for step, groups in trained.items():
         assert len(groups) == BATCH
-        kinds = {item.error for group in groups for item in group.trajectories}
-        if not schedule.failures_per_hour and (schedule.fewest > 1 or schedule.stalls_at is None):
-            assert kinds <= {None, "ZeroDivisionError"}, "one engine's death, stall or leave costs no rollout"
+        errors = {item.error for group in groups for item in group.trajectories}
+        if not schedule.failures_per_hour and (schedule.min_engines > 1 or schedule.stalls_at is None):
+            assert errors <= {None, "ZeroDivisionError"}, "an engine that dies, stalls or leaves fails no rollout"
         turns = [turn for group in groups for item in group.trajectories if item.status == OK for turn in item.turns]
         assert all(step - schedule.staleness <= turn.min_version <= turn.max_version <= step for turn in turns)
-    assert not any(one.torn for one in attempts), "an engine was sent weights that an update was changing"
-    over = BATCH if schedule.cuts and not schedule.staleness else 0
-    assert max(one.most_under_way for one in attempts) <= (schedule.staleness + 1) * BATCH + over
+    assert not any(attempt.sent_changing_weights for attempt in attempts), "an update changed weights during a sync"
+    extra = BATCH if schedule.over_provisions and not schedule.staleness else 0
+    assert max(attempt.max_pending for attempt in attempts) <= (schedule.staleness + 1) * BATCH + extra
 
 
-def test_a_schedule_plays_alike_wherever_its_objects_lie_in_memory() -> None:
-    """Requests that an engine's death ends continue in their order: as members of a set they would go by addresses."""
+def test_schedule_is_independent_of_memory_addresses() -> None:
+    """Requests of a dead engine continue in their order. The order of a set would depend on memory addresses."""
     schedule = Schedule(
         engines=1, staleness=2, on_sync="keep", in_flight=10, sigma=0.5, update_s=1.0, sync_s=0.5, turns=2, tool_s=2.0,
         failures_per_hour=120.0, start_s=0.0, filters=True, failing_sync=0, stalls_at=None, stalls_s=1000.0,
-        rollouts_fail=0.3, evaluates=0, cuts=False, killed_at=None, seed=1445,
+        rollouts_fail=0.3, evaluates=0, over_provisions=False, killed_at=None, seed=1445,
     )  # fmt: skip
-    found, kept = [], []
+    histories, ballast = [], []
     for size in range(1, 9):
-        _, trained = virtual_time.run(played(schedule))
-        found.append([[group.prompt.uid for group in trained[step]] for step in range(STEPS)])
-        kept.append([object() for _ in range(1000 * size)])  # so that the next ones lie elsewhere
-    assert all(one == found[0] for one in found), found
+        _, trained = virtual_time.run(play(schedule))
+        histories.append([[group.prompt.uid for group in trained[step]] for step in range(STEPS)])
+        ballast.append([object() for _ in range(1000 * size)])  # This moves the next run's objects.
+    assert all(history == histories[0] for history in histories), histories

@@ -1,4 +1,4 @@
-"""Engines and learners that only wait take as long as they should, and say which weights sampled what."""
+"""Simulated engines and learners take the expected virtual time, and record the version of each token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.run import RunShape, build_run
 from tests.support.simulation.timings import EngineTimings, LearnerTimings, ResponseLengths, Timings
 
-STEP_S, ALIKE = 0.5, 0.25
-EVEN = Timings(
+STEP_S, PER_SEQUENCE_S = 0.5, 0.25
+BALANCED = Timings(
     engine=EngineTimings(decode_s=0.1, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e9),
     learner=LearnerTimings(0.0, 0.0, step_s=6.4),
     sync_s=0.0,
     response=ResponseLengths(64.0, 0.0),
 )
-"""64 tokens of a tenth of a second each, and as long for an update."""
+"""Timings with which a response of 64 tokens takes as long as an update."""
 
 
 def request(name: str, tokens: int, prompt: int = 1) -> SampleRequest:
@@ -31,11 +31,11 @@ def request(name: str, tokens: int, prompt: int = 1) -> SampleRequest:
 
 
 def engine(**timings: float) -> SimulatedEngine:
-    given = {"decode_s": STEP_S, "prefill_tokens_per_s": 1e9} | timings
-    return SimulatedEngine(lambda one: one.sampling.max_tokens, EngineTimings(**given), name="e")  # type: ignore[arg-type]
+    settings = {"decode_s": STEP_S, "prefill_tokens_per_s": 1e9} | timings
+    return SimulatedEngine(lambda request: request.sampling.max_tokens, EngineTimings(**settings), name="e")  # type: ignore[arg-type]
 
 
-def test_hours_pass_at_once_and_a_wait_that_nothing_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_virtual_time_skips_waits_and_detects_deadlock(monkeypatch: pytest.MonkeyPatch):
     async def wait() -> float:
         await asyncio.gather(*(asyncio.sleep(3600.0 * hours) for hours in range(100)))
         return asyncio.get_running_loop().time()
@@ -46,27 +46,27 @@ def test_hours_pass_at_once_and_a_wait_that_nothing_ends_is_an_error(monkeypatch
         virtual_time.run(asyncio.Event().wait())
 
 
-def test_sequences_share_their_steps_and_new_ones_slow_the_others_down():
+def test_sequences_share_steps_and_slow_each_other():
     async def run() -> list[float]:
-        one = engine(decode_per_sequence_s=ALIKE, max_num_seqs=2)
+        subject = engine(decode_per_sequence_s=PER_SEQUENCE_S, max_num_seqs=2)
         ends = []
 
-        async def ask(name: str, tokens: int) -> None:
-            await one.generate([request(name, tokens)])
+        async def generate(name: str, tokens: int) -> None:
+            await subject.generate([request(name, tokens)])
             ends.append(asyncio.get_running_loop().time())
 
-        await asyncio.gather(ask("a", 4), ask("b", 8), ask("waits", 4))
+        await asyncio.gather(generate("a", 4), generate("b", 8), generate("waits", 4))
         return ends
 
-    both, alone = STEP_S + 2 * ALIKE, STEP_S + ALIKE
+    both, alone = STEP_S + 2 * PER_SEQUENCE_S, STEP_S + PER_SEQUENCE_S
     assert virtual_time.run(run()) == pytest.approx([4 * both, 8 * both, 8 * both], abs=1e-6)
     assert alone < both
 
 
-def test_a_prompt_is_read_once_for_its_group_before_the_first_step():
+def test_group_prompt_is_prefilled_once():
     async def run() -> float:
-        one = engine(prefill_tokens_per_s=10.0)
-        await one.generate([replace(request(str(n), 2, prompt=20), group="g") for n in range(3)])
+        subject = engine(prefill_tokens_per_s=10.0)
+        await subject.generate([replace(request(str(n), 2, prompt=20), group="g") for n in range(3)])
         return asyncio.get_running_loop().time()
 
     assert virtual_time.run(run()) == pytest.approx(20 / 10 + 2 * STEP_S)
@@ -75,33 +75,33 @@ def test_a_prompt_is_read_once_for_its_group_before_the_first_step():
 @pytest.mark.parametrize("mode", ["keep", "retract", "abort"])
 def test_tokens_have_the_version_that_sampled_them(mode: str):
     async def run() -> tuple[Completion, float]:
-        one = engine(prefill_tokens_per_s=1.0)
-        asked = asyncio.ensure_future(one.generate([request("a", 10, prompt=1)]))
+        subject = engine(prefill_tokens_per_s=1.0)
+        call = asyncio.ensure_future(subject.generate([request("a", 10, prompt=1)]))
         await asyncio.sleep(1.0 + 4 * STEP_S + 0.1)
-        await one.pause(mode)
+        await subject.pause(mode)
         await asyncio.sleep(100.0)
-        await one.commit_weights(7)
-        await one.resume()
-        (completion,) = await asked
+        await subject.commit_weights(7)
+        await subject.resume()
+        (completion,) = await call
         return completion, asyncio.get_running_loop().time()
 
-    completion, ended = virtual_time.run(run())
+    completion, end_s = virtual_time.run(run())
     spans = [(span.start, span.stop, span.version) for span in completion.versions]
     if mode == "abort":
         assert (completion.stop_reason, spans) == ("abort", [(0, 4, 0)])
         return
     assert spans == [(0, 4, 0), (4, 10, 7)]
-    read_again = 5.0 if mode == "retract" else 0.0  # the prompt and four tokens
-    assert ended == pytest.approx(1.0 + 10 * STEP_S + 100.0 + read_again)
+    prefill_s = 5.0 if mode == "retract" else 0.0  # for the prompt and four tokens
+    assert end_s == pytest.approx(1.0 + 10 * STEP_S + 100.0 + prefill_s)
 
 
-def test_a_dead_engine_fails_what_it_had_and_what_comes():
+def test_dead_engine_fails_all_requests():
     async def run() -> None:
-        one = engine()
-        asked = asyncio.ensure_future(one.generate([request("a", 10)]))
+        subject = engine()
+        running = asyncio.ensure_future(subject.generate([request("a", 10)]))
         await asyncio.sleep(1.0)
-        one.die()
-        for call in (asked, one.generate([request("b", 1)]), one.health()):
+        subject.die()
+        for call in (running, subject.generate([request("b", 1)]), subject.health()):
             with pytest.raises(EngineError, match="e "):
                 await call
 
@@ -115,10 +115,10 @@ def test_rollouts_ahead_overlap_with_updates(staleness: int, step_s: float):
     async def seconds(steps: int) -> float:
         cfg = Config()
         cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = 4, 4
-        built = build_run(cfg, EVEN, RunShape(1, staleness), steps)
+        built = build_run(cfg, BALANCED, RunShape(1, staleness), steps)
         await built.trainer.fit()
         await built.client.close()
         return asyncio.get_running_loop().time()
 
-    taken = virtual_time.run(seconds(12)) - virtual_time.run(seconds(4))
-    assert taken / 8 == pytest.approx(step_s, rel=0.01)
+    elapsed_s = virtual_time.run(seconds(12)) - virtual_time.run(seconds(4))
+    assert elapsed_s / 8 == pytest.approx(step_s, rel=0.01)

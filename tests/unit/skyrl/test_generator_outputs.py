@@ -212,7 +212,9 @@ def test_responses_may_not_be_changed_with_rewards():
             return generator_output | {"response_ids": generator_output["response_ids"][1:]}
 
     cfg = SimpleNamespace(trainer=SimpleNamespace(placement=SimpleNamespace(colocate_all=False)))
-    loop = SimpleNamespace(trajectory_transforms=[], batch_transforms=[], evaluator=None, learner=None, checkpoint_manager=None)
+    loop = SimpleNamespace(
+        trajectory_transforms=[], batch_transforms=[], evaluator=None, learner=None, checkpoint_manager=None
+    )
     Shorter(cfg, None, SimpleNamespace(pad_token_id=0), None, None, None).connect(loop)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="changed response_ids or uids"):
         loop.trajectory_transforms[0](groups_of(output()), Metrics())

@@ -37,7 +37,7 @@ def test_other_names_of_keys_and_keys_of_ones_own_are_read():
     assert config.trainer.algorithm.policy_loss_type == "gspo"
     assert config.generator.my_rate == 3 and config.environment.mine == "a"
     assert config.environment.skyrl_gym.own == {"shout": {"bonus": 10}}
-    assert sum("key of your own" in note for note in prepared.notes) == 3
+    assert sum("custom key" in note for note in prepared.notes) == 3
 
 
 def test_configuration_by_todays_name_is_that_of_the_command_line(capsys: pytest.CaptureFixture[str]):

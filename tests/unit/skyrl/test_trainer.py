@@ -153,7 +153,10 @@ def test_rewards_of_episodes_of_several_sequences_count_once():
     step = build_advantage_step(load_preset(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
     _, loop = made(Same, step)
     loop.sample_ids = samples_of(batch)
-    expected, found = step(batch, Metrics()).token_advantages, loop.batch_transforms[0](batch, Metrics()).token_advantages
+    expected, found = (
+        step(batch, Metrics()).token_advantages,
+        loop.batch_transforms[0](batch, Metrics()).token_advantages,
+    )
     torch.testing.assert_close(found, expected)
     assert found[9] < 0 < -found[9]
 

@@ -1,4 +1,4 @@
-"""A real S3 server for the tests of a module, and addresses."""
+"""A real S3 server for the tests of a module, and URIs of both schemes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def server(one_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.fixture(params=["s3", "file"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An address of either kind."""
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A URI of each scheme."""
     if request.param == "s3":
         request.getfixturevalue("server")
         return URI

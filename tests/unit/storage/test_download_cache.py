@@ -23,33 +23,31 @@ from tests.support.learner_specs import tiny_spec
 from tests.support.s3_server import BUCKET, S3Server
 
 
-def fetched(server: S3Server) -> list[str]:
-    """Names of the files that were downloaded so far."""
+def downloaded(server: S3Server) -> list[str]:
+    """Return the names of the files that were downloaded so far."""
     return [line.rpartition("/")[2] for line in server.seen if line.startswith(f"GET /{BUCKET}/")]
 
 
-def test_a_path_and_a_name_on_the_hub_stay_what_they_are_and_a_file_address_is_its_path():
+def test_local_paths_and_hub_names_need_no_copy():
     assert local_copy("/data/model") == "/data/model"
     assert local_copy("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert local_copy("file:///data/model") == "/data/model"
 
 
-def test_rows_are_read_from_an_address_fetched_once_and_again_when_they_change(server: S3Server):
+def test_rows_are_downloaded_once_per_version(server: S3Server):
     store = RemoteFolder(f"s3://{BUCKET}/data")
     store.write("train.jsonl", b'{"prompt": "one"}\n')
-    for _ in range(2):  # two processes
+    for _ in range(2):  # like two processes
         local_copy.cache_clear()
         assert [row for _, row in read_rows(f"{store.uri}/train.jsonl")] == [{"prompt": "one"}]
-    assert fetched(server) == ["train.jsonl"]
+    assert downloaded(server) == ["train.jsonl"]
     store.write("train.jsonl", b'{"prompt": "two"}\n')
-    assert [row for _, row in read_rows(f"{store.uri}/train.jsonl")] == [{"prompt": "one"}], "one version a process"
+    assert [row for _, row in read_rows(f"{store.uri}/train.jsonl")] == [{"prompt": "one"}], "one version per process"
     local_copy.cache_clear()
     assert [row for _, row in read_rows(f"{store.uri}/train.jsonl")] == [{"prompt": "two"}]
 
 
-def test_a_model_is_loaded_from_an_address_and_its_weights_only_where_they_are_needed(
-    server: S3Server, tiny_model_path: str
-):
+def test_model_weights_are_downloaded_only_when_needed(server: S3Server, tiny_model_path: str):
     import torch
 
     store = RemoteFolder(f"s3://{BUCKET}/models/tiny")
@@ -57,14 +55,14 @@ def test_a_model_is_loaded_from_an_address_and_its_weights_only_where_they_are_n
         store.put(file.name, file)
     config = load_config(store.uri)
     assert config.to_dict() | {"_name_or_path": ""} == load_config(tiny_model_path).to_dict() | {"_name_or_path": ""}
-    assert "model.safetensors" not in fetched(server)
-    ours = load_causal_lm(store.uri, dtype=torch.float32).state_dict()
-    theirs = load_causal_lm(tiny_model_path, dtype=torch.float32).state_dict()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    assert sorted(fetched(server)) == sorted({*fetched(server)}), "no file is fetched twice"
+    assert "model.safetensors" not in downloaded(server)
+    remote = load_causal_lm(store.uri, dtype=torch.float32).state_dict()
+    local = load_causal_lm(tiny_model_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(remote[name], tensor) for name, tensor in local.items())
+    assert sorted(downloaded(server)) == sorted({*downloaded(server)}), "no file is downloaded twice"
 
 
-def test_adapter_names_the_address_of_its_base_model(server: S3Server, tiny_model_path: str, tmp_path: Path):
+def test_adapter_config_names_base_model_uri(server: S3Server, tiny_model_path: str, tmp_path: Path):
     store = RemoteFolder(f"s3://{BUCKET}/models/tiny")
     for path in Path(tiny_model_path).iterdir():
         store.write(path.name, path.read_bytes())
@@ -75,7 +73,7 @@ def test_adapter_names_the_address_of_its_base_model(server: S3Server, tiny_mode
     assert config["base_model_name_or_path"] == store.uri
 
 
-def test_a_file_that_was_cut_off_here_is_fetched_again(server: S3Server):
+def test_truncated_copy_is_downloaded_again(server: S3Server):
     RemoteFolder(f"s3://{BUCKET}/m").write("config.json", b"{} ")
     copy = Path(local_copy(f"s3://{BUCKET}/m")) / "config.json"
     copy.write_bytes(b"{")
@@ -83,8 +81,8 @@ def test_a_file_that_was_cut_off_here_is_fetched_again(server: S3Server):
     assert Path(local_copy(f"s3://{BUCKET}/m"), "config.json").read_bytes() == b"{} "
 
 
-def test_an_export_is_read_as_its_manifest_says_and_not_before_it_is_there(server: S3Server, tmp_path: Path):
-    store, address = RemoteFolder(f"s3://{BUCKET}/exports"), f"s3://{BUCKET}/exports/global_step_3/policy"
+def test_export_requires_complete_manifest(server: S3Server, tmp_path: Path):
+    store, uri = RemoteFolder(f"s3://{BUCKET}/exports"), f"s3://{BUCKET}/exports/global_step_3/policy"
     export = tmp_path / "policy"
     export.mkdir()
     for text in ("first", "second"):
@@ -92,22 +90,22 @@ def test_an_export_is_read_as_its_manifest_says_and_not_before_it_is_there(serve
         (export / "manifest.json").unlink(missing_ok=True)
         write_manifest(export)
         assert upload_folder(store, "global_step_3/policy", export)
-    assert {path.name for path in Path(local_copy(address)).iterdir()} == {"config.json"}
-    assert Path(local_copy(address), "config.json").read_text() == "second", "though its key is another"
+    assert {path.name for path in Path(local_copy(uri)).iterdir()} == {"config.json"}
+    assert Path(local_copy(uri), "config.json").read_text() == "second", "even though its key differs"
 
     (key,) = (name for name in store.find() if "config.json" in name)
     store.write(key, b"secind")
     local_copy.cache_clear()
     with pytest.raises(StorageError, match=r"config\.json.* has another SHA-256 or size than when it was listed"):
-        local_copy(address)
+        local_copy(uri)
 
     store.delete(["global_step_3/policy/manifest.json"])
     local_copy.cache_clear()
     with pytest.raises(StorageError, match="its upload is not finished"):
-        local_copy(address)
+        local_copy(uri)
 
 
-def test_a_folder_that_changes_while_it_is_fetched_is_refused(server: S3Server):
+def test_folder_changed_during_download_is_rejected(server: S3Server):
     store = RemoteFolder(f"s3://{BUCKET}/model")
     store.write("a.json", b"old")
     store.write("b.json", b"old")
@@ -117,64 +115,64 @@ def test_a_folder_that_changes_while_it_is_fetched_is_refused(server: S3Server):
         assert server.is_blocking.wait(20)
         store.write("a.json", b"new")
         server.unblock()
-        with pytest.raises(StorageError, match="was changed while it was fetched"):
+        with pytest.raises(StorageError, match="was changed while it was downloaded"):
             copying.result(20)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
-def test_a_transfer_that_is_cut_off_leaves_nothing_and_is_an_error(
+def test_interrupted_transfer_raises_and_leaves_nothing(
     scheme: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made: list[Any] = []
+    filesystems: list[Any] = []
     make = fsspec.filesystem
 
     def filesystem(*arguments: Any, **options: Any) -> Any:
-        made.append(make(*arguments, **options))
-        return made[-1]
+        filesystems.append(make(*arguments, **options))
+        return filesystems[-1]
 
     monkeypatch.setattr(fsspec, "filesystem", filesystem)
     store = RemoteFolder(f"s3://{BUCKET}/cut" if scheme == "s3" else f"file://{tmp_path}/there")
     store.write("file", b"whole")
-    (files,) = made
+    (files,) = filesystems
     get_file = files.get_file
 
-    def cut_off(source: str, target: str) -> None:
+    def interrupt(source: str, target: str) -> None:
         get_file(source, target)
         Path(target).write_bytes(b"who")
         raise ConnectionResetError("connection reset by peer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "get_file", cut_off)
+        patch.setattr(files, "get_file", interrupt)
         with pytest.raises(StorageError, match="cannot be read"):
             store.get("file", tmp_path / "here" / "file")
     assert not list((tmp_path / "here").iterdir())
 
-    def cut_short(source: str, target: str) -> None:
+    def truncate(source: str, target: str) -> None:
         files.pipe_file(target, Path(source).read_bytes()[:-1])
 
     (tmp_path / "sent").write_bytes(b"whole")
-    monkeypatch.setattr(files, "put_file", cut_short)
+    monkeypatch.setattr(files, "put_file", truncate)
     with pytest.raises(StorageError, match="4 bytes of 5 arrived"):
         store.put("file", tmp_path / "sent")
 
 
 @pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed"])
-def test_one_of_two_writers_is_told_that_it_has_not_written(server: S3Server, status: str):
-    store = RemoteFolder(f"s3://{BUCKET}/claim")
+def test_losing_conditional_write_returns_false(server: S3Server, status: str):
+    store = RemoteFolder(f"s3://{BUCKET}/lease")
     server.reject_status, server.reject_condition = status, "HTTP_IF_"
-    assert not store.write_if_version("claim", b"mine", None)
-    assert store.read("claim") is None
+    assert not store.write_if_version("lock", b"mine", None)
+    assert store.read("lock") is None
 
 
-def test_an_address_with_nothing_and_a_server_that_refuses_are_named(server: S3Server):
-    with pytest.raises(StorageError, match="s3://runs/nothing: there is nothing at this address"):
+def test_missing_files_and_rejected_requests_name_uri(server: S3Server):
+    with pytest.raises(StorageError, match="s3://runs/nothing: there is no file or folder at this URI"):
         local_copy(f"s3://{BUCKET}/nothing")
     server.reject_pattern = "."
-    with pytest.raises(StorageError, match=r"s3://runs/x: cannot be looked at.*come from AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StorageError, match=r"s3://runs/x: its properties cannot be read.*come from AWS_ACCESS_KEY_ID"):
         local_copy(f"s3://{BUCKET}/x")
 
 
-def test_changed_file_of_equal_size_is_fetched_again(server: S3Server, tmp_path: Path):
+def test_changed_file_of_equal_size_is_downloaded_again(server: S3Server, tmp_path: Path):
     store, export, local = RemoteFolder(f"s3://{BUCKET}/exports"), tmp_path / "export", tmp_path / "local"
     export.mkdir()
     (export / "config.json").write_text("first")
@@ -186,12 +184,12 @@ def test_changed_file_of_equal_size_is_fetched_again(server: S3Server, tmp_path:
     assert (local / "config.json").read_text() == "first"
 
 
-def test_missing_bucket_is_known(server: S3Server, tmp_path: Path) -> None:
+def test_missing_bucket_is_detected(server: S3Server, tmp_path: Path) -> None:
     assert RemoteFolder(f"s3://{BUCKET}/run").has_bucket()
     assert not RemoteFolder("s3://no-such-bucket/run").has_bucket()
     assert RemoteFolder(f"file://{tmp_path}/none/run").has_bucket()
     server.reject_pattern = "HEAD /"
-    assert RemoteFolder(f"s3://{BUCKET}/run").has_bucket(), "some may write, and not look at the bucket"
+    assert RemoteFolder(f"s3://{BUCKET}/run").has_bucket(), "a user may be allowed to write but not to read the bucket"
 
 
 def test_check_names_key_of_missing_bucket(server: S3Server) -> None:

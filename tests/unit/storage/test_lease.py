@@ -1,4 +1,4 @@
-"""Who may write at an address, on a real S3 server. Two machines are two folders."""
+"""Leases of URIs on a real S3 server. Two local folders stand for two machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_uri_is_leased_to_one_live_run(server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with MirroredMachine(tmp_path / "a"), pytest.raises(RunFolderError, match="is in use by process"):
         MirroredMachine(tmp_path / "b").mirror.acquire_and_pull()
     with MirroredMachine(tmp_path / "b") as there:
@@ -38,12 +38,12 @@ def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path, ca
         assert folder.endswith((there.folder / ".folder").read_text())
         caplog.clear()
         with MirroredMachine(tmp_path / "b"):
-            assert "was in use by" not in caplog.text, "that of the process before, which is dead, is not waited for"
+            assert "was in use by" not in caplog.text, "the lease of the dead process in this folder needs no wait"
 
 
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.defect("machines-of-one-name")
-def test_an_address_does_not_belong_to_another_machine_of_the_same_name_and_path(server: S3Server, tmp_path: Path):
+def test_lease_distinguishes_machines_of_same_name(server: S3Server, tmp_path: Path):
     path = tmp_path / "run"
     with MirroredMachine(path) as here:
         path.rename(tmp_path / "disk of the first")
@@ -53,12 +53,12 @@ def test_an_address_does_not_belong_to_another_machine_of_the_same_name_and_path
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_more(server: S3Server, tmp_path: Path):
+def test_expired_lease_stops_uploads(server: S3Server, tmp_path: Path):
     silent = MirroredMachine(tmp_path / "a")
     silent.mirror.acquire_and_pull()
     server.block_pattern = "PUT .*/.lock"
     assert server.is_blocking.wait(10)
-    server.block_pattern = ""  # for those who come from now on
+    server.block_pattern = ""  # Later requests are not blocked.
     with MirroredMachine(tmp_path / "b") as other:
         server.unblock()
         silent.mirror.start()
@@ -84,10 +84,10 @@ def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_mor
         ("global_step_20/manifest.json", False),
     ],
 )
-def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_successor_alone(
+def test_stopped_process_does_not_disturb_successor(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, lives: bool
 ):
-    """`late` is what it was sending; its successor lives, or has ended since."""
+    """`late` is the file that the stopped process was sending. Its successor is alive or has ended."""
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
     stopped = MirroredMachine(tmp_path / "a", keep=1)
     stopped.__enter__()
@@ -104,35 +104,35 @@ def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_suc
         successor.mirror.finish(20)
         if not lives:
             running.close()
-        before, sent = kept(server), len(server.seen)
+        before, num_requests = data_objects(server), len(server.seen)
         server.unblock()
-        who = "process" if lives else "process .*, which has ended since"
-        with pytest.raises(StorageError, match=f"was taken by {who}.*, as this process was silent"):
+        holder = "process" if lives else "process .*, which has ended since"
+        with pytest.raises(StorageError, match=f"was taken by {holder}.*, as this process was silent"):
             stopped.mirror.finish(20)
         stopped.__exit__()
         assert not lives or "team/run/.lock" in server.objects()
-    assert {line.split()[0] for line in server.seen[sent:] if ".lock" not in line} <= {"GET", "HEAD"}
-    after = kept(server)
+    assert {line.split()[0] for line in server.seen[num_requests:] if ".lock" not in line} <= {"GET", "HEAD"}
+    after = data_objects(server)
     assert {key for key in after | before if after.get(key) != before.get(key)} == {f"team/run/{late}"}
 
 
-def kept(server: S3Server) -> dict[str, bytes]:
-    """What is at the address, but for claims."""
+def data_objects(server: S3Server) -> dict[str, bytes]:
+    """Return all objects except lock files."""
     return {key: content for key, content in server.objects().items() if ".lock" not in key}
 
 
-def test_one_of_those_who_have_seen_the_same_writes(address: str):
-    store = RemoteFolder(address)
+def test_conditional_write_has_one_winner(uri: str):
+    store = RemoteFolder(uri)
     assert store.write_if_version("name", b"first", None) and not store.write_if_version("name", b"other", None)
-    seen = store.version("name")
-    assert seen is not None and store.write_if_version("name", b"second", seen)
-    assert not store.write_if_version("name", b"third", seen) and store.read("name") == b"second"
-    seen = store.version("name")
+    version = store.version("name")
+    assert version is not None and store.write_if_version("name", b"second", version)
+    assert not store.write_if_version("name", b"third", version) and store.read("name") == b"second"
+    version = store.version("name")
     store.delete(["name"])
-    assert not store.write_if_version("name", b"third", seen) and store.version("name") is None
+    assert not store.write_if_version("name", b"third", version) and store.version("name") is None
 
 
-def test_one_of_many_that_create_a_file_of_a_disk_at_once_does(tmp_path: Path):
+def test_concurrent_file_creation_has_one_winner(tmp_path: Path):
     barrier = threading.Barrier(16)
     stores = [RemoteFolder(f"file://{tmp_path}/run") for _ in range(barrier.parties)]
 
@@ -149,24 +149,24 @@ def test_one_of_many_that_create_a_file_of_a_disk_at_once_does(tmp_path: Path):
 
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.defect("two-runs-take-one-dead-claim")
-def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_expired_lease_has_one_successor(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
     dead = MirroredMachine(tmp_path / "a")
     dead.mirror.acquire_and_pull()
     dead.stop_renewals()
     errors: list[BaseException] = []
 
-    def take() -> None:
+    def acquire() -> None:
         try:
             MirroredMachine(tmp_path / "b").mirror.acquire_and_pull()
         except RunFolderError as error:
             errors.append(error)
 
     server.block_pattern = "PUT .*/.lock"
-    slower = threading.Thread(target=take)
+    slower = threading.Thread(target=acquire)
     slower.start()
     assert server.is_blocking.wait(10)
-    server.block_pattern = ""  # for those who come from now on
+    server.block_pattern = ""  # Later requests are not blocked.
     with MirroredMachine(tmp_path / "c") as faster:
         server.unblock()
         slower.join(10)
@@ -176,35 +176,33 @@ def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: 
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_claim_that_changed_before_the_last_look_is_not_overwritten(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The faster of two machines that wait for a dead claim may take it just before the slower one looks last."""
+def test_lease_changed_before_last_check_is_kept(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The faster of two waiting machines may take an expired lease just before the last check of the slower one."""
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
     dead = MirroredMachine(tmp_path / "a")
     dead.mirror.acquire_and_pull()
     dead.stop_renewals()
     slower = MirroredMachine(tmp_path / "b")
-    look, looks, faster = slower.mirror.store.version, 0, MirroredMachine(tmp_path / "c")
+    get_version, num_checks, faster = slower.mirror.store.version, 0, MirroredMachine(tmp_path / "c")
 
-    def look_late(name: str) -> str | None:
-        nonlocal looks
-        looks += 1
-        if looks == 2:
+    def get_version_late(name: str) -> str | None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 2:
             faster.mirror.acquire_and_pull()
-            time.sleep(0.3)  # beyond the time that the slower one waits
-        return look(name)
+            time.sleep(0.3)  # longer than the slower machine waits
+        return get_version(name)
 
-    monkeypatch.setattr(slower.mirror.store, "version", look_late)
+    monkeypatch.setattr(slower.mirror.store, "version", get_version_late)
     with pytest.raises(RunFolderError, match="is in use by process"):
         slower.mirror.acquire_and_pull()
-    assert looks >= 2 and not faster.mirror.lease.check_lost()
+    assert num_checks >= 2 and not faster.mirror.lease.check_lost()
     faster.mirror.lease.release()
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A disk has no conditional writes: two that have seen the same may both write, and one has to notice."""
+def test_expired_lease_on_disk_goes_to_last_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk has no conditional writes, so two machines may both write, and one of them must notice."""
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
     monkeypatch.setattr(lease, "POLL_INTERVAL_S", 0.5)
     store = RemoteFolder(f"file://{tmp_path}/elsewhere")
@@ -213,8 +211,8 @@ def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkey
     write = first.mirror.store.write_if_version
     last = json.dumps({"holder": "process 2 on another", "folder": "another:/run2", "id": "2"}).encode()
 
-    def write_first(name: str, content: bytes, seen: str | None) -> bool:
-        written = write(name, content, seen)
+    def write_first(name: str, content: bytes, version: str | None) -> bool:
+        written = write(name, content, version)
         threading.Timer(0.1, store.write, [name, last]).start()
         return written
 
@@ -226,7 +224,7 @@ def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[" * 100_000, b"[1]", b'{"holder": {"a": "\\u001b[2J"}}'])
-def test_damaged_claim_ends_like_that_of_a_dead_run(
+def test_damaged_lock_file_expires(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: bytes
 ):
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
@@ -237,49 +235,47 @@ def test_damaged_claim_ends_like_that_of_a_dead_run(
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    store = RemoteFolder(address)
+def test_deleted_lock_file_is_written_again(uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = RemoteFolder(uri)
     store.write(".lock", json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode())
     deleting = threading.Timer(0.2, store.delete, [[".lock"]])
     deleting.start()
-    with MirroredMachine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", uri) as here:
         deleting.join()
         for deleted in range(2):
             store.delete([".lock"])
             here.save(10 + deleted)
             wait_until(lambda step=10 + deleted: step in here.mirror.remote_steps())  # type: ignore[misc]
-            assert f"{address}/.lock was deleted: it is written again" in caplog.text
+            assert f"{uri}/.lock was deleted. It is written again" in caplog.text
             assert json.loads(store.read(".lock") or b"")["folder"].endswith((here.folder / ".folder").read_text())
         here.mirror.finish(20)
         with pytest.raises(RunFolderError, match="is in use by process"):
-            MirroredMachine(tmp_path / "b", address).mirror.acquire_and_pull()
-    left = json.loads(store.read(".lock") or b"{}")
-    assert left["ended"], "whoever comes next need not wait"
+            MirroredMachine(tmp_path / "b", uri).mirror.acquire_and_pull()
+    lock = json.loads(store.read(".lock") or b"{}")
+    assert lock["ended"], "the next run need not wait"
     caplog.clear()
-    with MirroredMachine(tmp_path / "b", address):
+    with MirroredMachine(tmp_path / "b", uri):
         assert "was in use by" not in caplog.text
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Server, tmp_path: Path):
+def test_lost_lease_error_names_deletion(server: S3Server, tmp_path: Path):
     with MirroredMachine(tmp_path / "a") as here:
-        claim = json.dumps({"holder": "process 1 on another\x1b[2J", "folder": "another:/run", "id": "1"}).encode()
-        here.mirror.store.write(".lock", claim)
+        lock = json.dumps({"holder": "process 1 on another\x1b[2J", "folder": "another:/run", "id": "1"}).encode()
+        here.mirror.store.write(".lock", lock)
         wait_until(lambda: here.mirror.lease.lost_to)
-        with pytest.raises(StorageError, match=r"taken by process 1 on another\\x1b\[2J, after \.lock was deleted: "):
+        with pytest.raises(StorageError, match=r"taken by process 1 on another\\x1b\[2J, after \.lock was deleted\. N"):
             here.mirror.finish(20)
-        assert here.mirror.store.read(".lock") == claim
+        assert here.mirror.store.read(".lock") == lock
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_claim_that_is_always_deleted_is_an_error_that_says_so(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_repeated_lock_deletion_raises_error(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     here = MirroredMachine(tmp_path / "a")
     write = here.mirror.store.write_if_version
 
-    def write_and_delete(name: str, content: bytes, seen: str | None) -> bool:
-        written = write(name, content, seen)
+    def write_and_delete(name: str, content: bytes, version: str | None) -> bool:
+        written = write(name, content, version)
         here.mirror.store.delete([name])
         return written
 
@@ -289,41 +285,39 @@ def test_claim_that_is_always_deleted_is_an_error_that_says_so(
 
 
 @pytest.mark.usefixtures("quick_leases")
-@pytest.mark.parametrize("answer", ["lost", "501 Not Implemented"])
-def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditions(
-    server: S3Server, tmp_path: Path, answer: str
-):
-    if answer == "lost":
+@pytest.mark.parametrize("response", ["lost", "501 Not Implemented"])
+def test_lease_survives_lost_response_and_missing_conditions(server: S3Server, tmp_path: Path, response: str):
+    if response == "lost":
         server.lose_answer_pattern = "PUT .*/.lock"
     else:
-        server.reject_status, server.reject_condition = answer, "HTTP_IF_"
+        server.reject_status, server.reject_condition = response, "HTTP_IF_"
     with MirroredMachine(tmp_path / "a") as here:
         content = server.objects()["team/run/.lock"]
         wait_until(lambda: server.objects()["team/run/.lock"] != content)
         assert not here.mirror.lease.lost_to
 
 
-def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):
-    address = f"file://{tmp_path}/elsewhere"
-    claim = json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode()
-    RemoteFolder(address).write(".lock", claim)
+def test_signal_interrupts_lease_wait(tmp_path: Path):
+    uri = f"file://{tmp_path}/elsewhere"
+    lock = json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode()
+    RemoteFolder(uri).write(".lock", lock)
 
-    async def begin() -> None:
-        mirror = Mirror(tmp_path / "run", address)
+    async def start() -> None:
+        mirror = Mirror(tmp_path / "run", uri)
         async with AsyncExitStack() as stack:
             await Mirrors(mirror).enter(stack, RunFolder(tmp_path / "run", {}, True, mirror))
 
     async def run() -> None:
-        beginning = asyncio.create_task(begin())
+        starting = asyncio.create_task(start())
         await asyncio.sleep(0.5)
-        assert not beginning.done()
-        beginning.cancel()
+        assert not starting.done()
+        starting.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await beginning
+            await starting
 
-    began = time.monotonic()
+    start_s = time.monotonic()
     asyncio.run(run())
-    assert time.monotonic() - began < 5.0, "and not the 45 s after which a claim ends"
-    assert RemoteFolder(address).read(".lock") == claim
+    assert time.monotonic() - start_s < 5.0, "instead of the 45 s after which a lease expires"
+    assert RemoteFolder(uri).read(".lock") == lock
     with RunFolder(tmp_path / "run", {}, True):
         pass

@@ -11,22 +11,22 @@ from skyrl_train.trainer.batch_dump import BatchDump, read_batch
 from tests.support.learner_specs import policy_batch
 
 
-def test_what_was_written_is_read_back_to_the_bit(tmp_path: Path):
+def test_batch_is_read_back_bitwise(tmp_path: Path):
     batch = policy_batch()
-    batch = batch.with_tokens(old_logprobs=batch.rollout_logprobs)  # the same memory twice
+    batch = batch.with_tokens(old_logprobs=batch.rollout_logprobs)  # two fields share memory
     uids = [f"row {i}\n\ud83d" for i in range(len(batch))]
     BatchDump(tmp_path / "dumped").write(3, batch, uids)
     (file,) = (tmp_path / "dumped").iterdir()
     assert file.name == "global_step_3_training_input.safetensors"
-    found, found_uids = read_batch(file)
-    assert found_uids == uids
+    loaded, loaded_uids = read_batch(file)
+    assert loaded_uids == uids
     for name in (field.name for field in fields(TrainBatch)):
-        one, other = getattr(found, name), getattr(batch, name)
-        assert (one is None) == (other is None), name
-        assert one is None or (one.dtype == other.dtype and torch.equal(one, other)), name
+        actual, expected = getattr(loaded, name), getattr(batch, name)
+        assert (actual is None) == (expected is None), name
+        assert actual is None or (actual.dtype == expected.dtype and torch.equal(actual, expected)), name
 
 
-def test_a_step_that_is_done_again_replaces_its_file(tmp_path: Path):
+def test_repeated_step_replaces_its_file(tmp_path: Path):
     dump, batch = BatchDump(tmp_path), policy_batch()
     for reward in (0.0, 1.0):
         dump.write(1, replace(batch, rewards=torch.full_like(batch.rewards, reward)), ["x"] * len(batch))
@@ -34,9 +34,7 @@ def test_a_step_that_is_done_again_replaces_its_file(tmp_path: Path):
     assert read_batch(file)[0].rewards.unique().tolist() == [1.0]
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_unwritable_folder_logs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").touch()
     dump = BatchDump(tmp_path / "file" / "dumped")
     for step in (1, 2):

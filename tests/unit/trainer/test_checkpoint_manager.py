@@ -1,4 +1,4 @@
-"""Checkpoints of a real learner: in the background, on a full disk, and with what a step left undone."""
+"""Checkpoints and exports of a real learner: in the background, on a full disk, and with pending actions."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.support.disk_limits import limit_file_size
 from tests.support.learner_specs import policy_batch
 
 
-def digest(folder: Path) -> str:
+def shard_digest(folder: Path) -> str:
     return hashlib.sha256((folder / "policy" / "shard_0.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_model_path: str, tmp_path: Path):
+def test_resume_restores_step_version_and_pending_actions(tiny_model_path: str, tmp_path: Path):
     async def first(state: CheckpointManager, learner: Learner, position: Position) -> None:
         assert await state.resume() == (0, PendingActions((), {}))
         await learner.update(policy_batch())
         position.at = 3
         state.skipped_updates.observe(1, {"policy/skipped": 0.5})
         state.capture_state()
-        position.at = 5  # of the next step
+        position.at = 5  # a change of the next step, which must not be saved
         await state.save(1, PendingActions(("evaluate",), {"reward/mean": 0.5}))
         assert (state.saved_step, learner.version) == (1, 1)
 
@@ -48,7 +48,7 @@ def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_m
         assert await state.resume() == (1, PendingActions(("evaluate",), {"reward/mean": 0.5}))
         assert (position.at, learner.version, state.saved_step) == (3, 1, 1)
         state.skipped_updates.observe(2, {"policy/skipped": 1.0})
-        assert state.skipped_updates.since == 1  # so that this checkpoint is not called a good one
+        assert state.skipped_updates.since == 1  # the series of skipped updates began before the checkpoint
         state.skipped_updates.observe(3, {"policy/skipped": 0.0})
         assert state.skipped_updates.since is None
 
@@ -56,7 +56,7 @@ def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_m
     with_saved_state(tiny_model_path, tmp_path, second)
 
 
-def test_a_checkpoint_from_before_a_controller_was_saved_leaves_it_as_it_is(tiny_model_path: str, tmp_path: Path):
+def test_controller_missing_in_checkpoint_is_unchanged(tiny_model_path: str, tmp_path: Path):
     async def save(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await state.save(1)
 
@@ -82,7 +82,7 @@ def test_exports_and_checkpoints_have_the_chat_template(tiny_model_path: str, tm
 
 
 def test_export_replaces_that_of_another_run(tiny_model_path: str, tmp_path: Path):
-    """Engines go by an index, and would read the weights of the other run."""
+    """Engines read the index of an export, which would name the weights of the other run."""
     folder = tmp_path / "exports" / "global_step_1" / "policy"
     other = tiny_model()
     export_hf(other.config, iter(other.named_parameters()), byte_tokenizer(), folder, max_shard_bytes=100_000)
@@ -97,10 +97,10 @@ def test_export_replaces_that_of_another_run(tiny_model_path: str, tmp_path: Pat
 
 
 @pytest.mark.defect("forged-states-of-runs")
-def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model_path: str, tmp_path: Path):
+def test_malformed_state_names_file_and_key(tiny_model_path: str, tmp_path: Path):
     good: dict[str, Any] = {"controllers": {"position": {"at": 0}}, "fingerprints": {"data": "abc"}}
-    good |= dict.fromkeys(("unfinished", "base_models", "chat_template"))  # which earlier versions did not save
-    forged: list[tuple[str, Any]] = [
+    good |= dict.fromkeys(("unfinished", "base_models", "chat_template"))  # not saved by earlier versions
+    malformed: list[tuple[str, Any]] = [
         ("fingerprints", None),
         ("fingerprints", [["data", "abc"]]),
         ("chat_template", ["abc"]),
@@ -120,9 +120,11 @@ def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model
 
     async def steps(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await state.save(1)
-        for key, value in forged:
+        for key, value in malformed:
             rewrite_trainer_state(tmp_path / "global_step_1", **good | {key: value})
-            with pytest.raises(CheckpointError, match=rf"trainer_state\.json: {key}.* is .*not what a run saves there"):
+            with pytest.raises(
+                CheckpointError, match=rf"trainer_state\.json: {key}.*=.* is not a value that a run saves"
+            ):
                 await state.resume()
         rewrite_trainer_state(tmp_path / "global_step_1", **good)
         assert await state.resume() == (1, PendingActions((), {}))
@@ -131,7 +133,7 @@ def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model
 
 
 @pytest.mark.defect("hashing-blocks-the-loop")
-def test_the_ranks_say_what_they_wrote_and_it_is_what_is_there(tiny_model_path: str, tmp_path: Path):
+def test_reported_digests_match_written_files(tiny_model_path: str, tmp_path: Path):
     async def save(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await state.save(1)
 
@@ -139,32 +141,32 @@ def test_the_ranks_say_what_they_wrote_and_it_is_what_is_there(tiny_model_path: 
     assert find_checkpoint_damage(tmp_path / "global_step_1") is None
     files = json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())["files"]
     assert set(files) == {"policy/shard_0.json", "policy/shard_0.safetensors", "trainer_state.json"}
-    assert files["policy/shard_0.safetensors"]["sha256"] == digest(tmp_path / "global_step_1")
+    assert files["policy/shard_0.safetensors"]["sha256"] == shard_digest(tmp_path / "global_step_1")
 
 
 @pytest.fixture
 def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Shards are written once this is set."""
+    """Return an event that must be set before shards are written."""
     may_write, write = threading.Event(), CheckpointShard.write
 
-    def waiting(self: CheckpointShard, directory: Path) -> Any:
+    def wait_and_write(self: CheckpointShard, folder: Path) -> Any:
         assert may_write.wait(30)
-        return write(self, directory)
+        return write(self, folder)
 
-    monkeypatch.setattr(CheckpointShard, "write", waiting)
+    monkeypatch.setattr(CheckpointShard, "write", wait_and_write)
     return may_write
 
 
-def test_a_save_in_the_background_holds_the_weights_of_its_step_while_training_goes_on(
+def test_background_save_has_the_weights_of_its_step(
     tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event
 ):
     async def in_background(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await learner.update(policy_batch())
         await state.save(1)
         assert not (tmp_path / "background" / "global_step_1").exists()
-        await learner.update(policy_batch(seed=1))  # changes them in place
+        await learner.update(policy_batch(seed=1))  # changes the weights in place
         slow_writes.set()
-        await state.save(2)  # waits for the one before
+        await state.save(2)  # waits for the first save
         assert (tmp_path / "background" / "global_step_1").exists()
         await state.ensure_saved(2)
 
@@ -176,16 +178,16 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step_while_training_g
     with_saved_state(tiny_model_path, tmp_path / "background", in_background, async_checkpoint=True)
     with_saved_state(tiny_model_path, tmp_path / "foreground", in_foreground)
     for step in (1, 2):
-        found, expected = (tmp_path / kind / f"global_step_{step}" for kind in ("background", "foreground"))
-        assert find_checkpoint_damage(found) is None
-        assert digest(found) == digest(expected)
-    assert digest(found) != digest(tmp_path / "background" / "global_step_1")
+        actual, expected = (tmp_path / kind / f"global_step_{step}" for kind in ("background", "foreground"))
+        assert find_checkpoint_damage(actual) is None
+        assert shard_digest(actual) == shard_digest(expected)
+    assert shard_digest(actual) != shard_digest(tmp_path / "background" / "global_step_1")
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.fault("F36")
 @pytest.mark.defect("C5-full-disk-ends-the-run")
-def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
+def test_third_failed_save_in_a_row_raises(
     tiny_model_path: str,
     tmp_path: Path,
     in_background: bool,
@@ -200,7 +202,7 @@ def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
                 await state.save(step)
                 await state.wait_until_written()
         assert state.saved_step == 1
-        assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]  # and nothing half written
+        assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]  # no partial folder remains
         await state.save(4)
         await state.ensure_saved(4)
         with limit_file_size(None, 1000):
@@ -217,21 +219,21 @@ def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
 
 @pytest.mark.fault("F36")
 @pytest.mark.defect("a-full-disk-in-an-export")
-def test_a_full_disk_delays_an_export_and_leaves_nothing_half_written(
+def test_export_is_retried_after_a_full_disk(
     tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     async def steps(state: CheckpointManager, learner: Learner, position: Position) -> None:
         monkeypatch.setattr(checkpoint_manager, "RETRY_INTERVAL_S", 0.0)
         with (
             limit_file_size(None, 1000),
-            pytest.raises(CheckpointError, match=r"Export of step 1 COULD NOT.*failure 3 in a row: make room"),
+            pytest.raises(CheckpointError, match=r"Export of step 1 COULD NOT.*failure 3 in a row. Free disk space"),
         ):
             await state.export(1)
         assert not list(tmp_path.rglob("*.safetensors"))
         monkeypatch.setattr(checkpoint_manager, "RETRY_INTERVAL_S", 0.5)
-        with ExitStack() as full:
-            full.enter_context(limit_file_size(None, 1000))
-            asyncio.get_running_loop().call_later(0.25, full.close)
+        with ExitStack() as full_disk:
+            full_disk.enter_context(limit_file_size(None, 1000))
+            asyncio.get_running_loop().call_later(0.25, full_disk.close)
             folder = await state.export(2)
         assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
         assert len(AutoTokenizer.from_pretrained(folder)) > 0
@@ -240,7 +242,7 @@ def test_a_full_disk_delays_an_export_and_leaves_nothing_half_written(
     assert caplog.text.count("COULD NOT BE WRITTEN") >= 3
 
 
-def test_a_cancelled_save_is_written_to_its_end(tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event):
+def test_canceled_save_is_completed(tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event):
     async def steps(state: CheckpointManager, learner: Learner, position: Position) -> None:
         saving = asyncio.ensure_future(state.save(1))
         await asyncio.sleep(0.1)
@@ -256,7 +258,7 @@ def test_a_cancelled_save_is_written_to_its_end(tiny_model_path: str, tmp_path: 
 
 
 @pytest.mark.defect("C9-folders-being-deleted-stay")
-def test_what_is_left_of_an_interrupted_deletion_goes_with_the_next_save(tmp_path: Path):
+def test_next_save_removes_interrupted_deletions(tmp_path: Path):
     (tmp_path / "global_step_1.deleting" / "policy").mkdir(parents=True)
     CheckpointStore(tmp_path).begin(2)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_2.partial"]

@@ -41,23 +41,23 @@ def test_latest_is_the_newest_committed_step_with_its_state(tmp_path: Path):
     assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "10"
 
 
-def test_nothing_to_resume_is_none(tmp_path: Path):
+def test_find_resumable_returns_none_without_checkpoints(tmp_path: Path):
     assert CheckpointStore(tmp_path / "absent").find_resumable("latest") is None
     save(CheckpointStore(tmp_path), 1)
     assert CheckpointStore(tmp_path).find_resumable("none") is None
     assert CheckpointStore(tmp_path).find_resumable(None) is None
 
 
-def test_from_path_loads_that_step_also_from_another_run(tmp_path: Path):
+def test_from_path_loads_checkpoint_of_another_run(tmp_path: Path):
     other = CheckpointStore(tmp_path / "other")
     save(other, 4)
     save(other, 8)
-    found = CheckpointStore(tmp_path / "mine").find_resumable("from_path", tmp_path / "other" / "global_step_4")
+    found = CheckpointStore(tmp_path / "own").find_resumable("from_path", tmp_path / "other" / "global_step_4")
     assert found is not None
     assert found.step == 4
 
 
-def test_the_manifest_s_step_decides_whatever_the_folder_is_called(tmp_path: Path):
+def test_manifest_step_overrides_folder_name(tmp_path: Path):
     checkpoints = CheckpointStore(tmp_path)
     for step in (3, 5):
         save(checkpoints, step)
@@ -68,7 +68,7 @@ def test_the_manifest_s_step_decides_whatever_the_folder_is_called(tmp_path: Pat
     assert renamed is not None and (renamed.step, renamed.path.name) == (3, "global_step_20")
 
 
-def test_going_back_and_pruning_go_by_the_manifest_too(tmp_path: Path):
+def test_pruning_uses_the_manifest_step(tmp_path: Path):
     checkpoints = CheckpointStore(tmp_path)
     for step in (50, 100):
         save(checkpoints, step)
@@ -82,10 +82,10 @@ def test_going_back_and_pruning_go_by_the_manifest_too(tmp_path: Path):
     assert checkpoints.steps() == [60, 70]
 
 
-def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path):
+def test_resume_path_may_be_a_symbolic_link(tmp_path: Path):
     save(CheckpointStore(tmp_path / "there"), 30)
     (tmp_path / "global_step_40").symlink_to(tmp_path / "there" / "global_step_30")
-    found = CheckpointStore(tmp_path / "mine").find_resumable("from_path", tmp_path / "global_step_40")
+    found = CheckpointStore(tmp_path / "own").find_resumable("from_path", tmp_path / "global_step_40")
     assert found is not None and found.step == 30
 
 
@@ -103,13 +103,13 @@ def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path):
     ],
     ids=["deep list", "deep object", "list", "number", "pickle", "binary", "no files"],
 )
-def test_what_is_no_json_object_is_damage(tmp_path: Path, name: str, content: bytes):
+def test_malformed_json_counts_as_damage(tmp_path: Path, name: str, content: bytes):
     checkpoints = CheckpointStore(tmp_path)
     for step in (1, 2):
         save(checkpoints, step)
     folder = tmp_path / "global_step_2"
     (folder / name).write_bytes(content)
-    if name == "trainer_state.json":  # as a forger would
+    if name == "trainer_state.json":  # make the checksum match
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -117,7 +117,7 @@ def test_what_is_no_json_object_is_damage(tmp_path: Path, name: str, content: by
     found = checkpoints.find_resumable("latest")
     assert time.monotonic() - started < 3
     if content == b'{"files": 3}' and name == "trainer_state.json":
-        assert found is not None and found.step == 2  # an object like any other
+        assert found is not None and found.step == 2  # any JSON object is a valid state
     else:
         assert found is not None and found.step == 1
 
@@ -125,18 +125,18 @@ def test_what_is_no_json_object_is_damage(tmp_path: Path, name: str, content: by
 @pytest.mark.parametrize(
     ("mode", "path"), [("newest", None), ("from_path", None), ("from_path", "/absent/global_step_3")]
 )
-def test_a_bad_mode_or_path_says_what_is_allowed(tmp_path: Path, mode: str, path: str | None):
+def test_invalid_mode_or_path_is_rejected(tmp_path: Path, mode: str, path: str | None):
     with pytest.raises(ConfigError, match=r"resume_(mode|path)="):
         CheckpointStore(tmp_path).find_resumable(mode, path)
 
 
 @pytest.mark.parametrize("keep", [0, -2])
-def test_keeping_none_is_refused(tmp_path: Path, keep: int):
+def test_keeping_no_checkpoint_is_rejected(tmp_path: Path, keep: int):
     with pytest.raises(ConfigError, match="max_ckpts_to_keep"):
         CheckpointStore(tmp_path, keep)
 
 
-def test_the_last_k_are_kept(tmp_path: Path):
+def test_only_newest_checkpoints_are_kept(tmp_path: Path):
     checkpoints = CheckpointStore(tmp_path, max_ckpts_to_keep=2)
     for step in range(1, 6):
         save(checkpoints, step)
@@ -155,18 +155,18 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path):
 
 
 @pytest.mark.fault("F35")
-def test_a_kill_while_a_step_is_saved_again_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kill_during_replacement_keeps_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
     rename = Path.rename
 
-    def killed(path: Path, target: Path) -> Path:
+    def interrupted(path: Path, target: Path) -> Path:
         if path.name.endswith(".partial"):
-            raise KeyboardInterrupt  # the old one is out of the way, the new one not there yet
+            raise KeyboardInterrupt  # the old folder is renamed, the new one is not yet in place
         return rename(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
+        patch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save(checkpoints, 1)
     assert checkpoints.steps() == []
@@ -174,7 +174,7 @@ def test_a_kill_while_a_step_is_saved_again_leaves_what_was_there(tmp_path: Path
     assert found is not None and (found.step, found.path.name) == (1, "global_step_1")
 
 
-def test_a_file_that_a_rank_wrote_where_the_driver_does_not_see_it_is_an_error(tmp_path: Path):
+def test_commit_rejects_missing_file_of_a_rank(tmp_path: Path):
     checkpoints = CheckpointStore(tmp_path)
     (checkpoints.begin(1) / "shard_0.json").write_text("{}")
     written = {"shard_0.json": digest_file(tmp_path / "global_step_1.partial" / "shard_0.json", fsync=False)}
@@ -183,7 +183,7 @@ def test_a_file_that_a_rank_wrote_where_the_driver_does_not_see_it_is_an_error(t
     assert checkpoints.find_resumable("latest") is None
 
 
-def test_going_back_to_an_older_step_never_resumes_the_abandoned_branch(tmp_path: Path):
+def test_later_checkpoints_are_set_aside_after_going_back(tmp_path: Path):
     checkpoints = CheckpointStore(tmp_path)
     for step in (10, 20, 30):
         save(checkpoints, step)
@@ -191,42 +191,44 @@ def test_going_back_to_an_older_step_never_resumes_the_abandoned_branch(tmp_path
     found = checkpoints.find_resumable("latest")
     assert found is not None
     assert found.step == 15
-    assert find_checkpoint_damage(tmp_path / "global_step_30.set_aside_0") is None, "nothing of the user's is deleted"
+    assert find_checkpoint_damage(tmp_path / "global_step_30.set_aside_0") is None, (
+        "later checkpoints are renamed, not deleted"
+    )
 
 
 @pytest.mark.fault("F35")
-def test_a_torn_save_is_reported_not_loaded_and_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_interrupted_save_is_reported_but_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
-    torn = checkpoints.begin(2)
-    (torn / "half").write_text("x")
+    partial = checkpoints.begin(2)
+    (partial / "file").write_text("x")
     with caplog.at_level(logging.WARNING):
         found = CheckpointStore(tmp_path).find_resumable("latest")
     assert found is not None
     assert found.step == 1
-    assert "global_step_2.partial is torn" in caplog.text
-    assert (torn / "half").exists()
-    assert list(checkpoints.begin(2).iterdir()) == [], "the same step's next save starts from an empty folder"
+    assert "global_step_2.partial is incomplete" in caplog.text
+    assert (partial / "file").exists()
+    assert list(checkpoints.begin(2).iterdir()) == [], "the next save of the step starts with an empty folder"
 
 
-def missing(file: Path) -> None:
+def delete(file: Path) -> None:
     file.unlink()
 
 
-def truncated(file: Path) -> None:
+def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
-def flipped(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 @pytest.mark.fault("F36")
-@pytest.mark.parametrize("damage", [missing, truncated, flipped])
+@pytest.mark.parametrize("damage", [delete, truncate, flip_bit])
 @pytest.mark.parametrize("name", ["policy/rank0.safetensors", "trainer_state.json", "manifest.json"])
-def test_damage_is_named_and_the_one_before_is_loaded(
+def test_damaged_checkpoint_falls_back_to_the_previous(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, name: str
 ):
     checkpoints = CheckpointStore(tmp_path)
@@ -240,24 +242,24 @@ def test_damage_is_named_and_the_one_before_is_loaded(
 
 
 @pytest.mark.fault("F36")
-def test_damage_to_all_of_them_is_an_error_not_a_fresh_start(tmp_path: Path):
+def test_damage_to_all_checkpoints_is_an_error(tmp_path: Path):
     checkpoints = CheckpointStore(tmp_path)
-    flipped(save(checkpoints, 1) / "policy" / "rank0.safetensors")
+    flip_bit(save(checkpoints, 1) / "policy" / "rank0.safetensors")
     with pytest.raises(CheckpointError, match=r"\[1\]"):
         checkpoints.find_resumable("latest")
 
 
 @pytest.mark.fault("F36")
-def test_a_full_disk_leaves_the_earlier_checkpoint_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_keeps_earlier_checkpoint_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
     folder = checkpoints.begin(2)
     (folder / "big").write_text("x")
 
-    def full(descriptor: int) -> None:
+    def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
         checkpoints.commit(2, {})
     found = checkpoints.find_resumable("latest")
@@ -273,7 +275,7 @@ def rewrite_manifest(folder: Path, name: str, data: bytes) -> None:
 
 @pytest.mark.fault("F38")
 @pytest.mark.parametrize("name", ["../../secret", "policy/../../../secret", "/etc/hostname", ""])
-def test_a_manifest_that_points_outside_is_refused(tmp_path: Path, name: str):
+def test_manifest_with_outside_path_is_rejected(tmp_path: Path, name: str):
     folder = save(CheckpointStore(tmp_path / "run"), 1)
     (tmp_path / "secret").write_bytes(b"s")
     rewrite_manifest(folder, name, b"s")
@@ -282,7 +284,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path: Path, name: str):
 
 @pytest.mark.fault("F38")
 @pytest.mark.parametrize("linked", ["policy", "policy/rank0.safetensors"])
-def test_a_symbolic_link_in_a_checkpoint_is_refused(tmp_path: Path, linked: str):
+def test_symbolic_link_in_checkpoint_is_rejected(tmp_path: Path, linked: str):
     folder = save(CheckpointStore(tmp_path), 1)
     shutil.move(folder / linked, tmp_path / "elsewhere")
     (folder / linked).symlink_to(tmp_path / "elsewhere")
@@ -307,20 +309,20 @@ for step in range(1, 10**9):
 
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("seed", range(6))
-def test_kill_at_a_random_moment_of_a_save_loses_at_most_that_save(tmp_path: Path, seed: int):
+def test_kill_during_save_loses_only_that_save(tmp_path: Path, seed: int):
     process = subprocess.Popen([sys.executable, "-c", SAVE_LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(random.Random(seed).uniform(0.0, 0.3))
     process.send_signal(signal.SIGKILL)
-    said, _ = process.communicate(timeout=30)
-    committed = max((int(line) for line in said.split()), default=0)
+    output, _ = process.communicate(timeout=30)
+    committed = max((int(line) for line in output.split()), default=0)
     found = CheckpointStore(tmp_path).find_resumable("latest")
     step = found.step if found else 0
-    assert step in (committed, committed + 1), "the rename of the next one may have come through before the kill"
+    assert step in (committed, committed + 1), "the next checkpoint may be committed but not printed"
     assert found is None or found.state["step_again"] == step
     again = save(CheckpointStore(tmp_path, max_ckpts_to_keep=2), step + 1)
-    assert find_checkpoint_damage(again) is None, "saving goes on over what the crash left"
+    assert find_checkpoint_damage(again) is None, "a save works in spite of what the crash left"
 
 
 def test_files_are_durable_before_they_become_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -349,7 +351,7 @@ def test_files_are_durable_before_they_become_visible(tmp_path: Path, monkeypatc
         written = partial / name
         assert written in durable_before or written.with_name(f".{name.name}.new") in durable_before, name
     assert partial in durable_before
-    assert ("fsync", tmp_path) in events[visible:], "the folder's new name is durable too"
+    assert ("fsync", tmp_path) in events[visible:], "the new name of the folder is durable"
     for position, (kind, path) in enumerate(events):
         if kind == "rename" and path.suffix == ".new":
             assert ("fsync", path) in events[:position]
@@ -365,7 +367,7 @@ def test_state_without_a_step_is_a_damaged_checkpoint(
     folder = tmp_path / "run" / "global_step_1"
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").write_text(state)
-    held = {"bytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"files": {"trainer_state.json": held}}))
+    digest = {"bytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"trainer_state.json": digest}}))
     with pytest.raises(CheckpointError), open_run_checkpoint(f"{scheme}{folder}", ()):
         pass

@@ -1,4 +1,4 @@
-"""Whatever ends a run, its last whole step is recorded once and saved, unless nobody has its weights."""
+"""Runs that end early: the last complete step is logged once, and saved unless its weights are lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENDS = [
     EngineError("one"),
     RewardModelLost("gone"),
     RolloutsFailed("too many"),
-    WeightSyncError("torn"),
+    WeightSyncError("incomplete"),
     DataError("row 7"),
     WorkerDied("rank 0"),
     ClusterLost("gcs_server"),
@@ -45,7 +45,7 @@ ENDS = [
 
 @pytest.mark.defect("only-three-errors-saved")
 @pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
-def test_whatever_ends_a_rollout_the_steps_before_it_are_saved(error: BaseException):
+def test_failed_rollout_saves_earlier_steps(error: BaseException):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "collector", "next_groups", 1, error)
@@ -57,7 +57,7 @@ def test_whatever_ends_a_rollout_the_steps_before_it_are_saved(error: BaseExcept
 
 
 @pytest.mark.defect("C1-step-saved-and-never-logged")
-def test_a_step_whose_publish_failed_is_recorded_once_and_completed_when_the_run_is_resumed():
+def test_failed_publish_is_completed_on_resume():
     fakes = FakeTrainerParts()
     fakes.fail_at_version = 2
     with pytest.raises(WeightSyncError):
@@ -67,35 +67,35 @@ def test_a_step_whose_publish_failed_is_recorded_once_and_completed_when_the_run
     assert fakes.saved_with.actions == ("publish", "evaluate")
     assert fakes.logged[2]["reward/mean"] == 0.5
     assert "weights/version" not in fakes.logged[2]
-    again = FakeTrainerParts(resumed_at=2)
-    again.unfinished = fakes.saved_with
-    asyncio.run(trainer_of(again).fit())
-    assert again.events[:4] == ["publish 2", "begin 2/3", "evaluate 2", "save 2"]
-    assert set(again.logged) == {2, 3}
-    assert again.logged[2].items() >= {"reward/mean": 0.5, "weights/version": 2.0, "eval/x/avg_score": 0.5}.items()
-    assert again.saved_with is None or again.saved_with.actions == ()
+    resumed = FakeTrainerParts(resumed_at=2)
+    resumed.unfinished = fakes.saved_with
+    asyncio.run(trainer_of(resumed).fit())
+    assert resumed.events[:4] == ["publish 2", "begin 2/3", "evaluate 2", "save 2"]
+    assert set(resumed.logged) == {2, 3}
+    assert resumed.logged[2].items() >= {"reward/mean": 0.5, "weights/version": 2.0, "eval/x/avg_score": 0.5}.items()
+    assert resumed.saved_with is None or resumed.saved_with.actions == ()
 
 
 @pytest.mark.defect("C1-step-saved-and-never-logged")
 @pytest.mark.parametrize("step", [2, 3])
-def test_an_evaluation_that_failed_is_made_up_for_even_after_the_last_step(step: int):
+def test_failed_evaluation_is_repeated_on_resume(step: int):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "evaluator", "run", step, EnginesLost("none"))
     with pytest.raises(EnginesLost):
         asyncio.run(trainer.fit())
     assert (fakes.events[-1], set(fakes.logged)) == (f"save {step}", set(range(step + 1)))
-    again = FakeTrainerParts(resumed_at=step)
-    again.unfinished = fakes.saved_with or PendingActions((), {})
-    assert again.unfinished.actions == ("evaluate",)
-    asyncio.run(trainer_of(again).fit())
-    assert again.logged[step]["eval/x/avg_score"] == 0.5
-    assert again.logged[step]["weights/version"] == step
-    assert again.logged[step].keys() >= fakes.logged[step].keys()
+    resumed = FakeTrainerParts(resumed_at=step)
+    resumed.unfinished = fakes.saved_with or PendingActions((), {})
+    assert resumed.unfinished.actions == ("evaluate",)
+    asyncio.run(trainer_of(resumed).fit())
+    assert resumed.logged[step]["eval/x/avg_score"] == 0.5
+    assert resumed.logged[step]["weights/version"] == step
+    assert resumed.logged[step].keys() >= fakes.logged[step].keys()
 
 
 @pytest.mark.parametrize("error", [WorkerDied("rank 1"), NonFiniteUpdate("nan"), RuntimeError("out of memory")])
-def test_weights_between_two_steps_are_never_saved(error: Exception):
+def test_interrupted_update_is_never_saved(error: Exception):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "learner", "update", 1, error)
@@ -105,19 +105,17 @@ def test_weights_between_two_steps_are_never_saved(error: Exception):
     assert set(fakes.logged) == {0, 1}
 
 
-def test_a_rank_that_does_not_answer_is_not_waited_for():
+def test_unresponsive_rank_prevents_the_final_save():
     fakes = FakeTrainerParts()
     fakes.answering = False
     trainer = trainer_of(fakes)
     fails_at(trainer, "learner", "add_logprobs_and_values", 1, DeadlineExceeded("rank 0.add_logprobs_and_values", 3.0))
-    with pytest.raises(
-        DeadlineExceeded, match=r"rank 0\.score did not finish within 3 s: policy rank 1 does not answer"
-    ):
+    with pytest.raises(DeadlineExceeded, match=r"did not finish within 3 s: policy rank 1 does not respond"):
         asyncio.run(trainer.fit())
     assert not any(event.startswith("save") for event in fakes.events)
 
 
-def test_a_save_that_fails_does_not_hide_what_ended_the_run(caplog: pytest.LogCaptureFixture):
+def test_failed_final_save_keeps_the_original_error(caplog: pytest.LogCaptureFixture):
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "collector", "next_groups", 1, EnginesLost("engine 0 died"))
@@ -127,8 +125,8 @@ def test_a_save_that_fails_does_not_hide_what_ended_the_run(caplog: pytest.LogCa
     assert "could not be saved: rank 0" in caplog.text
 
 
-def stopped_once(begun: asyncio.Event, work: Coroutine[Any, Any, Any]) -> None:
-    """Run `work`, and ask it to stop when something has begun."""
+def cancel_when(begun: asyncio.Event, work: Coroutine[Any, Any, Any]) -> None:
+    """Run `work` and cancel it when `begun` is set."""
 
     async def run() -> None:
         working = asyncio.ensure_future(work)
@@ -140,79 +138,79 @@ def stopped_once(begun: asyncio.Event, work: Coroutine[Any, Any, Any]) -> None:
     asyncio.run(run())
 
 
-def stopped_in(
-    work: Coroutine[Any, Any, Any], owner: Any, method: str, after: Callable[[], bool] = lambda: True
+def cancel_in(
+    work: Coroutine[Any, Any, Any], owner: Any, method: str, condition: Callable[[], bool] = lambda: True
 ) -> None:
-    """Run `work`, and ask it to stop in the middle of the first call of a method that comes `after` something."""
+    """Run `work` and cancel it during the first call of a method for which `condition()` is True."""
     original, begun = getattr(owner, method), asyncio.Event()
 
     async def slow(*args: Any) -> Any:
-        if after():
+        if condition():
             begun.set()
             await asyncio.sleep(0.05)
         return await original(*args)
 
     setattr(owner, method, slow)
-    stopped_once(begun, work)
+    cancel_when(begun, work)
 
 
-def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
+def test_cancellation_during_update_completes_and_saves_step():
     fakes = FakeTrainerParts()
-    stopped_in(trainer_of(fakes).fit(), fakes, "update")
+    cancel_in(trainer_of(fakes).fit(), fakes, "update")
     assert fakes.events[-3:] == ["update 4", "release ranks", "save 1"]
     assert fakes.saved_with is not None and fakes.saved_with.actions == ("publish",)
     assert set(fakes.logged) == {0, 1}
 
 
 @pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
-def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_save(caplog: pytest.LogCaptureFixture):
+def test_cancellation_does_not_wait_for_unresponsive_rank(caplog: pytest.LogCaptureFixture):
     fakes = FakeTrainerParts()
     fakes.answering = False
     trainer = trainer_of(fakes)
-    stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
+    cancel_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
     assert fakes.asked_within_s == [30.0]
     assert not any(event.startswith("save") for event in fakes.events)
-    assert "Step 1 is not saved: a rank of the trainer does not answer" in caplog.text
+    assert "Step 1 is not saved because a rank of the trainer does not respond" in caplog.text
     assert set(fakes.logged) == {0, 1}
 
 
 @pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
-def test_a_save_in_the_background_is_not_waited_for_if_a_rank_that_writes_it_is_stopped():
+def test_background_save_of_unresponsive_rank_is_abandoned():
     fakes = FakeTrainerParts()
     fakes.answering, fakes.async_checkpoint = False, True
     trainer = trainer_of(fakes)
-    written = asyncio.Event()
+    abandoned = asyncio.Event()
 
-    async def until_given_up() -> None:
-        await written.wait()
+    async def wait_until_abandoned() -> None:
+        await abandoned.wait()
 
-    async def give_up() -> None:
-        fakes.events.append("give up")
-        written.set()
+    async def abandon() -> None:
+        fakes.events.append("abandon")
+        abandoned.set()
 
     def hang() -> bool:
         if trainer.step == 1:
-            fakes.wait_until_written = until_given_up  # type: ignore[method-assign]
+            fakes.wait_until_written = wait_until_abandoned  # type: ignore[method-assign]
         return trainer.step == 1
 
-    fakes.abandon_pending_save = give_up  # type: ignore[method-assign]
-    stopped_in(trainer.fit(), trainer.collector, "next_groups", hang)
-    assert fakes.events[-2:] == ["release ranks", "give up"]
+    fakes.abandon_pending_save = abandon  # type: ignore[method-assign]
+    cancel_in(trainer.fit(), trainer.collector, "next_groups", hang)
+    assert fakes.events[-2:] == ["release ranks", "abandon"]
 
 
-def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
+def test_restarts_are_canceled_before_ranks_are_pinged():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
 
-    async def answers(timeout_s: float) -> bool:
+    async def is_responsive(timeout_s: float) -> bool:
         return "release ranks" in fakes.events
 
-    fakes.is_responsive = answers  # type: ignore[method-assign]
-    stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
+    fakes.is_responsive = is_responsive  # type: ignore[method-assign]
+    cancel_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
     assert fakes.events[-2:] == ["release ranks", "save 1"]
 
 
-def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
+def test_busy_rank_is_pinged_after_its_call():
     fakes, begun, busy = FakeTrainerParts(), asyncio.Event(), False
     trainer = trainer_of(fakes)
 
@@ -225,38 +223,38 @@ def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
         busy = False
         return batch
 
-    async def score(batch: Any) -> Any:
-        return await asyncio.shield(compute(batch))  # a rank goes on with a call that nobody waits for
+    async def forward(batch: Any) -> Any:
+        return await asyncio.shield(compute(batch))  # a rank completes a call although its caller is canceled
 
-    async def answers(timeout_s: float) -> bool:
+    async def is_responsive(timeout_s: float) -> bool:
         return not busy
 
-    fakes.add_logprobs_and_values, fakes.is_responsive = score, answers  # type: ignore[method-assign]
-    stopped_once(begun, trainer.fit())
+    fakes.add_logprobs_and_values, fakes.is_responsive = forward, is_responsive  # type: ignore[method-assign]
+    cancel_when(begun, trainer.fit())
     assert fakes.events[-1] == "save 1"
 
 
 @pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
-def test_an_export_after_supervised_fine_tuning_is_taken_to_its_end():
+def test_canceled_sft_export_is_completed():
     fakes = FakeTrainerParts()
-    stopped_in(sft_trainer_of(fakes).fit_and_export(), fakes, "export")
+    cancel_in(sft_trainer_of(fakes).fit_and_export(), fakes, "export")
     assert fakes.events[-2:] == ["save 2", "export 2"]
 
 
 @pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
-def test_an_export_that_a_resumed_run_makes_up_for_is_taken_to_its_end():
+def test_canceled_pending_export_is_completed():
     fakes = FakeTrainerParts(resumed_at=2)
     fakes.unfinished = PendingActions(("export",), {})
-    stopped_in(trainer_of(fakes).fit(), fakes, "export")
+    cancel_in(trainer_of(fakes).fit(), fakes, "export")
     assert fakes.events[-1] == "export 2"
 
 
 @pytest.mark.defect("C9-destroyed-checkpoint-named-as-good")
-def test_an_update_that_is_not_finite_names_a_checkpoint_whose_weights_still_gave_a_finite_one():
+def test_nonfinite_update_names_last_good_checkpoint():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "learner", "update", 2, NonFiniteUpdate("5 in a row"))
-    with pytest.raises(NonFiniteUpdate, match="no checkpoint from before"):  # that of step 2 is what gave no finite one
+    with pytest.raises(NonFiniteUpdate, match="no earlier checkpoint"):  # the update of step 2 started from its weights
         asyncio.run(trainer.fit())
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
@@ -266,7 +264,7 @@ def test_an_update_that_is_not_finite_names_a_checkpoint_whose_weights_still_gav
         asyncio.run(trainer.fit())
 
 
-def test_weights_that_are_not_finite_are_not_saved_and_the_one_before_is_named():
+def test_nonfinite_weights_are_not_saved():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "publisher", "publish", 3, NonFiniteWeights("NaN in lm_head"))
@@ -277,39 +275,39 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_one_before_is_named()
 
 
 @pytest.mark.defect("state-of-the-next-step-saved")
-def test_controllers_are_noted_at_the_end_of_a_step_not_when_it_is_saved():
+def test_controller_state_is_captured_at_step_end():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
-    marked: list[int] = []
-    fakes.capture_state = lambda: marked.append(trainer.collector.consumed)  # type: ignore[method-assign]
+    captured: list[int] = []
+    fakes.capture_state = lambda: captured.append(trainer.collector.consumed)  # type: ignore[method-assign]
     fails_at(trainer, "learner", "add_logprobs_and_values", 1, EnginesLost("none"))
     with pytest.raises(EnginesLost):
         asyncio.run(trainer.fit())
-    assert (marked, trainer.collector.consumed) == ([2], 4)
+    assert (captured, trainer.collector.consumed) == ([2], 4)
 
 
 @pytest.mark.defect("first-probe-gap-thrown-away")
-def test_what_the_first_publish_measured_is_in_the_row_of_step_0():
+def test_first_publish_metrics_are_in_row_0():
     fakes = FakeTrainerParts()
     asyncio.run(trainer_of(fakes, evaluator=None).fit())
     assert fakes.logged[0].items() >= {"weights/version": 0.0}.items()
 
 
-def test_metrics_of_a_step_that_never_ended_are_in_no_row():
+def test_metrics_of_unfinished_step_are_not_logged():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
 
-    async def half(step: int, metrics: Metrics) -> Any:
+    async def fail_halfway(step: int, metrics: Metrics) -> Any:
         metrics.add("reward/mean", 99.0)
         raise RolloutsFailed("none")
 
-    trainer.collector.next_groups = half  # type: ignore[method-assign]
+    trainer.collector.next_groups = fail_halfway  # type: ignore[method-assign]
     with pytest.raises(RolloutsFailed):
         asyncio.run(trainer.fit())
     assert fakes.logged.keys() == {0}
 
 
-def test_a_run_that_is_asked_to_stop_while_it_saves_for_another_reason_still_saves():
+def test_cancellation_during_final_save_still_saves():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     fails_at(trainer, "collector", "next_groups", 1, EnginesLost("none"))
@@ -332,46 +330,46 @@ def test_a_run_that_is_asked_to_stop_while_it_saves_for_another_reason_still_sav
     assert fakes.events[-1] == "save 1"
 
 
-def test_a_reference_that_could_not_be_copied_is_copied_first_when_the_run_is_resumed():
+def test_failed_reference_copy_is_repeated_on_resume():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
 
-    async def full() -> None:
+    async def fail() -> None:
         raise OSError(28, "no space")
 
-    fakes.update_reference = full  # type: ignore[method-assign]
+    fakes.update_reference = fail  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no space"):
         asyncio.run(trainer.fit())
     assert fakes.saved_with is not None
     assert fakes.saved_with.actions == ("reference", "publish", "evaluate")
-    again = FakeTrainerParts(resumed_at=3)
-    again.unfinished = fakes.saved_with
+    resumed = FakeTrainerParts(resumed_at=3)
+    resumed.unfinished = fakes.saved_with
 
-    async def copied() -> None:
-        again.events.append("reference")
+    async def copy() -> None:
+        resumed.events.append("reference")
 
-    again.update_reference = copied  # type: ignore[method-assign]
-    asyncio.run(trainer_of(again).fit())
-    assert again.events == ["publish 3", "begin 3/3", "reference", "evaluate 3", "save 3"]
+    resumed.update_reference = copy  # type: ignore[method-assign]
+    asyncio.run(trainer_of(resumed).fit())
+    assert resumed.events == ["publish 3", "begin 3/3", "reference", "evaluate 3", "save 3"]
 
 
-def test_a_metric_that_is_a_tensor_does_not_keep_a_step_from_being_saved():
+def test_tensor_metric_is_saved_as_float():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     original = fakes.update
 
     async def update(batch: Any) -> dict[str, Any]:
-        return await original(batch) | {"mine": torch.tensor(2.0)}
+        return await original(batch) | {"custom": torch.tensor(2.0)}
 
     fakes.update = update  # type: ignore[method-assign]
     fakes.fail_at_version = 1
     with pytest.raises(WeightSyncError):
         asyncio.run(trainer.fit())
     assert fakes.saved_with is not None
-    assert type(fakes.saved_with.row["mine"]) is float
+    assert type(fakes.saved_with.row["custom"]) is float
 
 
-def test_pending_export_of_a_supervised_run_is_written_on_resume():
+def test_pending_sft_export_is_written_on_resume():
     fakes = FakeTrainerParts(resumed_at=2)
     fakes.unfinished = PendingActions(("export",), {})
     asyncio.run(sft_trainer_of(fakes).fit())

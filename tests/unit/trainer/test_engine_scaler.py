@@ -1,4 +1,4 @@
-"""Engines that join and leave: weights before traffic, no request lost, and never none."""
+"""Engines that join and leave: weights come before requests, no request is lost, and an engine always remains."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.support.publishers import publisher_of
 
 
 class JoiningEngine(ScriptedEngine):
-    """Fails a request that comes before its weights, and all requests under way when it is closed."""
+    """An engine that rejects requests before its first weights, and fails pending requests when it is closed."""
 
-    def __init__(self, name: str, delay_s: float = 0.0, synced: bool = False):
+    def __init__(self, name: str, delay_s: float = 0.0, has_weights: bool = False):
         super().__init__(name=name, delay_s=delay_s)
-        self.synced = synced
+        self.has_weights = has_weights
         self._closing = asyncio.Event()
 
     async def generate(self, requests: Any) -> list[Completion]:
-        assert self.synced, "traffic before the current weights"
+        assert self.has_weights, "request before the current weights"
         answers = asyncio.ensure_future(super().generate(requests))
         closing = asyncio.ensure_future(self._closing.wait())
         await asyncio.wait({answers, closing}, return_when=asyncio.FIRST_COMPLETED)
@@ -50,17 +50,17 @@ class JoiningEngine(ScriptedEngine):
 
 
 class ScalerHarness:
-    """A client with `first` engines, and what changes their number."""
+    """A client with `num_engines` engines, its scaler, and records of what the scaler does."""
 
-    def __init__(self, first: int = 1, *, drain_s: float = 5.0, delay_s: float = 0.0, folder: Path = Path()):
+    def __init__(self, num_engines: int = 1, *, drain_s: float = 5.0, delay_s: float = 0.0, folder: Path = Path()):
         self.may_start = asyncio.Event()
         self.may_start.set()
-        self.no_room = False
-        self.said: list[str] = []
-        self.gone: list[str] = []
+        self.has_free_gpus = True
+        self.reports: list[str] = []
+        self.stopped: list[str] = []
         self.delay_s = delay_s
-        made = [JoiningEngine(f"engine {index}", delay_s, synced=True) for index in range(first)]
-        self.client = EngineClient(made, deadline_s=5)
+        engines = [JoiningEngine(f"engine {index}", delay_s, has_weights=True) for index in range(num_engines)]
+        self.client = EngineClient(engines, deadline_s=5)
         self.publisher = publisher_of(self.client, self.restart, self.sync, max_engine_restarts=9)
         self.scaler = EngineScaler(
             self.client,
@@ -69,7 +69,7 @@ class ScalerHarness:
             stop=self.stop,
             folder=folder,
             drain_s=drain_s,
-            report=self.said.append,
+            report=self.reports.append,
         )
 
     async def restart(self, name: str, wait_for_node: bool) -> JoiningEngine:
@@ -77,19 +77,19 @@ class ScalerHarness:
 
     async def start(self, name: str) -> JoiningEngine:
         await self.may_start.wait()
-        if self.no_room:
-            raise ConfigError("no slot is free")
+        if not self.has_free_gpus:
+            raise ConfigError("no GPU is free")
         return JoiningEngine(name, self.delay_s)
 
     async def sync(self, engine: JoiningEngine) -> None:
         await asyncio.sleep(0)
-        engine.synced = True
+        engine.has_weights = True
 
     async def stop(self, name: str, engine: JoiningEngine) -> None:
-        self.gone.append(name)
+        self.stopped.append(name)
         await engine.close()
 
-    async def to(self, number: int) -> list[str]:
+    async def scale_to(self, number: int) -> list[str]:
         self.scaler.set_target(number)
         await self.scaler.wait_until_settled()
         return self.client.engine_names
@@ -99,8 +99,8 @@ def request(name: str, session: str = "") -> SampleRequest:
     return SampleRequest(name, to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0, session=session)
 
 
-def scaled(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """A test that is a coroutine."""
+def async_test(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Turn a coroutine function into a test."""
 
     def test() -> None:
         asyncio.run(check())
@@ -109,55 +109,56 @@ def scaled(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return test
 
 
-@scaled
-async def test_newcomers_get_weights_before_requests_and_those_that_came_last_leave_first():
+@async_test
+async def test_new_engines_get_weights_first_and_leave_first():
     run = ScalerHarness(1)
-    assert await run.to(3) == ["engine 0", "engine 1", "engine 2"]
+    assert await run.scale_to(3) == ["engine 0", "engine 1", "engine 2"]
     await run.client.generate([request(str(number)) for number in range(9)])
-    assert all(engine.batches for engine in run.client.engines), "a newcomer gets its share"
-    assert await run.to(1) == ["engine 0"]
-    assert sorted(run.gone) == ["engine 1", "engine 2"]
-    assert await run.to(2) == ["engine 0", "engine 1"]
+    engines: list[Any] = run.client.engines
+    assert all(engine.batches for engine in engines), "a new engine receives requests"
+    assert await run.scale_to(1) == ["engine 0"]
+    assert sorted(run.stopped) == ["engine 1", "engine 2"]
+    assert await run.scale_to(2) == ["engine 0", "engine 1"]
     assert (await run.client.metrics())["engines/count"] == 2
     await run.scaler.stop()
 
 
-@scaled
-async def test_who_leaves_answers_what_it_has_and_gets_nothing_more_even_of_its_sessions():
+@async_test
+async def test_leaving_engine_drains_and_gets_no_new_requests():
     run = ScalerHarness(2, delay_s=0.3)
     first = [asyncio.ensure_future(run.client.generate([request(f"a{n}", f"s{n}")])) for n in range(2)]
     await asyncio.sleep(0.05)
-    leaver: Any = run.client.engines[1]
+    leaving: Any = run.client.engines[1]
     run.scaler.set_target(1)
-    assert leaver in run.client.engines, "it takes part in syncs until it is empty"
+    assert leaving in run.client.engines, "it takes part in syncs until it is drained"
     assert (await run.client.metrics())["engines/count"] == 1
     later = await asyncio.gather(*(run.client.generate([request(f"b{n}", f"s{n}")]) for n in range(2)))
     await asyncio.gather(*first)
     await run.scaler.wait_until_settled()
     assert run.client.engine_names == ["engine 0"]
-    assert len(leaver.batches) == 1
-    assert [one.request_id for (one,) in later] == ["b0", "b1"]
-    assert "with all requests answered" in run.said[-1]
+    assert len(leaving.batches) == 1
+    assert [completion.request_id for (completion,) in later] == ["b0", "b1"]
+    assert "all its requests finished" in run.reports[-1]
 
 
-@scaled
-async def test_what_a_leaver_has_not_answered_at_its_deadline_others_answer_and_it_counts_as_no_loss():
+@async_test
+async def test_drain_deadline_moves_requests_to_other_engines():
     run = ScalerHarness(3, drain_s=0.1, delay_s=0.4)
     waiting = [asyncio.ensure_future(run.client.generate([request(str(number))])) for number in range(3)]
     await asyncio.sleep(0.05)
     run.scaler.set_target(2)
     await run.scaler.wait_until_settled()
-    assert run.gone == ["engine 2"]
-    assert "before all requests were answered" in run.said[0]
+    assert run.stopped == ["engine 2"]
+    assert "its unfinished requests go to other engines" in run.reports[0]
     await asyncio.sleep(0.05)
     second: Any = run.client.engines[0]
-    assert [len(one) for one in second.batches] == [1, 1], "it has what the leaver had"
+    assert [len(batch) for batch in second.batches] == [1, 1], "it received the request of the removed engine"
     await second.close()
-    assert [one.request_id for (one,) in await asyncio.gather(*waiting)] == ["0", "1", "2"]
+    assert [completion.request_id for (completion,) in await asyncio.gather(*waiting)] == ["0", "1", "2"]
 
 
-@scaled
-async def test_whoever_is_wanted_again_before_it_is_gone_stays():
+@async_test
+async def test_removal_is_canceled_by_a_higher_target():
     run = ScalerHarness(2, delay_s=0.3)
     waiting = asyncio.ensure_future(run.client.generate([request("a"), request("b")]))
     await asyncio.sleep(0.05)
@@ -166,13 +167,14 @@ async def test_whoever_is_wanted_again_before_it_is_gone_stays():
     await run.scaler.wait_until_settled()
     await waiting
     assert run.client.engine_names == ["engine 0", "engine 1"]
-    assert run.gone == run.client.retired_names == []
+    assert run.stopped == run.client.retired_names == []
     await run.client.generate([request("c"), request("d")])
-    assert all(len(engine.batches) == 2 for engine in run.client.engines)
+    engines: list[Any] = run.client.engines
+    assert all(len(engine.batches) == 2 for engine in engines)
 
 
-@scaled
-async def test_sessions_stay_where_they_are_when_an_engine_before_theirs_leaves():
+@async_test
+async def test_sessions_keep_their_engine_when_another_leaves():
     run = ScalerHarness(3)
     await run.client.generate([request(f"a{n}", f"s{n}") for n in range(3)])
     last: Any = run.client.engines[2]
@@ -180,22 +182,22 @@ async def test_sessions_stay_where_they_are_when_an_engine_before_theirs_leaves(
     run.client.remove("engine 1")
     await run.client.generate([request("b2", "s2")])
     await run.client.generate([request("b1", "s1")])
-    assert [one.request_id for batch in last.batches for one in batch] == ["a2", "b2"]
+    assert [item.request_id for batch in last.batches for item in batch] == ["a2", "b2"]
 
 
-@scaled
-async def test_a_newcomer_that_finds_no_room_is_told_of_and_asked_for_again_only_when_somebody_asks():
+@async_test
+async def test_failed_start_is_reported_and_retried_on_request():
     run = ScalerHarness(1)
-    run.no_room = True
-    assert await run.to(2) == ["engine 0"]
-    assert run.said == ["engine 1 did not join, and 1 go on: ConfigError: no slot is free"]
+    run.has_free_gpus = False
+    assert await run.scale_to(2) == ["engine 0"]
+    assert run.reports == ["engine 1 could not be added, 1 remain: ConfigError: no GPU is free"]
     await run.client.generate([request("a")])
-    run.no_room = False
-    assert await run.to(2) == ["engine 0", "engine 1"]
+    run.has_free_gpus = True
+    assert await run.scale_to(2) == ["engine 0", "engine 1"]
 
 
-@scaled
-async def test_whoever_is_no_longer_wanted_before_it_has_started_never_comes():
+@async_test
+async def test_start_is_canceled_by_a_lower_target():
     run = ScalerHarness(1)
     run.may_start.clear()
     run.scaler.set_target(3)
@@ -207,8 +209,8 @@ async def test_whoever_is_no_longer_wanted_before_it_has_started_never_comes():
     assert run.client.engine_names == ["engine 0", "engine 1"]
 
 
-@scaled
-async def test_a_dead_engine_that_is_to_leave_is_not_restarted():
+@async_test
+async def test_retired_dead_engine_is_not_restarted():
     run = ScalerHarness(2)
     await run.client.engines[1].close()
     await run.client.health()
@@ -217,40 +219,40 @@ async def test_a_dead_engine_that_is_to_leave_is_not_restarted():
     await run.publisher.restart_dead_engines()
     assert run.publisher.restarts == 0
     run.client.unretire("engine 1")
-    assert await run.to(1) == ["engine 0"]
-    assert run.gone == ["engine 1"]
+    assert await run.scale_to(1) == ["engine 0"]
+    assert run.stopped == ["engine 1"]
 
 
-@scaled
-async def test_a_dead_engine_leaves_before_one_that_lives():
+@async_test
+async def test_dead_engine_is_removed_first():
     run = ScalerHarness(2)
-    run.no_room = True
+    run.has_free_gpus = False
     await run.client.engines[0].close()
     await run.client.health()
-    assert await run.to(1) == ["engine 1"]
-    assert run.gone == ["engine 0"]
+    assert await run.scale_to(1) == ["engine 1"]
+    assert run.stopped == ["engine 0"]
 
 
-@scaled
-async def test_one_that_is_being_restarted_when_it_is_to_leave_leaves_afterwards():
+@async_test
+async def test_restarting_engine_is_removed_after_its_restart():
     run = ScalerHarness(2)
     await run.client.engines[1].close()
     await run.client.health()
     run.may_start.clear()
-    reviving = asyncio.ensure_future(run.publisher.restart_dead_engines())
+    restarting = asyncio.ensure_future(run.publisher.restart_dead_engines())
     await asyncio.sleep(0.01)
     run.scaler.set_target(1)
     await asyncio.sleep(0.01)
-    assert run.gone == [], "its slots are not given back while it starts in them"
+    assert run.stopped == [], "its GPUs are not freed while it starts on them"
     run.may_start.set()
-    await reviving
+    await restarting
     await run.scaler.wait_until_settled()
     assert run.client.engine_names == ["engine 0"]
-    assert run.gone == ["engine 1"]
+    assert run.stopped == ["engine 1"]
 
 
-@scaled
-async def test_what_is_under_way_when_the_run_ends_is_given_up():
+@async_test
+async def test_stop_cancels_changes_in_progress():
     run = ScalerHarness(1)
     run.may_start.clear()
     run.scaler.set_target(2)
@@ -262,16 +264,16 @@ async def test_what_is_under_way_when_the_run_ends_is_given_up():
     assert run.client.engine_names == ["engine 0"]
 
 
-@scaled
-async def test_engines_that_were_not_there_yet_were_not_idle():
+@async_test
+async def test_idle_time_excludes_time_before_joining():
     run = ScalerHarness(1, delay_s=0.2)
     await run.client.metrics()
     await run.client.generate([request("a")])
-    await run.to(4)
+    await run.scale_to(4)
     assert (await run.client.metrics())["engines/idle"] < 0.5
 
 
-def test_none_is_not_a_number_of_engines():
+def test_target_of_zero_engines_is_rejected():
     async def check() -> None:
         with pytest.raises(AssertionError, match="at least one"):
             ScalerHarness(1).scaler.set_target(0)
@@ -287,39 +289,39 @@ def checks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_scaler, "CHECK_INTERVAL_S", 0.01)
 
 
-async def until(done: Callable[[], bool]) -> None:
+async def wait_until(done: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not done():
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("checks_often")
-def test_file_is_followed_from_begin_until_end(tmp_path: Path):
+def test_target_file_is_watched_from_start_to_stop(tmp_path: Path):
     async def check() -> None:
         run = ScalerHarness(1, folder=tmp_path)
         write_target(tmp_path, 3)
         await asyncio.sleep(0.05)
-        assert run.client.engine_names == ["engine 0"], "nobody may join before it begins"
+        assert run.client.engine_names == ["engine 0"], "no engine joins before the scaler starts"
         for _ in range(2):
             run.scaler.start()
-        await until(lambda: len(run.client.engine_names) == 3)
+        await wait_until(lambda: len(run.client.engine_names) == 3)
         (tmp_path / ENGINES_FILE).write_text("three")
-        await until(lambda: "their number stays as it is" in run.said[-1])
-        assert "'three'" in run.said[-1]
+        await wait_until(lambda: "the number of engines is unchanged" in run.reports[-1])
+        assert "'three'" in run.reports[-1]
         write_target(tmp_path, 2)
-        await until(lambda: len(run.client.engine_names) == 2)
-        run.no_room = True
+        await wait_until(lambda: len(run.client.engine_names) == 2)
+        run.has_free_gpus = False
         write_target(tmp_path, 3)
-        await until(lambda: "engine 2 did not join" in run.said[-1])
-        run.no_room = False
-        write_target(tmp_path, 3)  # the same again: one that found no room is tried again
-        await until(lambda: len(run.client.engine_names) == 3)
+        await wait_until(lambda: "engine 2 could not be added" in run.reports[-1])
+        run.has_free_gpus = True
+        write_target(tmp_path, 3)  # writing the same target again retries the failed start
+        await wait_until(lambda: len(run.client.engine_names) == 3)
         await run.scaler.stop()
         write_target(tmp_path, 5)
         await asyncio.sleep(0.05)
         assert len(run.client.engine_names) == 3
-        wanted = [line for line in run.said if "are wanted" in line]
-        assert wanted == ["3 are wanted, there are 1", "2 are wanted, there are 3", *["3 are wanted, there are 2"] * 2]
+        changes = [line for line in run.reports if "scaling from" in line]
+        assert changes == ["scaling from 1 to 3", "scaling from 3 to 2", *["scaling from 2 to 3"] * 2]
 
     asyncio.run(check())
 
@@ -328,11 +330,9 @@ def test_file_is_followed_from_begin_until_end(tmp_path: Path):
 def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     async def check() -> None:
         client = EngineClient([ScriptedEngine(name="engine 0")], deadline_s=5)
-        nothing: Any = None
+        unused: Any = None
         reason = fixed_count_reason(colocate_all=True, run_engines_locally=True)
-        fixed = EngineScaler(
-            client, nothing, start=nothing, stop=nothing, folder=tmp_path, drain_s=5, fixed_reason=reason
-        )
+        fixed = EngineScaler(client, unused, start=unused, stop=unused, folder=tmp_path, drain_s=5, fixed_reason=reason)
         fixed.start()
         await asyncio.sleep(0.05)
         assert capsys.readouterr().out == ""
@@ -342,4 +342,4 @@ def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.Cap
 
     asyncio.run(check())
     (line,) = capsys.readouterr().out.splitlines()
-    assert "engines.json changes nothing: its engines take turns with the trainer" in line
+    assert "its engines are time-shared with the trainer" in line

@@ -20,7 +20,7 @@ from tests.support.trajectories import trajectory_from
 
 
 def rollout_of(rewards: dict[str, list[float | None]], error: str = "timeout"):  # type: ignore[no-untyped-def]
-    """None is an episode that failed with `error`."""
+    """Return a rollout function with fixed rewards; None is an episode that failed with `error`."""
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         rows = []
@@ -34,25 +34,25 @@ def rollout_of(rewards: dict[str, list[float | None]], error: str = "timeout"): 
     return rollout
 
 
-def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_path: Path):
+def test_metrics_per_source_count_failures_as_zero(tmp_path: Path):
     prompts = [
         Prompt("a", [], "x", data_source="one/x"),
         Prompt("b", [], "x", data_source="one/x"),
         Prompt("c", [], "x"),
     ]
     rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0], "b": [0.0, None], "c": [1.0, 1.0]}
-    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=2, dump_folder=tmp_path).run(step=7))
-    assert found["eval/one/x/avg_score"] == 0.25
-    assert found["eval/one/x/pass_at_2"] == 0.5
-    assert found["eval/one/x/num_failed"] == 1
-    assert found["eval/unknown/avg_score"] == 1.0
-    assert found["eval/all/avg_score"] == pytest.approx(0.5)
+    metrics = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=2, dump_folder=tmp_path).run(step=7))
+    assert metrics["eval/one/x/avg_score"] == 0.25
+    assert metrics["eval/one/x/pass_at_2"] == 0.5
+    assert metrics["eval/one/x/num_failed"] == 1
+    assert metrics["eval/unknown/avg_score"] == 1.0
+    assert metrics["eval/all/avg_score"] == pytest.approx(0.5)
     dumped = tmp_path / "global_step_7_evals" / "one%2Fx.jsonl"
     assert [json.loads(line)["reward"] for line in dumped.read_text().splitlines()] == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.defect("dumped-evaluations-showed-secrets")
-def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_dumped_texts_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secret = "canary-of-a-token"
     monkeypatch.setenv("HF_TOKEN", secret)
     parts = [{"type": "text", "text": f"and {secret}"}]
@@ -78,7 +78,7 @@ def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monke
     assert (first["reward"], first["uid"], second["error"]) == (1.0, "a", "tool")
 
 
-def test_an_evaluation_that_mostly_failed_is_an_error_not_a_score_of_zero():
+def test_mostly_failed_evaluation_raises():
     prompts = [Prompt("a", [], "x")]
     evaluator = Evaluator(rollout_of({"a": [None, None, 1.0]}), prompts, 1, None, max_failed_fraction=0.5)
     with pytest.raises(RolloutsFailed, match="timeout"):
@@ -87,16 +87,14 @@ def test_an_evaluation_that_mostly_failed_is_an_error_not_a_score_of_zero():
 
 @pytest.mark.defect("evaluations-cut-in-silence")
 @pytest.mark.parametrize("error", ["deadline", "timeout"])
-def test_episodes_of_an_evaluation_that_were_cut_by_their_deadline_are_a_warning(
-    error: str, caplog: pytest.LogCaptureFixture
-):
+def test_evaluation_warns_of_episodes_beyond_deadline(error: str, caplog: pytest.LogCaptureFixture):
     asyncio.run(Evaluator(rollout_of({"a": [None, 1.0]}, error), [Prompt("a", [], "x")], 1, None).run(7))
-    said = "evaluation at step 7: 1 of 2 episodes were cut after trainer.timeouts.rollout_s and count as reward 0."
-    assert [said in record.message for record in caplog.records] == [True] * (error == "deadline")
+    warning = "evaluation at step 7: 1 of 2 episodes exceeded trainer.timeouts.rollout_s and count as reward 0."
+    assert [warning in record.message for record in caplog.records] == [True] * (error == "deadline")
 
 
 @pytest.mark.defect("evaluations-go-on-after-their-first-error")
-def test_nothing_of_an_evaluation_runs_on_after_its_first_error():
+def test_first_error_cancels_the_evaluation():
     running: set[str] = set()
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
@@ -105,7 +103,7 @@ def test_nothing_of_an_evaluation_runs_on_after_its_first_error():
             await asyncio.sleep(0.01 if prompt.uid == "1" else 60)
             raise EnginesLost("engine 0 died")
         finally:
-            await asyncio.sleep(0)  # it has to be waited for, too
+            await asyncio.sleep(0)  # the evaluation must also wait for the clean-up
             running.remove(prompt.uid)
 
     async def run() -> None:
@@ -118,7 +116,7 @@ def test_nothing_of_an_evaluation_runs_on_after_its_first_error():
 
 
 @pytest.mark.defect("C8-evaluation-counted-in-the-next-step")
-def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
+def test_evaluation_does_not_affect_later_engine_metrics():
     engine = ScriptedEngine()
     client = EngineClient([engine], deadline_s=60.0)
 
@@ -129,69 +127,71 @@ def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
         row = trajectory_from(prompt, 0, [1], ids, [1] * len(ids), [0.0] * len(ids), [], 1.0, "stop", 1.0)
         return TrajectoryGroup(prompt, [row])
 
-    async def run(after: Callable[[], Awaitable[None]] | None = None) -> float:
+    async def run(on_done: Callable[[], Awaitable[None]] | None = None) -> float:
         prompts = [Prompt(str(i), [], "x") for i in range(4)]
-        await Evaluator(rollout, prompts, 4, None, on_rollouts_done=after).run(0)
+        await Evaluator(rollout, prompts, 4, None, on_rollouts_done=on_done).run(0)
         return (await client.metrics())["engines/tokens_per_s"]
 
     assert asyncio.run(run()) > 0
     engine.calls.clear()
     assert asyncio.run(run(client.reset_statistics)) == 0
-    assert engine.calls[-3:-1] == ["reset_prefix_cache", "health"], "no prompt of the evaluation is found cached"
+    assert engine.calls[-3:-1] == ["reset_prefix_cache", "health"], "the prefix cache has no prompt of the evaluation"
 
 
-def test_at_most_a_batch_of_prompts_is_in_flight():
-    running = most = 0
+def test_evaluation_runs_one_batch_at_a_time():
+    running = max_running = 0
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
-        nonlocal running, most
+        nonlocal running, max_running
         running += 1
-        most = max(most, running)
+        max_running = max(max_running, running)
         await asyncio.sleep(0)
         running -= 1
         return TrajectoryGroup(prompt, [trajectory_from(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)])
 
     prompts = [Prompt(str(i), [], "x") for i in range(7)]
     asyncio.run(Evaluator(rollout, prompts, eval_batch_size=3, dump_folder=None).run(0))
-    assert most == 3
+    assert max_running == 3
 
 
-def test_full_disk_leaves_no_half_of_a_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_full_disk_leaves_no_partial_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with limit_file_size(None, 50):
         asyncio.run(Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x")], 1, dump_folder=tmp_path).run(step=1))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert "could not be written" in caplog.text
 
 
-def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):
-    long = "é" * 100  # each is 6 characters in a file's name
+def test_each_source_has_separate_dump_and_metrics(tmp_path: Path):
+    long = "é" * 100  # each is 6 characters in a file name
     sources = ["math/500", "math 500", "math_500", "math%2F500", "all", "source_all", long, f"{long}y", "\ud83d", "é"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
     rewards: dict[str, list[float | None]] = {str(number): [float(number)] for number in range(len(sources))}
-    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=4, dump_folder=tmp_path).run(step=0))
+    metrics = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=4, dump_folder=tmp_path).run(step=0))
     files = [path.read_text().splitlines() for path in tmp_path.rglob("*.jsonl")]
     assert sorted(json.loads(line)["uid"] for (line,) in files) == [str(number) for number in range(len(sources))]
-    names = {name: value for name, value in found.items() if name.endswith("/avg_score")}
+    names = {name: value for name, value in metrics.items() if name.endswith("/avg_score")}
     assert names.pop("eval/all/avg_score") == 4.5
     assert sorted(names.values()) == [float(number) for number in range(len(sources))]
 
 
 def test_a_source_named_all_is_not_all_sources():
-    found = asyncio.run(Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x", data_source="all")], 1, None).run(0))
-    assert found["eval/source_all/avg_score"] == 0.5 and "eval/all/avg_score" not in found
+    metrics = asyncio.run(
+        Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x", data_source="all")], 1, None).run(0)
+    )
+    assert metrics["eval/source_all/avg_score"] == 0.5 and "eval/all/avg_score" not in metrics
 
 
 @pytest.mark.defect("data-sources-made-any-number-of-metrics")
-def test_data_sources_beyond_the_limits_share_metrics_and_a_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_sources_beyond_the_limits_share_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sources = ["x" * (MAX_SOURCE_LENGTH + 1), OTHER_SOURCES, *map(str, range(MAX_SOURCES)), "0"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
     rewards: dict[str, list[float | None]] = {prompt.uid: [1.0] for prompt in prompts}
     evaluator = Evaluator(rollout_of(rewards), prompts, eval_batch_size=400, dump_folder=tmp_path)
     for step in range(2):
-        found = asyncio.run(evaluator.run(step))
-    scored = {name.split("/")[1] for name in found}
+        metrics = asyncio.run(evaluator.run(step))
+    evaluated = {name.split("/")[1] for name in metrics}
     expected = {OTHER_SOURCES, f"source_{OTHER_SOURCES}", "all", *map(str, range(MAX_SOURCES - 1))}
-    assert scored == expected and set(found.values()) == {0.0, 1.0}
+    assert evaluated == expected and set(metrics.values()) == {0.0, 1.0}
     files = {file.stem: len(file.read_text().splitlines()) for file in tmp_path.glob("*1_evals/*.jsonl")}
     assert files.keys() == expected - {"all"}
     assert (files[OTHER_SOURCES], files["0"], files["1"]) == (2, 2, 1)

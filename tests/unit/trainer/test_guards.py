@@ -18,23 +18,25 @@ UNHEALTHY = {
     "cut": {"response/truncated_fraction": 0.95},
 }
 HEALTHY = {"reward/zero_variance_groups": 0.9, "policy/ratio_max": 3.0, "response/truncated_fraction": 0.4}
-SAID = {"equal_rewards": "same reward for 1 steps", "ratio": "before the step, was 1e", "cut": "95% of the responses"}
+MESSAGES = {
+    "equal_rewards": "same reward for 1 steps",
+    "ratio": "before the step was 1e",
+    "cut": "95% of the responses",
+}
 
 
 @pytest.mark.parametrize("name", sorted(UNHEALTHY))
-def test_a_guard_warns_once_and_again_after_a_recovery(name: str, caplog: pytest.LogCaptureFixture):
+def test_guard_warns_again_after_recovery(name: str, caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(equal_rewards_steps=1), ComparisonScope.GROUP)
     for step, metrics in enumerate([HEALTHY, UNHEALTHY[name], UNHEALTHY[name], HEALTHY, UNHEALTHY[name]]):
         guards.check(metrics, step)
     assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 4:"]
-    assert SAID[name] in caplog.text
+    assert MESSAGES[name] in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(UNHEALTHY))
-def test_a_guard_that_is_to_stop_the_run_does_and_one_that_is_off_does_nothing(
-    name: str, caplog: pytest.LogCaptureFixture
-):
-    with pytest.raises(GuardTriggered, match=rf"{SAID[name]}.*trainer\.guards\.stop names {name}"):
+def test_guards_stop_the_run_unless_disabled(name: str, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(GuardTriggered, match=rf"{MESSAGES[name]}.*trainer\.guards\.stop names {name}"):
         Guards(GuardsConfig(equal_rewards_steps=1, stop=[name]), ComparisonScope.GROUP).check(UNHEALTHY[name], 7)
     off = GuardsConfig(equal_rewards_steps=None, max_ratio=None, max_cut_fraction=None, stop=list(UNHEALTHY))
     Guards(off, ComparisonScope.GROUP).check(UNHEALTHY[name], 7)
@@ -54,57 +56,57 @@ def test_equal_rewards_count_steps_in_a_row():
         guards.check(UNHEALTHY["equal_rewards"], 5)
 
 
-ONE_SAMPLE_A_PROMPT = {"reward/zero_variance_groups": 1.0, "reward/std": 0.4}
+ONE_SAMPLE_PER_PROMPT = {"reward/zero_variance_groups": 1.0, "reward/std": 0.4}
 ALL_EQUAL = {"reward/zero_variance_groups": 1.0, "reward/std": 0.0}
-ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # of one sample there is no deviation
+ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # the standard deviation of one sample is undefined
 
 
 @pytest.mark.defect("false-alarms-of-equal-rewards")
 @pytest.mark.parametrize(
-    ("compared", "metrics", "alarms"),
+    ("scope", "metrics", "warns"),
     [
-        (ComparisonScope.GROUP, ONE_SAMPLE_A_PROMPT, True),
+        (ComparisonScope.GROUP, ONE_SAMPLE_PER_PROMPT, True),
         (ComparisonScope.GROUP, ALL_EQUAL, True),
-        (ComparisonScope.STEP, ONE_SAMPLE_A_PROMPT, False),
+        (ComparisonScope.STEP, ONE_SAMPLE_PER_PROMPT, False),
         (ComparisonScope.STEP, ALL_EQUAL, True),
         (ComparisonScope.STEP, ONE_SAMPLE, False),
         (None, ALL_EQUAL, False),
     ],
 )
-def test_rewards_are_equal_if_those_that_are_compared_are(
-    compared: ComparisonScope | None, metrics: dict[str, float], alarms: bool, caplog: pytest.LogCaptureFixture
+def test_equal_rewards_use_the_comparison_scope(
+    scope: ComparisonScope | None, metrics: dict[str, float], warns: bool, caplog: pytest.LogCaptureFixture
 ):
-    Guards(GuardsConfig(equal_rewards_steps=1), compared).check(metrics, 1)
-    assert bool(caplog.records) is alarms
-    assert not alarms or f"all samples of a {'prompt' if compared == 'group' else 'step'} had the same" in caplog.text
+    Guards(GuardsConfig(equal_rewards_steps=1), scope).check(metrics, 1)
+    assert bool(caplog.records) is warns
+    assert not warns or f"all samples of a {'prompt' if scope == 'group' else 'step'} had the same" in caplog.text
 
 
 RATIOS = {
-    "policy/ratio_max": "in an update, over that before the step, was",
-    "mismatch/ratio_max": "in the engine, was",
+    "policy/ratio_max": "probability during the update to its probability before the step was",
+    "mismatch/ratio_max": "in the engine was",
 }
 
 
 @pytest.mark.defect("ratio-to-the-engine-unseen")
 @pytest.mark.parametrize("metric", RATIOS)
-def test_an_exploding_ratio_says_between_which_policies_it_is(metric: str, caplog: pytest.LogCaptureFixture):
+def test_ratio_guard_names_the_compared_policies(metric: str, caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
     guards.check({"policy/ratio_max": 1.0, metric: 1e8}, 1)
     assert f"{RATIOS[metric]} 1e+08 ({metric}, trainer.guards.max_ratio=100)" in caplog.text
     guards.check(dict.fromkeys(RATIOS, 1e8), 2)
-    assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 2:"], "each is said once"
+    assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 2:"], "each finding is logged once"
     with pytest.raises(GuardTriggered, match=r"trainer\.guards\.stop names ratio"):
         Guards(GuardsConfig(stop=["ratio"]), None).check({metric: 1e8}, 1)
 
 
 @pytest.mark.parametrize("metric", RATIOS)
-def test_a_ratio_that_is_no_number_is_too_large(metric: str):
+def test_nan_ratio_triggers_the_guard(metric: str):
     with pytest.raises(GuardTriggered, match="was nan"):
         Guards(GuardsConfig(stop=["ratio"]), None).check({metric: float("nan")}, 1)
 
 
 @pytest.mark.defect("skipped-updates-in-silence")
-def test_a_run_of_which_most_updates_are_skipped_says_so_at_once_and_now_and_then(caplog: pytest.LogCaptureFixture):
+def test_skipped_updates_warn_at_powers_of_ten(caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
     for step in range(1, 201):
         skipped = {"policy/skipped": 0.0 if step % 5 == 0 else 1.0, "critic/skipped": 0.0}
@@ -112,10 +114,10 @@ def test_a_run_of_which_most_updates_are_skipped_says_so_at_once_and_now_and_the
     assert [record.message.partition(":")[0] for record in caplog.records] == ["step 1", "step 12", "step 124"]
     first = caplog.records[0].message
     assert "100% of the policy's updates were skipped" in first and "critic" not in first
-    assert "5 in a row end the run (trainer.guards.max_skipped_updates)" in first
+    assert "ends after 5 consecutive skipped updates (trainer.guards.max_skipped_updates)" in first
 
 
-def test_no_update_skipped_is_no_warning_and_those_of_both_models_are_one(caplog: pytest.LogCaptureFixture):
+def test_skipped_updates_of_both_models_share_a_warning(caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
     guards.check({"policy/skipped": 0.0}, 1)
     assert not caplog.records
@@ -125,38 +127,38 @@ def test_no_update_skipped_is_no_warning_and_those_of_both_models_are_one(caplog
 
 
 def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
-    """The guards' state in the checkpoint of a run that ends after two steps of equal rewards."""
-    fakes, marked = FakeTrainerParts(), [resumed]
+    """Return the guards' state in the checkpoint of a run that ends after two steps of equal rewards."""
+    fakes, states = FakeTrainerParts(), [resumed]
     trainer = trainer_of(fakes)
     trainer.guards = guards = Guards(GuardsConfig(equal_rewards_steps=4), ComparisonScope.STEP)
     guards.load_state_dict(resumed)
     original = fakes.rollout
 
-    async def equal(prompt: Prompt, position: int) -> TrajectoryGroup:
+    async def rollout_with_equal_rewards(prompt: Prompt, position: int) -> TrajectoryGroup:
         group = await original(prompt, position)
         for item in group.trajectories:
             item.reward = 1.0
         return group
 
-    trainer.collector.rollout = equal
-    fakes.capture_state = lambda: marked.append(guards.state_dict())  # type: ignore[method-assign]
+    trainer.collector.rollout = rollout_with_equal_rewards
+    fakes.capture_state = lambda: states.append(guards.state_dict())  # type: ignore[method-assign]
     fails_at(trainer, "learner", "add_logprobs_and_values", 2, EnginesLost("none"))
     with pytest.raises(EnginesLost):
         asyncio.run(trainer.fit())
     assert [event for event in fakes.events if event.startswith("save")] == ["save 2"]
-    return marked[-1]
+    return states[-1]
 
 
 @pytest.mark.defect("guards-begin-anew-when-resumed")
-def test_steps_of_equal_rewards_are_counted_over_checkpoints(caplog: pytest.LogCaptureFixture):
+def test_equal_reward_count_survives_resuming(caplog: pytest.LogCaptureFixture):
     first = saved_after_two_steps({"equal_steps": 0})
-    assert first == {"equal_steps": 2}, "the step that is saved counts, too"
+    assert first == {"equal_steps": 2}, "the saved step counts, too"
     assert "the same reward" not in caplog.text
     assert saved_after_two_steps(first) == {"equal_steps": 4}
     assert "all samples of a step had the same reward for 4 steps" in caplog.text
 
 
-def test_a_run_that_a_guard_stops_is_saved():
+def test_run_stopped_by_guard_is_saved():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     trainer.guards = Guards(GuardsConfig(max_ratio=1.0, stop=["ratio"]), None)

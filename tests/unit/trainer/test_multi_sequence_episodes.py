@@ -1,4 +1,4 @@
-"""An episode of several sequences is one sample: its cuts change neither what its tokens weigh nor what they earn."""
+"""Episodes of several sequences: splitting an episode changes neither loss weights nor advantages of its tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from skyrl_train.metrics import Metrics
 from tests.support.trajectories import trajectory_from
 
 
-def episode(sample: int, lengths: list[int], rewards: list[float], *, cut: bool, failed: bool = False) -> Trajectory:
-    """Turns of so many tokens, all sampled; `cut`: from the second on each is a sequence of its own."""
+def episode(sample: int, lengths: list[int], rewards: list[float], *, split: bool, failed: bool = False) -> Trajectory:
+    """Return an episode with turns of these lengths; with `split` each turn is a separate sequence."""
     total = sum(lengths)
     starts = [sum(lengths[:turn]) for turn in range(len(lengths))]
     item = trajectory_from(
@@ -41,43 +41,43 @@ def episode(sample: int, lengths: list[int], rewards: list[float], *, cut: bool,
     item.reward = sum(rewards)
     if failed:
         item.fail("timeout", "")
-    if cut:
+    if split:
         item.restarts = [Restart(start, to_token_array([5, 6, 7, turn])) for turn, start in enumerate(starts) if turn]
     return item
 
 
-def batch(cut: bool) -> TrainBatch:
-    """Two groups; sampled tokens come in the same order, cut or not."""
+def batch(split: bool) -> TrainBatch:
+    """Return a batch of two groups. Sampled tokens are in the same order whether episodes are split or not."""
     groups = [
         [([3, 2, 4], [0.0, 0.5, 1.0]), ([2], [0.25])],
         [([1, 5], [0.0, 1.0]), ([2, 2], [0.0, 0.0]), ([4], [1.0])],
     ]
-    made = [
+    trajectory_groups = [
         TrajectoryGroup(
             Prompt(str(index), [], "toy"),
             [
-                episode(n, lengths, rewards, cut=cut, failed=(index, n) == (1, 1))
+                episode(n, lengths, rewards, split=split, failed=(index, n) == (1, 1))
                 for n, (lengths, rewards) in enumerate(group)
             ],
         )
         for index, group in enumerate(groups)
     ]
-    flat = collate(made)
+    flat = collate(trajectory_groups)
     sampled = torch.zeros(len(flat.input_ids))
     sampled[flat.loss_mask] = torch.linspace(-0.5, 0.5, int(flat.loss_mask.sum()))
     old = torch.where(flat.loss_mask, flat.rollout_logprobs + 0.3 * sampled, 0.0)  # type: ignore[operator]
     return flat.with_tokens(old_logprobs=old, ref_logprobs=old - 0.2 * sampled, values=sampled)
 
 
-WHOLE, CUT = batch(cut=False), batch(cut=True)
+WHOLE, SPLIT = batch(split=False), batch(split=True)
 
 
-def test_sequences_of_an_episode_are_rows_next_to_each_other():
-    assert (len(WHOLE), len(CUT)) == (5, 9)
-    assert WHOLE.episode_ids is None and CUT.episode_ids is not None
-    assert CUT.episode_ids.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 4]
-    assert CUT.episodes.num_episodes == WHOLE.episodes.num_episodes == 5
-    assert CUT.prompt_lengths.tolist() == [2, 4, 4, 2, 2, 4, 2, 4, 2]
+def test_sequences_of_an_episode_are_adjacent_rows():
+    assert (len(WHOLE), len(SPLIT)) == (5, 9)
+    assert WHOLE.episode_ids is None and SPLIT.episode_ids is not None
+    assert SPLIT.episode_ids.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 4]
+    assert SPLIT.episodes.num_episodes == WHOLE.episodes.num_episodes == 5
+    assert SPLIT.prompt_lengths.tolist() == [2, 4, 4, 2, 2, 4, 2, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,19 @@ def test_sequences_of_an_episode_are_rows_next_to_each_other():
     ],
 )
 @pytest.mark.parametrize("kl", [False, True])
-def test_advantages_are_of_the_episode(estimator: object, kl: bool):
+def test_advantages_do_not_depend_on_splitting(estimator: object, kl: bool):
     penalty = KLInReward(k1, FixedKLController(0.5)) if kl else None
     step, seen = AdvantageCalculator(estimator, kl=penalty), (Metrics(), Metrics())  # type: ignore[arg-type]
-    whole, cut = step(WHOLE, seen[0]), step(CUT, seen[1])
-    assert torch.allclose(cut.token_advantages[CUT.loss_mask], whole.token_advantages[WHOLE.loss_mask], atol=1e-6)  # type: ignore[index]
+    whole, split = step(WHOLE, seen[0]), step(SPLIT, seen[1])
+    assert torch.allclose(split.token_advantages[SPLIT.loss_mask], whole.token_advantages[WHOLE.loss_mask], atol=1e-6)  # type: ignore[index]
     assert seen[0].flush() == pytest.approx(seen[1].flush(), abs=1e-6)
 
 
 @pytest.mark.parametrize("reduction", [token_mean, sequence_mean, seq_mean_token_sum_norm, prompt_mean])
-def test_weights_are_of_the_episode(reduction: Callable[..., Any]):
-    whole, cut = (assign_loss_weights(one, partial(reduction, max_seq_len=16)).token_weights for one in (WHOLE, CUT))
-    assert torch.equal(cut[CUT.loss_mask], whole[WHOLE.loss_mask])  # type: ignore[index]
+def test_loss_weights_do_not_depend_on_splitting(reduction: Callable[..., Any]):
+    reduce = partial(reduction, max_seq_len=16)
+    whole, split = (assign_loss_weights(variant, reduce).token_weights for variant in (WHOLE, SPLIT))
+    assert torch.equal(split[SPLIT.loss_mask], whole[WHOLE.loss_mask])  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -113,24 +114,24 @@ def test_weights_are_of_the_episode(reduction: Callable[..., Any]):
         {"outlier_token_is_threshold_high": 1.1},
     ],
 )
-def test_corrections_of_sequences_take_all_that_an_episode_sampled(settings: dict[str, Any]):
+def test_sequence_corrections_cover_the_whole_episode(settings: dict[str, Any]):
     step = OffPolicyCorrection(replace(OffPolicyCorrectionConfig(), **settings))
-    whole, cut = step(WHOLE, Metrics()), step(CUT, Metrics())
-    assert torch.equal(cut.loss_mask[CUT.loss_mask], whole.loss_mask[WHOLE.loss_mask])
-    if whole.importance_weights is not None and cut.importance_weights is not None:
-        assert torch.allclose(cut.importance_weights[CUT.loss_mask], whole.importance_weights[WHOLE.loss_mask])
+    whole, split = step(WHOLE, Metrics()), step(SPLIT, Metrics())
+    assert torch.equal(split.loss_mask[SPLIT.loss_mask], whole.loss_mask[WHOLE.loss_mask])
+    if whole.importance_weights is not None and split.importance_weights is not None:
+        assert torch.allclose(split.importance_weights[SPLIT.loss_mask], whole.importance_weights[WHOLE.loss_mask])
 
 
-def test_picked_rows_keep_their_episodes():
-    part = CUT.select([4, 1, 0, 2])
+def test_selected_rows_keep_their_episodes():
+    part = SPLIT.select([4, 1, 0, 2])
     assert part.episodes.num_episodes == 2
     assert part.episodes.sequence_to_episode.tolist() == [1, 0, 0, 0]
 
 
 def test_adaptive_kl_counts_episodes():
     coefficients = []
-    for one in (WHOLE, CUT):
+    for variant in (WHOLE, SPLIT):
         controller = AdaptiveKLController(0.5, kl_target=0.001, horizon=100)
-        AdvantageCalculator(rloo, kl=KLInReward(k1, controller))(one, Metrics())
+        AdvantageCalculator(rloo, kl=KLInReward(k1, controller))(variant, Metrics())
         coefficients.append(controller.coef)
     assert coefficients[0] == coefficients[1] != 0.5

@@ -1,4 +1,4 @@
-"""Dead engines come back with current weights before they get traffic, as often as the budget allows."""
+"""Restarts of dead engines: they get current weights before requests, and their number is limited."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.support.publishers import publisher_of
 
 
 class KillableEngine(ScriptedEngine):
-    """Dies at its first request unless it is told to live."""
+    """An engine that dies at its first request, unless it is alive."""
 
-    def __init__(self, name: str, lives: bool = False):
+    def __init__(self, name: str, is_alive: bool = False):
         super().__init__(name=name)
-        self.lives = lives
+        self.is_alive = is_alive
         self.synced = False
 
     async def generate(self, requests: Any) -> Any:
-        if not self.lives:
+        if not self.is_alive:
             raise EngineError(f"{self.name} was killed")
-        assert self.synced, "traffic before the current weights"
+        assert self.synced, "request before the current weights"
         return await super().generate(requests)
 
     async def health(self) -> Any:
-        if not self.lives:
+        if not self.is_alive:
             raise EngineError(f"{self.name} was killed")
         return await super().health()
 
@@ -43,12 +43,12 @@ async def mark_synced(engine: KillableEngine) -> None:
 
 def publisher_with_engines(
     engines: list[KillableEngine],
-    budget: int,
+    max_restarts: int,
     may_start: asyncio.Event | None = None,
     started: list[str] | None = None,
     pause_mode: str | None = None,
 ) -> tuple[EngineClient, WeightPublisher]:
-    """Engines start once they may; the names of those that begin to are added to `started`."""
+    """Return a client and publisher. Engines start once `may_start` is set; `started` receives their names."""
     client = EngineClient(engines, deadline_s=5)
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
@@ -56,9 +56,9 @@ def publisher_with_engines(
             started.append(name)
         if may_start is not None:
             await may_start.wait()
-        return KillableEngine(name, lives=True)
+        return KillableEngine(name, is_alive=True)
 
-    return client, publisher_of(client, start, mark_synced, max_engine_restarts=budget, pause_mode=pause_mode)
+    return client, publisher_of(client, start, mark_synced, max_engine_restarts=max_restarts, pause_mode=pause_mode)
 
 
 def request(name: str) -> SampleRequest:
@@ -66,8 +66,8 @@ def request(name: str) -> SampleRequest:
 
 
 @pytest.mark.fault("F29")
-def test_requests_that_find_no_engine_alive_wait_for_one_that_comes_back():
-    client, publisher = publisher_with_engines([KillableEngine("a"), KillableEngine("b")], budget=4)
+def test_requests_wait_for_a_restarted_engine():
+    client, publisher = publisher_with_engines([KillableEngine("a"), KillableEngine("b")], max_restarts=4)
     answers = asyncio.run(client.generate([request("r1"), request("r2")]))
     assert [answer.request_id for answer in answers] == ["r1", "r2"]
     assert client.dead_engines == {}
@@ -75,24 +75,24 @@ def test_requests_that_find_no_engine_alive_wait_for_one_that_comes_back():
 
 
 @pytest.mark.fault("F29")
-def test_a_spent_budget_is_an_error_that_begins_with_the_cause():
-    client, _ = publisher_with_engines([KillableEngine("a")], budget=0)
-    with pytest.raises(EnginesLost, match=r"a died \(EngineError: a was killed\), and the 0 restarts of generator\."):
+def test_used_up_restarts_name_the_first_cause():
+    client, _ = publisher_with_engines([KillableEngine("a")], max_restarts=0)
+    with pytest.raises(EnginesLost, match=r"a died \(EngineError: a was killed\), and all 0 restarts that generator\."):
         asyncio.run(client.generate([request("r1")]))
 
 
 @pytest.mark.fault("F29")
-def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spent():
+def test_failed_restarts_count_against_the_limit():
     client = EngineClient([KillableEngine("a")], deadline_s=5)
     started: list[KillableEngine] = []
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
-        started.append(KillableEngine(name, lives=True))
+        started.append(KillableEngine(name, is_alive=True))
         return started[-1]
 
     async def sync(engine: KillableEngine) -> None:
         if len(started) < 3:
-            raise EngineError("half of it arrived")
+            raise EngineError("the transfer was interrupted")
         engine.synced = True
 
     publisher = publisher_of(client, start, sync, max_engine_restarts=3)
@@ -103,64 +103,64 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
 
 
 @pytest.mark.defect("C7-restarts-in-silence")
-def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(caplog: pytest.LogCaptureFixture):
-    client, _ = publisher_with_engines([KillableEngine("a")], budget=4)
+def test_restart_logs_engine_cause_and_count(caplog: pytest.LogCaptureFixture):
+    client, _ = publisher_with_engines([KillableEngine("a")], max_restarts=4)
     asyncio.run(client.generate([request("r1")]))
     (line,) = [record.message for record in caplog.records if record.name == "skyrl_train.trainer.publisher"]
     assert re.fullmatch(
-        r"a died \(EngineError: a was killed\) and was restarted with the current weights in \d+\.\d s, restart 1 of "
-        r"the 4 of generator\.max_engine_restarts\.",
+        r"a died \(EngineError: a was killed\) and was restarted with the current weights in \d+\.\d s "
+        r"\(restart 1 of at most 4, see generator\.max_engine_restarts\)\.",
         line,
     )
 
 
 @pytest.mark.defect("C2-a-dead-node-is-restarted")
-def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_it():
+def test_lost_cluster_ends_restarts():
     started: list[str] = []
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
         started.append(name)
-        raise ClusterLost("a node with slots of this run died.")
+        raise ClusterLost("a node of this run died.")
 
     async def never(engine: KillableEngine) -> None:
         raise AssertionError("there is no engine")
 
     client = EngineClient([KillableEngine("a")], deadline_s=5)
     publisher_of(client, start, never, max_engine_restarts=3)
-    with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node with slots of this run died"):
+    with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node of this run died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
 
 
 @pytest.mark.defect("restarts-without-a-sender")
-def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
+def test_restart_is_not_repeated_without_responsive_ranks():
     started: list[str] = []
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
         started.append(name)
-        return KillableEngine(name, lives=True)
+        return KillableEngine(name, is_alive=True)
 
     async def sync(engine: KillableEngine) -> None:
         raise WorkerDied("rank 0 died during connect_weights")
 
     client = EngineClient([KillableEngine("a")], deadline_s=5)
     publisher_of(client, start, sync, max_engine_restarts=3)
-    with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: rank 0 died"):
+    with pytest.raises(EnginesLost, match="a rank of the trainer does not respond: rank 0 died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
 
 
 @pytest.mark.fault("F29")
-def test_whoever_hangs_up_in_a_restart_does_not_end_it():
+def test_canceled_request_does_not_cancel_restart():
     may_start = asyncio.Event()
     client, publisher = publisher_with_engines([KillableEngine("a")], 1, may_start)
 
     async def run() -> None:
         for name in ("r1", "r2"):
-            impatient = asyncio.ensure_future(client.generate([request(name)]))
+            canceled = asyncio.ensure_future(client.generate([request(name)]))
             await asyncio.sleep(0.02)
-            impatient.cancel()
-            await asyncio.gather(impatient, return_exceptions=True)
+            canceled.cancel()
+            await asyncio.gather(canceled, return_exceptions=True)
         may_start.set()
         await client.generate([request("r3")])
 
@@ -169,15 +169,15 @@ def test_whoever_hangs_up_in_a_restart_does_not_end_it():
 
 
 @pytest.mark.fault("F31")
-def test_no_engine_comes_back_in_the_middle_of_a_sync():
-    survivor, may_start, may_load = KillableEngine("b", lives=True), asyncio.Event(), asyncio.Event()
+def test_engine_does_not_join_during_a_sync():
+    survivor, may_start, may_load = KillableEngine("b", is_alive=True), asyncio.Event(), asyncio.Event()
     client = EngineClient([KillableEngine("a"), survivor], deadline_s=5)
     order: list[str] = []
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
         await may_start.wait()
         order.append(f"{name} starts")
-        return KillableEngine(name, lives=True)
+        return KillableEngine(name, is_alive=True)
 
     async def sync(engine: KillableEngine) -> None:
         await may_load.wait()
@@ -187,7 +187,7 @@ def test_no_engine_comes_back_in_the_middle_of_a_sync():
     publisher = publisher_of(client, start, sync, max_engine_restarts=1, pause_mode="keep")
 
     async def run() -> None:
-        await client.health()  # finds the dead engine
+        await client.health()  # marks the dead engine
         client.start_restart()
         publishing = asyncio.ensure_future(publisher.publish(1))
         await asyncio.sleep(0.02)
@@ -203,10 +203,10 @@ def test_no_engine_comes_back_in_the_middle_of_a_sync():
     assert (client.dead_engines, publisher.restarts) == ({}, 1)
 
 
-def test_the_living_are_left_alone():
-    alive = KillableEngine("a", lives=True)
+def test_live_engines_are_not_restarted():
+    alive = KillableEngine("a", is_alive=True)
     alive.synced = True
-    client, publisher = publisher_with_engines([alive, KillableEngine("b")], budget=1)
+    client, publisher = publisher_with_engines([alive, KillableEngine("b")], max_restarts=1)
 
     async def run() -> None:
         await client.generate([request("r1"), request("r2")])
@@ -220,8 +220,12 @@ def test_the_living_are_left_alone():
 
 
 @pytest.mark.defect("one-restart-holds-up-all")
-def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_too():
-    second, survivor, may_start = KillableEngine("b", lives=True), KillableEngine("c", lives=True), asyncio.Event()
+def test_sync_does_not_wait_for_starting_engines():
+    second, survivor, may_start = (
+        KillableEngine("b", is_alive=True),
+        KillableEngine("c", is_alive=True),
+        asyncio.Event(),
+    )
     second.synced = survivor.synced = True
     started: list[str] = []
     client, publisher = publisher_with_engines(
@@ -229,8 +233,8 @@ def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_to
     )
 
     async def run() -> None:
-        await client.generate([request("r1")])  # goes to a, and then to another
-        second.lives = False
+        await client.generate([request("r1")])  # goes to a first, and then to another engine
+        second.is_alive = False
         await client.generate([request("r2"), request("r3")])  # one of them goes to b
         assert started == ["a"] and list(client.dead_engines) == ["a", "b"]
         async with asyncio.timeout(1):
@@ -246,11 +250,11 @@ def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_to
 
 
 @pytest.mark.defect("one-restart-holds-up-all")
-def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_next_sync():
+def test_next_sync_raises_failed_background_restart():
     async def run() -> None:
-        other = KillableEngine("b", lives=True)
+        other = KillableEngine("b", is_alive=True)
         other.synced = True
-        client, _ = publisher_with_engines([KillableEngine("a"), other], budget=0, pause_mode="keep")
+        client, _ = publisher_with_engines([KillableEngine("a"), other], max_restarts=0, pause_mode="keep")
         client.start_restart()
         await client.generate([request("r1"), request("r2")])
         await asyncio.sleep(0.02)
@@ -260,23 +264,23 @@ def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_ne
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_go_on(at_once: bool):
+@pytest.mark.parametrize("immediately", [True, False])
+def test_dead_engine_restarts_immediately_in_async_runs(immediately: bool):
     async def run() -> tuple[dict[str, str], int]:
-        other = KillableEngine("b", lives=True)
+        other = KillableEngine("b", is_alive=True)
         other.synced = True
-        mode = "keep" if at_once else None
-        client, publisher = publisher_with_engines([KillableEngine("a"), other], budget=4, pause_mode=mode)
+        mode = "keep" if immediately else None
+        client, publisher = publisher_with_engines([KillableEngine("a"), other], max_restarts=4, pause_mode=mode)
         await client.generate([request("r1"), request("r2")])
         await asyncio.sleep(0.05)
         return client.dead_engines, publisher.restarts
 
     dead, restarts = asyncio.run(run())
-    assert (list(dead), restarts) == (([], 1) if at_once else (["a"], 0))
+    assert (list(dead), restarts) == (([], 1) if immediately else (["a"], 0))
 
 
 @pytest.mark.defect("all-restarts-waited-for")
-def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_start():
+def test_first_restarted_engine_serves_while_others_start():
     async def run() -> None:
         client = EngineClient([KillableEngine("a"), KillableEngine("b")], deadline_s=5)
         others_may_start = asyncio.Event()
@@ -284,7 +288,7 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
         async def start(name: str, wait_for_node: bool) -> KillableEngine:
             if name == "b":
                 await others_may_start.wait()
-            return KillableEngine(name, lives=True)
+            return KillableEngine(name, is_alive=True)
 
         publisher_of(client, start, mark_synced, max_engine_restarts=4, pause_mode="keep")
         assert await client.health() == []
@@ -300,21 +304,21 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_when_there_is_one(
-    others: bool, caplog: pytest.LogCaptureFixture
-):
-    room = False
+def test_engine_without_node_is_retried_later(others: bool, caplog: pytest.LogCaptureFixture):
+    has_node = False
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
-        if not room:
+        if not has_node:
             raise InsufficientResources("the others have no room.")
-        return KillableEngine(name, lives=True)
+        return KillableEngine(name, is_alive=True)
 
-    client = EngineClient([KillableEngine("a"), *([KillableEngine("b", lives=True)] if others else [])], deadline_s=5)
+    client = EngineClient(
+        [KillableEngine("a"), *([KillableEngine("b", is_alive=True)] if others else [])], deadline_s=5
+    )
     publisher = publisher_of(client, start, mark_synced, max_engine_restarts=1)
 
     async def run() -> None:
-        nonlocal room
+        nonlocal has_node
         await client.health() if others else None
         if not others:
             with pytest.raises(EnginesLost, match=r"no engine is left, and it cannot be restarted: the others have"):
@@ -322,48 +326,50 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
             return
         for _ in range(3):
             await publisher.restart_dead_engines()
-        assert (list(client.dead_engines), publisher.restarts) == (["a"], 0), "no restart is spent on it"
-        publisher.restarts = 1  # others spend them all
+        assert (list(client.dead_engines), publisher.restarts) == (["a"], 0), "it uses up no restart"
+        publisher.restarts = 1  # other engines have used up all restarts
         await publisher.restart_dead_engines()
-        assert list(client.dead_engines) == ["a"], "it stays away as before"
+        assert list(client.dead_engines) == ["a"], "it remains stopped"
         publisher.restarts = 0
-        room = True
+        has_node = True
         await publisher.restart_dead_engines()
         assert (client.dead_engines, publisher.restarts) == ({}, 1)
 
     asyncio.run(run())
     if others:
-        away, back = [one.message for one in caplog.records if one.name == "skyrl_train.trainer.publisher"]
-        assert "a was killed) and stays away: the others have no room." in away
-        assert "was restarted" in back
+        stopped, restarted = [
+            record.message for record in caplog.records if record.name == "skyrl_train.trainer.publisher"
+        ]
+        assert "a was killed) and remains stopped: the others have no room." in stopped
+        assert "was restarted" in restarted
 
 
 @pytest.mark.defect("each-engine-of-a-lost-node-waited-for-another")
-def test_of_engines_without_a_node_one_waits_for_another_node_and_none_ends_a_run_that_others_can_go_on_with():
-    told: list[tuple[str, bool]] = []
-    homes = {"d"}
+def test_only_one_engine_waits_for_a_node():
+    attempts: list[tuple[str, bool]] = []
+    with_node = {"d"}
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
-        told.append((name, wait_for_node))
-        if name not in homes:
+        attempts.append((name, wait_for_node))
+        if name not in with_node:
             raise InsufficientResources("the others have no room.")
-        return KillableEngine(name, lives=True)
+        return KillableEngine(name, is_alive=True)
 
-    last = KillableEngine("d", lives=True)
+    last = KillableEngine("d", is_alive=True)
     client = EngineClient([KillableEngine("a"), KillableEngine("b"), KillableEngine("c"), last], deadline_s=5)
     publisher = publisher_of(client, start, mark_synced, max_engine_restarts=9)
 
     async def run() -> None:
         await client.health()
         await publisher.restart_dead_engines()
-        assert told == [("a", True), ("b", False), ("c", False)]
-        told.clear()
-        last.lives = False
+        assert attempts == [("a", True), ("b", False), ("c", False)]
+        attempts.clear()
+        last.is_alive = False
         await client.health()
         await publisher.restart_dead_engines()
-        assert (told[0], list(client.dead_engines)) == (("d", True), ["a", "b", "c"])
-        told.clear()
-        homes.update("abc")
+        assert (attempts[0], list(client.dead_engines)) == (("d", True), ["a", "b", "c"])
+        attempts.clear()
+        with_node.update("abc")
         await publisher.restart_dead_engines()
         assert client.dead_engines == {}
 

@@ -1,4 +1,4 @@
-"""A sync during which engines die: it is repeated with those that are left or come back, and its row is a whole one."""
+"""A sync during which engines die is repeated with the remaining or restarted ones, and reports complete metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.weight_targets import LocalTrainer
 
 
 class FailingEngine(ScriptedEngine):
-    """Takes weights until it is told to die, and answers nothing from then on."""
+    """An engine that fails every call once `dies` is set and weights arrive."""
 
     dies = False
 
@@ -35,7 +35,7 @@ class FailingEngine(ScriptedEngine):
 @pytest.mark.fault("F29")
 @pytest.mark.defect("syncs-that-were-repeated-are-in-no-row")
 @pytest.mark.parametrize("dying", [1, 2])
-def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, monkeypatch: pytest.MonkeyPatch):
+def test_repeated_sync_reports_its_last_metrics(dying: int, monkeypatch: pytest.MonkeyPatch):
     engines = [FailingEngine(name=f"engine {index}") for index in range(2)]
     client = EngineClient(engines, deadline_s=5)
     trainer = LocalTrainer(tiny_model(vocab_size=64, hidden_size=32))
@@ -50,8 +50,8 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
     monkeypatch.setattr(builders, "connect_engine", connect)
 
     async def run() -> tuple[dict[str, float], dict[str, float]]:
-        starter = builders.EngineLauncher(Config(), cluster, layout)
-        publisher = WeightPublisher(learner, client, weight_sync, starter.restart, max_engine_restarts=4)
+        launcher = builders.EngineLauncher(Config(), cluster, layout)
+        publisher = WeightPublisher(learner, client, weight_sync, launcher.restart, max_engine_restarts=4)
         first = await publisher.publish(1)
         for engine in engines[:dying]:
             engine.dies = True

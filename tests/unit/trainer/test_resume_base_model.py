@@ -1,4 +1,4 @@
-"""Resuming on the model, adapters and schedule that a checkpoint was saved with, or on others."""
+"""Resuming with the model, adapters and schedule of the checkpoint, or with other ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LORA = LoraConfig(rank=4, alpha=8)
 
 
 def save(model: str, root: Path, *, steps: int = 1, **spec: Any) -> Path:
-    """Save a checkpoint after some optimizer steps; return its folder."""
+    """Save a checkpoint after some optimizer steps and return its folder."""
 
     async def run(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await state.resume()
@@ -42,14 +42,14 @@ def save(model: str, root: Path, *, steps: int = 1, **spec: Any) -> Path:
 
 
 def resume(model: str, root: Path, mode: Mapping[str, Any] | None = None, **spec: Any) -> int:
-    """Resume; return the step of the checkpoint."""
-    found = []
+    """Resume and return the step of the checkpoint."""
+    steps = []
 
     async def run(state: CheckpointManager, learner: Learner, position: Position) -> None:
-        found.append((await state.resume())[0])
+        steps.append((await state.resume())[0])
 
     with_saved_state(model, root, run, spec=spec, **(mode or {}))
-    return found[0]
+    return steps[0]
 
 
 def change_weights(model: str, folder: Path, name: str = "model.layers.1.mlp.up_proj.weight") -> str:
@@ -70,11 +70,11 @@ def change_weights(model: str, folder: Path, name: str = "model.layers.1.mlp.up_
         ({"rank": 0}, r"trainer\.policy\.model\.lora\.rank was 4, is 0\."),
         (
             {"target_modules": ["q_proj", "v_proj"]},
-            r"lora\.target_modules: adapters of 10 layers differ; that of model\.layers\.0\.mlp\.down_proj is only in",
+            r"lora\.target_modules: the adapters of 10 layers differ; that of model\.layers\.0\.mlp\.down_proj is only",
         ),
     ],
 )
-def test_other_adapters_are_refused(
+def test_other_adapters_are_rejected(
     mode: str, changes: dict[str, Any], message: str, tiny_model_path: str, tmp_path: Path
 ):
     checkpoint = save(tiny_model_path, tmp_path / "run", lora=LORA)
@@ -83,11 +83,11 @@ def test_other_adapters_are_refused(
     with pytest.raises(CheckpointMismatch, match=message):
         resume(tiny_model_path, tmp_path / "run", options, lora=changed if changed.rank else None)
     same = replace(LORA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-    assert resume(tiny_model_path, tmp_path / "run", options, lora=same) == 1, "other words for the same layers"
+    assert resume(tiny_model_path, tmp_path / "run", options, lora=same) == 1, "another description of the same layers"
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_another_base_model_is_refused(lora: LoraConfig | None, tiny_model_path: str, tmp_path: Path):
+def test_other_base_model_is_rejected(lora: LoraConfig | None, tiny_model_path: str, tmp_path: Path):
     save(tiny_model_path, tmp_path / "run", lora=lora)
     other = change_weights(tiny_model_path, tmp_path / "other")
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_earlier_checkpoint_resumes_with_a_warning(
     rewrite_trainer_state(save(tiny_model_path, tmp_path / "run", lora=LORA), base_models=None)
     other = change_weights(tiny_model_path, tmp_path / "other")
     assert resume(other, tmp_path / "run", lora=LORA) == 1
-    assert "does not record which model its policy was trained from" in caplog.text
+    assert "did not record the base model of its policy" in caplog.text
 
 
 def test_changed_learning_rate_is_logged(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -125,7 +125,7 @@ def test_changed_learning_rate_is_logged(tiny_model_path: str, tmp_path: Path, c
     assert resume(tiny_model_path, tmp_path / "run", total_steps=4, **cosine) == 4
     assert "learning rate" not in caplog.text
     assert resume(tiny_model_path, tmp_path / "run", total_steps=8, **cosine) == 4
-    assert "The learning rate of the policy's next update is 0.0005 by this run's schedule. It would have been 0" in (
+    assert "The learning rate of the policy's next update is 0.0005 in this run's schedule and 0 in the schedule" in (
         caplog.text
     )
 
@@ -144,5 +144,5 @@ def test_fingerprint_is_the_same_for_any_number_of_ranks(tmp_path: Path):
         alone = tensor_fingerprints(model, saved, 0, 1)
         shares = [tensor_fingerprints(model, saved, rank, 3) for rank in range(3)]
         assert alone.keys() >= dict(model.named_parameters()).keys()
-        assert {name: found for share in shares for name, found in share.items()} == alone
+        assert {name: digest for share in shares for name, digest in share.items()} == alone
         assert sum(map(len, shares)) == len(alone)

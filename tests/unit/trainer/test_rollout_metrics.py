@@ -1,4 +1,4 @@
-"""What of a step's rollouts is shown to people."""
+"""Metrics of a step's rollouts, and the sample texts for users."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.support.trajectories import trajectory_from
 
 
 def groups_of(*lengths: int, count: int, prompt: str = "what?") -> list[TrajectoryGroup]:
-    """`count` groups, each of samples whose texts have these lengths."""
+    """Return `count` groups, each with samples whose texts have these lengths."""
     groups = []
     for number in range(count):
-        asked = Prompt(str(number), [{"role": "user", "content": prompt}], "toy")
-        items = [Trajectory.empty(asked, sample, 1.0) for sample in range(len(lengths))]
+        question = Prompt(str(number), [{"role": "user", "content": prompt}], "toy")
+        items = [Trajectory.empty(question, sample, 1.0) for sample in range(len(lengths))]
         for item, length in zip(items, lengths, strict=True):
             item.text = f"{number}.{item.sample}".ljust(length, ".")
-        groups.append(TrajectoryGroup(asked, items))
+        groups.append(TrajectoryGroup(question, items))
     return groups
 
 
-def test_a_table_has_all_samples_of_the_first_groups_and_the_few_the_first_of_each():
+def test_table_rows_have_all_samples_of_first_groups():
     groups = groups_of(*[10] * 6, count=9)
     rows = table_rows(groups)
     assert len(rows) == TABLE_ROWS == 32
@@ -40,19 +40,19 @@ def test_a_table_has_all_samples_of_the_first_groups_and_the_few_the_first_of_ea
 
 
 @pytest.mark.parametrize(("lengths", "count"), [((100_000,) * 8, 4), ((50, 200_000, 300), 3), ((65_531,), 1)])
-def test_the_longest_texts_of_a_table_are_cut_until_all_fit(lengths: tuple[int, ...], count: int):
+def test_longest_table_texts_are_truncated(lengths: tuple[int, ...], count: int):
     groups = groups_of(*lengths, count=count)
     rows = table_rows(groups)
-    kept = 0
+    total = 0
     for row, item in zip(rows, (item for group in groups for item in group.trajectories), strict=True):
         assert row.prompt == "what?"
         start, mark, end = row.response.partition("\n[... ")
-        left_out = int(end.partition(" ")[0]) if mark else 0
-        kept += len(row.prompt) + len(item.text) - left_out
+        removed = int(end.partition(" ")[0]) if mark else 0
+        total += len(row.prompt) + len(item.text) - removed
         assert item.text.startswith(start) and (mark or start == item.text)
         assert bool(mark) == (len(item.text) > 1000 and sum(lengths) * count + 5 > TABLE_CHARACTERS)
-    assert TABLE_CHARACTERS - 64 < kept <= TABLE_CHARACTERS or not any("[... " in row.response for row in rows)
-    assert sample_rows(groups)[0].response == groups[0].trajectories[0].text, "the few are whole"
+    assert TABLE_CHARACTERS - 64 < total <= TABLE_CHARACTERS or not any("[... " in row.response for row in rows)
+    assert sample_rows(groups)[0].response == groups[0].trajectories[0].text, "the samples are not truncated"
 
 
 def test_lengths_count_sampled_tokens():
@@ -65,8 +65,8 @@ def test_lengths_count_sampled_tokens():
     ]
     metrics = Metrics()
     add_rollout_metrics([TrajectoryGroup(prompt, items)], 1, metrics)
-    found = {name: value for name, value in metrics.flush().items() if "tokens" in name}
-    assert found == {
+    tokens = {name: value for name, value in metrics.flush().items() if "tokens" in name}
+    assert tokens == {
         "rollouts/tokens": 10,
         "response/mean_tokens": 5,
         "response/max_tokens": 8,

@@ -20,32 +20,32 @@ from tests.support.disk_limits import limit_file_size
 from tests.support.rollout_examples import CALLED, ODD, assert_rollouts_match_batch, groups_of_all_kinds, scored_batch
 
 
-def keep(kept: RolloutWriter, step: int, groups: list[TrajectoryGroup], batch: TrainBatch) -> None:
-    async def step_of_a_run() -> None:
-        async with kept.writing(step, groups, batch):
+def write(writer: RolloutWriter, step: int, groups: list[TrajectoryGroup], batch: TrainBatch) -> None:
+    async def take_step() -> None:
+        async with writer.writing(step, groups, batch):
             await asyncio.sleep(0)
 
-    asyncio.run(step_of_a_run())
+    asyncio.run(take_step())
 
 
 def rows_of(run: Path, *steps: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = RolloutReader(run).table(steps or None).to_pylist()
-    return found
+    rows: list[dict[str, Any]] = RolloutReader(run).table(steps or None).to_pylist()
+    return rows
 
 
-@pytest.mark.parametrize("at_once", [1, 1_000_000])
-def test_values_of_tokens_are_those_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int):
-    monkeypatch.setattr(rollout_writer, "CHUNK_TOKENS", at_once)
+@pytest.mark.parametrize("chunk_tokens", [1, 1_000_000])
+def test_token_values_equal_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int):
+    monkeypatch.setattr(rollout_writer, "CHUNK_TOKENS", chunk_tokens)
     groups = groups_of_all_kinds(more=3)
     batch = scored_batch(groups)
-    keep(RolloutWriter(tmp_path), 4, groups, batch)
+    write(RolloutWriter(tmp_path), 4, groups, batch)
     uids = [row["uid"] for row in rows_of(tmp_path) for _ in range(1 + len(row["restarts"]))]
     assert_rollouts_match_batch(RolloutReader(tmp_path).table(), batch, uids)
 
 
-def test_what_is_said_of_a_rollout(tmp_path: Path):
+def test_columns_of_a_rollout(tmp_path: Path):
     groups = groups_of_all_kinds()
-    keep(RolloutWriter(tmp_path), 5, groups, scored_batch(groups, with_reference=False))
+    write(RolloutWriter(tmp_path), 5, groups, scored_batch(groups, with_reference=False))
     one, two, several, failed, empty = rows_of(tmp_path)
     item = groups[0].trajectories[0]
     assert (one["step"], one["uid"], one["group"], one["sample"]) == (5, "7", 0, 0)
@@ -68,42 +68,42 @@ def test_what_is_said_of_a_rollout(tmp_path: Path):
     assert empty["response_ids"] == [] and json.loads(empty["messages"]) == [ODD]
 
 
-def test_any_text_is_text(tmp_path: Path):
+def test_invalid_text_is_replaced(tmp_path: Path):
     groups = groups_of_all_kinds()
-    keep(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
+    write(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
     row = rows_of(tmp_path)[2]
     assert row["uid"] == "a \ufffd\0\x1b[31m"
     assert row["text"] == "half of a pair \ufffd, a NUL \0 and an escape \x1b[31m"
-    assert json.loads(row["messages"]) == groups[1].trajectories[0].messages, "JSON can say it exactly"
+    assert json.loads(row["messages"]) == groups[1].trajectories[0].messages, "JSON keeps the exact text"
 
 
 @pytest.mark.defect("a-deep-call-hid-the-rollouts-of-its-step")
-def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    secret, written = "hunter2-hunter2", 'a "password" with \\'
+def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secret, escaped = "hunter2-hunter2", 'a "password" with \\'
     monkeypatch.setenv("SOME_API_KEY", secret)
-    monkeypatch.setenv("SOME_PASSWORD", written)
+    monkeypatch.setenv("SOME_PASSWORD", escaped)
     groups = groups_of_all_kinds()
     item = groups[0].trajectories[0]
     item.text = f"the key is {secret}, he said"
     item.messages[1]["content"] = item.text
     item.messages[1]["tool_calls"] = [{"arguments": {"key": secret}}]
     item.env_metrics[f"used_{secret}"] = 1.0
-    deep = "[" * 600 + "]" * 600  # which JSON's reader takes
-    arguments = [secret, json.dumps({"key": written}), '{"query":  "as it was"}', f'{{"{secret}": {deep}}}']
+    deep = "[" * 600 + "]" * 600  # the JSON parser accepts this depth
+    arguments = [secret, json.dumps({"key": escaped}), '{"query":  "as it was"}', f'{{"{secret}": {deep}}}']
     calls = tuple({"name": "login", "arguments": text} for text in arguments)
     item.turns[0] = replace(item.turns[0], tool_calls=calls)
     item.prompt.env_extras["login"] = secret
     groups[1].trajectories[1].detail = f"could not log in as {secret}"
-    keep(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
+    write(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
     read = json.dumps(rows_of(tmp_path))
     texts = [call["arguments"] for call in json.loads(rows_of(tmp_path)[0]["turns"][0]["tool_calls"])]
     assert texts == ["<SOME_API_KEY>", '{"key": "<SOME_PASSWORD>"}', arguments[2], f'{{"<SOME_API_KEY>": {deep}}}']
-    assert secret not in read and read.count("<SOME_API_KEY>") == 9, "extras come with both samples"
-    assert item.text.count(secret) == 1, "what the run goes on with is as it was"
+    assert secret not in read and read.count("<SOME_API_KEY>") == 9, "env_extras are in the rows of both samples"
+    assert item.text.count(secret) == 1, "the run's own data is unchanged"
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_ids_of_tokens_that_spell_a_secret_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool):
+def test_token_ids_that_spell_a_secret_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool):
     monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
     groups = groups_of_all_kinds()
     item = groups[0].trajectories[0]
@@ -112,12 +112,12 @@ def test_ids_of_tokens_that_spell_a_secret_are_hidden(tmp_path: Path, monkeypatc
     item.messages[1]["content"] = item.text
     texts = ["", "", ".", "", "", "It", " is", "hunter2", "-hunter2", ""]
     batch = scored_batch(groups)
-    keep(RolloutWriter(tmp_path, vocabulary=(lambda: texts) if known else None), 1, groups, batch)
+    write(RolloutWriter(tmp_path, vocabulary=(lambda: texts) if known else None), 1, groups, batch)
     hidden, *others = rows_of(tmp_path)
     assert hidden["prompt_ids"] == ([5, 6] if known else [-1, -1])
     assert hidden["response_ids"] == ([-1, -1, 2] if known else [-1, -1, -1])
     assert others[0]["response_ids"] == [9, 9, 1, 1, 4] and others[1]["response_ids"] == [7, 8, 9, 3, 2]
-    assert batch.input_ids[:5].tolist() == [5, 6, 7, 8, 2], "what the run goes on with is as it was"
+    assert batch.input_ids[:5].tolist() == [5, 6, 7, 8, 2], "the run's own data is unchanged"
     tokens = RolloutViews(tmp_path).rollout(1, "7", 0)["tokens"]
     shown = ["It", " is", "<secret>", "<secret>", "."] if known else ["<secret>"] * 5
     assert tokens["texts"] == shown and tokens["ids"] == [*hidden["prompt_ids"], *hidden["response_ids"]]
@@ -126,57 +126,57 @@ def test_ids_of_tokens_that_spell_a_secret_are_hidden(tmp_path: Path, monkeypatc
 def test_token_view_hides_what_the_file_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     groups = groups_of_all_kinds()
     texts = ["", "", ".", "", "", "It", " is", "hunter2", "-hunter2", ""]
-    keep(RolloutWriter(tmp_path, vocabulary=lambda: texts), 1, groups, scored_batch(groups))
+    write(RolloutWriter(tmp_path, vocabulary=lambda: texts), 1, groups, scored_batch(groups))
     monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
     tokens = RolloutViews(tmp_path).rollout(1, "7", 0)["tokens"]
     assert tokens["texts"] == ["It", " is", "<secret>", "<secret>", "."] and tokens["ids"] == [5, 6, -1, -1, 2]
 
 
-def test_a_sample_has_the_first_groups(tmp_path: Path):
+def test_only_first_groups_are_written(tmp_path: Path):
     groups = groups_of_all_kinds(more=2)
     batch = scored_batch(groups)
-    keep(RolloutWriter(tmp_path / "sample", max_groups=3), 1, groups, batch)
-    keep(RolloutWriter(tmp_path / "all"), 1, groups, batch)
-    keep(RolloutWriter(tmp_path / "none", max_groups=0), 1, groups, batch)
-    every, sample = rows_of(tmp_path / "all"), rows_of(tmp_path / "sample")
+    write(RolloutWriter(tmp_path / "sample", max_groups=3), 1, groups, batch)
+    write(RolloutWriter(tmp_path / "all"), 1, groups, batch)
+    write(RolloutWriter(tmp_path / "none", max_groups=0), 1, groups, batch)
+    all_rows, sample = rows_of(tmp_path / "all"), rows_of(tmp_path / "sample")
     assert [row["uid"] for row in sample] == ["7"] * 2 + ["a \ufffd\0\x1b[31m"] * 3 + ["plain 0"] * 2
-    assert repr(sample) == repr(every[: len(sample)]) and len(every) == 9
+    assert repr(sample) == repr(all_rows[: len(sample)]) and len(all_rows) == 9
     assert not (tmp_path / "none").exists()
 
 
-def test_engines_that_tell_no_log_probs(tmp_path: Path):
+def test_completions_without_logprobs(tmp_path: Path):
     groups = groups_of_all_kinds()[:1]
     for item in groups[0].trajectories:
         item.logprobs = item.logprobs[:0]
-    keep(RolloutWriter(tmp_path), 1, groups, collate(groups))
+    write(RolloutWriter(tmp_path), 1, groups, collate(groups))
     assert [row["rollout_logprobs"] for row in rows_of(tmp_path)] == [None, None]
     assert [row["response_ids"] for row in rows_of(tmp_path)] == [[7, 8, 2], [9, 9, 1, 1, 4]]
 
 
-def test_the_oldest_steps_make_room(tmp_path: Path):
+def test_oldest_steps_are_deleted_above_the_limit(tmp_path: Path):
     groups = groups_of_all_kinds(more=30)
     batch = scored_batch(groups)
-    keep(RolloutWriter(tmp_path / "one"), 1, groups, batch)
+    write(RolloutWriter(tmp_path / "one"), 1, groups, batch)
     size = step_file(tmp_path / "one", 1).stat().st_size
-    kept = RolloutWriter(tmp_path / "run", max_bytes=3.5 * size, vocabulary=lambda: ["a"])
+    writer = RolloutWriter(tmp_path / "run", max_bytes=3.5 * size, vocabulary=lambda: ["a"])
     for step in range(1, 8):
-        keep(kept, step, groups, batch)
+        write(writer, step, groups, batch)
         files = [*(tmp_path / "run" / "rollouts").iterdir()]
         assert sum(file.stat().st_size for file in files) <= 3.5 * size
     assert RolloutReader(tmp_path / "run").steps() == [5, 6, 7]
 
 
-def test_a_run_that_goes_on_within_a_bound_has_the_files_of_one_that_never_ended(tmp_path: Path):
+def test_resumed_run_keeps_the_same_rollout_files(tmp_path: Path):
     groups = groups_of_all_kinds(more=30)
     batch = scored_batch(groups)
-    keep(RolloutWriter(tmp_path / "one"), 1, groups, batch)
-    bound = 4.5 * step_file(tmp_path / "one", 1).stat().st_size
+    write(RolloutWriter(tmp_path / "one"), 1, groups, batch)
+    max_bytes = 4.5 * step_file(tmp_path / "one", 1).stat().st_size
     for name, attempts in (("straight", [(0, 9)]), ("killed", [(0, 6), (4, 9)])):
-        for begin, end in attempts:
-            kept = RolloutWriter(tmp_path / name, max_bytes=bound)
-            kept.begin(begin)
-            for step in range(begin + 1, end + 1):
-                keep(kept, step, groups, batch)
+        for resumed_at, last in attempts:
+            writer = RolloutWriter(tmp_path / name, max_bytes=max_bytes)
+            writer.begin(resumed_at)
+            for step in range(resumed_at + 1, last + 1):
+                write(writer, step, groups, batch)
     files = [
         {file.name: file.read_bytes() for file in (tmp_path / name / "rollouts").iterdir()}
         for name in ("straight", "killed")
@@ -184,73 +184,73 @@ def test_a_run_that_goes_on_within_a_bound_has_the_files_of_one_that_never_ended
     assert files[0] == files[1] and len(files[0]) == 4
 
 
-def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_too_large_step_deletes_no_other_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write_rollouts(tmp_path, 1, synthetic_rollouts(4))
-    kept = RolloutWriter(tmp_path, max_bytes=step_file(tmp_path, 1).stat().st_size + 10)
+    writer = RolloutWriter(tmp_path, max_bytes=step_file(tmp_path, 1).stat().st_size + 10)
     groups = groups_of_all_kinds(more=300)
     for step in (2, 3):
-        keep(kept, step, groups, scored_batch(groups))
+        write(writer, step, groups, scored_batch(groups))
     assert RolloutReader(tmp_path).steps() == [1]
-    assert caplog.text.count("trainer.keep_rollouts_gb has no room") == 1
+    assert caplog.text.count("more than trainer.keep_rollouts_gb allows") == 1
 
 
-def test_files_that_somebody_deletes_meanwhile_take_no_room(
+def test_files_deleted_by_others_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     groups = groups_of_all_kinds()
-    kept, steps = RolloutWriter(tmp_path, max_bytes=1e9), RolloutReader.steps
-    keep(kept, 1, groups, scored_batch(groups))
-    monkeypatch.setattr(RolloutReader, "steps", lambda files: [1, *steps(files)])  # as it was a moment ago
+    writer, steps = RolloutWriter(tmp_path, max_bytes=1e9), RolloutReader.steps
+    write(writer, 1, groups, scored_batch(groups))
+    monkeypatch.setattr(RolloutReader, "steps", lambda files: [1, *steps(files)])  # lists a file that was just deleted
     step_file(tmp_path, 1).unlink()
-    keep(kept, 2, groups, scored_batch(groups))
+    write(writer, 2, groups, scored_batch(groups))
     assert steps(RolloutReader(tmp_path)) == [2] and caplog.text == ""
 
 
-def test_a_full_disk_costs_one_warning_and_those_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_full_disk_logs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     groups = groups_of_all_kinds(more=30)
-    batch, kept = scored_batch(groups), RolloutWriter(tmp_path, vocabulary=lambda: ["a"])
+    batch, writer = scored_batch(groups), RolloutWriter(tmp_path, vocabulary=lambda: ["a"])
     with limit_file_size(None, 100):
         for step in (1, 2):
-            keep(kept, step, groups, batch)
-    assert caplog.text.count("trainer.keep_rollouts: those of step 1 are not kept") == 1
+            write(writer, step, groups, batch)
+    assert caplog.text.count("trainer.keep_rollouts: the rollouts of step 1 were not written") == 1
     assert "step 2" not in caplog.text and not [*(tmp_path / "rollouts").iterdir()]
-    keep(kept, 3, groups, batch)
+    write(writer, 3, groups, batch)
     assert RolloutReader(tmp_path).steps() == [3] and RolloutReader(tmp_path).vocabulary() == {0: "a"}
 
 
-def test_messages_that_nobody_can_write_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unwritable_messages_do_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     groups = groups_of_all_kinds()
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
     groups[0].trajectories[0].messages[1]["content"] = deep
-    keep(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
-    assert "those of step 1 are not kept (RecursionError" in caplog.text
-    while deep:  # Python frees it by recursion
+    write(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
+    assert "the rollouts of step 1 were not written (RecursionError" in caplog.text
+    while deep:  # Python would free it by recursion
         deep = deep[0]
 
 
-def test_a_tokenizer_that_cannot_tell_its_texts_costs_those_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_failing_vocabulary_omits_only_token_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def vocabulary() -> list[str]:
         raise KeyError("no such token")
 
-    groups, kept = groups_of_all_kinds(), RolloutWriter(tmp_path, vocabulary=vocabulary)
+    groups, writer = groups_of_all_kinds(), RolloutWriter(tmp_path, vocabulary=vocabulary)
     for step in (1, 2):
-        keep(kept, step, groups, scored_batch(groups))
+        write(writer, step, groups, scored_batch(groups))
     assert RolloutReader(tmp_path).steps() == [1, 2] and RolloutReader(tmp_path).vocabulary() == {}
-    assert caplog.text.count("texts of token ids cannot be told (KeyError") == 1
+    assert caplog.text.count("texts of token ids are unknown (KeyError") == 1
 
 
-def test_what_was_in_the_loss_before_a_correction_is_kept(tmp_path: Path):
+def test_loss_spans_before_correction_are_written(tmp_path: Path):
     groups = groups_of_all_kinds()
     batch = scored_batch(groups)
-    keep(RolloutWriter(tmp_path), 1, groups, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
-    for row, item in zip(rows_of(tmp_path), (one for group in groups for one in group.trajectories), strict=True):
+    write(RolloutWriter(tmp_path), 1, groups, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
+    for row, item in zip(rows_of(tmp_path), (item for group in groups for item in group.trajectories), strict=True):
         spans = [(span["start"], span["stop"]) for span in row["scored_spans"]]
         assert spans == (item.loss_spans if item.status == OK else []) and row["loss_spans"] == []
 
 
-def test_a_run_that_goes_on_forgets_later_steps(tmp_path: Path):
+def test_begin_deletes_files_of_later_steps(tmp_path: Path):
     for step in (1, 2, 3):
         write_rollouts(tmp_path, step, synthetic_rollouts(4, step))
     deleted: list[Path] = []
@@ -260,29 +260,29 @@ def test_a_run_that_goes_on_forgets_later_steps(tmp_path: Path):
     RolloutWriter(tmp_path / "new").begin(0)
 
 
-def test_the_step_waits_for_its_file_also_when_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_canceled_step_still_waits_for_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     groups = groups_of_all_kinds()
-    batch, kept = scored_batch(groups), RolloutWriter(tmp_path)
+    batch, writer = scored_batch(groups), RolloutWriter(tmp_path)
 
-    async def cancelled() -> None:
-        async with kept.writing(1, groups, batch):
+    async def take_long_step() -> None:
+        async with writer.writing(1, groups, batch):
             await asyncio.sleep(60)
 
     async def run() -> None:
-        task = asyncio.create_task(cancelled())
+        task = asyncio.create_task(take_long_step())
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert step_file(tmp_path, 1).exists()
 
-    write = rollout_writer.write_rollouts
+    original = rollout_writer.write_rollouts
 
-    def slowly(*arguments: Any) -> Path:
+    def write_slowly(*arguments: Any) -> Path:
         import time
 
         time.sleep(0.2)
-        return write(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(rollout_writer, "write_rollouts", slowly)
+    monkeypatch.setattr(rollout_writer, "write_rollouts", write_slowly)
     asyncio.run(run())

@@ -26,7 +26,7 @@ def save_one(path: Path, step: int) -> None:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Root may write everywhere; nobody may not."""
+    """Run the body without root's permission to write everywhere."""
     if os.geteuid() != 0:
         yield
         return
@@ -37,14 +37,14 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_new_folder_is_made_and_the_same_run_may_enter_again(tmp_path: Path):
-    for resuming in (False, True):
-        with RunFolder(tmp_path / "runs" / "a", IDENTITY, resuming) as run:
+def test_same_run_may_enter_its_folder_again(tmp_path: Path):
+    for allow_resume in (False, True):
+        with RunFolder(tmp_path / "runs" / "a", IDENTITY, allow_resume) as run:
             assert (run.path / "run.json").is_file()
 
 
 @pytest.mark.fault("F06")
-def test_a_folder_in_use_is_refused_and_free_again_after_kill_9(tmp_path: Path):
+def test_lock_is_released_when_its_holder_is_killed(tmp_path: Path):
     code = (
         "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunFolder\n"
         f"with RunFolder(Path(sys.argv[1]), {IDENTITY!r}, True): print('held', flush=True); time.sleep(60)"
@@ -63,8 +63,8 @@ def test_a_folder_in_use_is_refused_and_free_again_after_kill_9(tmp_path: Path):
 
 
 @pytest.mark.fault("F06")
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
-    folder = tmp_path / "mine"
+def test_unwritable_folder_is_rejected(tmp_path: Path):
+    folder = tmp_path / "run"
     folder.mkdir(mode=0o555)
     with unprivileged(), pytest.raises(RunFolderError, match="cannot be written"):
         RunFolder(folder, IDENTITY, False).__enter__()
@@ -74,27 +74,27 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
 
 
 @pytest.mark.fault("F06")
-@pytest.mark.parametrize("resuming", [True, False])
-def test_another_run_is_refused_and_what_differs_is_named(tmp_path: Path, resuming: bool):
+@pytest.mark.parametrize("allow_resume", [True, False])
+def test_other_run_is_rejected_with_its_differences(tmp_path: Path, allow_resume: bool):
     with RunFolder(tmp_path, IDENTITY, False):
         pass
     with pytest.raises(
         RunFolderError, match=r"another run: trainer\.run_name was .a., is .b.; data\.train_data had other rows"
     ):
-        RunFolder(tmp_path, {**IDENTITY, "train_data": "beef", "run_name": "b"}, resuming).__enter__()
+        RunFolder(tmp_path, {**IDENTITY, "train_data": "beef", "run_name": "b"}, allow_resume).__enter__()
     with RunFolder(tmp_path, IDENTITY, False):
         pass
 
 
 @pytest.mark.fault("F06")
-def test_what_is_known_before_anything_starts_is_enough_to_refuse_another_run(tmp_path: Path):
+def test_other_run_is_rejected_before_anything_starts(tmp_path: Path):
     adapted = {**IDENTITY, "adapters": {"rank": 8, "alpha": 16}}
     known = {key: value for key, value in IDENTITY.items() if key != "train_data"}
     check_same_run(tmp_path, known)
     with RunFolder(tmp_path, IDENTITY, False):
         pass
     check_same_run(tmp_path, known)
-    check_same_run(tmp_path, known | {"model": "large"})  # it may have moved
+    check_same_run(tmp_path, known | {"model": "large"})  # the model may have moved
     with pytest.raises(RunFolderError, match=r"trainer\.policy\.model\.lora was None, is \{'rank': 8"):
         check_same_run(tmp_path, adapted)
     with RunFolder(tmp_path / "adapted", adapted, False):
@@ -127,19 +127,19 @@ def test_model_may_move_once_there_are_checkpoints(tmp_path: Path):
 
 
 @pytest.mark.parametrize("before", [None, b"right", b"damaged \xff\x00"])
-def test_refused_checkpoint_leaves_the_folder_as_it_was(before: bytes | None, tmp_path: Path):
+def test_rejected_checkpoint_restores_the_folder(before: bytes | None, tmp_path: Path):
     if before is not None:
         with RunFolder(tmp_path, IDENTITY, True):
             (tmp_path / "config.yaml").write_bytes(before)
             save_one(tmp_path, 3)
 
-    def refused() -> None:
+    def resume_other_run() -> None:
         with RunFolder(tmp_path, IDENTITY | {"model": "large"}, True) as run, run.restored_on_mismatch():
             (tmp_path / "config.yaml").write_text("wrong")
             raise CheckpointMismatch("from another model")
 
     with pytest.raises(CheckpointMismatch):
-        refused()
+        resume_other_run()
     assert (tmp_path / "config.yaml").exists() == (before is not None)
     if before is not None:
         assert (tmp_path / "config.yaml").read_bytes() == before
@@ -149,15 +149,15 @@ def test_refused_checkpoint_leaves_the_folder_as_it_was(before: bytes | None, tm
 
 
 @pytest.mark.fault("F06")
-@pytest.mark.parametrize("resuming", [True, False])
-def test_checkpoints_of_nobody_knows_whom_are_refused(tmp_path: Path, resuming: bool):
+@pytest.mark.parametrize("allow_resume", [True, False])
+def test_checkpoints_without_identity_are_rejected(tmp_path: Path, allow_resume: bool):
     save_one(tmp_path, 3)
     with pytest.raises(RunFolderError, match=r"no run\.json"):
-        RunFolder(tmp_path, IDENTITY, resuming).__enter__()
+        RunFolder(tmp_path, IDENTITY, allow_resume).__enter__()
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
-def test_an_unreadable_identity_is_refused(tmp_path: Path, text: str):
+def test_unreadable_identity_is_rejected(tmp_path: Path, text: str):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(RunFolderError, match=r"run\.json"):
         RunFolder(tmp_path, IDENTITY, True).__enter__()

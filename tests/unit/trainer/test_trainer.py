@@ -1,4 +1,4 @@
-"""The loop with fakes: what happens in which order, whatever the parts are."""
+"""The order of events in the training loop, tested with fake parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from skyrl_train.trainer.trainer import ColocatedOffloadManager, StepProfiler, S
 from tests.support.fake_trainer_parts import FakeTrainerParts, trainer_of
 
 
-def test_a_run_is_publish_evaluate_then_rollouts_update_and_publish_of_every_step():
+def test_order_of_events_in_a_run():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     asyncio.run(trainer.fit())
@@ -44,7 +44,7 @@ def test_a_run_is_publish_evaluate_then_rollouts_update_and_publish_of_every_ste
     assert fakes.logged[1]["rollouts/max_staleness"] == 0
 
 
-def test_a_resumed_run_publishes_its_step_and_goes_on_from_there():
+def test_resumed_run_publishes_its_step_first():
     fakes = FakeTrainerParts(resumed_at=2)
     asyncio.run(trainer_of(fakes).fit())
     assert fakes.events[:3] == ["publish 2", "begin 2/3", "score"]
@@ -52,72 +52,72 @@ def test_a_resumed_run_publishes_its_step_and_goes_on_from_there():
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_staleness_is_a_number_not_another_loop(max_staleness: int):
+def test_staleness_is_bounded_by_the_setting(max_staleness: int):
     fakes = FakeTrainerParts()
     asyncio.run(trainer_of(fakes, max_staleness).fit())
     assert max(row["rollouts/max_staleness"] for step, row in fakes.logged.items() if step) <= max_staleness
     assert [event for event in fakes.events if event.startswith("publish")] == [f"publish {i}" for i in range(4)]
 
 
-def test_without_evaluation_data_a_run_trains_all_the_same():
+def test_run_without_evaluation_data():
     fakes = FakeTrainerParts()
     asyncio.run(trainer_of(fakes, evaluator=None).fit())
     assert not any(event.startswith("evaluate") for event in fakes.events)
 
 
-def test_the_batch_of_every_step_is_written_with_its_advantages_under_the_step_that_metrics_have(tmp_path: Path):
+def test_batch_dump_has_advantages_and_step_number(tmp_path: Path):
     fakes = FakeTrainerParts()
     asyncio.run(trainer_of(fakes, batch_dump=BatchDump(tmp_path)).fit())
     files = [tmp_path / f"global_step_{step}_training_input.safetensors" for step in (1, 2, 3)]
     assert sorted(tmp_path.iterdir()) == files
     for file, uids in zip(files, (("0", "0", "1", "1"), ("2", "2", "3", "3"), ("4", "4")), strict=True):
-        batch, found = read_batch(file)
-        assert len(found) == len(batch) == len(uids)
+        batch, dumped_uids = read_batch(file)
+        assert len(dumped_uids) == len(batch) == len(uids)
         assert batch.token_advantages is not None
         assert batch.rewards.mean() == 0.5
-    first = {uid for file in files for uid in read_batch(file)[1]}
-    assert first == {"0", "1", "2", "3", "4"}
+    dumped = {uid for file in files for uid in read_batch(file)[1]}
+    assert dumped == {"0", "1", "2", "3", "4"}
 
 
-@pytest.mark.parametrize("written", ["beside the update", "after it", "not"])
-def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_path: Path, written: str):
-    """If the update tells the trainer's log-probs, those that are kept are held until it has."""
+@pytest.mark.parametrize("written", ["during the update", "after it", "not"])
+def test_conversations_are_freed_before_the_update(tmp_path: Path, written: str):
+    """If only the update computes the log-probs, conversations that are written are freed after it."""
 
-    class Said(dict[str, Any]):
-        """A message that can be watched."""
+    class WatchedMessage(dict[str, Any]):
+        """A message that supports weak references."""
 
-    class Watching(FakeTrainerParts):
+    class WatchingParts(FakeTrainerParts):
         def __init__(self) -> None:
             super().__init__()
-            self.said: list[weakref.ref[Said]] = []
+            self.messages: list[weakref.ref[WatchedMessage]] = []
 
         async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
             group = await super().rollout(prompt, position)
             for item in group.trajectories:
-                item.messages = [Said(role="assistant", content=f"answer {position}.{item.sample}")]
-                self.said += [weakref.ref(cast(Said, one)) for one in item.messages]
+                item.messages = [WatchedMessage(role="assistant", content=f"answer {position}.{item.sample}")]
+                self.messages += [weakref.ref(cast(WatchedMessage, message)) for message in item.messages]
             return group
 
         async def add_logprobs_and_values(self, batch: Any) -> Any:
-            known = torch.zeros(len(batch.input_ids)) if written == "beside the update" else None
-            return batch.with_tokens(old_logprobs=known)
+            old_logprobs = torch.zeros(len(batch.input_ids)) if written == "during the update" else None
+            return batch.with_tokens(old_logprobs=old_logprobs)
 
         async def update(self, batch: Any) -> dict[str, float]:
             if written == "after it":
                 self.update_logprobs = torch.full((len(batch.input_ids),), -0.5)
                 return await super().update(batch)
-            while written == "beside the update" and any(one() for one in self.said):
+            while written == "during the update" and any(message() for message in self.messages):
                 await asyncio.sleep(0.001)  # a thread is writing
-            assert not any(one() for one in self.said)
+            assert not any(message() for message in self.messages)
             return await super().update(batch)
 
         async def publish(self, version: int) -> dict[str, float]:
-            while written == "after it" and any(one() for one in self.said):
-                await asyncio.sleep(0.001)  # the thread that has written is about to let go
-            assert not any(one() for one in self.said)
+            while written == "after it" and any(message() for message in self.messages):
+                await asyncio.sleep(0.001)  # the thread that has written is about to free them
+            assert not any(message() for message in self.messages)
             return await super().publish(version)
 
-    fakes = Watching()
+    fakes = WatchingParts()
     trainer = trainer_of(fakes, batch_dump=BatchDump(tmp_path))
     if written != "not":
         trainer.rollout_writer = RolloutWriter(tmp_path)
@@ -127,36 +127,36 @@ def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_pat
             await trainer.fit()
 
     asyncio.run(run())
-    assert fakes.events.count("update 4") == 2 and len(fakes.said) == 10
+    assert fakes.events.count("update 4") == 2 and len(fakes.messages) == 10
     if written != "not":
-        told = RolloutReader(tmp_path).table().to_pylist()
+        rows = RolloutReader(tmp_path).table().to_pylist()
         answers = [f"answer {position}.{sample}" for position in range(5) for sample in range(2)]
-        assert [json.loads(row["messages"])[0]["content"] for row in told] == answers
-        known = {"beside the update": 0.0, "after it": -0.5}[written]
-        assert {value for row in told for value in row["old_logprobs"]} == {known}
+        assert [json.loads(row["messages"])[0]["content"] for row in rows] == answers
+        expected = {"during the update": 0.0, "after it": -0.5}[written]
+        assert {value for row in rows for value in row["old_logprobs"]} == {expected}
     assert len(read_batch(tmp_path / "global_step_3_training_input.safetensors")[1]) == 2
 
 
-def test_what_goes_through_all_rollouts_does_so_in_a_thread(monkeypatch: pytest.MonkeyPatch):
-    seen: dict[str, bool] = {}
+def test_work_on_all_rollouts_runs_in_threads(monkeypatch: pytest.MonkeyPatch):
+    on_main_thread: dict[str, bool] = {}
 
     def watch(name: str) -> None:
         compute = getattr(trainer_module, name)
 
-        def watching(*args: Any, **options: Any) -> Any:
-            seen[name] = threading.current_thread() is threading.main_thread()
+        def record(*args: Any, **options: Any) -> Any:
+            on_main_thread[name] = threading.current_thread() is threading.main_thread()
             return compute(*args, **options)
 
-        monkeypatch.setattr(trainer_module, name, watching)
+        monkeypatch.setattr(trainer_module, name, record)
 
     for name in ("add_rollout_metrics", "_sample_ids", "collate"):
         watch(name)
     asyncio.run(trainer_of(FakeTrainerParts()).fit())
-    assert seen == dict.fromkeys(seen, False) and len(seen) == 3
+    assert on_main_thread == dict.fromkeys(on_main_thread, False) and len(on_main_thread) == 3
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_rewards_of_tokens_are_held_only_where_a_step_reads_them(reads: bool):
+def test_token_rewards_exist_only_if_needed(reads: bool):
     class Step:
         needs_token_rewards = reads
 
@@ -170,7 +170,7 @@ def test_rewards_of_tokens_are_held_only_where_a_step_reads_them(reads: bool):
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
-def test_engines_sleep_while_the_learner_works_and_take_weights_awake():
+def test_colocated_engines_sleep_while_the_learner_works():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes))  # type: ignore[arg-type]
     asyncio.run(trainer.fit())
@@ -181,37 +181,37 @@ def test_engines_sleep_while_the_learner_works_and_take_weights_awake():
     assert "sleep onload score update 4 keep wake weights publish 1 offload wake all sleep" in text
 
 
-def test_a_step_says_how_long_moves_took_apart_from_those_of_its_sync_and_of_evaluations(
+def test_move_time_excludes_sync_and_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A clock that only moves tell: an offload is a second, a wake-up 10, a sleep 100, an onload 1,000."""
+    """Only transfers advance the clock: 1 s for an offload, 10 for a wake-up, 100 for a sleep, 1,000 for an onload."""
 
     class Timed(FakeTrainerParts):
         seconds = 0.0
 
-        async def _take(self, name: str, seconds: float, *given: Any) -> Any:
+        async def _advance(self, name: str, seconds: float, *args: Any) -> Any:
             self.seconds += seconds
-            return await getattr(super(), name)(*given)
+            return await getattr(super(), name)(*args)
 
         async def offload(self) -> Any:
-            return await self._take("offload", 1)
+            return await self._advance("offload", 1)
 
         async def wake_up(self, *tags: Any) -> Any:
-            return await self._take("wake_up", 10, *tags)
+            return await self._advance("wake_up", 10, *tags)
 
         async def sleep(self, *level: Any) -> Any:
-            return await self._take("sleep", 100, *level)
+            return await self._advance("sleep", 100, *level)
 
         async def onload(self) -> Any:
-            return await self._take("onload", 1000)
+            return await self._advance("onload", 1000)
 
     fakes = Timed()
     monkeypatch.setattr("skyrl_train.trainer.trainer.now", lambda: fakes.seconds)
     asyncio.run(trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes)).fit())  # type: ignore[arg-type]
-    assert [fakes.logged[step]["timing/move_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
+    assert [fakes.logged[step]["timing/offload_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
 
 
-def test_engines_give_up_their_weights_only_if_a_sync_brings_new_ones_before_they_generate():
+def test_sleep_level_2_only_before_a_sync():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes, sleep_level_before_sync=2))  # type: ignore[arg-type]
     asyncio.run(trainer.fit())
@@ -220,7 +220,7 @@ def test_engines_give_up_their_weights_only_if_a_sync_brings_new_ones_before_the
     assert text.count("evaluate") == text.replace("sleep 2", "").count("sleep")
 
 
-def test_engines_sleep_also_after_an_exception_in_a_rollout():
+def test_engines_sleep_after_a_rollout_exception():
     fakes = FakeTrainerParts()
 
     async def run() -> None:
@@ -232,7 +232,7 @@ def test_engines_sleep_also_after_an_exception_in_a_rollout():
     assert fakes.events == ["offload", "wake all", "sleep"]
 
 
-def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_weights():
+def test_failed_sync_stops_before_sampling_stale_weights():
     fakes = FakeTrainerParts()
     fakes.fail_at_version = 1
     with pytest.raises(WeightSyncError):
@@ -241,43 +241,43 @@ def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_wei
     assert fakes.version == 0
 
 
-def test_what_was_learnt_is_saved_when_nothing_more_can_be_learnt_from():
+def test_failed_rollouts_save_the_trained_steps():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     collect = trainer.collector.next_groups
 
-    async def dry(step: int, metrics: Metrics) -> Any:
+    async def fail_at_step_1(step: int, metrics: Metrics) -> Any:
         if step == 1:
             raise RolloutsFailed("no group has different rewards")
         return await collect(step, metrics)
 
-    trainer.collector.next_groups = dry  # type: ignore[method-assign]
+    trainer.collector.next_groups = fail_at_step_1  # type: ignore[method-assign]
     with pytest.raises(RolloutsFailed):
         asyncio.run(trainer.fit())
     assert fakes.events[-1] == "save 1"
 
 
-def test_the_last_step_of_an_epoch_is_smaller_and_none_crosses_it():
+def test_steps_do_not_cross_epochs():
     schedule = StepSchedule(num_prompts=10, train_batch_size=4, epochs=2)
     assert schedule.total_steps == 6
     assert [schedule.num_prompts_in_step(step) for step in range(8)] == [4, 4, 2, 4, 4, 2, 0, 0]
     assert [schedule.first_prompt_of_step(step) for step in range(7)] == [0, 4, 8, 10, 14, 18, 20]
 
 
-def test_max_steps_ends_a_run_early_and_never_makes_it_longer():
+def test_max_steps_only_shortens_a_run():
     assert StepSchedule(10, 4, 2, max_steps=5).total_steps == 5
     assert StepSchedule(10, 4, 2, max_steps=50).total_steps == 6
     assert StepSchedule(10, 4, 2, max_steps=5).num_prompts_in_step(5) == 0
 
 
-def test_a_batch_larger_than_the_data_is_the_data():
+def test_batch_larger_than_the_data():
     schedule = StepSchedule(num_prompts=3, train_batch_size=8, epochs=1)
     assert schedule.total_steps == 1
     assert schedule.num_prompts_in_step(0) == 3
 
 
 class Rank:
-    """A process that computes: here in this one."""
+    """A rank with the profiling interface, in this process."""
 
     def __init__(self, name: str, dies: bool = False):
         self.name = name
@@ -295,18 +295,16 @@ class Rank:
         return self._profiler.write(file)
 
 
-def take_steps(profiles: StepProfiler, steps: range) -> None:
+def take_steps(profiler: StepProfiler, steps: range) -> None:
     async def run() -> None:
         for step in steps:
-            async with profiles.profile_step(step):
+            async with profiler.profile_step(step):
                 torch.ones(step, step) @ torch.ones(step, step)
 
     asyncio.run(run())
 
 
-def test_steps_that_are_named_are_profiled_and_a_dead_process_costs_its_own_profile(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_selected_steps_are_profiled_despite_dead_process(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     ranks = [Rank("learner 0"), Rank("learner 1", dies=True)]
     take_steps(StepProfiler([2], tmp_path, lambda: ranks), range(1, 4))
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
@@ -320,7 +318,7 @@ def test_steps_that_are_named_are_profiled_and_a_dead_process_costs_its_own_prof
     ]
 
 
-def test_a_step_that_is_taken_again_leaves_its_earlier_profile_alone(tmp_path: Path):
+def test_repeated_step_archives_earlier_profile(tmp_path: Path):
     for _ in range(2):
         take_steps(StepProfiler([1], tmp_path, lambda: [Rank("engine 0")]), range(1, 2))
     files = {"engine_0.json.gz", "slowest.txt"}
@@ -328,7 +326,7 @@ def test_a_step_that_is_taken_again_leaves_its_earlier_profile_alone(tmp_path: P
     assert {path.name for path in (tmp_path / "step_1" / "attempt_1").iterdir()} == files
 
 
-def test_a_step_that_fails_has_no_profile_and_raises_its_own_error(tmp_path: Path):
+def test_failed_step_is_not_profiled(tmp_path: Path):
     async def run() -> None:
         async with StepProfiler([1], tmp_path, list).profile_step(1):
             raise ValueError("of the step")
@@ -338,13 +336,13 @@ def test_a_step_that_fails_has_no_profile_and_raises_its_own_error(tmp_path: Pat
     assert list((tmp_path / "step_1").iterdir()) == []
 
 
-def test_engines_may_join_from_the_first_sync_until_the_trainer_closes():
+def test_scaler_runs_from_first_sync_to_close():
     class Scaler:
         def start(self) -> None:
-            fakes.events.append("scaler begins")
+            fakes.events.append("scaler starts")
 
         async def stop(self) -> None:
-            fakes.events.append("scaler ends")
+            fakes.events.append("scaler stops")
 
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
@@ -355,16 +353,16 @@ def test_engines_may_join_from_the_first_sync_until_the_trainer_closes():
         await trainer.close()
 
     asyncio.run(run())
-    assert fakes.events[:2] == ["publish 0", "scaler begins"]
-    assert fakes.events[-1] == "scaler ends"
+    assert fakes.events[:2] == ["publish 0", "scaler starts"]
+    assert fakes.events[-1] == "scaler stops"
 
 
-def test_no_engine_joins_while_the_last_step_of_a_failed_run_is_saved():
+def test_scaler_stops_before_the_final_save():
     class Scaler:
         def start(self) -> None: ...
 
         async def stop(self) -> None:
-            fakes.events.append("scaler ends")
+            fakes.events.append("scaler stops")
 
     fakes = FakeTrainerParts()
     fakes.fail_at_version = 1
@@ -372,4 +370,4 @@ def test_no_engine_joins_while_the_last_step_of_a_failed_run_is_saved():
     trainer.scaler = cast(Any, Scaler())
     with pytest.raises(WeightSyncError):
         asyncio.run(trainer.fit())
-    assert fakes.events[-3:] == ["scaler ends", "release ranks", "save 1"]
+    assert fakes.events[-3:] == ["scaler stops", "release ranks", "save 1"]

@@ -1,4 +1,4 @@
-"""A model that is sent once, and then the adapter that is trained on it."""
+"""Syncs that send a model once, and later only the adapter that is trained on it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LAYER = "model.layers.0.self_attn.q_proj"
 
 @asynccontextmanager
 async def engines(*names: str) -> AsyncIterator[list[TransformersEngine]]:
-    """With other weights than a trainer's."""
-    made = [TransformersEngine(tiny_model(seed=2, **SMALL), name=name) for name in names]
+    """Engines whose weights differ from the trainer's."""
+    started = [TransformersEngine(tiny_model(seed=2, **SMALL), name=name) for name in names]
     try:
-        yield made
+        yield started
     finally:
-        for engine in made:
+        for engine in started:
             await engine.close()
 
 
@@ -61,43 +61,43 @@ def sizes(trainer: AdaptedTrainer) -> tuple[int, int]:
     )
 
 
-def test_the_model_travels_once_and_again_only_to_who_does_not_have_it():
+def test_model_is_sent_once_per_engine():
     async def run() -> None:
-        async with engines("left", "right", "new") as every:
-            trainer, alive = trainer_of(), every[:2]
+        async with engines("left", "right", "new") as started:
+            trainer, alive = trainer_of(), started[:2]
             weight_sync, (model, adapter) = sync_of(trainer, alive), sizes(trainer)
 
-            async def moved(version: int) -> float:
+            async def sync_bytes(version: int) -> float:
                 trainer.draw(version)
                 return (await weight_sync.sync_all(version))["weights/bytes"]
 
-            assert await moved(0) == model + adapter
-            assert await moved(1) == adapter
-            alive[1] = every[2]
+            assert await sync_bytes(0) == model + adapter
+            assert await sync_bytes(1) == adapter
+            alive[1] = started[2]
             await weight_sync.sync_one(alive[1], 1)
             assert score(trainer.full_weights(), PROBE_TOKENS)[0] == pytest.approx(
                 (await alive[1].score(PROBE_TOKENS))[0]
             )
-            assert await moved(2) == model + adapter
-            assert await moved(3) == adapter
+            assert await sync_bytes(2) == model + adapter
+            assert await sync_bytes(3) == adapter
 
     asyncio.run(run())
 
 
-def test_a_sync_that_failed_is_followed_by_all_of_it():
-    class Lossy:
-        """Loses what it is sent of version 1."""
+def test_failed_sync_is_followed_by_complete_one():
+    class Faulty:
+        """Flips a bit of one bucket when asked to."""
 
         def __init__(self, engine: Any):
             self.engine = engine
-            self.lost = False
+            self.is_due = False
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.engine, name)
 
         async def receive_weights(self, bucket: Bucket) -> None:
-            if self.lost:
-                self.lost = False
+            if self.is_due:
+                self.is_due = False
                 tampered = bucket.payload.clone()  # type: ignore[union-attr]
                 tampered[0] ^= 1
                 bucket = replace(bucket, payload=tampered)
@@ -105,13 +105,13 @@ def test_a_sync_that_failed_is_followed_by_all_of_it():
 
     async def run() -> None:
         async with engines("one") as (engine,):
-            trainer, target = trainer_of(), Lossy(engine)
+            trainer, target = trainer_of(), Faulty(engine)
             weight_sync = sync_of(trainer, [target])
             await weight_sync.sync_all(0)
             trainer.draw(1)
-            target.lost = True
+            target.is_due = True
             with pytest.raises(
-                WeightSyncError, match=r"engine one: model\.layers\.0\..*\.lora_A\.weight arrived altered"
+                WeightSyncError, match=r"engine one: model\.layers\.0\..*\.lora_A\.weight changed in transit"
             ):
                 await weight_sync.sync_all(1)
             assert (await weight_sync.sync_all(2))["weights/bytes"] == sum(sizes(trainer))
@@ -119,7 +119,7 @@ def test_a_sync_that_failed_is_followed_by_all_of_it():
     asyncio.run(run())
 
 
-def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
+def test_probe_notices_changed_adapter():
     async def run() -> None:
         async with engines("one") as (engine,):
             weight_sync = sync_of(trainer_of(), [engine])
@@ -128,14 +128,14 @@ def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
             adapter = engine.served.adapters.synced
             assert adapter is not None
             adapter.layers[LAYER][1].add_(0.1)
-            with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or altered"):
+            with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or corrupt"):
                 await weight_sync.verify(0, [engine])
 
     asyncio.run(run())
 
 
-def test_a_self_test_notices_an_engine_that_ignores_the_adapter():
-    class Deaf(TransformersEngine):
+def test_self_test_notices_ignored_adapter():
+    class IgnoresAdapter(TransformersEngine):
         """Serves the model and ignores its adapter."""
 
         async def score(self, token_ids: Any, temperature: float = 1.0) -> list[list[float]]:
@@ -146,10 +146,10 @@ def test_a_self_test_notices_an_engine_that_ignores_the_adapter():
         trainer = trainer_of()
         for name, tensor in trainer.tensors.items():
             if ".lora_B." in name:
-                tensor.zero_()  # as at the start: the model's log-probs are right
-        engine = Deaf(tiny_model(seed=2, **SMALL), name="deaf")
+                tensor.zero_()  # as at the start of a run, when the model alone has the right log-probs
+        engine = IgnoresAdapter(tiny_model(seed=2, **SMALL), name="deaf")
         try:
-            with pytest.raises(WeightSyncError, match="engine deaf: altered weights moved"):
+            with pytest.raises(WeightSyncError, match="engine deaf: perturbed weights changed"):
                 await sync_of(trainer, [engine]).sync_all(0)
         finally:
             await engine.close()
@@ -162,37 +162,37 @@ def without(tensor: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("change", "message"),
     [
-        (without(f"{LAYER}.lora_B.weight"), rf"{LAYER}\.lora_B\.weight is held by the engine"),
+        (without(f"{LAYER}.lora_B.weight"), rf"the engine has {LAYER}\.lora_B\.weight, but"),
         (
             lambda m: replace(m, adapter=replace(m.adapter, rank=5)),
-            r"lora_A\.weight is announced as \[4, 32\].* \[5, 32\]",
+            r"lora_A\.weight is announced with shape \[4, 32\].* \[5, 32\]",
         ),
         (
             lambda m: replace(m, adapter=replace(m.adapter, layers=("lm_head",))),
-            "engine one: the adapter changes lm_head, which is no linear layer",
+            "engine one: the adapter changes lm_head, which is not a linear layer",
         ),
-        (lambda m: replace(m, adapter=None), r"lora_A\.weight.* was announced, but the engine holds no such tensor"),
+        (lambda m: replace(m, adapter=None), r"lora_A\.weight.* was announced, but the engine has no such tensor"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, message: str):
-    class Spoiling(AdaptedTrainer):
+def test_unfitting_adapter_is_rejected_before_transfer(change: Any, message: str):
+    class WrongManifest(AdaptedTrainer):
         def prepare_manifest(self, version: int, perturbed: bool = False) -> Manifest:
-            return spoil(super().prepare_manifest(version, perturbed))  # type: ignore[no-any-return]
+            return change(super().prepare_manifest(version, perturbed))  # type: ignore[no-any-return]
 
     async def run() -> None:
         async with engines("one") as (engine,):
             with pytest.raises(WeightSyncError, match=message):
-                await sync_of(Spoiling(tiny_model(seed=1, **SMALL)), [engine], probed=False).sync_all(1)
+                await sync_of(WrongManifest(tiny_model(seed=1, **SMALL)), [engine], probed=False).sync_all(1)
             assert not (await engine.health()).torn
 
     asyncio.run(run())
 
 
-def test_an_engine_without_a_place_for_it_refuses_it():
+def test_engine_without_adapter_support_rejects_adapter():
     target = FakeEngine(tiny_model(seed=2, **SMALL), "plain")
-    with pytest.raises(WeightSyncError, match=r"engine plain: .* no adapter apart.*lora\.sync=merged"):
+    with pytest.raises(WeightSyncError, match=r"engine plain: .* adapter separate from its model.*lora\.sync=merged"):
         asyncio.run(sync_of(trainer_of(), [target], probed=False).sync_all(1))
 
 
@@ -201,7 +201,7 @@ def test_one_nan_in_the_adapter_stops_the_sync():
         async with engines("one") as (engine,):
             trainer = trainer_of()
             trainer.tensors[f"{LAYER}.lora_A.weight"][0, 0] = torch.nan
-            with pytest.raises(WeightSyncError, match=rf"{LAYER}\.lora_A\.weight holds NaN"):
+            with pytest.raises(WeightSyncError, match=rf"{LAYER}\.lora_A\.weight contains NaN"):
                 await sync_of(trainer, [engine], probed=False).sync_all(1)
 
     asyncio.run(run())

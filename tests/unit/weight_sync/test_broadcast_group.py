@@ -1,4 +1,4 @@
-"""How a transfer group ends: by its deadlines, for all ranks, and never in the middle of what other ranks are in."""
+"""Ends of a transfer group: deadlines, aborts, and failures while other ranks take part in a collective."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def address() -> str:
 
 @pytest.mark.defect("ranks-left-alone-in-a-gather")
 @pytest.mark.parametrize("fails", ["as the header is sent", "without a group", "without memory for it"])
-def test_a_rank_that_cannot_send_takes_part_in_the_gathers_of_the_others(fails: str, monkeypatch: pytest.MonkeyPatch):
-    """The others are in the next one, and would wait for as long as an update may take."""
+def test_failed_sender_still_gathers_with_other_ranks(fails: str, monkeypatch: pytest.MonkeyPatch):
+    """The other ranks gather the next bucket, and would wait for this one until the deadline of an update."""
     read: list[str] = []
 
     def parameters() -> Iterator[tuple[str, Tensor]]:
@@ -41,9 +41,9 @@ def test_a_rank_that_cannot_send_takes_part_in_the_gathers_of_the_others(fails: 
 
     sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=1, rank=ROOT_RANK)
     with ThreadPoolExecutor(1) as pool:
-        where = address()
-        joining = pool.submit(BroadcastGroup, where, 1, 2, "cpu", 20.0)
-        sender.connect("broadcast", where, 2, 20.0)
+        group_address = address()
+        joining = pool.submit(BroadcastGroup, group_address, 1, 2, "cpu", 20.0)
+        sender.connect("broadcast", group_address, 2, 20.0)
         sender.prepare_manifest(1)
         read.clear()
         if fails == "as the header is sent":
@@ -64,86 +64,88 @@ def out_of_memory(*arguments: Any) -> Any:
 
 
 class Work:
-    """A transfer that ends just after a wait for it has given up, as torch's own."""
+    """A transfer that ends just after a wait for it has timed out, as torch's may."""
 
-    def __init__(self, ends: Callable[[], None]):
-        self._ends = ends
+    def __init__(self, finish: Callable[[], None]):
+        self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if timeout is not None:
             raise RuntimeError("Operation timed out!")
-        self._ends()
+        self._finish()
 
     def is_completed(self) -> bool:
         return True
 
 
-def failed() -> None:
+def raise_closed() -> None:
     raise RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.defect("transfers-that-end-as-their-wait-does")
-def test_a_transfer_that_ends_as_a_wait_for_it_does_has_not_failed():
+def test_transfer_that_ends_at_timeout_succeeds():
     assert broadcast._completes_within(Work(lambda: None), 0.2, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="closed by peer"):
-        broadcast._completes_within(Work(failed), 0.2, torch.device("cpu"))
+        broadcast._completes_within(Work(raise_closed), 0.2, torch.device("cpu"))
 
 
 @pytest.mark.defect("transfers-that-closing-does-not-end")
 @pytest.mark.parametrize("closes_first", [0, 1, 2])
-def test_closing_ends_what_a_rank_and_its_peers_wait_for(closes_first: int):
-    """Rank 2 takes no part in what 0 and 1 wait for, so that neither would end before its deadline."""
-    where = address()
+def test_close_ends_pending_transfers_of_all_ranks(closes_first: int):
+    """Rank 2 does not take part in the transfer of ranks 0 and 1, so that it would only end at its deadline."""
+    group_address = address()
     with ThreadPoolExecutor(3) as pool:
-        groups = list(pool.map(lambda rank: BroadcastGroup(where, rank, 3, "cpu", 60.0), range(3)))
-        waiting = [pool.submit(group.broadcast, torch.zeros(8)) for group in groups[:2]]
-        waiting.append(pool.submit(groups[1].broadcast, torch.zeros(8)))
+        groups = list(pool.map(lambda rank: BroadcastGroup(group_address, rank, 3, "cpu", 60.0), range(3)))
+        transfers = [pool.submit(group.broadcast, torch.zeros(8)) for group in groups[:2]]
+        transfers.append(pool.submit(groups[1].broadcast, torch.zeros(8)))
         time.sleep(0.3)
         start = time.monotonic()
         for group in (groups[closes_first], *groups):
             group.close()
-        for one in waiting:
-            assert isinstance(one.exception(timeout=20), WeightSyncError | AttributeError | None)
+        for transfer in transfers:
+            assert isinstance(transfer.exception(timeout=20), WeightSyncError | AttributeError | None)
         groups.clear()
     assert time.monotonic() - start < 10
 
 
 @pytest.mark.defect("engines-that-wait-for-a-root-that-failed")
-def test_a_root_that_never_listens_is_not_waited_for_as_long_as_a_transfer_may_take(monkeypatch: pytest.MonkeyPatch):
+def test_absent_root_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(broadcast, "ROOT_CONNECT_TIMEOUT_S", 0.5)
     start = time.monotonic()
-    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not meet the others"):
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not connect to the other ranks"):
         BroadcastGroup(address(), 1, 2, "cpu", 600.0)
     assert time.monotonic() - start < 20
 
 
-def test_a_group_that_cannot_check_in_is_named_and_closed(monkeypatch: pytest.MonkeyPatch):
+def test_failed_connection_closes_group(monkeypatch: pytest.MonkeyPatch):
     def broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
         raise WeightSyncError("a transfer of 8 bytes did not complete")
 
     closed: list[BroadcastGroup] = []
-    leave = BroadcastGroup.close
+    original_close = BroadcastGroup.close
 
     def close(group: BroadcastGroup) -> None:
         closed.append(group)
-        leave(group)
+        original_close(group)
 
     monkeypatch.setattr(BroadcastGroup, "broadcast", broadcast)
     monkeypatch.setattr(BroadcastGroup, "close", close)
-    with pytest.raises(WeightSyncError, match="rank 0 of 1 could not meet the others of the weight transfer"):
+    with pytest.raises(
+        WeightSyncError, match="rank 0 of 1 could not connect to the other ranks of the weight transfer"
+    ):
         BroadcastGroup(address(), ROOT_RANK, 1, "cpu", 20.0)
     assert len(closed) == 1
 
 
 @pytest.mark.defect("weights-for-another-machine-on-loopback")
-def test_the_interface_of_the_trainers_own_group_is_no_choice_of_the_user_s(monkeypatch: pytest.MonkeyPatch):
+def test_chosen_interface_is_not_users_choice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     addresses.choose_interface("127.0.0.1")
     try:
         assert configured_interface() == ""
-        asks = "from skyrl_train.cluster.addresses import configured_interface as asked; print([asked()])"
-        started = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
-        assert started.stdout == "['']\n", "nor that of what it starts"
+        code = "from skyrl_train.cluster.addresses import configured_interface; print([configured_interface()])"
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert child.stdout == "['']\n", "nor that of child processes"
     finally:
         addresses.reset_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ

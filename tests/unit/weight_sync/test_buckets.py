@@ -25,48 +25,48 @@ specs = st.lists(
 
 
 @given(specs, st.integers(1, 400))
-def test_buckets_hold_every_tensor_once_in_order_within_their_bound(tensors, bucket_bytes):
-    cut = plan_buckets(Manifest(1, tensors, bucket_bytes=bucket_bytes))
-    assert [name for bucket in cut for name in bucket.names] == [spec.name for spec in tensors]
-    assert [bucket.index for bucket in cut] == list(range(len(cut)))
+def test_buckets_have_all_tensors_in_order(tensors, bucket_bytes):
+    buckets = plan_buckets(Manifest(1, tensors, bucket_bytes=bucket_bytes))
+    assert [name for bucket in buckets for name in bucket.names] == [spec.name for spec in tensors]
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
     by_name = {spec.name: spec for spec in tensors}
-    for bucket in cut:
+    for bucket in buckets:
         size = buffer_bytes([by_name[name] for name in bucket.names])
         assert size <= bucket_bytes or len([n for n in bucket.names if num_bytes(by_name[n])]) == 1
 
 
 def test_a_bucket_may_be_exactly_full():
     tensors = tuple(TensorSpec(name, (4, 4), "float32") for name in "abcd")
-    cut = plan_buckets(Manifest(1, tensors, bucket_bytes=128))
-    assert [bucket.names for bucket in cut] == [("a", "b"), ("c", "d")]
+    buckets = plan_buckets(Manifest(1, tensors, bucket_bytes=128))
+    assert [bucket.names for bucket in buckets] == [("a", "b"), ("c", "d")]
 
 
-def test_a_bucket_stays_in_its_buffer_while_the_next_one_is_packed():
-    alternating = DoubleBuffer()
-    first = alternating.take(0, 32, "cpu").fill_(7)
-    second = alternating.take(1, 16, "cpu").fill_(9)
+def test_double_buffer_keeps_previous_bucket():
+    buffers = DoubleBuffer()
+    first = buffers.take(0, 32, "cpu").fill_(7)
+    second = buffers.take(1, 16, "cpu").fill_(9)
     assert first.tolist() == [7] * 32
-    third = alternating.take(2, 16, "cpu")
+    third = buffers.take(2, 16, "cpu")
     assert (third.data_ptr(), third.tolist()) == (first.data_ptr(), [7] * 16)
-    assert alternating.take(3, 64, "cpu").numel() == 64
+    assert buffers.take(3, 64, "cpu").numel() == 64
     assert second.tolist() == [9] * 16
 
 
 @given(specs)
-def test_tensors_of_mixed_dtypes_come_out_of_the_buffer_as_they_went_in(tensors):
+def test_mixed_dtypes_round_trip_through_buffer(tensors):
     torch.manual_seed(0)
     values = [(torch.randn(spec.shape) * 50).abs().to(getattr(torch, spec.dtype)) for spec in tensors]
     buffer = zeroed_buffer(tensors, "cpu")
-    for place, value in zip(tensor_views(buffer, tensors), values, strict=True):
-        place.copy_(value)
-    for place, value in zip(tensor_views(buffer.clone(), tensors), values, strict=True):
-        assert place.dtype == value.dtype
-        assert torch.equal(place, value)
+    for view, value in zip(tensor_views(buffer, tensors), values, strict=True):
+        view.copy_(value)
+    for view, value in zip(tensor_views(buffer.clone(), tensors), values, strict=True):
+        assert view.dtype == value.dtype
+        assert torch.equal(view, value)
     assert buffer.numel() % ALIGNMENT == 0
 
 
 @given(specs)
-def test_fingerprints_of_a_buffer_are_those_of_its_tensors_whatever_lay_in_the_gaps(tensors):
+def test_packed_fingerprints_match_tensor_fingerprints(tensors):
     torch.manual_seed(0)
     buffer = torch.randint(0, 256, (buffer_bytes(tensors),), dtype=torch.uint8)
     zero_padding(buffer, tensors)

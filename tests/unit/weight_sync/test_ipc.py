@@ -1,4 +1,4 @@
-"""Memory that two processes map: what one writes the other reads, and nothing of it is left behind."""
+"""Memory that two processes map: both see the same bytes, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import pytest
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.handover import MappedBuffers, SharedBuffers
+from skyrl_train.weight_sync.ipc import MappedBuffers, SharedBuffers
 from skyrl_train.weight_sync.protocol import SharedHandle
 from skyrl_train.weight_sync.sender import WeightSender
 
 
 def reader(connection: Connection) -> None:
-    """A process that opens every handle it is sent, answers with the bytes, and leaves a mark on the first."""
-    pages = MappedBuffers()
+    """Run a process that maps each handle it receives, sends back the bytes and overwrites the first."""
+    buffers = MappedBuffers()
     while (handle := connection.recv()) is not None:
-        memory = pages.open(handle)
+        memory = buffers.open(handle)
         connection.send(bytes(memory.tolist()))
         memory[0] = 99
         connection.send(memory.numel())
 
 
-def test_another_process_reads_what_was_written_and_writes_into_the_same_memory():
+def test_processes_share_buffer_memory():
     context = multiprocessing.get_context("spawn")
     connection, other = context.Pipe()
     process = context.Process(target=reader, args=(other,), daemon=True)
     process.start()
-    pages = SharedBuffers("cpu", slot=3)
+    buffers = SharedBuffers("cpu", slot=3)
     try:
         for index, size in enumerate((32, 64, 16, 128)):
-            buffer = pages.buffer(index, size)
+            buffer = buffers.buffer(index, size)
             buffer.copy_(torch.arange(index, index + size, dtype=torch.uint8))
-            handle = pages.handle(index, size)
+            handle = buffers.handle(index, size)
             assert (handle.slot, handle.size) == (3, size)
             connection.send(handle)
             assert connection.recv() == bytes(range(index, index + size))
@@ -49,12 +49,12 @@ def test_another_process_reads_what_was_written_and_writes_into_the_same_memory(
     finally:
         process.kill()
         process.join()
-        pages.close()
+        buffers.close()
 
 
 @pytest.mark.defect("pages-lost-with-every-engine")
-def test_pages_outlive_connections_and_have_room_for_the_largest_bucket():
-    """On CUDA a page that is dropped while an engine maps it, or that none ever mapped, is memory lost."""
+def test_buffers_outlive_connections():
+    """On CUDA, memory leaks if a buffer is freed while an engine maps it, or before any engine mapped it."""
     tensors = {"small": torch.ones(8), "large": torch.ones(4096)}
     sender = WeightSender(lambda: iter(tensors.items()), wire_dtype="float32", bucket_bytes=1, rank=0)
     sender.connect("ipc", "", 2, 20.0)
@@ -71,37 +71,37 @@ def test_pages_outlive_connections_and_have_room_for_the_largest_bucket():
     assert not os.path.exists(str(again.handles[0].file))
 
 
-def test_two_pages_take_turns_and_grow():
-    pages = SharedBuffers("cpu", slot=0)
-    first, second = pages.buffer(0, 64), pages.buffer(1, 64)
+def test_two_buffers_alternate_and_grow():
+    buffers = SharedBuffers("cpu", slot=0)
+    first, second = buffers.buffer(0, 64), buffers.buffer(1, 64)
     first.fill_(1)
     second.fill_(2)
-    handle, other = pages.handle(0, 64), pages.handle(1, 64)
-    again = pages.buffer(2, 16)
+    handle, other = buffers.handle(0, 64), buffers.handle(1, 64)
+    again = buffers.buffer(2, 16)
     again.fill_(3)
-    smaller = pages.handle(2, 16)
+    smaller = buffers.handle(2, 16)
     assert (handle.file, handle.key) == (smaller.file, smaller.key) != (other.file, other.key)
     assert first.tolist() == [3] * 16 + [1] * 48  # the same memory
     assert second.tolist() == [2] * 64
     mapped = MappedBuffers()
     assert mapped.open(smaller).tolist() == [3] * 16
-    assert mapped.open(handle).data_ptr() == mapped.open(smaller).data_ptr(), "mapped once, whatever is read of it"
-    larger = pages.buffer(2, 4096)
+    assert mapped.open(handle).data_ptr() == mapped.open(smaller).data_ptr(), "mapped once, whatever the size"
+    larger = buffers.buffer(2, 4096)
     larger.fill_(4)
-    handle = pages.handle(2, 4096)
+    handle = buffers.handle(2, 4096)
     assert handle.key != smaller.key
-    assert mapped.open(handle).tolist() == [4] * 4096, "another page, whatever the number of its file"
-    assert first.tolist() == [3] * 16 + [1] * 48  # another one; who still reads the old one is not disturbed
-    pages.close()
+    assert mapped.open(handle).tolist() == [4] * 4096, "another buffer, even if its file descriptor has the same number"
+    assert first.tolist() == [3] * 16 + [1] * 48  # the old buffer is unchanged for processes that still read it
+    buffers.close()
 
 
-def test_memory_that_is_gone_is_an_error_and_no_file_is_left():
+def test_closed_buffer_cannot_be_mapped():
     before = set(os.listdir(f"/proc/{os.getpid()}/fd"))
-    pages = SharedBuffers("cpu", slot=0)
-    pages.buffer(0, 64)
-    handle = pages.handle(0, 64)
-    pages.close()
-    pages.close()
+    buffers = SharedBuffers("cpu", slot=0)
+    buffers.buffer(0, 64)
+    handle = buffers.handle(0, 64)
+    buffers.close()
+    buffers.close()
     with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
         MappedBuffers().open(handle)
     with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
@@ -109,17 +109,17 @@ def test_memory_that_is_gone_is_an_error_and_no_file_is_left():
     assert set(os.listdir(f"/proc/{os.getpid()}/fd")) <= before
 
 
-def test_a_handle_may_not_ask_for_more_than_there_is_nor_for_any_other_file(tmp_path: Path):
-    pages = SharedBuffers("cpu", slot=0)
-    pages.buffer(0, 64)
-    handle = pages.handle(0, 64)
+def test_invalid_handles_are_rejected(tmp_path: Path):
+    buffers = SharedBuffers("cpu", slot=0)
+    buffers.buffer(0, 64)
+    handle = buffers.handle(0, 64)
     with (tmp_path / "other").open("wb+") as other:
         other.write(bytes(64))
         other.flush()
-        for wrong in (
+        for invalid in (
             SharedHandle(0, 1 << 20, file=handle.file),
             SharedHandle(0, 64, file=f"/proc/{os.getpid()}/fd/{other.fileno()}"),
         ):
-            with pytest.raises(WeightSyncError, match="bytes of a trainer's memory"):
-                MappedBuffers().open(wrong)
-    pages.close()
+            with pytest.raises(WeightSyncError, match="is not a trainer's buffer of at least"):
+                MappedBuffers().open(invalid)
+    buffers.close()

@@ -1,11 +1,11 @@
-"""200 syncs over pages that two processes share, whose copies are as late as an accelerator's may be."""
+"""200 syncs over memory that two processes share, with copies as late as those of an accelerator."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from skyrl_train.weight_sync import handover
+from skyrl_train.weight_sync import ipc
 from skyrl_train.weight_sync.buckets import fingerprint, plan_buckets
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer, overlapped
@@ -14,13 +14,13 @@ from tests.support.deferred_copies import DeferredCopyMode, wait_for_copies
 
 @pytest.mark.defect("pages-handed-over-before-they-are-filled")
 @pytest.mark.defect("pages-filled-before-they-are-read")
-def test_no_sync_goes_wrong_although_both_ends_copy_late(monkeypatch: pytest.MonkeyPatch):
-    """tests/gpu/test_ipc.py is the same on a device, whose streams are late by themselves."""
-    monkeypatch.setattr(handover, "wait_for_copies", wait_for_copies)
+def test_syncs_succeed_with_late_copies(monkeypatch: pytest.MonkeyPatch):
+    """Delay the copies; tests/gpu/test_ipc.py does the same on a device, whose streams are late by themselves."""
+    monkeypatch.setattr(ipc, "wait_for_copies", wait_for_copies)
     shapes = {f"layer.{index}.weight": (8, 8) for index in range(8)}
-    trainer = Trainer(shapes, "cpu", bucket_bytes=2 * 8 * 8 * 2, delayed=True)  # four buckets on two pages
-    held = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    receiver = WeightReceiver(CopiesLate(held, "cpu"), "engine")
+    trainer = Trainer(shapes, "cpu", bucket_bytes=2 * 8 * 8 * 2, delayed=True)  # four buckets in two buffers
+    loaded = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    receiver = WeightReceiver(CopiesLate(loaded, "cpu"), "engine")
     trainers, engines = DeferredCopyMode(), DeferredCopyMode()
     trainer.sender.connect("ipc", "", 2, 60.0)
     receiver.connect("ipc", "", 1, 2, 60.0)
@@ -34,7 +34,7 @@ def test_no_sync_goes_wrong_although_both_ends_copy_late(monkeypatch: pytest.Mon
         with engines:
             receiver.commit(version)
         engines.synchronize()
-        assert {name: fingerprint(tensor) for name, tensor in held.items()} == {
+        assert {name: fingerprint(tensor) for name, tensor in loaded.items()} == {
             spec.name: spec.fingerprint for spec in manifest.tensors
         }
         trainer.sender.mark_delivered(version)

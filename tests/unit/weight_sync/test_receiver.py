@@ -28,7 +28,7 @@ def receiver_of(model: PreTrainedModel) -> WeightReceiver:
 
 
 def pair(**options) -> tuple[PreTrainedModel, WeightSender, PreTrainedModel, WeightReceiver]:
-    """A trainer, and an engine with other weights."""
+    """Return a trainer's model and sender, and an engine's model, with other weights, and receiver."""
     trainer, engine = tiny_model(seed=1, **SMALL, **options), tiny_model(seed=2, **SMALL, **options)
     return trainer, sender_of(trainer), engine, receiver_of(engine)
 
@@ -55,7 +55,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("tied", [True, False])
-def test_after_a_sync_the_engine_holds_the_trainers_weights_bit_for_bit(tied):
+def test_sync_copies_weights_exactly(tied):
     trainer, sender, engine, receiver = pair(tied=tied)
     embedding = engine.get_input_embeddings().weight
     assert sync(sender, receiver, 1) > 3
@@ -66,14 +66,14 @@ def test_after_a_sync_the_engine_holds_the_trainers_weights_bit_for_bit(tied):
 
 
 @pytest.mark.parametrize(
-    ("wire", "held"), [("bfloat16", torch.float32), ("float32", torch.bfloat16), ("bfloat16", torch.bfloat16)]
+    ("wire", "engine_dtype"), [("bfloat16", torch.float32), ("float32", torch.bfloat16), ("bfloat16", torch.bfloat16)]
 )
-def test_values_are_those_of_the_wire_cast_to_what_the_engine_holds(wire, held):
+def test_values_are_cast_from_wire_to_engine_dtype(wire, engine_dtype):
     trainer = tiny_model(seed=1, **SMALL)
-    engine = tiny_model(seed=2, dtype=held, **SMALL)
+    engine = tiny_model(seed=2, dtype=engine_dtype, **SMALL)
     sync(sender_of(trainer, wire), receiver_of(engine), 1)
     for name, tensor in trainer.named_parameters():
-        expected = tensor.detach().to(getattr(torch, wire)).to(held)
+        expected = tensor.detach().to(getattr(torch, wire)).to(engine_dtype)
         assert torch.equal(engine.get_parameter(name), expected), name
 
 
@@ -88,12 +88,12 @@ def test_tied_weights_may_be_listed_under_both_names():
 
 
 @pytest.mark.fault("F30")
-def test_an_untied_trainer_and_a_tied_engine_are_refused():
+def test_different_weight_tying_is_rejected():
     sender, receiver = sender_of(tiny_model(tied=False, **SMALL)), receiver_of(tiny_model(tied=True, **SMALL))
     with pytest.raises(WeightSyncError, match=r"lm_head.weight was announced.*tied"):
         receiver.begin(sender.prepare_manifest(1))
     sender, receiver = sender_of(tiny_model(tied=True, **SMALL)), receiver_of(tiny_model(tied=False, **SMALL))
-    with pytest.raises(WeightSyncError, match=r"lm_head.weight is held by the engine"):
+    with pytest.raises(WeightSyncError, match=r"the engine has lm_head.weight, but"):
         receiver.begin(sender.prepare_manifest(1))
     engine = tiny_model(tied=True, **SMALL)
     receiver = WeightReceiver(
@@ -114,24 +114,30 @@ def with_norm(manifest: Manifest, **changes) -> Manifest:
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("change", "message"),
     [
-        (without_norm, r"model\.norm\.weight is held by the engine"),
+        (without_norm, r"the engine has model\.norm\.weight, but"),
         (lambda m: with_norm(m, name="model.nrom.weight"), r"model\.nrom\.weight was announced, but"),
-        (lambda m: with_norm(m, shape=(31,)), r"model\.norm\.weight is announced as \[31\], the engine's is \[32\]"),
-        (lambda m: with_norm(m, dtype="int32"), r"model\.norm\.weight is announced as int32, the engine's is float32"),
+        (
+            lambda m: with_norm(m, shape=(31,)),
+            r"model\.norm\.weight is announced with shape \[31\], but the engine's is \[32\]",
+        ),
+        (
+            lambda m: with_norm(m, dtype="int32"),
+            r"model\.norm\.weight is announced as int32, but the engine's is float32",
+        ),
         (lambda m: with_norm(m, dtype="float31"), r"model\.norm\.weight is announced as float31"),
         (lambda m: replace(m, tensors=(*m.tensors, m.tensors[0])), "announced twice"),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve(spoil, message):
+def test_unfitting_manifest_keeps_old_weights(change, message):
     _, sender, engine, receiver = pair()
     before = snapshot(engine)
     with pytest.raises(WeightSyncError, match=message):
-        receiver.begin(spoil(sender.prepare_manifest(1)))
+        receiver.begin(change(sender.prepare_manifest(1)))
     bucket = sender.send(0)
     assert bucket is not None
-    with pytest.raises(WeightSyncError, match="begin a sync first"):
+    with pytest.raises(WeightSyncError, match="Begin a sync first"):
         receiver.receive(bucket)
     assert same(before, snapshot(engine))
     assert (receiver.partially_loaded, receiver.version) == (False, 0)
@@ -139,19 +145,19 @@ def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve(spoil
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_a_non_finite_tensor_is_named_and_nothing_is_loaded(value):
+def test_non_finite_tensor_is_named_and_not_loaded(value):
     trainer, sender, engine, receiver = pair()
     before = snapshot(engine)
     with torch.no_grad():
         trainer.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = value
-    with pytest.raises(WeightSyncError, match=r"engine-0: model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+    with pytest.raises(WeightSyncError, match=r"engine-0: model\.layers\.1\.mlp\.up_proj\.weight contains NaN"):
         receiver.begin(sender.prepare_manifest(1))
     assert same(before, snapshot(engine))
     assert not receiver.partially_loaded
 
 
 @pytest.mark.fault("F30")
-def test_a_value_too_large_for_the_wire_counts_as_non_finite():
+def test_overflow_in_wire_dtype_is_non_finite():
     trainer = tiny_model(**SMALL)
     with torch.no_grad():
         trainer.get_parameter("model.norm.weight")[0] = 1e6
@@ -161,7 +167,7 @@ def test_a_value_too_large_for_the_wire_counts_as_non_finite():
 @pytest.mark.fault("F31")
 def test_a_version_that_is_not_newer_is_refused():
     _, sender, _, receiver = pair()
-    sync(sender, receiver, 0)  # what was loaded from disk may be replaced as version 0, once
+    sync(sender, receiver, 0)  # weights from the disk may be replaced as version 0, once
     sync(sender, receiver, 3)
     for stale in (3, 2, 0):
         with pytest.raises(WeightSyncError, match=f"version {stale} is stale: version 3 is being served"):
@@ -171,7 +177,7 @@ def test_a_version_that_is_not_newer_is_refused():
 
 
 @pytest.mark.fault("F30")
-def test_a_flipped_bit_on_the_wire_names_the_tensor_and_loads_nothing_of_its_bucket():
+def test_flipped_bit_rejects_bucket():
     _, sender, engine, receiver = pair()
     before = snapshot(engine)
     receiver.begin(sender.prepare_manifest(1))
@@ -179,14 +185,14 @@ def test_a_flipped_bit_on_the_wire_names_the_tensor_and_loads_nothing_of_its_buc
     assert bucket is not None
     assert bucket.payload is not None
     bucket.payload[5] ^= 4
-    with pytest.raises(WeightSyncError, match=r"engine-0: model\.embed_tokens\.weight arrived altered"):
+    with pytest.raises(WeightSyncError, match=r"engine-0: model\.embed_tokens\.weight changed in transit"):
         receiver.receive(bucket)
     assert same(before, snapshot(engine))
     assert not receiver.partially_loaded
 
 
 @pytest.mark.fault("F30")
-def test_a_lost_bucket_leaves_the_engine_torn_until_a_complete_sync():
+def test_lost_bucket_leaves_engine_partially_loaded():
     trainer, sender, engine, receiver = pair()
     manifest = sender.prepare_manifest(1)
     receiver.begin(manifest)
@@ -206,23 +212,25 @@ def test_a_lost_bucket_leaves_the_engine_torn_until_a_complete_sync():
 
 
 @pytest.mark.fault("F30")
-def test_weights_that_change_while_they_are_sent_are_caught():
+def test_weights_changed_during_sync_are_noticed():
     trainer, sender, _, receiver = pair()
     receiver.begin(sender.prepare_manifest(1))
     with torch.no_grad():
         trainer.get_parameter("model.embed_tokens.weight")[0, 0] += 1
     bucket = sender.send(0)
     assert bucket is not None
-    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight arrived altered"):
+    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight changed in transit"):
         receiver.receive(bucket)
 
 
 @pytest.mark.fault("F30")
-def test_an_engine_that_does_not_keep_what_it_was_given_is_caught_at_commit():
+def test_commit_notices_weights_that_were_not_loaded():
     trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
     sender = sender_of(trainer)
-    receiver = WeightReceiver(InPlaceWeightStore(lambda: snapshot(engine)), "engine-0")  # loading into copies is lost
-    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight was received but is not what"):
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: snapshot(engine)), "engine-0")  # the store loads into copies
+    with pytest.raises(
+        WeightSyncError, match=r"model\.embed_tokens\.weight was received, but the engine has loaded something else"
+    ):
         sync(sender, receiver, 1)
     assert receiver.partially_loaded
 
@@ -234,7 +242,7 @@ def test_a_commit_of_another_version_is_refused():
         receiver.commit(3)
 
 
-def test_buckets_are_sent_in_order_and_only_after_a_manifest():
+def test_send_requires_manifest_and_order():
     sender = sender_of(tiny_model(**SMALL))
     with pytest.raises(WeightSyncError, match="manifest"):
         sender.send(0)
@@ -243,7 +251,7 @@ def test_buckets_are_sent_in_order_and_only_after_a_manifest():
         sender.send(1)
 
 
-def test_other_ranks_read_the_parameters_along_and_send_nothing():
+def test_other_ranks_gather_but_send_nothing():
     model = tiny_model(**SMALL)
     read: list[str] = []
 
@@ -263,6 +271,7 @@ def test_other_ranks_read_the_parameters_along_and_send_nothing():
 
 def test_an_unknown_route_is_refused():
     with pytest.raises(
-        WeightSyncError, match=r"engine-0 has no weight route 'pigeon'; it has broadcast, checkpoint, in_process"
+        WeightSyncError,
+        match=r"engine-0 does not support weight route 'pigeon'. Choose one of: broadcast, checkpoint, in_process",
     ):
         receiver_of(tiny_model(**SMALL)).connect("pigeon", "", 1, 2, 1.0)

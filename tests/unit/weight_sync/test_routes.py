@@ -1,4 +1,4 @@
-"""What is particular to single routes: memory of another process, files, and syncs of what changed only."""
+"""Behavior of single routes: shared memory, files, and syncs of changed tensors only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import plan_buckets
-from skyrl_train.weight_sync.handover import BucketFolder
+from skyrl_train.weight_sync.checkpoint_route import BucketFolder
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import PERTURB_FACTOR, WeightSender
@@ -41,18 +41,18 @@ class Pair:
         self.sender.connect(route, str(folder or ""), 2, 5.0)
         self.receiver.connect(route, str(folder or ""), 1, 2, 5.0)
 
-    def sent(self, manifest: Manifest) -> list[Bucket]:
-        found = [self.sender.send(bucket.index) for bucket in plan_buckets(manifest)]
-        assert None not in found
-        return found  # type: ignore[return-value]
+    def send_all(self, manifest: Manifest) -> list[Bucket]:
+        buckets = [self.sender.send(bucket.index) for bucket in plan_buckets(manifest)]
+        assert None not in buckets
+        return buckets  # type: ignore[return-value]
 
-    def sync(self, version: int, *, altered: bool = False) -> Manifest:
-        manifest = self.sender.prepare_manifest(version, altered)
+    def sync(self, version: int, *, perturbed: bool = False) -> Manifest:
+        manifest = self.sender.prepare_manifest(version, perturbed)
         self.receiver.begin(manifest)
         for bucket in plan_buckets(manifest):
-            offered = self.sender.send(bucket.index)
-            assert offered is not None
-            self.receiver.receive(offered)
+            sent_bucket = self.sender.send(bucket.index)
+            assert sent_bucket is not None
+            self.receiver.receive(sent_bucket)
         self.receiver.commit(version)
         self.sender.mark_delivered(version)
         return manifest
@@ -63,21 +63,21 @@ class Pair:
 
     @property
     def same(self) -> bool:
-        held = dict(self.engine.named_parameters())
-        return all(torch.equal(held[name], tensor) for name, tensor in self.trainer.named_parameters())
+        weights = dict(self.engine.named_parameters())
+        return all(torch.equal(weights[name], tensor) for name, tensor in self.trainer.named_parameters())
 
 
 @pytest.fixture
 def pair_of(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """`pair_of(route, ...)`; closed at the end."""
-    made: list[Pair] = []
+    """Create pairs with `pair_of(route, ...)`, which are closed after the test."""
+    pairs: list[Pair] = []
 
     def make(route: str = "in_process", **options: Any) -> Pair:
-        made.append(Pair(route, tmp_path / "weights", **options))
-        return made[-1]
+        pairs.append(Pair(route, tmp_path / "weights", **options))
+        return pairs[-1]
 
     yield make
-    for pair in made:
+    for pair in pairs:
         pair.close()
 
 
@@ -88,7 +88,7 @@ def perturb(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("route", ["in_process", "ipc", "checkpoint"])
-def test_buckets_that_are_handed_over_arrive_bit_for_bit_sync_after_sync(pair_of, route: str):
+def test_repeated_syncs_arrive_exactly(pair_of, route: str):
     pair = pair_of(route)
     for version in (0, 1, 2):
         perturb(pair.trainer)
@@ -99,13 +99,13 @@ def test_buckets_that_are_handed_over_arrive_bit_for_bit_sync_after_sync(pair_of
 
 @pytest.mark.defect("the-last-parameter-kept-after-a-sync")
 @pytest.mark.parametrize("route", ["in_process", "ipc"])
-def test_a_sync_that_is_over_holds_no_parameter(route: str):
-    alive: list[weakref.ref[torch.Tensor]] = []
+def test_finished_sync_keeps_no_parameter(route: str):
+    references: list[weakref.ref[torch.Tensor]] = []
 
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
         for name in "abc":
             tensor = torch.ones(8)
-            alive.append(weakref.ref(tensor))
+            references.append(weakref.ref(tensor))
             yield name, tensor
             del tensor
 
@@ -114,26 +114,26 @@ def test_a_sync_that_is_over_holds_no_parameter(route: str):
     for bucket in plan_buckets(sender.prepare_manifest(1)):
         assert sender.send(bucket.index) is not None
     sender.mark_delivered(1)
-    assert [one() for one in alive] == [None] * len(alive)
+    assert [reference() for reference in references] == [None] * len(references)
     sender.close()
 
 
-def test_what_an_earlier_bucket_left_between_tensors_is_not_taken_for_theirs():
-    sizes = {"a": 8, "b": 8, "c": 5, "d": 3}  # each a bucket; c and d lie where a and b lay
+def test_padding_of_reused_buffer_is_zeroed():
+    sizes = {"a": 8, "b": 8, "c": 5, "d": 3}  # one bucket each; c and d reuse the buffers of a and b
     sent = {name: torch.full((size,), -1.5) for name, size in sizes.items()}
-    held = {name: torch.zeros(size) for name, size in sizes.items()}
+    loaded = {name: torch.zeros(size) for name, size in sizes.items()}
     sender = WeightSender(lambda: iter(sent.items()), wire_dtype="float32", bucket_bytes=32, rank=0)
-    receiver = WeightReceiver(InPlaceWeightStore(lambda: held), "engine-0")
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: loaded), "engine-0")
     sender.connect("ipc", "", 2, 5.0)
     receiver.connect("ipc", "", 1, 2, 5.0)
     manifest = sender.prepare_manifest(1)
     receiver.begin(manifest)
     for bucket in plan_buckets(manifest):
-        offered = sender.send(bucket.index)
-        assert offered is not None
-        receiver.receive(offered)
+        sent_bucket = sender.send(bucket.index)
+        assert sent_bucket is not None
+        receiver.receive(sent_bucket)
     receiver.commit(1)
-    assert all(torch.equal(held[name], sent[name]) for name in sizes)
+    assert all(torch.equal(loaded[name], sent[name]) for name in sizes)
     sender.close()
     receiver.close()
 
@@ -149,15 +149,15 @@ def test_files_leave_the_old_version_serving_until_commit(pair_of):
     perturb(pair.trainer)
     manifest = pair.sender.prepare_manifest(2)
     pair.receiver.begin(manifest)
-    for bucket in pair.sent(manifest):
+    for bucket in pair.send_all(manifest):
         pair.receiver.receive(bucket)
-        assert not pair.receiver.torn
+        assert not pair.receiver.partially_loaded
     assert all(torch.equal(before[name], tensor) for name, tensor in pair.engine.named_parameters())
     pair.receiver.commit(2)
     assert pair.same
 
 
-def test_files_are_gone_when_they_were_delivered(pair_of, tmp_path: Path):
+def test_delivered_files_are_deleted(pair_of, tmp_path: Path):
     pair = pair_of("checkpoint")
     for version in (1, 2):
         pair.sync(version)
@@ -176,42 +176,40 @@ def _flip(file: Path) -> None:
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(
-    ("spoil", "message"),
-    [(_truncate, "did not arrive"), (_flip, "arrived altered"), (Path.unlink, "did not arrive")],
+    ("damage", "message"),
+    [(_truncate, "did not arrive"), (_flip, "changed in transit"), (Path.unlink, "did not arrive")],
 )
 @pytest.mark.parametrize("late", [False, True], ids=["when received", "before commit"])
-def test_a_file_that_is_torn_altered_or_gone_is_caught_by_the_tensors_name(
-    pair_of, spoil: Callable[[Path], None], message: str, late: bool
-):
+def test_damaged_file_is_rejected(pair_of, damage: Callable[[Path], None], message: str, late: bool):
     pair = pair_of("checkpoint")
     manifest = pair.sender.prepare_manifest(1)
     pair.receiver.begin(manifest)
-    offered = pair.sent(manifest)
-    victim = offered[0]
-    assert victim.file is not None
+    buckets = pair.send_all(manifest)
+    damaged = buckets[0]
+    assert damaged.file is not None
     if not late:
-        spoil(Path(victim.file))
-        with pytest.raises(WeightSyncError, match=rf"{victim.names[-1]}.*{message}"):
-            pair.receiver.receive(victim)
+        damage(Path(damaged.file))
+        with pytest.raises(WeightSyncError, match=rf"{damaged.names[-1]}.*{message}"):
+            pair.receiver.receive(damaged)
     else:
-        for bucket in offered:
+        for bucket in buckets:
             pair.receiver.receive(bucket)
-        spoil(Path(victim.file))
-        with pytest.raises(WeightSyncError, match=rf"{victim.names[-1]}.*{message}"):
+        damage(Path(damaged.file))
+        with pytest.raises(WeightSyncError, match=rf"{damaged.names[-1]}.*{message}"):
             pair.receiver.commit(1)
-    assert not pair.receiver.torn
+    assert not pair.receiver.partially_loaded
     assert pair.receiver.version == 0
 
 
-def test_files_that_a_killed_run_left_of_the_same_version_are_deleted(tmp_path: Path):
-    left = tmp_path / "version_1" / "bucket_00007.safetensors"
-    left.parent.mkdir()
-    left.write_text("of a run that was killed")
+def test_leftover_files_of_same_version_are_deleted(tmp_path: Path):
+    leftover = tmp_path / "version_1" / "bucket_00007.safetensors"
+    leftover.parent.mkdir()
+    leftover.write_text("from a run that was killed")
     BucketFolder(str(tmp_path)).write(1, 0, [("a", torch.zeros(1))])
-    assert [path.name for path in left.parent.iterdir()] == ["bucket_00000.safetensors"]
+    assert [path.name for path in leftover.parent.iterdir()] == ["bucket_00000.safetensors"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+def test_unwritable_folder_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     pair = Pair("checkpoint", tmp_path / "file")
     pair.sender.prepare_manifest(1)
@@ -223,7 +221,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 # -- only what changed ------------------------------------------------------------------------------------------------
 
 
-def test_a_sync_of_what_changed_sends_only_that(pair_of):
+def test_incremental_sync_sends_only_changes(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
     everything = pair.sync(1)
     assert everything.base_version is None
@@ -238,7 +236,7 @@ def test_a_sync_of_what_changed_sends_only_that(pair_of):
 
 
 @pytest.mark.fault("F30")
-def test_what_changed_is_refused_by_an_engine_with_another_base(pair_of):
+def test_incremental_sync_requires_same_base_version(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
     pair.sync(1)
     late = WeightReceiver(InPlaceWeightStore(lambda: dict(pair.engine.named_parameters())), "late")
@@ -247,32 +245,34 @@ def test_what_changed_is_refused_by_an_engine_with_another_base(pair_of):
     manifest = pair.sender.prepare_manifest(2)
     with pytest.raises(WeightSyncError, match=r"late: .* what changed since version 1.*serves version 0.* a complete"):
         late.begin(manifest)
-    pair.receiver.torn = True
-    with pytest.raises(WeightSyncError, match=r"engine-0: .* this engine is torn: a complete sync is needed"):
+    pair.receiver.partially_loaded = True
+    with pytest.raises(
+        WeightSyncError, match=r"engine-0: .* this engine is partially loaded: a complete sync is needed"
+    ):
         pair.receiver.begin(manifest)
 
 
-def test_after_a_sync_that_failed_everything_is_sent_again(pair_of):
+def test_failed_sync_is_followed_by_complete_sync(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
     pair.sync(1)
-    pair.sender.disconnect()  # what a publisher does after a failure
+    pair.sender.disconnect()  # as after a failed sync
     assert pair.sync(2).base_version is None
 
 
-def test_a_sync_that_nobody_confirmed_is_no_base(pair_of):
+def test_unconfirmed_sync_is_no_base(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
     pair.sender.prepare_manifest(1)
     assert pair.sender.prepare_manifest(2).base_version is None
-    with pytest.raises(WeightSyncError, match="version 1 was not the one that was sent"):
-        pair.sender.delivered(1)
+    with pytest.raises(WeightSyncError, match="version 1 is not the version that was sent last"):
+        pair.sender.mark_delivered(1)
 
 
 # -- self-tests --------------------------------------------------------------------------------------------------------
 
 
-def test_a_self_test_sends_altered_weights_and_the_same_version_may_follow(pair_of):
+def test_self_test_is_followed_by_same_version(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
-    assert pair.sync(0, altered=True).rehearsal
+    assert pair.sync(0, perturbed=True).rehearsal
     for name, tensor in pair.trainer.named_parameters():
         assert torch.equal(pair.engine.get_parameter(name), PERTURB_FACTOR * tensor), name
     true = pair.sync(0)

@@ -1,20 +1,20 @@
 import type { ComponentChildren } from "preact";
 import { time } from "../format";
-import { findings, heard, helpShown, live, problem, runs } from "../state";
+import { findings, lastResponseMs, helpShown, live, problem, runs } from "../state";
 import { choose, theme, THEMES, type Theme } from "../theme";
-import { go, view } from "../view";
+import { updateView, view } from "../view";
 import { Curves } from "./curves";
 import { Diagnosis } from "./diagnosis";
 import { Help } from "./help";
 import { Rollouts } from "./rollouts";
 import { RunTables } from "./runs";
-import { Text } from "./text";
+import { SafeText } from "./text";
 
-const TABS: Record<string, { name: string; show: () => ComponentChildren }> = {
-  curves: { name: "Curves", show: () => <Curves /> },
-  rollouts: { name: "Rollouts", show: () => <Rollouts /> },
-  diagnosis: { name: "Diagnosis", show: () => <Diagnosis /> },
-  runs: { name: "Runs", show: () => <RunTables /> },
+const TABS: Record<string, { name: string; render: () => ComponentChildren }> = {
+  curves: { name: "Curves", render: () => <Curves /> },
+  rollouts: { name: "Rollouts", render: () => <Rollouts /> },
+  diagnosis: { name: "Diagnosis", render: () => <Diagnosis /> },
+  runs: { name: "Runs", render: () => <RunTables /> },
 };
 
 export function App() {
@@ -23,7 +23,7 @@ export function App() {
     <>
       <header>
         <h1>
-          <Text value={runs.value.runs.map((run) => run.name).join(" · ") || "skyrl-train"} />
+          <SafeText value={runs.value.runs.map((run) => run.name).join(" · ") || "skyrl-train"} />
         </h1>
         <nav aria-label="Views">
           {Object.entries(TABS).map(([tab, { name }]) => (
@@ -31,14 +31,14 @@ export function App() {
               key={tab}
               type="button"
               aria-current={tab === open ? "page" : undefined}
-              onClick={() => go({ tab })}
+              onClick={() => updateView({ tab })}
             >
               {name}
               {tab === "diagnosis" && <NumFindings />}
             </button>
           ))}
         </nav>
-        <Pulse />
+        <ConnectionStatus />
         <label>
           Theme{" "}
           <select value={theme.value} onChange={(event) => choose(event.currentTarget.value as Theme)}>
@@ -53,10 +53,10 @@ export function App() {
       </header>
       {problem.value && (
         <p role="alert" class="problem">
-          <Text value={problem.value} />
+          <SafeText value={problem.value} />
         </p>
       )}
-      <main>{TABS[open]?.show()}</main>
+      <main>{TABS[open]?.render()}</main>
       <Help />
     </>
   );
@@ -74,17 +74,17 @@ function NumFindings() {
   ) : null;
 }
 
-/** How far the runs are, and whether the server still answers. */
-function Pulse() {
+/** The progress of the runs, and the time of the server's last response. */
+function ConnectionStatus() {
   const [first, ...others] = runs.value.runs;
-  if (!first) return <span class="pulse">reading…</span>;
-  const said = others.length
+  if (!first) return <span class="pulse">loading…</span>;
+  const status = others.length
     ? `${others.length + 1} runs`
     : `step ${first.step}${first.total_steps ? ` of ${first.total_steps}` : ""}, ${first.state}`;
   return (
     <span class="pulse">
-      {said}
-      {live && heard.value > 0 && ` · ${time(heard.value)}`}
+      {status}
+      {live && lastResponseMs.value > 0 && ` · ${time(lastResponseMs.value)}`}
     </span>
   );
 }

@@ -1,9 +1,9 @@
 import { type Message, type Sample, sampledTokens, type Turn } from "../data";
 import { count, short } from "../format";
 import { answeredBy, contentOf, otherFields, type ToolCall, toolCallsOf, turnsOf } from "../messages";
-import { Text, TextBlock } from "./text";
+import { SafeText, TextBlock } from "./text";
 
-/** The messages in their order, from the `from`-th on; below answers, what is known of their turns. */
+/** The messages of a sample from index `from` on, with facts about the turn below each message of the assistant. */
 export function Conversation({ sample, from = 0 }: { sample: Sample; from?: number }) {
   const turns = turnsOf(sample);
   const answered = answeredBy(sample);
@@ -29,7 +29,7 @@ export function MessageCard({
 }: {
   message: Message;
   turn?: Turn | undefined;
-  /** Names of the calls that it answers. */
+  /** Names of the calls whose results the message holds. */
   answers?: string[] | undefined;
 }) {
   const role = String(message.role ?? "");
@@ -37,20 +37,20 @@ export function MessageCard({
   return (
     <li class={`message ${known}`}>
       <h3>
-        <Text value={role} />
+        <SafeText value={role} />
       </h3>
       {answers.length > 0 && (
         <p class="answers">
           <span class="muted">answer to</span>{" "}
           <b>
-            <Text value={answers.join(", ")} />
+            <SafeText value={answers.join(", ")} />
           </b>
         </p>
       )}
       {otherFields(message).map(([name, value]) => (
         <div key={name} class="field">
           <span class="muted">
-            <Text value={name} />
+            <SafeText value={name} />
           </span>
           <TextBlock value={value} />
         </div>
@@ -67,20 +67,20 @@ export function MessageCard({
 function Call({ call }: { call: ToolCall }) {
   return (
     <div class="tool-call">
-      <span class="muted">call of</span>{" "}
+      <span class="muted">call to</span>{" "}
       <b>
-        <Text value={call.name || "unreadable"} />
+        <SafeText value={call.name || "unreadable"} />
       </b>
       {call.error && (
         <span class="call-error">
           {" "}
-          <Text value={call.error} />
+          <SafeText value={call.error} />
         </span>
       )}
       {call.arguments.map(([name, value]) => (
         <div key={name}>
           <span class="muted">
-            <Text value={name} />
+            <SafeText value={name} />
           </span>
           <TextBlock value={value} />
         </div>
@@ -94,8 +94,8 @@ function TurnFacts({ turn }: { turn: Turn }) {
     turn.min_version === turn.max_version ? `${turn.min_version}` : `${turn.min_version} to ${turn.max_version}`;
   return (
     <p class="turn muted">
-      reward {short(turn.reward)} · {count(sampledTokens(turn))} tokens · <Text value={turn.stop_reason} /> · weights
-      of step {versions}
+      reward {short(turn.reward)} · {count(sampledTokens(turn))} tokens · <SafeText value={turn.stop_reason} /> ·
+      weights of step {versions}
       {turn.running_s ? ` · sampled in ${short(turn.running_s)} s` : ""}
       {turn.environment_s ? ` · environment ${short(turn.environment_s)} s` : ""}
     </p>

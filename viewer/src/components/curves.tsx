@@ -2,24 +2,24 @@ import { useMemo, useState } from "preact/hooks";
 import { type ChartPlan, type Section, sectionsOf } from "../curves";
 import { hiddenRuns, metrics, runs, shownRuns } from "../state";
 import { colorOf } from "../theme";
-import { go, view } from "../view";
+import { updateView, view } from "../view";
 import { CurveChart, PartsChart } from "./charts";
-import { Text } from "./text";
+import { SafeText } from "./text";
 
-/** Curves of all runs, by what stands before the slash in their names. */
+/** The curves of all runs, in sections by metric prefix. */
 export function Curves() {
   const { find } = view.value;
   const ids = shownRuns.value.map((run) => run.id);
-  const known = ids.flatMap((id) => metrics.value[id] ?? []);
-  const names = [...new Set(known.flatMap((one) => Object.keys(one.columns)))];
+  const tables = ids.flatMap((id) => metrics.value[id] ?? []);
+  const names = [...new Set(tables.flatMap(({ columns }) => Object.keys(columns)))];
   const sections = useMemo(() => sectionsOf(names, ids, find), [names.join(), ids.join(), find]);
   return (
     <>
       <Controls />
-      {names.length === 0 && <p>There are no numbers yet.</p>}
+      {names.length === 0 && <p>There are no metrics yet.</p>}
       {names.length > 0 && sections.length === 0 && <p>No metric has “{find}” in its name.</p>}
       {sections.map((section) => (
-        <Charts key={section.title} section={section} first={section.title === "main" || find !== ""} />
+        <Charts key={section.title} section={section} openByDefault={section.title === "main" || find !== ""} />
       ))}
     </>
   );
@@ -27,7 +27,7 @@ export function Curves() {
 
 function Controls() {
   const { smooth, axis, find, zoom } = view.value;
-  const perPoint = Math.max(...Object.values(metrics.value).map((one) => one.steps_per_point ?? 1), 1);
+  const perPoint = Math.max(...Object.values(metrics.value).map(({ steps_per_point = 1 }) => steps_per_point), 1);
   return (
     <div class="controls" role="group" aria-label="Curves">
       <label>
@@ -36,7 +36,7 @@ function Controls() {
           type="search"
           value={find}
           placeholder="metric"
-          onInput={(e) => go({ find: e.currentTarget.value }, true)}
+          onInput={(e) => updateView({ find: e.currentTarget.value }, true)}
         />
       </label>
       <label>
@@ -47,54 +47,54 @@ function Controls() {
           max="0.99"
           step="0.01"
           value={smooth}
-          onInput={(e) => go({ smooth: e.currentTarget.value }, true)}
+          onInput={(e) => updateView({ smooth: e.currentTarget.value }, true)}
         />
         <output>{smooth}</output>
       </label>
       <label>
         Over{" "}
-        <select value={axis} onChange={(e) => go({ axis: e.currentTarget.value, zoom: "" })}>
+        <select value={axis} onChange={(e) => updateView({ axis: e.currentTarget.value, zoom: "" })}>
           <option value="step">steps</option>
           <option value="hours">hours</option>
         </select>
       </label>
-      {perPoint > 1 && <span class="muted">a point is {perPoint} steps</span>}
+      {perPoint > 1 && <span class="muted">one point per {perPoint} steps</span>}
       {zoom && (
-        <button type="button" onClick={() => go({ zoom: "" })}>
+        <button type="button" onClick={() => updateView({ zoom: "" })}>
           Show all steps
         </button>
       )}
-      <RunSwitches />
+      <RunLegend />
     </div>
   );
 }
 
-/** The legend of all charts. */
-function RunSwitches() {
+/** The legend of all charts, with a checkbox per run. */
+function RunLegend() {
   const hidden = hiddenRuns.value;
   if (runs.value.runs.length < 2) return null;
-  const turn = (id: string) => {
-    const left = hidden.has(id) ? [...hidden].filter((one) => one !== id) : [...hidden, id];
-    go({ hidden: left.filter(Boolean).join() });
+  const toggle = (id: string) => {
+    const ids = hidden.has(id) ? [...hidden].filter((other) => other !== id) : [...hidden, id];
+    updateView({ hidden: ids.filter(Boolean).join() });
   };
   return (
     <fieldset class="legend">
       <legend>Runs</legend>
       {runs.value.runs.map((run, index) => (
         <label key={run.id}>
-          <input type="checkbox" checked={!hidden.has(run.id)} onChange={() => turn(run.id)} />
+          <input type="checkbox" checked={!hidden.has(run.id)} onChange={() => toggle(run.id)} />
           <span class="swatch" style={{ background: colorOf(index) }} />
-          <Text value={run.name} />
+          <SafeText value={run.name} />
         </label>
       ))}
     </fieldset>
   );
 }
 
-/** A section is drawn once it is open. */
-function Charts({ section, first }: { section: Section; first: boolean }) {
+/** A section of charts, which are only drawn while it is open. */
+function Charts({ section, openByDefault }: { section: Section; openByDefault: boolean }) {
   const [chosen, choose] = useState<boolean | null>(null);
-  const open = chosen ?? first;
+  const open = chosen ?? openByDefault;
   return (
     <details
       class="section"
@@ -103,7 +103,7 @@ function Charts({ section, first }: { section: Section; first: boolean }) {
     >
       <summary>
         <h2>
-          <Text value={section.title} />
+          <SafeText value={section.title} />
         </h2>{" "}
         <span class="muted">{section.charts.length}</span>
       </summary>

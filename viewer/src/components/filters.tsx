@@ -1,8 +1,8 @@
 import { useEffect, useState } from "preact/hooks";
 import type { Query } from "../data";
 import { rows, runs, viewedRun } from "../state";
-import { FIRST_FILTERS, go, NO_SAMPLE, view } from "../view";
-import { plain } from "../visible";
+import { DEFAULT_FILTERS, updateView, NO_SAMPLE, view } from "../view";
+import { escapeInvisible } from "../invisibleCharacters";
 
 const ORDERS = {
   "-step": "newest first",
@@ -12,15 +12,15 @@ const ORDERS = {
   "-tokens": "longest",
   tokens: "shortest",
 };
-const PAUSE_MS = 250;
+const DEBOUNCE_MS = 250;
 
-/** Every filter asks again from the list's first page on. */
-const filter = (change: Partial<Query>) => go({ ...change, offset: "" }, true);
+/** Change a filter and go to the first page of the list. */
+const filter = (change: Partial<Query>) => updateView({ ...change, offset: "" }, true);
 
 export function Filters() {
   const facets = rows.value?.facets;
   const all = runs.value.runs;
-  const changed = Object.entries(FIRST_FILTERS).some(
+  const changed = Object.entries(DEFAULT_FILTERS).some(
     ([name, value]) => name !== "offset" && view.value[name as keyof Query] !== value,
   );
   return (
@@ -30,11 +30,11 @@ export function Filters() {
           run
           <select
             value={viewedRun.value?.id}
-            onChange={(e) => go({ run: e.currentTarget.value, ...NO_SAMPLE, offset: "" })}
+            onChange={(e) => updateView({ run: e.currentTarget.value, ...NO_SAMPLE, offset: "" })}
           >
             {all.map((run) => (
               <option key={run.id} value={run.id}>
-                {plain(run.name)}
+                {escapeInvisible(run.name)}
               </option>
             ))}
           </select>
@@ -42,51 +42,51 @@ export function Filters() {
       )}
       <label class="wide">
         text
-        <Typed name="text" type="search" />
+        <DebouncedInput name="text" type="search" />
       </label>
-      <Range what="step" from="step_from" to="step_to" />
-      <Range what="reward" from="reward_min" to="reward_max" />
-      <Range what="tokens" from="tokens_min" to="tokens_max" />
-      <Choice what="source" name="source" choices={facets?.sources} />
-      <Choice what="status" name="status" choices={facets?.statuses} />
-      <Choice what="stop" name="stop_reason" choices={facets?.stop_reasons} />
+      <Range label="step" from="step_from" to="step_to" />
+      <Range label="reward" from="reward_min" to="reward_max" />
+      <Range label="tokens" from="tokens_min" to="tokens_max" />
+      <Choice label="source" name="source" choices={facets?.sources} />
+      <Choice label="status" name="status" choices={facets?.statuses} />
+      <Choice label="stop" name="stop_reason" choices={facets?.stop_reasons} />
       <label>
         order
         <select value={view.value.order} onChange={(event) => filter({ order: event.currentTarget.value })}>
-          {Object.entries(ORDERS).map(([order, said]) => (
+          {Object.entries(ORDERS).map(([order, label]) => (
             <option key={order} value={order}>
-              {said}
+              {label}
             </option>
           ))}
         </select>
       </label>
-      <button type="button" disabled={!changed} onClick={() => filter(FIRST_FILTERS)}>
+      <button type="button" disabled={!changed} onClick={() => filter(DEFAULT_FILTERS)}>
         Clear
       </button>
     </form>
   );
 }
 
-function Range({ what, from, to }: { what: string; from: keyof Query; to: keyof Query }) {
+function Range({ label, from, to }: { label: string; from: keyof Query; to: keyof Query }) {
   return (
-    <span class="range" role="group" aria-label={what}>
-      {what}
-      <Typed name={from} type="number" label={`${what} from`} />
+    <span class="range" role="group" aria-label={label}>
+      {label}
+      <DebouncedInput name={from} type="number" label={`${label} from`} />
       –
-      <Typed name={to} type="number" label={`${what} to`} />
+      <DebouncedInput name={to} type="number" label={`${label} to`} />
     </span>
   );
 }
 
-/** Asks once someone has stopped typing. */
-function Typed({ name, type, label }: { name: keyof Query; type: "search" | "number"; label?: string }) {
-  const asked = view.value[name];
-  const [typed, setTyped] = useState(asked);
-  useEffect(() => setTyped(asked), [asked]);
+/** An input that applies its filter once the user stops typing. */
+function DebouncedInput({ name, type, label }: { name: keyof Query; type: "search" | "number"; label?: string }) {
+  const applied = view.value[name];
+  const [typed, setTyped] = useState(applied);
+  useEffect(() => setTyped(applied), [applied]);
   useEffect(() => {
     if (typed === view.peek()[name]) return;
-    const wait = setTimeout(() => filter({ [name]: typed }), PAUSE_MS);
-    return () => clearTimeout(wait);
+    const timer = setTimeout(() => filter({ [name]: typed }), DEBOUNCE_MS);
+    return () => clearTimeout(timer);
   }, [typed]);
   const field = {
     value: typed,
@@ -96,17 +96,17 @@ function Typed({ name, type, label }: { name: keyof Query; type: "search" | "num
   return type === "search" ? <input type="search" {...field} /> : <input type="number" step="any" {...field} />;
 }
 
-function Choice({ what, name, choices = [] }: { what: string; name: keyof Query; choices?: string[] | undefined }) {
+function Choice({ label, name, choices = [] }: { label: string; name: keyof Query; choices?: string[] | undefined }) {
   const chosen = view.value[name];
-  const offered = chosen === "" || choices.includes(chosen) ? choices : [...choices, chosen];
+  const options = chosen === "" || choices.includes(chosen) ? choices : [...choices, chosen];
   return (
     <label>
-      {what}
+      {label}
       <select value={chosen} onChange={(event) => filter({ [name]: event.currentTarget.value })}>
         <option value="">all</option>
-        {offered.map((choice) => (
+        {options.map((choice) => (
           <option key={choice} value={choice}>
-            {plain(choice)}
+            {escapeInvisible(choice)}
           </option>
         ))}
       </select>

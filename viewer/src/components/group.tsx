@@ -1,39 +1,39 @@
 import { commonStart, isSame, sampledTokens } from "../data";
 import { group } from "../state";
 import { count } from "../format";
-import { asView, go, openKey, view } from "../view";
+import { asView, updateView, openKey, view } from "../view";
 import { Conversation, MessageCard } from "./conversation";
 import { Reward } from "./list";
-import { Text } from "./text";
+import { SafeText } from "./text";
 
-/** All samples of a prompt side by side, the prompt once above them. */
+/** All samples of a prompt side by side, below the prompt. */
 export function GroupView() {
-  const [found, key] = [group.value, openKey(view.value)];
-  if (!found?.rows.some((row) => key && isSame(row, key))) return <p class="muted">reading…</p>;
+  const [loaded, key] = [group.value, openKey(view.value)];
+  if (!loaded?.rows.some((row) => key && isSame(row, key))) return <p class="muted">loading…</p>;
   return (
     <>
       <ol class="conversation">
-        {found.prompt.map((message, index) => (
+        {loaded.prompt.map((message, index) => (
           <MessageCard key={index} message={message} />
         ))}
       </ol>
       <div class="group" role="group" aria-label="Samples side by side" tabIndex={0}>
-        {found.samples.map((sample) => (
+        {loaded.samples.map((sample) => (
           <article
             key={sample.sample}
             aria-label={`sample ${sample.sample}`}
             aria-current={String(sample.sample) === view.value.sample ? "true" : undefined}
           >
             <h3>
-              <button type="button" onClick={() => go({ ...asView(sample), how: "conversation" })}>
+              <button type="button" onClick={() => updateView({ ...asView(sample), how: "conversation" })}>
                 sample {sample.sample}
               </button>{" "}
               <Reward row={sample} />{" "}
               <span class="muted">
-                {count(sampledTokens(...sample.turns))} tokens · <Text value={sample.stop_reason} />
+                {count(sampledTokens(...sample.turns))} tokens · <SafeText value={sample.stop_reason} />
               </span>
             </h3>
-            <Conversation sample={sample} from={commonStart([found.prompt, sample.messages]).length} />
+            <Conversation sample={sample} from={commonStart([loaded.prompt, sample.messages]).length} />
           </article>
         ))}
       </div>

@@ -2,14 +2,14 @@ import { useEffect, useRef } from "preact/hooks";
 import { isSame, PAGE_ROWS, type Row } from "../data";
 import { count, short } from "../format";
 import { rows } from "../state";
-import { asView, go, openKey, view } from "../view";
-import { Text } from "./text";
+import { asView, updateView, openKey, view } from "../view";
+import { SafeText } from "./text";
 
-/** A page of samples, two lines each. */
+/** A page of the list of samples, with two lines per sample. */
 export function List() {
   const list = rows.value;
   const open = openKey(view.value);
-  if (!list) return <p class="muted">reading…</p>;
+  if (!list) return <p class="muted">loading…</p>;
   return (
     <>
       <Pager total={list.total} shown={list.rows.length} />
@@ -33,25 +33,30 @@ function Entry({ row, open }: { row: Row; open: boolean }) {
   }, [open]);
   return (
     <li>
-      <button ref={button} type="button" aria-current={open ? "true" : undefined} onClick={() => go(asView(row))}>
+      <button
+        ref={button}
+        type="button"
+        aria-current={open ? "true" : undefined}
+        onClick={() => updateView(asView(row))}
+      >
         <span class="facts">
           <Reward row={row} />
           <span>
-            step {row.step} · row <Text value={row.uid} /> · {row.sample}
+            step {row.step} · row <SafeText value={row.uid} /> · {row.sample}
           </span>
           <span class="muted">
-            {count(row.tokens)} tokens{row.turns > 1 && `, ${row.turns} turns`} · <Text value={row.stop_reason} />
+            {count(row.tokens)} tokens{row.turns > 1 && `, ${row.turns} turns`} · <SafeText value={row.stop_reason} />
           </span>
         </span>
         <span class="preview">
-          <Text value={row.preview} />
+          <SafeText value={row.preview} />
         </span>
       </button>
     </li>
   );
 }
 
-/** The reward, or that there is none. */
+/** The reward of a sample, or its status if it failed. */
 export function Reward({ row }: { row: Pick<Row, "reward" | "status"> }) {
   if (row.status !== "ok") return <span class="reward failed">{row.status}</span>;
   return <span class={`reward ${(row.reward ?? 0) > 0 ? "good" : "none"}`}>{short(row.reward)}</span>;
@@ -59,20 +64,25 @@ export function Reward({ row }: { row: Pick<Row, "reward" | "status"> }) {
 
 function Pager({ total, shown }: { total: number; shown: number }) {
   const offset = Number(view.value.offset) || 0;
-  const turn = (to: number) => go({ offset: to > 0 ? String(to) : "" });
+  const showPage = (newOffset: number) => updateView({ offset: newOffset > 0 ? String(newOffset) : "" });
   return (
     <nav class="pager" aria-label="Pages">
-      <button type="button" aria-label="Previous page" disabled={offset <= 0} onClick={() => turn(offset - PAGE_ROWS)}>
+      <button
+        type="button"
+        aria-label="Previous page"
+        disabled={offset <= 0}
+        onClick={() => showPage(offset - PAGE_ROWS)}
+      >
         ‹
       </button>
       <span role="status">
-        {total ? `${count(offset + 1)}–${count(offset + shown)} of ${count(total)}` : "no sample"}
+        {total ? `${count(offset + 1)}–${count(offset + shown)} of ${count(total)}` : "no samples"}
       </span>
       <button
         type="button"
         aria-label="Next page"
         disabled={offset + shown >= total}
-        onClick={() => turn(offset + PAGE_ROWS)}
+        onClick={() => showPage(offset + PAGE_ROWS)}
       >
         ›
       </button>

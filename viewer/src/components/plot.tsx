@@ -2,11 +2,11 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import { short } from "../format";
 import { dark } from "../theme";
-import { go, view } from "../view";
-import { plain } from "../visible";
-import { Text } from "./text";
+import { updateView, view } from "../view";
+import { escapeInvisible } from "../invisibleCharacters";
+import { SafeText } from "./text";
 
-/** A line of a chart; x rises. `raw`: the numbers to tell at a point, if they are not y. */
+/** A line of a chart. x is ascending. `raw` has the values to display, if they are not y. */
 export interface Line {
   label: string;
   color: string;
@@ -14,13 +14,13 @@ export interface Line {
   y: number[];
   raw?: number[];
   dash?: number[] | undefined;
-  /** faint: behind another; low and high follow each other and are the edges of a band; area: filled to the axis. */
+  /** faint: behind another line; low, followed by high: the edges of a band; area: filled down to the axis. */
   kind?: "line" | "faint" | "low" | "high" | "area";
 }
 
 const HEIGHT = 190;
 
-/** A chart with what it says at the pointer, or at the end, below. */
+/** A chart with the values at the pointer, or else the last values, below it. */
 export function Plot({
   title,
   described,
@@ -32,12 +32,12 @@ export function Plot({
   lines: Line[];
   axis: string;
 }) {
-  const place = useRef<HTMLDivElement>(null);
+  const container = useRef<HTMLDivElement>(null);
   const [at, setAt] = useState<number | null>(null);
   const { zoom } = view.value;
   const isDark = dark.value;
   useEffect(() => {
-    const target = place.current;
+    const target = container.current;
     if (!target || !lines.length) return;
     const plot = new uPlot(options(target, lines, zoom, isDark, setAt), joined(lines), target);
     const watch = new ResizeObserver(() => plot.setSize({ width: target.clientWidth, height: HEIGHT }));
@@ -47,22 +47,27 @@ export function Plot({
       plot.destroy();
     };
   }, [lines, zoom, isDark]);
-  const told = (lines[0]?.kind === "area" ? lines.toReversed() : lines)
+  const values = (lines[0]?.kind === "area" ? lines.toReversed() : lines)
     .filter(({ kind = "line" }) => kind === "line" || kind === "area")
     .map((line) => ({ line, value: valueAt(line, at) }));
-  const spoken = told.map(({ line, value }) => `${line.label} ${short(value)}`).join(", ");
+  const description = values.map(({ line, value }) => `${line.label} ${short(value)}`).join(", ");
   return (
     <figure class="chart">
-      <figcaption title={plain(described)}>
-        <Text value={title} />
+      <figcaption title={escapeInvisible(described)}>
+        <SafeText value={title} />
       </figcaption>
-      <div ref={place} role="img" aria-label={plain(`${title}: ${spoken}`)} onDblClick={() => go({ zoom: "" })} />
+      <div
+        ref={container}
+        role="img"
+        aria-label={escapeInvisible(`${title}: ${description}`)}
+        onDblClick={() => updateView({ zoom: "" })}
+      />
       <ul class="values">
         {at !== null && <li class="muted">{axis === "hours" ? `${short(at)} h` : `step ${at}`}</li>}
-        {told.map(({ line, value }, index) => (
+        {values.map(({ line, value }, index) => (
           <li key={index}>
             <span class="swatch" style={{ background: line.color }} />
-            <Text value={line.label} /> <b>{short(value)}</b>
+            <SafeText value={line.label} /> <b>{short(value)}</b>
           </li>
         ))}
       </ul>
@@ -70,13 +75,13 @@ export function Plot({
   );
 }
 
-/** The last number up to a step; without one, the last of all. */
+/** The last value up to a step or hour; the last value of the line if `at` is null. */
 function valueAt(line: Line, at: number | null): number | null {
   const row = at === null ? line.x.length - 1 : line.x.findLastIndex((x) => x <= at);
   return (line.raw ?? line.y)[row] ?? null;
 }
 
-/** uPlot's tables share one x. */
+/** Join lines into one table, because uPlot's series share their x values. */
 const joined = (lines: Line[]): uPlot.AlignedData =>
   uPlot.join(lines.map((line) => [line.x, line.y] as uPlot.AlignedData));
 
@@ -85,7 +90,7 @@ function options(
   lines: Line[],
   zoom: string,
   isDark: boolean,
-  tell: (at: number | null) => void,
+  onPoint: (at: number | null) => void,
 ): uPlot.Options {
   const style = getComputedStyle(target);
   const axis: uPlot.Axis = {
@@ -95,8 +100,8 @@ function options(
     font: `11px ${style.fontFamily}`,
   };
   const [from, to] = zoom.split("~").map(Number);
-  const range: uPlot.Range.Function = (_, least, most) =>
-    from !== undefined && to !== undefined ? [from, to] : least === most ? [least - 1, most + 1] : [least, most];
+  const range: uPlot.Range.Function = (_, min, max) =>
+    from !== undefined && to !== undefined ? [from, to] : min === max ? [min - 1, max + 1] : [min, max];
   return {
     width: target.clientWidth,
     height: HEIGHT,
@@ -104,7 +109,7 @@ function options(
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
     scales: {
       x: { time: false, range },
-      ...(lines[0]?.kind === "area" && { y: { range: (_, __, most) => [0, most * 1.05 || 1] } }),
+      ...(lines[0]?.kind === "area" && { y: { range: (_, __, max) => [0, max * 1.05 || 1] } }),
     },
     padding: [6, 10, 0, 0],
     axes: [
@@ -116,12 +121,12 @@ function options(
       line.kind === "high" ? [{ series: [index + 1, index] as [number, number], fill: `${line.color}22` }] : [],
     ),
     hooks: {
-      setCursor: [(plot) => tell(plot.cursor.idx == null ? null : (plot.data[0][plot.cursor.idx] ?? null))],
+      setCursor: [(plot) => onPoint(plot.cursor.idx == null ? null : (plot.data[0][plot.cursor.idx] ?? null))],
       setSelect: [
         (plot) => {
           if (plot.select.width < 5) return;
           const ends = [plot.select.left, plot.select.left + plot.select.width].map((px) => plot.posToVal(px, "x"));
-          go({ zoom: ends.map((end) => Number(end.toPrecision(6))).join("~") });
+          updateView({ zoom: ends.map((end) => Number(end.toPrecision(6))).join("~") });
         },
       ],
     },
@@ -142,7 +147,7 @@ function seriesOf({ kind = "line", color, dash = [], x }: Line, isDark: boolean)
   };
 }
 
-/** Opaque, so that areas cover each other: half of the way to black or white. */
+/** An opaque color half way to black or white, so that areas cover each other. */
 function tint(color: string, towards: 0 | 255): string {
   const parts = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
   return `rgb(${parts.map((part) => Math.round((part + towards) / 2)).join(" ")})`;

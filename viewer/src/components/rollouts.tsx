@@ -5,11 +5,16 @@ import { Filters } from "./filters";
 import { List } from "./list";
 import { SampleView } from "./sample";
 
-/** The list of samples, and the one that is open. */
+/** The list of samples, and the open sample. */
 export function Rollouts() {
   const [run, key] = [viewedRun.value, openKey(view.value)];
   if (run && !run.has_rollouts)
-    return <p>This run kept no rollouts. trainer.keep_rollouts=sample keeps some of every step, all keeps all.</p>;
+    return (
+      <p>
+        This run saved no rollouts. trainer.keep_rollouts=sample saves some rollouts of every step,
+        trainer.keep_rollouts=all saves all of them.
+      </p>
+    );
   return (
     <div class="rollouts">
       <section class="browse" aria-label="Samples">

@@ -1,7 +1,7 @@
 import { runs } from "../state";
-import { Text } from "./text";
+import { SafeText } from "./text";
 
-/** The runs, and the keys of their configurations that differ. */
+/** The runs, and the configuration keys in which they differ. */
 export function RunTables() {
   const { runs: all, differing } = runs.value;
   return (
@@ -22,10 +22,10 @@ export function RunTables() {
             {all.map((run) => (
               <tr key={run.id}>
                 <th scope="row">
-                  <Text value={run.name} />
+                  <SafeText value={run.name} />
                 </th>
                 <td>
-                  <Text value={run.project} />
+                  <SafeText value={run.project} />
                 </td>
                 <td>
                   {run.step}
@@ -33,7 +33,7 @@ export function RunTables() {
                 </td>
                 <td>{run.state}</td>
                 <td>
-                  <Text value={run.folder} />
+                  <SafeText value={run.folder} />
                 </td>
               </tr>
             ))}
@@ -42,8 +42,8 @@ export function RunTables() {
       </section>
       {all.length > 1 && (
         <section>
-          <h2>Keys that differ</h2>
-          {differing.length === 0 && <p>Their configurations are the same.</p>}
+          <h2>Configuration differences</h2>
+          {differing.length === 0 && <p>All configurations are equal.</p>}
           {differing.length > 0 && (
             <table class="differing">
               <thead>
@@ -51,7 +51,7 @@ export function RunTables() {
                   <th scope="col">key</th>
                   {all.map((run) => (
                     <th key={run.id} scope="col">
-                      <Text value={run.name} />
+                      <SafeText value={run.name} />
                     </th>
                   ))}
                 </tr>
@@ -60,11 +60,11 @@ export function RunTables() {
                 {differing.map(({ key, values }) => (
                   <tr key={key}>
                     <th scope="row">
-                      <Text value={key} />
+                      <SafeText value={key} />
                     </th>
                     {values.map((value, index) => (
                       <td key={index}>
-                        <Text value={String(value)} />
+                        <SafeText value={String(value)} />
                       </td>
                     ))}
                   </tr>

@@ -1,53 +1,60 @@
 import type { ComponentChildren } from "preact";
 import { type Sample, sampledTokens } from "../data";
 import { count, short } from "../format";
-import { go, view } from "../view";
+import { updateView, view } from "../view";
 import { Conversation } from "./conversation";
 import { GroupView } from "./group";
 import { Reward } from "./list";
-import { Text, TextBlock } from "./text";
+import { SafeText, TextBlock } from "./text";
 import { TokenView } from "./tokens";
 
-const NO_TOKENS = <p>The report has no room for the tokens of this sample: skyrl-train watch shows those of all.</p>;
-const WAYS: Record<string, { name: string; show: (sample: Sample) => ComponentChildren }> = {
-  conversation: { name: "Conversation", show: (sample) => <Conversation sample={sample} /> },
+const NO_TOKENS = (
+  <p>The report omits the tokens of this sample to limit its size. skyrl-train watch shows the tokens of all.</p>
+);
+const SAMPLE_VIEWS: Record<string, { name: string; render: (sample: Sample) => ComponentChildren }> = {
+  conversation: { name: "Conversation", render: (sample) => <Conversation sample={sample} /> },
   tokens: {
     name: "Tokens",
-    show: (sample) => (sample.tokens ? <TokenView tokens={sample.tokens} turns={sample.turns} /> : NO_TOKENS),
+    render: (sample) => (sample.tokens ? <TokenView tokens={sample.tokens} turns={sample.turns} /> : NO_TOKENS),
   },
-  group: { name: "Group", show: () => <GroupView /> },
+  group: { name: "Group", render: () => <GroupView /> },
 };
 
 export function SampleView({ sample }: { sample: Sample }) {
-  const how = Object.hasOwn(WAYS, view.value.how) ? view.value.how : "conversation";
+  const how = Object.hasOwn(SAMPLE_VIEWS, view.value.how) ? view.value.how : "conversation";
   return (
     <>
       <h2>
-        <Reward row={sample} /> step {sample.step} · row <Text value={sample.uid} /> · sample {sample.sample}
+        <Reward row={sample} /> step {sample.step} · row <SafeText value={sample.uid} /> · sample {sample.sample}
       </h2>
       <Facts sample={sample} />
-      <nav class="ways" aria-label="Ways to see it">
-        {Object.entries(WAYS).map(([name, way]) => (
+      <nav class="ways" aria-label="Views of the sample">
+        {Object.entries(SAMPLE_VIEWS).map(([name, sampleView]) => (
           <button
             key={name}
             type="button"
             aria-current={name === how ? "true" : undefined}
-            onClick={() => go({ how: name })}
+            onClick={() => updateView({ how: name })}
           >
-            {way.name}
+            {sampleView.name}
           </button>
         ))}
       </nav>
-      {WAYS[how]?.show(sample)}
+      {SAMPLE_VIEWS[how]?.render(sample)}
     </>
   );
 }
 
-/** The tokens of a sample: sampled, read between turns (tool results, headers of messages), and those of the prompt. */
+/** The numbers of sampled tokens, of tokens between turns (tool results, message headers) and of prompt tokens. */
 function tokensOf({ turns, response_tokens, prompt_tokens }: Sample): string {
   const sampled = sampledTokens(...turns);
-  const read = response_tokens - sampled;
-  return `${count(sampled)} sampled, ${read ? `${count(read)} between turns, ` : ""}${count(prompt_tokens)} of the prompt`;
+  const between = response_tokens - sampled;
+  const parts = [
+    `${count(sampled)} sampled`,
+    ...(between ? [`${count(between)} between turns`] : []),
+    `${count(prompt_tokens)} in the prompt`,
+  ];
+  return parts.join(", ");
 }
 
 function Facts({ sample }: { sample: Sample }) {
@@ -55,24 +62,24 @@ function Facts({ sample }: { sample: Sample }) {
   const versions = turns.flatMap((turn) => [turn.min_version, turn.max_version]);
   const [oldest, newest] = [Math.min(...versions), Math.max(...versions)];
   const facts: [string, ComponentChildren][] = [
-    ["source", <Text value={sample.source} />],
-    ["stop", <Text value={sample.stop_reason} />],
+    ["source", <SafeText value={sample.source} />],
+    ["stop", <SafeText value={sample.stop_reason} />],
     ["tokens", tokensOf(sample)],
     ["turns", String(turns.length)],
   ];
   if (versions.length) facts.push(["weights of step", oldest === newest ? String(oldest) : `${oldest} to ${newest}`]);
   if (sample.temperature != null) facts.push(["temperature", short(sample.temperature)]);
   if (sample.raw_reward != null && sample.raw_reward !== sample.reward)
-    facts.push(["before penalties", short(sample.raw_reward)]);
+    facts.push(["reward before penalties", short(sample.raw_reward)]);
   for (const [name, value] of Object.entries(sample.env_metrics))
-    facts.push([name, typeof value === "number" ? short(value) : <Text value={JSON.stringify(value)} />]);
+    facts.push([name, typeof value === "number" ? short(value) : <SafeText value={JSON.stringify(value)} />]);
   return (
     <>
       <dl class="facts-of-sample">
         {facts.map(([name, value]) => (
           <div key={name}>
             <dt>
-              <Text value={name} />
+              <SafeText value={name} />
             </dt>
             <dd>{value}</dd>
           </div>
@@ -80,14 +87,14 @@ function Facts({ sample }: { sample: Sample }) {
       </dl>
       {Object.keys(sample.env_extras ?? {}).length > 0 && (
         <details>
-          <summary class="muted">what the environment was given</summary>
+          <summary class="muted">inputs of the environment</summary>
           <TextBlock value={JSON.stringify(sample.env_extras, null, 2)} />
         </details>
       )}
       {sample.error && (
         <div class="failure">
           <b>
-            <Text value={sample.error} />
+            <SafeText value={sample.error} />
           </b>
           <TextBlock value={sample.detail ?? ""} />
         </div>

@@ -1,11 +1,11 @@
 import { useState } from "preact/hooks";
 import { count } from "../format";
-import { piecesOf } from "../visible";
+import { piecesOf } from "../invisibleCharacters";
 
-const FIRST = 50_000;
+const MAX_CHARS_SHOWN = 50_000;
 
-/** Text of a model or an environment, as text and nothing else; what cannot be seen has a sign. */
-export function Text({ value }: { value: string }) {
+/** Untrusted text, shown literally. Invisible characters are replaced by signs. */
+export function SafeText({ value }: { value: string }) {
   return (
     <bdi>
       {piecesOf(value).map((piece) =>
@@ -21,15 +21,15 @@ export function Text({ value }: { value: string }) {
   );
 }
 
-/** A text of many lines; of a very long one its start, until someone wants all. */
+/** A text of many lines. A very long one is truncated until the user asks for all of it. */
 export function TextBlock({ value }: { value: string }) {
-  const [whole, showWhole] = useState(false);
-  const cut = !whole && value.length > FIRST;
+  const [showsAll, setShowsAll] = useState(false);
+  const isTruncated = !showsAll && value.length > MAX_CHARS_SHOWN;
   return (
     <div class="text-block">
-      <Text value={cut ? value.slice(0, FIRST) : value} />
-      {cut && (
-        <button type="button" class="more" onClick={() => showWhole(true)}>
+      <SafeText value={isTruncated ? value.slice(0, MAX_CHARS_SHOWN) : value} />
+      {isTruncated && (
+        <button type="button" class="more" onClick={() => setShowsAll(true)}>
           Show all {count(value.length)} characters
         </button>
       )}

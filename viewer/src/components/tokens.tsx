@@ -3,25 +3,25 @@ import { memo } from "preact/compat";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Column, Tokens, Turn } from "../data";
 import { count, exact, short } from "../format";
-import { SHADES, type Shade, shadeOf } from "../shade";
-import { go, view } from "../view";
-import { piecesOf } from "../visible";
-import { Text } from "./text";
+import { SHADES, type Shade, shadeOf } from "../tokenShading";
+import { updateView, view } from "../view";
+import { piecesOf } from "../invisibleCharacters";
+import { SafeText } from "./text";
 
-const AT_ONCE = 4000;
+const MAX_TOKENS_RENDERED = 4000;
 
-/** Every token with its numbers; what the loss sees is underlined. */
+/** The tokens of a sample, shaded by a value. Tokens in the loss are underlined. */
 export function TokenView({ tokens, turns }: { tokens: Tokens; turns: Turn[] }) {
   const name = Object.hasOwn(SHADES, view.value.shade) ? view.value.shade : "logprob";
   const shade = useMemo(() => shadeOf(tokens, name), [tokens, name]);
   const chosen = view.value.token === "" ? null : Number(view.value.token);
   const [pointed, point] = useState<number | null>(null);
-  const [asked, ask] = useState(AT_ONCE);
-  const shown = Math.max(asked, (chosen ?? 0) + 1);
-  const place = useRef<HTMLDivElement>(null);
-  useEffect(() => ask(AT_ONCE), [tokens]);
+  const [limit, setLimit] = useState(MAX_TOKENS_RENDERED);
+  const shown = Math.max(limit, (chosen ?? 0) + 1);
+  const container = useRef<HTMLDivElement>(null);
+  useEffect(() => setLimit(MAX_TOKENS_RENDERED), [tokens]);
   useEffect(() => {
-    const token = place.current?.querySelector(`[data-token="${chosen}"]`);
+    const token = container.current?.querySelector(`[data-token="${chosen}"]`);
     token?.classList.add("chosen");
     token?.scrollIntoView({ block: "nearest" });
     return () => token?.classList.remove("chosen");
@@ -35,14 +35,14 @@ export function TokenView({ tokens, turns }: { tokens: Tokens; turns: Turn[] }) 
     if (by === undefined) return;
     event.preventDefault();
     const next = chosen === null ? 0 : Math.min(tokens.ids.length - 1, Math.max(0, chosen + by));
-    go({ token: String(next) }, true);
+    updateView({ token: String(next) }, true);
   };
   return (
     <>
       <Legend name={name} shade={shade} />
       <TokenFacts tokens={tokens} index={pointed ?? chosen} />
       <div
-        ref={place}
+        ref={container}
         class="tokens"
         role="group"
         aria-label="Tokens; arrow keys move through them"
@@ -51,14 +51,14 @@ export function TokenView({ tokens, turns }: { tokens: Tokens; turns: Turn[] }) 
         onPointerLeave={() => point(null)}
         onClick={(event) => {
           const index = indexAt(event);
-          if (index !== null) go({ token: String(index) }, true);
+          if (index !== null) updateView({ token: String(index) }, true);
         }}
         onKeyDown={step}
       >
         <TokenSpans tokens={tokens} turns={turns} shade={shade} shown={shown} />
       </div>
       {shown < tokens.ids.length && (
-        <button type="button" class="more" onClick={() => ask(shown + AT_ONCE)}>
+        <button type="button" class="more" onClick={() => setLimit(shown + MAX_TOKENS_RENDERED)}>
           Show more of {count(tokens.ids.length)} tokens
         </button>
       )}
@@ -71,7 +71,13 @@ function Legend({ name, shade }: { name: string; shade: Shade }) {
     <div class="controls" role="group" aria-label="Shading">
       {Object.entries(SHADES).map(([key, { title }]) => (
         <label key={key}>
-          <input type="radio" name="shade" checked={key === name} onChange={() => go({ shade: key }, true)} /> {title}
+          <input
+            type="radio"
+            name="shade"
+            checked={key === name}
+            onChange={() => updateView({ shade: key }, true)}
+          />{" "}
+          {title}
         </label>
       ))}
       <span class="scale" aria-hidden="true">
@@ -86,18 +92,18 @@ function Legend({ name, shade }: { name: string; shade: Shade }) {
         )}
       </span>
       <span class="trained">in the loss</span>
-      <span class="untrained">not in it</span>
+      <span class="untrained">not in the loss</span>
     </div>
   );
 }
 
-/** Whether the run had such numbers at all. */
-const given = (column: Column | undefined): boolean => column?.some((value) => value !== null) ?? false;
+/** True if the column has any value: the run may not have computed it. */
+const hasValues = (column: Column | undefined): boolean => column?.some((value) => value !== null) ?? false;
 
-/** The numbers of a token: the one under the pointer, else the one that was chosen. */
+/** The values of a token: the one under the pointer, else the selected one. */
 function TokenFacts({ tokens, index }: { tokens: Tokens; index: number | null }) {
   if (index === null || tokens.ids[index] === undefined)
-    return <p class="token-facts muted">Point at a token, or click to keep it.</p>;
+    return <p class="token-facts muted">Point at a token, or click to select it.</p>;
   const [engine, trainer] = [tokens.logprobs[index] ?? null, tokens.old_logprobs[index] ?? null];
   const facts: [string, string][] = [
     ["token", String(index)],
@@ -107,10 +113,10 @@ function TokenFacts({ tokens, index }: { tokens: Tokens; index: number | null })
     ["log-prob in the trainer", exact(trainer)],
     ["gap", engine === null || trainer === null ? "–" : short(trainer - engine)],
     ["advantage", exact(tokens.advantages[index])],
-    ...(given(tokens.ref_logprobs)
+    ...(hasValues(tokens.ref_logprobs)
       ? [["log-prob in the reference", exact(tokens.ref_logprobs?.[index])] as [string, string]]
       : []),
-    ...(given(tokens.rewards) ? [["reward", exact(tokens.rewards?.[index])] as [string, string]] : []),
+    ...(hasValues(tokens.rewards) ? [["reward", exact(tokens.rewards?.[index])] as [string, string]] : []),
     ["in the loss", tokens.trained[index] ? "yes" : "no"],
   ];
   return (
@@ -131,12 +137,12 @@ function TokenFacts({ tokens, index }: { tokens: Tokens; index: number | null })
   );
 }
 
-/** White space has signs here, too. */
+/** The text of a token with signs for white space. */
 function TokenText({ value }: { value: string }) {
-  return <Text value={value.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥")} />;
+  return <SafeText value={value.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥")} />;
 }
 
-/** Thousands of spans: drawn anew only if what they show changes. */
+/** The spans of all tokens, memoized because there are thousands of them. */
 const TokenSpans = memo(
   ({ tokens, turns, shade, shown }: { tokens: Tokens; turns: Turn[]; shade: Shade; shown: number }) => {
     const begins = new Map(turns.map((turn, index) => [tokens.prompt + turn.start, index + 1]));
@@ -147,14 +153,14 @@ const TokenSpans = memo(
       const kind = `${tokens.trained[index] ? "trained" : "untrained"} ${strength < 0 ? "negative" : "positive"}`;
       return (
         <Fragment key={index}>
-          {restarts.has(index) && <b class="marker">another prompt</b>}
+          {restarts.has(index) && <b class="marker">new prompt</b>}
           {turn !== undefined && <b class="marker">turn {turn}</b>}
           <span
             class={`token ${kind}`}
             data-token={index}
             style={strength ? { "--strength": Math.abs(strength).toFixed(3) } : undefined}
           >
-            <Shown value={tokens.texts[index] ?? ""} />
+            <TokenPieces value={tokens.texts[index] ?? ""} />
           </span>
         </Fragment>
       );
@@ -162,8 +168,8 @@ const TokenSpans = memo(
   },
 );
 
-/** A line's end is seen, and ends the line; an empty text has a sign. */
-function Shown({ value }: { value: string }) {
+/** The text of a token, with signs for line ends, invisible characters and the empty text. */
+function TokenPieces({ value }: { value: string }) {
   if (value === "") return <i class="hidden-sign">∅</i>;
   return piecesOf(value.replaceAll("\n", "↵\n")).map((piece) =>
     "text" in piece ? (

@@ -1,7 +1,7 @@
-"""Packages that SGLang imports on a CPU without ever calling them: its compiled kernels, and torchvision.
+"""Stubs of packages that SGLang imports on a CPU without calling them: its compiled kernels, and torchvision.
 
-Only an engine's processes have the folder on their path (see ../host.py). Any name can be imported from its modules;
-calling one raises.
+Only the processes of an SGLang engine have this folder on their path (see ../processes.py). Any name can be imported
+from the stubs. Calling one raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 
 class StubObject:
-    """A stand-in for a missing object; all of its attributes are missing, too."""
+    """A stub of an object that is not installed. Its attributes are stubs. Calling it raises NotImplementedError."""
 
     def __init__(self, name: str):
+        """Create a stub for the object with the qualified name `name`."""
         self.__name__ = name
 
     def __getattr__(self, name: str) -> StubObject:
@@ -26,11 +27,14 @@ class StubObject:
         return StubObject(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{self.__name__} is not installed: SGLang was not expected to call it on a CPU.")
+        raise NotImplementedError(
+            f"{self.__name__} is a stub that SGLang is not expected to call on a CPU. Install the package that has it, "
+            "or set generator.backend=vllm or generator.backend=transformers."
+        )
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Finds a module of any name below one package."""
+    """A finder that creates a stub module for every name below one package."""
 
     def __init__(self, package: str):
         self._prefix = f"{package}."
@@ -48,7 +52,11 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def install_stub(package: str) -> None:
-    """Make the module that is being imported a package in which every name exists."""
+    """Turn a module into a package in which every name and every submodule exists.
+
+    Args:
+        package: Name of the module, which calls this while it is imported.
+    """
     _fill(sys.modules[package])
     sys.meta_path.append(_Submodules(package))
 

@@ -1,4 +1,4 @@
-"""SGLang's compiled kernels: not needed on a CPU without the AMX build of SGLang."""
+"""Stub of SGLang's compiled kernels, which it does not need on a CPU, except in its AMX build."""
 
 from skyrl_train.engines.sglang.stubs import install_stub
 

@@ -1,4 +1,4 @@
-"""Image transforms: not needed for text."""
+"""Stub of torchvision, whose image transforms text models do not need."""
 
 from skyrl_train.engines.sglang.stubs import install_stub
 

@@ -1,4 +1,4 @@
-"""An environment of one's own for the `skyrl-gym` package, registered with that package."""
+"""A user's environment for the `skyrl-gym` package, registered with that package."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An advantage estimator of one's own, registered by decorator."""
+"""A user's advantage estimator, registered with a decorator."""
 
 import hydra
 import ray
@@ -12,7 +12,7 @@ from skyrl_train.utils.ppo_utils import register_advantage_estimator
 
 @register_advantage_estimator("simple_baseline")
 def compute_simple_baseline_advantage(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index, **kwargs):
-    """Rewards minus their mean over the batch, and a half, on every token of a response."""
+    """Return rewards minus their mean over the batch, plus 0.5, on every token of a response."""
     scores = token_level_rewards.sum(dim=-1)
     advantages = (scores - scores.mean() + 0.5).unsqueeze(-1) * response_mask
     return advantages, advantages

@@ -1,4 +1,4 @@
-"""A subclass of the experiment: rows, a tracker and a generator of its own, which changes SkyRL's own one a little."""
+"""A subclass of the experiment with its own data, tracker and generator, which slightly changes SkyRL's own one."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from skyrl_train.utils import initialize_ray
 
 
 class PolitelyGenerator(SkyRLGymGenerator):
-    """Plays the same episodes after a word more in the prompt, and does not train on the first token."""
+    """Adds a word to the prompt of each episode, and does not train on the first token."""
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         for conversation in input_batch["prompts"]:
@@ -25,7 +25,7 @@ class PolitelyGenerator(SkyRLGymGenerator):
 
 
 class Rows:
-    """Rows in the form of SkyRL's PromptDataset."""
+    """Rows in the format of SkyRL's PromptDataset."""
 
     def __len__(self):
         return 8
@@ -36,7 +36,7 @@ class Rows:
 
 
 class LinesTracker:
-    """Writes what is logged to a file."""
+    """Writes logged metrics to a file."""
 
     def __init__(self, path: str):
         self.path = path

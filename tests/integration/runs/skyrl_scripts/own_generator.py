@@ -1,4 +1,4 @@
-"""A generator of one's own, written to SkyRL's interface: it calls the engines itself and scores by its own rule."""
+"""A user's generator, written to SkyRL's interface: it calls the engines and computes rewards by its own rule."""
 
 import hydra
 import ray
@@ -13,7 +13,7 @@ from skyrl_train.utils import initialize_ray
 
 
 class VariedGenerator(GeneratorInterface):
-    """Rewards answers for the share of different tokens in them, token by token or as a whole."""
+    """Rewards the share of distinct tokens in responses, token by token or for the complete response."""
 
     def __init__(self, cfg: DictConfig, inference_engine_client: InferenceEngineClient, tokenizer):
         self.by_token = cfg.generator.my_rewards == "by_token"
@@ -28,13 +28,13 @@ class VariedGenerator(GeneratorInterface):
             InferenceEngineInput(
                 prompt_token_ids=prompt_ids,
                 sampling_params=input_batch["sampling_params"],
-                session_ids=[one.to_string() for one in input_batch["trajectory_ids"]],
+                session_ids=[trajectory_id.to_string() for trajectory_id in input_batch["trajectory_ids"]],
             )
         )
         response_ids = answers["response_ids"]
-        rewards = [[float(token not in ids[:place]) for place, token in enumerate(ids)] for ids in response_ids]
+        rewards = [[float(token not in ids[:position]) for position, token in enumerate(ids)] for ids in response_ids]
         if not self.by_token:
-            rewards = [sum(one) / len(one) for one in rewards]
+            rewards = [sum(values) / len(values) for values in rewards]
         metrics = get_rollout_metrics(response_ids, rewards)
         metrics["generate/batch"] = len(response_ids)
         metrics["generate/step"] = input_batch["batch_metadata"].global_step

@@ -1,4 +1,4 @@
-"""A trainer that overrides the methods of a step, as today's SkyRL programs write them but for the import lines."""
+"""A trainer that overrides the methods of a step, written like programs of today's SkyRL except for the imports."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from skyrl_train.utils import SkyRLTrainConfig, Timer, initialize_ray, validate_
 
 
 class HookedTrainer(RayPPOTrainer):
-    """Notes every method that the run calls; masks first tokens and scales advantages."""
+    """Records every method that the run calls, masks first tokens and scales advantages."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

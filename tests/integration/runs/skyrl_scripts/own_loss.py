@@ -1,4 +1,4 @@
-"""A policy loss of one's own with a main of one's own, as SkyRL's example of one registers it."""
+"""A user's policy loss in a user's main program, registered as in SkyRL's example."""
 
 import hydra
 import ray

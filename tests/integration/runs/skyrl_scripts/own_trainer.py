@@ -1,4 +1,4 @@
-"""A subclass of the trainer: losses on first tokens only, a teacher's log-probs as rewards, and notes around it."""
+"""A subclass of the trainer: losses on the first tokens only, a teacher's log-probs as rewards, and notes around it."""
 
 import os
 

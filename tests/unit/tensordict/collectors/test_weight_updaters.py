@@ -88,11 +88,11 @@ def test_weights_come_in_several_forms():
 def test_what_does_not_fit_changes_nothing_and_the_next_push_works(collects: LLMCollector):
     trained = tiny_model(seed=1)
     tensors = weights_of(trained)
-    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight is held by the engine"):
+    with pytest.raises(WeightSyncError, match=r"the engine has model\.norm\.weight, but"):
         collects.update_policy_weights_({name: t for name, t in tensors.items() if name != "model.norm.weight"})
     assert difference(collects, tiny_model()) == (pytest.approx(0.0, abs=1e-4), 0)
     broken = {**tensors, "model.norm.weight": tensors["model.norm.weight"] * torch.nan}
-    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight holds NaN"):
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight contains NaN"):
         collects.update_policy_weights_(broken)
     collects.update_policy_weights_(trained)
     assert difference(collects, trained) == (pytest.approx(0.0, abs=1e-4), 1)

@@ -368,7 +368,7 @@ def test_what_an_engine_cannot_honour_is_refused_by_name(name: str):
     engine = ScriptedEngine(capabilities=Capabilities(name="poor", sampling=frozenset(), seeds=False))
     kwargs = {name: {**EVERY_PARAMETER, "seed": 3}[name]}
     wrapper = LLMWrapperBase(engine, tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs)
-    with pytest.raises(UnsupportedParameter, match=f"cannot honour {name}"):
+    with pytest.raises(UnsupportedParameter, match=rf"'poor' .*{name}="):
         wrapper(texts("a"))
     assert engine.batches == []
 

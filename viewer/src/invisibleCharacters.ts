@@ -1,13 +1,15 @@
 /**
- * Characters that a reader would not see, or that would change how others look: control characters and escapes, bidi
- * controls, zero-width ones, tags, lone surrogates. Joiners and variation selectors that emoji and scripts need stay.
+ * Characters that are invisible or change how others look: control characters and escapes, bidirectional controls,
+ * zero-width characters, tags and lone surrogates. Joiners and variation selectors are not among them: emoji and scripts
+ * need them.
  */
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}\p{Cs}]/gu;
 
-/** Pieces of a text in their order; `sign` stands for a character that is not seen. */
+/** A part of a text: visible characters, or a `sign` in place of an invisible character. */
 export type Piece = { text: string } | { sign: string; code: string };
 
+/** Split a text into visible parts and signs for invisible characters, in order. */
 export function piecesOf(text: string): Piece[] {
   const pieces: Piece[] = [];
   let from = 0;
@@ -22,8 +24,8 @@ export function piecesOf(text: string): Piece[] {
   return pieces;
 }
 
-/** The same as one text, for attributes and options, which hold nothing else. */
-export const plain = (text: string): string =>
+/** Replace invisible characters by their code points, for attributes and options, which hold plain text only. */
+export const escapeInvisible = (text: string): string =>
   piecesOf(text)
     .map((piece) => ("text" in piece ? piece.text : `[${piece.code}]`))
     .join("");
