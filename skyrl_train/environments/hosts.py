@@ -321,6 +321,7 @@ class HostPool(EnvironmentPool):
                 host.episodes.add(episode)
                 episode.runner, history = host, tuple(episode.history)
             self._raise_if_failed(episode)
+            assert isinstance(episode.runner, _HostHandle)
             host = episode.runner
             call = mark_exception_retrieved(asyncio.ensure_future(self._call(host, episode, history, op, frame)))
             episode.pending_call = call

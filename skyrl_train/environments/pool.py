@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from skyrl_train import trace
 from skyrl_train.config.redaction import redact
@@ -57,6 +57,15 @@ OTHER_FAILURE_KIND = "other"
 _NO_ANSWER = "its process wrote something that is not an answer"
 
 
+class EpisodeRunner(Protocol):
+    """A worker or host that runs the environments of episodes."""
+
+    episodes: set[Episode]
+
+    def close_episode(self, episode: Episode) -> None:
+        """Close the episode's environment after its earlier calls, without waiting."""
+
+
 @dataclass(slots=True, eq=False)
 class Episode:
     """An environment of a pool, from `EnvironmentPool.start` to `close`."""
@@ -69,7 +78,7 @@ class Episode:
     metadata: dict[str, Any] = field(default_factory=dict)
     replayable: bool = True
     """`TextEnv.replayable` of the environment. Valid once the environment has opened."""
-    runner: Any = None
+    runner: EpisodeRunner | None = None
     """Worker or host that runs the environment. If None, the next call rebuilds the environment from `history`."""
     history: list[bytes] = field(default_factory=list)
     """Encoded calls that were answered, in order."""
@@ -559,12 +568,14 @@ class WorkerPool(EnvironmentPool):
     def _dispatch(self, call: _PendingCall) -> None:
         """Send a call to its episode's worker. If the episode has no worker, first replay its history in one."""
         episode = call.episode
-        if episode.runner is None:
-            episode.runner = self._select_worker()
-            episode.runner.episodes.add(episode)
+        worker = episode.runner
+        if worker is None:
+            worker = episode.runner = self._select_worker()
+            worker.episodes.add(episode)
             for index, frame in enumerate(episode.history):
-                episode.runner.submit(_PendingCall("step" if index else "start", frame, episode))
-        episode.runner.submit(call)
+                worker.submit(_PendingCall("step" if index else "start", frame, episode))
+        assert isinstance(worker, WorkerHandle)
+        worker.submit(call)
 
     def _select_worker(self) -> WorkerHandle:
         """Return the worker with the fewest calls. Start a worker if all are busy and the limit allows another."""
