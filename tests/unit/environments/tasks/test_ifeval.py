@@ -288,8 +288,16 @@ def test_prompt_is_default_of_prompt_to_repeat():
         ("keywords:no_such", {}, "instruction 'keywords:no_such' is not one of keywords:existence"),
         ("length_constraints:number_words", {"num_words": 3}, "relation=None is not 'less than' or 'at least'"),
         ("length_constraints:number_words", {"num_words": 3, "relation": "at most"}, "relation='at most' is not"),
-        ("length_constraints:number_words", {"num_words": -1, "relation": "at least"}, "num_words=-1 is not a whole"),
-        ("length_constraints:number_words", {"num_words": 1.5, "relation": "at least"}, "num_words=1.5 is not a whole"),
+        (
+            "length_constraints:number_words",
+            {"num_words": -1, "relation": "at least"},
+            "num_words=-1 is not an integer",
+        ),
+        (
+            "length_constraints:number_words",
+            {"num_words": 1.5, "relation": "at least"},
+            "num_words=1.5 is not an integer",
+        ),
         ("length_constraints:number_paragraphs", {"num_paragraphs": float("nan")}, "num_paragraphs=nan is not"),
         ("length_constraints:number_paragraphs", {"num_paragraphs": True}, "num_paragraphs=True is not"),
         (

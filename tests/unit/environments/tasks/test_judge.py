@@ -144,7 +144,7 @@ def test_empty_answer_gets_0_without_request():
 
 def test_openai_server_requires_api_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="set OPENAI_API_KEY"):
+    with pytest.raises(ConfigError, match="set its API key in the environment variable OPENAI_API_KEY"):
         LLMJudgeEnv.check({"base_url": None})
     with pytest.raises(ConfigError, match="base_url='localhost'"):
         LLMJudgeEnv.check({"base_url": "localhost"})

@@ -193,7 +193,7 @@ def test_settings_are_checked_when_a_run_starts():
         ({"tools": ["ad"]}, "Unknown tool 'ad'"),
         ({"tools": ["add"], "tool_settings": {"add": {"ofset": 1}}}, "does not take the settings"),
         ({"tools": ["add"], "tool_settings": {"add": {"scale": 0}}}, "scale=0"),
-        ({"tools": ["add"], "tool_settings": {"python": {}}}, "settings of 'python', which is not one of"),
+        ({"tools": ["add"], "tool_settings": {"python": {}}}, "settings for 'python', which is not one of"),
         ({"tool": ["add"]}, "has no 'tool'"),
         ({"sandbox": {"kind": "docker"}}, "sandbox.kind='docker' is not one of"),
         ({"sandbox": {"kind": "unsafe_local"}}, "i_know_this_runs_model_code_on_this_machine=true"),
