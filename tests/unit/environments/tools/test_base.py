@@ -68,7 +68,7 @@ def test_a_box_that_nobody_called_starts_no_thread():
 
 
 def test_names_are_unique():
-    with pytest.raises(ConfigError, match="two tools are called 'echo'"):
+    with pytest.raises(ConfigError, match="Two tools of the episode have the name 'echo'"):
         ToolBox([Echo(), Echo()])
 
 

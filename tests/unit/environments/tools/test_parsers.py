@@ -200,5 +200,5 @@ def test_a_model_that_follows_the_words_is_understood(style: str, dialect: str):
 
 def test_an_unknown_style_or_dialect_is_refused():
     for style, dialect in (("yaml", "hermes"), ("native", "klingon")):
-        with pytest.raises(ValueError, match="styles are"):
+        with pytest.raises(ValueError, match="choose a style of"):
             render_tools([ADD], style, dialect)

@@ -34,7 +34,7 @@ def test_a_tool_is_made_by_name_with_its_settings():
     made = registry.make_tool("dice", {"sides": 20})
     assert isinstance(made, Dice) and made.sides == 20
     assert made.schema()["function"]["description"] == "Throws a die."
-    with pytest.raises(ConfigError, match=r"tool 'dice' does not take the settings \{'edges': 3\}.*edges"):
+    with pytest.raises(ConfigError, match=r"tool 'dice' does not accept the settings \{'edges': 3\}.*edges"):
         registry.make_tool("dice", {"edges": 3})
     with pytest.raises(ConfigError, match=r"Unknown tool 'dise'.*Did you mean 'dice'"):
         registry.make_tool("dise")
@@ -42,7 +42,7 @@ def test_a_tool_is_made_by_name_with_its_settings():
 
 def test_a_tool_that_does_not_load_is_named():
     registry.tools.table["broken"] = "no_such_module_at_all:Tool"
-    with pytest.raises(ConfigError, match=r"tool 'broken'.*does not load"):
+    with pytest.raises(ConfigError, match=r"tool 'broken'.*cannot be imported"):
         registry.make_tool("broken")
 
 

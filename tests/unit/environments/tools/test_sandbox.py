@@ -419,7 +419,11 @@ def test_without_bubblewrap_it_refuses_and_says_what_to_install(monkeypatch: pyt
     [
         ("bwrap", "echo 'No permissions to create new namespace' >&2; exit 1", "No permissions to create new name"),
         ("bwrap", 'while [ "$1" != -- ]; do shift; done; exec "$@"', "cannot run programs here"),
-        ("prlimit", "echo 'Operation not permitted' >&2; exit 1", "no limits could be set: Operation not permitted"),
+        (
+            "prlimit",
+            "echo 'Operation not permitted' >&2; exit 1",
+            "prlimit could not set the limits of the sandbox: Operation not permitted",
+        ),
         ("prlimit", "exit 0", "open: limits"),
     ],
 )
@@ -445,7 +449,9 @@ def test_a_bubblewrap_that_does_not_box_in_is_refused(
 def test_unsafe_local_needs_a_second_key_and_prints_a_banner(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="i_know_this_runs_model_code_on_this_machine=true"):
         Sandbox.from_config({"kind": "unsafe_local"})
-    with pytest.raises(ConfigError, match="kind='docker' is not one of bubblewrap, unsafe_local"):
+    with pytest.raises(
+        ConfigError, match="kind='docker' is not a known kind of sandbox; choose one of: bubblewrap, unsafe_local"
+    ):
         Sandbox.from_config({"kind": "docker"})
     unsafe = Sandbox.from_config({"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True})
     unsafe.check()

@@ -142,7 +142,7 @@ def test_results_are_cut(shop: Path):
 
 @pytest.mark.parametrize("name", ["../outside", "../outside.sqlite", "link", "/etc/passwd", "none", "", ".", "a\0b"])
 def test_a_name_leads_to_a_database_in_the_folder_or_nowhere(folder: Path, name: str):
-    with pytest.raises(DataError, match="there is no database"):
+    with pytest.raises(DataError, match="There is no database"):
         find_database(folder, name)
 
 
