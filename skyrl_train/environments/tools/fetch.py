@@ -1,4 +1,4 @@
-"""The fetch tool: web pages end_tag HTTP. Every redirect and IP address is checked, and the size of a response is bounded."""
+"""The fetch tool: web pages over HTTP, with a check of every redirect and IP address and a limit on their size."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class SandboxMonitor:
 
     def _signal(self, pid: str, number: signal.Signals) -> None:
         with contextlib.suppress(OSError):
-            fd = os.open(pid, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)  # serves as a pidfd
+            fd = os.open(pid, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)  # serves as pidfd
             try:
                 signal.pidfd_send_signal(fd, number)
             finally:
