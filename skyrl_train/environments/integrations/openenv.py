@@ -1,4 +1,4 @@
-"""Environments on a server with OpenEnv's protocol, or a server that answers `POST /reset` and `POST /step` with JSON."""
+"""Environments on a server with OpenEnv's protocol, or with JSON requests `POST /reset` and `POST /step`."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def _with_arguments(id: str, entry_point: str | Callable[..., Any], kwargs: dict
         factory = load_object(entry_point) if isinstance(entry_point, str) else entry_point
         return factory(**kwargs | arguments)
 
-    make.__name__ = f"{entry_point} with {kwargs}"  # the registry compares names: registering twice is allowed only with equal arguments
+    # The registry compares names, so that registering twice is allowed only with equal arguments.
+    make.__name__ = f"{entry_point} with {kwargs}"
     return make
 
 

@@ -181,7 +181,7 @@ class ToolBox:
         return ToolResult(f"{tool.name} timed out after {tool.deadline_s:g} s.", "timeout")
 
     def close(self) -> None:
-        """Close the tools that were called, and stop the event loop. Errors and timeouts of closing tools are ignored."""
+        """Close the tools that were called, and stop the event loop. Ignore errors and timeouts of closing tools."""
         if self._loop is not None and not self._closed:
             tools = [self._tools[name] for name in self._used - self._stuck]
             closing = self._submit(_close_all(tools))

@@ -88,7 +88,7 @@ def test_without_the_library_it_says_what_to_install():
 
 def test_rows_name_no_environment(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    monkeypatch.setattr(verifiers, "_loaded", lambda name, arguments: asked.append(name))
+    monkeypatch.setattr(verifiers, "_load_environment", lambda name, arguments: asked.append(name))
     row = {"verifiers": {"input": '{"answer": "1", "env_id": "os"}', "env_id": "os"}, "env_id": "os"}
     environment = verifiers.VerifiersEnv({"env_id": "mine"}, row)
     environment.close()

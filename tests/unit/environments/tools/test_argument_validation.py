@@ -195,7 +195,7 @@ def listening() -> Iterator[tuple[str, list[str]]]:
 )
 def test_references_are_never_fetched(schema: Any):
     with listening() as (url, asked):
-        with pytest.raises(SchemaError, match=r"refers to .*nothing is fetched"):
+        with pytest.raises(SchemaError, match=r"refers to .*other documents are not fetched"):
             ArgumentValidator(json.loads(json.dumps(schema).replace("URL", url)))
     assert asked == []
 
@@ -231,9 +231,9 @@ for _ in range(5000):
         ({"properties": []}, "at properties"),
         ({"required": "x"}, "at required"),
         ({"properties": {"x": {"$ref": "#/$defs/none"}}}, "/$defs/none', which is not in it"),
-        ({"properties": {"x": {"pattern": "("}}}, "'(', which is no regular expression"),
-        ({"properties": {"x": {"patternProperties": {"[": {}}}}}, "'[', which is no regular expression"),
-        ({"$schema": "https://example.com/mine"}, '$schema="https://example.com/mine" is none of'),
+        ({"properties": {"x": {"pattern": "("}}}, "'(', which is not a valid regular expression"),
+        ({"properties": {"x": {"patternProperties": {"[": {}}}}}, "'[', which is not a valid regular expression"),
+        ({"$schema": "https://example.com/mine"}, '$schema="https://example.com/mine" is not supported'),
         ({"properties": {"x": {"enum": [object()]}}}, "cannot be written as JSON"),
         (DEEP, "cannot be written as JSON"),
         ({"$schema": DRAFT_4, "properties": {"x": {"$ref": 5}}}, "it refers to 5, which cannot be read"),

@@ -211,8 +211,8 @@ def test_the_list_that_the_configuration_pins_and_the_first_one_of_a_process_hol
         ({"command": "sh", "tools": "all"}, r"servers\.s\.tools='all'"),
         ({"command": "no-such-program", "tools": ["a"]}, "no program on PATH"),
         ({"url": "localhost:1", "tools": ["a"]}, "not an http://"),
-        ({"url": "http://127.0.0.1:1/mcp", "tools": ["a"]}, "gave no list of tools"),
-        ({"command": "false", "tools": ["a"]}, "gave no list of tools"),
+        ({"url": "http://127.0.0.1:1/mcp", "tools": ["a"]}, "did not list its tools"),
+        ({"command": "false", "tools": ["a"]}, "did not list its tools"),
         ({"command": "sh", "tols": ["a"]}, "tols"),
         ("sh", "'sh' is unknown"),
     ],
@@ -223,5 +223,7 @@ def test_a_server_that_is_none_is_refused_at_the_start(entry: Any, message: str)
 
 
 def test_a_tool_that_the_server_does_not_have_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match=r"servers\.s\.tools: \['sub'\] are not among \['add'"):
+    with pytest.raises(
+        ConfigError, match=r"servers\.s\.tools: the server has no tools \['sub'\]; choose among \['add'"
+    ):
         McpTool({"s": stdio() | {"tools": ["add", "sub"]}})
