@@ -564,7 +564,8 @@ def _refusal(reason: str) -> str:
     return (
         f"{KEY}.kind='bubblewrap' cannot run programs here: {reason.strip()[:1000]}. It needs Linux that lets users "
         "create user namespaces, bubblewrap 0.8 or later (Debian, Ubuntu: apt-get install bubblewrap), "
-        f"/usr/bin/python3, and pip install 'skyrl-train[sandbox]'. Without a sandbox: {KEY}.kind=unsafe_local and {KEY}.{CONSENT}=true."
+        f"/usr/bin/python3, and pip install 'skyrl-train[sandbox]'. "
+        f"Without a sandbox: {KEY}.kind=unsafe_local and {KEY}.{CONSENT}=true."
     )
 
 

@@ -133,7 +133,7 @@ class SandboxMonitor:
         return int(fields[1]) * PAGE_BYTES if fields else 0
 
     def _proportional(self, pid: str) -> int:
-        """Return the memory of a process in bytes, where each page counts as 1 / (number of processes that share it)."""
+        """Return the memory of a process in bytes, with each page divided by the number of its users."""
         lines = self._read(f"{pid}/smaps_rollup").splitlines()
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
