@@ -171,7 +171,7 @@ def test_click_waits_for_late_document(element: int):
 def test_click_on_endless_document_keeps_browser(element: int):
     with web_server(pages()) as server, browser(server) as (box, tool):
         browse(box, "goto", url=f"{server.url}/trickle")
-        tool.deadline_s = 10.0  # the browser is already running
+        tool.deadline_s = 10.0  # enough for a click; starting the browser took longer
         context = tool._context
         assert browse(box, "click", element=element).error is None
         assert browse(box, "read").error is None and tool._context is context
@@ -208,9 +208,7 @@ def test_browser_reads_allowed_pages_only():
                 assert browse(box, "goto", url=url).error == "tool_error", url
             for path in ("/away", "/file", "/download"):
                 assert browse(box, "goto", url=server.url + path).error == "tool_error", path
-                assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n"), (
-                    path
-                )  # the next one goes send_request
+                assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n"), path
                 assert browse(box, "goto", url=server.url + path).error == "tool_error", path
                 assert browse(box, "read").error is None, path
             assert "root:" not in browse(box, "read").text
@@ -290,7 +288,7 @@ def kill(mark: str) -> None:
 
 
 def browser_cpu_seconds() -> float:
-    """Return the processor browser_cpu_seconds of the browser's processes."""
+    """Return the processor seconds of the browser's processes."""
     return sum(sum(process.cpu_times()[:2]) for process in browser_processes())
 
 
@@ -327,7 +325,7 @@ def test_missing_browser_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(ConfigError, match=r"executable='no-such-browser'.*scripts/browser_tools"):
         BrowserTool(["wiki.test"], executable="no-such-browser")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"none of browser_processes.*scripts/browser_tools"):
+    with pytest.raises(ConfigError, match=r"none of chromium.*scripts/browser_tools"):
         BrowserTool(["wiki.test"])
 
 

@@ -245,7 +245,7 @@ time.sleep(0.2)
 
 
 def is_own_descendant(process: psutil.Process) -> bool:
-    """True if this process started `process` and it is still running; other users' processes do not matter."""
+    """True if `process` is still running and this process started it."""
     with contextlib.suppress(psutil.Error):
         return os.getpid() in {parent.pid for parent in process.parents()}
     return False

@@ -89,7 +89,7 @@ def test_unavailable_retriever_fails_at_deadline():
 
 
 def test_empty_result_and_empty_query_are_reported():
-    assert ask(lambda request: search_response()).text == "No search results search_response."
+    assert ask(lambda request: search_response()).text == "No search results found."
     assert ask(lambda request: search_response(), " \n").error == "tool_error"
 
 
@@ -116,8 +116,8 @@ for corpus in ("corpus.jsonl", "corpus.parquet", "index"):
     answer = box.call("search", {"query": "What is the capital of France?"}).text
     assert answer == "Doc 1: Paris\\nIs the capital of France.", corpus
     assert box.call("search", {"query": "cats"}).text.count("Doc ") == 2
-    assert box.call("search", {"query": "the of"}).text == "No search results search_response."
-    assert box.call("search", {"query": "zebra \\x00 \\U0001f600"}).text == "No search results search_response."
+    assert box.call("search", {"query": "the of"}).text == "No search results found."
+    assert box.call("search", {"query": "zebra \\x00 \\U0001f600"}).text == "No search results found."
     box.close()
 assert "numba" not in sys.modules
 assert bm25.open_index(str(folder / "index")) is bm25.open_index(str(folder / "index"))
