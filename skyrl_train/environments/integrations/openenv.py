@@ -84,9 +84,8 @@ class OpenEnvEnv(TextEnv):
         reward: Any = answer.get("reward")
         if reward is None and not done:
             reward = 0.0
-        return StepOutput(
-            [] if ended else self._to_messages(answer), reward, ended, _metadata(answer)
-        )  # the worker checks the reward
+        # The worker checks the type of the reward.
+        return StepOutput([] if ended else self._to_messages(answer), reward, ended, _metadata(answer))
 
     def close(self) -> None:
         with self._runner:

@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 
 SECTION = "environment.skyrl_gym.reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer, and nothing else, between <answer> and </answer>."
-ANSWER = re.compile(
-    r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL
-)  # stopping at the next <answer> keeps it linear
+# A match stops at the next <answer>, which keeps the search linear in the length of the text.
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 MAX_ANSWER_CHARS = 20_000
 """Maximum characters of an answer; a longer answer scores 0."""
 

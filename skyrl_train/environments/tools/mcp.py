@@ -248,9 +248,8 @@ async def _stdio_streams(server: McpServer) -> AsyncIterator[Any]:
 
     assert server.command is not None
     command = [server.command, *server.args]
-    if setpriv := shutil.which(
-        "setpriv"
-    ):  # with setpriv, the kernel kills a server whose environment process was killed
+    # With setpriv, the kernel kills a server whose environment process was killed.
+    if setpriv := shutil.which("setpriv"):
         command = [setpriv, "--pdeathsig", "KILL", "--", *command]
     process = await asyncio.create_subprocess_exec(
         *command,
