@@ -198,9 +198,8 @@ def _client() -> Any:
             message = vf.types.ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
             return vf.types.Response(id="0", created=int(time.time()), model=model, message=message)
 
-    Answers.__abstractmethods__ = (
-        frozenset()
-    )  # the abstract methods belong to a server's protocol; only `get_response` is called
+    # The abstract methods belong to a server's protocol; only `get_response` is called.
+    Answers.__abstractmethods__ = frozenset()
     return Answers()
 
 

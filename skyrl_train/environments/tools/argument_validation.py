@@ -109,9 +109,8 @@ def _validator(text: str, reject_unknown: bool) -> Any:
     if reject_unknown and not OPEN_KEYWORDS & schema.keys():
         schema["additionalProperties"] = False
     _check_parts(schema, validator_class.META_SCHEMA["$schema"])
-    return validator_class(
-        schema, registry=Registry()
-    )  # the default registry would fetch the documents that a schema refers to
+    # The default registry would fetch the documents that a schema refers to.
+    return validator_class(schema, registry=Registry())
 
 
 def _check_parts(schema: dict[str, Any], dialect: str) -> None:
@@ -146,17 +145,14 @@ def _prepare(schema: dict[str, Any], specification: Any) -> None:
     for node in parts:  # the loop appends to `parts`
         if isinstance(node, bool):
             continue
-        node.pop(
-            "$schema", None
-        )  # with it, the library would check this part without the keywords of `_validator_class`
-        if (
-            "unevaluatedProperties" in node
-        ):  # it has no timeouts, so it must come after _pattern_properties, which has them
+        # With "$schema", the library would check this part without the keywords of `_validator_class`.
+        node.pop("$schema", None)
+        # This keyword has no timeouts, so it must come after _pattern_properties, which has them.
+        if "unevaluatedProperties" in node:
             node["unevaluatedProperties"] = node.pop("unevaluatedProperties")
         for name, dependency in node.get("dependencies", {}).items():
-            if isinstance(
-                dependency, list
-            ):  # `referencing` treats all dependencies as schemas if the first one is a schema
+            # `referencing` treats all dependencies as schemas if the first one is a schema.
+            if isinstance(dependency, list):
                 node["dependencies"][name] = {"required": dependency}
         parts.extend(specification.subresources_of(node))
 

@@ -82,9 +82,8 @@ class SandboxMonitor:
         if tmp.f_files - tmp.f_ffree > num_files:
             return "files"
         pids = self._pids()
-        if (
-            sum(map(self._resident, pids)) <= memory_bytes
-        ):  # a cheap upper bound, which counts shared memory once per process
+        # This sum is a cheap upper bound: it counts shared memory once per process.
+        if sum(map(self._resident, pids)) <= memory_bytes:
             return None
         return "memory" if sum(map(self._proportional, pids)) > memory_bytes else None
 

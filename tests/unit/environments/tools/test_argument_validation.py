@@ -361,7 +361,9 @@ def test_tool_with_invalid_schema_is_refused_at_start():
 
     tools.register("broken")(Broken)
     try:
-        with pytest.raises(ConfigError, match=r"tool 'broken' has parameters .* at properties/x/type: 'text'"):
+        with pytest.raises(
+            ConfigError, match=r"tool 'broken' are not a usable JSON schema.* at properties/x/type: 'text'"
+        ):
             check_tool("broken")
     finally:
         tools.unregister("broken")

@@ -265,9 +265,8 @@ Sandbox().run({{}}, command, limits=Limits(wall_s=600))
     starter = subprocess.Popen([sys.executable, "-c", script])
     try:
         deadline = time.monotonic() + 60
-        while (
-            len(find_processes(marker)) < 3 and time.monotonic() < deadline
-        ):  # the starter, bubblewrap, the program...
+        # At least three: the starter, bubblewrap and the program.
+        while len(find_processes(marker)) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(find_processes(marker)) >= 3
     finally:
