@@ -16,6 +16,7 @@ from skyrl_train.environments.tools.sandbox import (
     SandboxResult,
     Session,
 )
+from skyrl_train.environments.tools.sandbox_monitor import SandboxLimit
 
 
 class PythonTool(Tool):
@@ -88,7 +89,7 @@ class PythonTool(Tool):
         if result.timed_out:
             parts.append(f"[timed out after {self._sandbox.limits.wall_s:g} s]")
         elif result.killed_by is not None:
-            parts.append(f"[stopped: {_excess(result.killed_by, self._sandbox.limits)}]")
+            parts.append(f"[stopped: {_describe_limit(result.killed_by, self._sandbox.limits)}]")
         elif result.returncode and not result.stderr:
             parts.append(f"[exit status {result.returncode}]")
         if not parts:
@@ -98,9 +99,9 @@ class PythonTool(Tool):
         return "\n".join(parts)
 
 
-def _excess(killed_by: str, limits: Limits) -> str:
+def _describe_limit(killed_by: SandboxLimit, limits: Limits) -> str:
     return {
-        "output": f"it printed more than {limits.output} bytes",
-        "memory": f"its processes used more than {limits.memory_mb} MB together",
-        "files": f"it made more than {limits.files} files and folders",
+        SandboxLimit.OUTPUT: f"it printed more than {limits.output} bytes",
+        SandboxLimit.MEMORY: f"its processes used more than {limits.memory_mb} MB together",
+        SandboxLimit.FILES: f"it made more than {limits.files} files and folders",
     }[killed_by]

@@ -34,7 +34,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from skyrl_train.config.environment import SandboxConfig
-from skyrl_train.environments.tools.sandbox_monitor import SandboxMonitor
+from skyrl_train.environments.tools.sandbox_monitor import SandboxLimit, SandboxMonitor
 from skyrl_train.environments.tools.sandbox_streams import POLL_INTERVAL_S, CodeBlock, OutputStreams
 from skyrl_train.environments.tools.seccomp_filter import build_filter
 from skyrl_train.errors import ConfigError, EnvironmentFailure
@@ -87,9 +87,8 @@ class SandboxResult:
     """The exit status; 128 + N if signal N ended the program, -9 if the sandbox killed it."""
     timed_out: bool = False
     """True if the run exceeded the limit on wall time or on processor time."""
-    killed_by: str | None = None
-    """The limit that the run was killed for exceeding: "wall", "cpu", "memory" (of all processes), "files" or "output".
-    None if it was not killed."""
+    killed_by: SandboxLimit | None = None
+    """The limit for which the run was killed; None if it was not killed. MEMORY is the memory of all processes."""
 
 
 class Sandbox:
@@ -153,7 +152,7 @@ class Sandbox:
                 many_files = self.run({}, [PYTHON, "-I", "-c", _FILE_LIMIT_PROBE], limits=limits)
             except (EnvironmentFailure, OSError) as error:
                 raise ConfigError(_refusal(f"it does not start: {error}")) from error
-        if many_files.killed_by != "files":
+        if many_files.killed_by != SandboxLimit.FILES:
             raise ConfigError(_refusal("its number of files is not limited"))
         if escape.returncode != 0 or escape.stdout != "closed\n":
             raise ConfigError(
@@ -385,12 +384,12 @@ class _SandboxProcess:
         if self._is_isolated and self._monitor is None:
             raise EnvironmentFailure("sandbox", stderr.strip() or "bubblewrap created no sandbox")
         if killed_by is not None:
-            return SandboxResult(stdout, stderr, -signal.SIGKILL, killed_by == "wall", killed_by)
+            return SandboxResult(stdout, stderr, -signal.SIGKILL, killed_by is SandboxLimit.WALL, killed_by)
         if self._is_isolated and b"exit-code" not in self._report:
             raise EnvironmentFailure("sandbox", stderr.strip() or f"bubblewrap ended with {returncode}")
         returncode = 128 - returncode if returncode < 0 else returncode
         if returncode == 128 + signal.SIGXCPU:
-            return SandboxResult(stdout, stderr, returncode, True, "cpu")
+            return SandboxResult(stdout, stderr, returncode, True, SandboxLimit.CPU)
         return SandboxResult(stdout, stderr, returncode)
 
     def resume(self) -> None:
@@ -398,20 +397,20 @@ class _SandboxProcess:
         if self._monitor is not None:
             self._monitor.resume()
 
-    def _exceeded(self) -> str | None:
+    def _exceeded(self) -> SandboxLimit | None:
         """Return the limit that all processes together exceed now, or None."""
         if self._monitor is None:
             return None
         return self._monitor.exceeded_limit(self._limits.memory_mb * 2**20, self._limits.files)
 
-    def _wait(self, deadline: float) -> str | None:
+    def _wait(self, deadline: float) -> SandboxLimit | None:
         """Wait for the process's end and return None, or return the limit for which it must be killed."""
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, min(POLL_INTERVAL_S, deadline - time.monotonic())))
                 return None
             if time.monotonic() > deadline:
-                return "wall"
+                return SandboxLimit.WALL
             if exceeded := self._exceeded():
                 return exceeded
 

@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from contextlib import ExitStack
+from enum import StrEnum
 
 from skyrl_train.errors import EnvironmentFailure
 
@@ -17,6 +18,16 @@ FREEZE_S = 2.0
 """Time that all processes have to stop on a busy machine."""
 POLL_S = 0.001
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class SandboxLimit(StrEnum):
+    """The limits of a sandbox for which a program can be killed."""
+
+    WALL = "wall"
+    CPU = "cpu"
+    MEMORY = "memory"
+    FILES = "files"
+    OUTPUT = "output"
 
 
 class SandboxMonitor:
@@ -68,7 +79,7 @@ class SandboxMonitor:
             return None if _ended(pidfd, 0) else cls(*folders)
         return None
 
-    def exceeded_limit(self, memory_bytes: int, num_files: int) -> str | None:
+    def exceeded_limit(self, memory_bytes: int, num_files: int) -> SandboxLimit | None:
         """Return the limit that all processes of the sandbox together exceed now, or None.
 
         Args:
@@ -76,16 +87,16 @@ class SandboxMonitor:
             num_files: Maximum number of files, folders and links in /tmp.
 
         Returns:
-            "memory", "files" or None.
+            `SandboxLimit.MEMORY`, `SandboxLimit.FILES` or None.
         """
         tmp = os.fstatvfs(self._tmp)
         if tmp.f_files - tmp.f_ffree > num_files:
-            return "files"
+            return SandboxLimit.FILES
         pids = self._pids()
         # This sum is a cheap upper bound: it counts shared memory once per process.
         if sum(map(self._resident, pids)) <= memory_bytes:
             return None
-        return "memory" if sum(map(self._proportional, pids)) > memory_bytes else None
+        return SandboxLimit.MEMORY if sum(map(self._proportional, pids)) > memory_bytes else None
 
     def freeze(self) -> bool:
         """Stop the program until `resume`, and kill all processes that it started.

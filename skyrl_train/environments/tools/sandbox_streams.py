@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from skyrl_train.environments.tools.sandbox_monitor import SandboxLimit
+
 POLL_INTERVAL_S = 0.05
 """Interval between two checks of the limits on all processes of a sandbox together."""
 MAX_PIPE = 2**20
@@ -46,7 +48,9 @@ class OutputStreams:
         stdout, stderr = (bytes(text[: self._limit]).decode("utf-8", "replace") for text in self._texts.values())
         return stdout, stderr
 
-    def read(self, deadline: float, exceeded: Callable[[], str | None], block: CodeBlock | None = None) -> str | None:
+    def read(
+        self, deadline: float, exceeded: Callable[[], SandboxLimit | None], block: CodeBlock | None = None
+    ) -> SandboxLimit | None:
         """Read the streams until they end, `block` is done, or the process must be killed.
 
         Args:
@@ -57,7 +61,7 @@ class OutputStreams:
 
         Returns:
             None if all streams ended or the block is done (`is_block_done`); else the limit for which the process must
-            be killed: "wall", "output" or the result of `exceeded`.
+            be killed: `SandboxLimit.WALL`, `SandboxLimit.OUTPUT` or the result of `exceeded`.
         """
         buffers = dict(self._texts)
         frame = block.frame if block else b""
@@ -73,7 +77,7 @@ class OutputStreams:
             open_streams = set(buffers)
             while open_streams:
                 if (left := deadline - time.monotonic()) <= 0:
-                    return "wall"
+                    return SandboxLimit.WALL
                 for key, _ in selector.select(min(left, POLL_INTERVAL_S)):
                     if block and key.fd == block.write_to:
                         frame = _write_some(key.fd, frame)
@@ -87,7 +91,7 @@ class OutputStreams:
                     self.is_block_done = True
                     return None
                 if any(len(buffer) > self._limit for buffer in buffers.values()):
-                    return "output"
+                    return SandboxLimit.OUTPUT
                 if limit := exceeded():
                     return limit
         return None
