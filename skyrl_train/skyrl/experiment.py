@@ -250,8 +250,9 @@ def _validate_trainer(skyrl_trainer: Any, experiment: Experiment) -> RayPPOTrain
 
     if not isinstance(skyrl_trainer, RayPPOTrainer):
         raise ConfigError(
-            f"{type(experiment).__name__}.get_trainer returned {type(skyrl_trainer).__name__}: must be a RayPPOTrainer. "
-            "To build a training loop of another kind, override Experiment.build_trainer (docs/from_skyrl.md)."
+            f"{type(experiment).__name__}.get_trainer returned {type(skyrl_trainer).__name__}: must be a "
+            "RayPPOTrainer. To build a training loop of another kind, override Experiment.build_trainer "
+            "(docs/from_skyrl.md)."
         )
     return skyrl_trainer
 

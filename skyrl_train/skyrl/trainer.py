@@ -161,8 +161,8 @@ class RayPPOTrainer:
         loop = self._thread_loop
         if loop is None:
             raise ConfigError(
-                "RayPPOTrainer.train: the run has not started. Call `run()` of the experiment that created the trainer; "
-                "it calls `train`."
+                "RayPPOTrainer.train: the run has not started. Call `run()` of the experiment that created the "
+                "trainer; it calls `train`."
             )
         if _running_loop() is loop:
             return self._fit()

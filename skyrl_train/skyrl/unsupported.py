@@ -105,7 +105,8 @@ READ_ONLY_ATTRIBUTES: Mapping[str, str] = {"global_step": _STEPS, "total_trainin
 _OWN_RUN = "override get_trainer, or `train` of the trainer that it returns"
 _OWN_CLIENT = (
     "the run creates the client from generator.*. For servers that run elsewhere set "
-    "generator.run_engines_locally=false and generator.external_server_urls; the generator of get_generator may also call its own client"
+    "generator.run_engines_locally=false and generator.external_server_urls; the generator of get_generator may also "
+    "call its own client"
 )
 EXPERIMENT_REPLACEMENTS: Mapping[str, str] = {
     "_setup_trainer": _OWN_RUN,
@@ -241,6 +242,6 @@ def reject_misspelled_overrides(subclass: type, base: type) -> None:
         close = difflib.get_close_matches(name, hooks, n=1, cutoff=0.9)
         if close and inspect.isfunction(vars(subclass)[name]) and not hasattr(subclass.__base__, name):
             raise ConfigError(
-                f"{subclass.__name__}.{name}: the run does not call this method. Did you mean {close[0]}? If not, choose "
-                f"a name that differs more ({DOCS_PAGE})."
+                f"{subclass.__name__}.{name}: the run does not call this method. Did you mean {close[0]}? If not, "
+                f"choose a name that differs more ({DOCS_PAGE})."
             )
