@@ -242,6 +242,6 @@ def _size_of(storage: Any) -> int | None:
         raise ValueError(f"storage={storage!r:.80} has no max_size: give LazyStackStorage(n).")
     if not isinstance(storage, LazyStackStorage) and len(storage):
         raise ValueError(
-            f"storage={storage!r:.80} already holds {len(storage)} rows; give an empty storage and write them with extend()."
+            f"storage={storage!r:.80} already has {len(storage)} rows; give an empty one and write them with extend()."
         )
     return storage.max_size  # type: ignore[no-any-return]

@@ -70,8 +70,8 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
             history = getattr(self, name)
             if isinstance(history, History) and history.ndim == self.ndim:
                 warnings.warn(
-                    f"ChatHistory.{name} has batch size {tuple(history.batch_size)}, which lacks a dimension of turns; each "
-                    "message is treated as a conversation of one turn.",
+                    f"ChatHistory.{name} has batch size {tuple(history.batch_size)}, without a dimension of turns; "
+                    "each message is treated as a conversation of one turn.",
                     stacklevel=3,
                 )
                 setattr(self, name, lazy_stack([history], -1))

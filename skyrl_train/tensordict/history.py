@@ -124,7 +124,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(
-                f"extend got Histories of {self.ndim} and {history.ndim} dimensions; both need the same number, at least 1."
+                f"extend got {self.ndim} and {history.ndim} dimensions; both need the same number, at least 1."
             )
         if not isinstance(history, History):
             history = converted(history, History)
@@ -154,7 +154,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     ) -> Any:
         """Render with the chat template: to text, to ids [1, L] (`tokenize`, `return_tensors`) or to a TensorDict.
 
-        `return_dict` and `return_assistant_tokens_mask` give a TensorDict with "input_ids", "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
+        `return_dict` and `return_assistant_tokens_mask` give a TensorDict with "input_ids",
+        "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
         [B, turns] a list of texts or ids, or a lazy stack of TensorDicts (padded on the left with `padding`). Control
         tokens come only from the template; if a message spells one, it is encoded as plain characters. Masks need no
         {% generation %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops
@@ -173,8 +174,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             raise ConfigError("truncation=True would cut a conversation silently; shorten the messages instead.")
         if continue_final_message and return_assistant_tokens_mask:
             raise ConfigError(
-                "continue_final_message=True cannot be combined with return_assistant_tokens_mask=True: a message to be "
-                "continued has no mask. Leave one of them out."
+                "continue_final_message=True cannot be combined with return_assistant_tokens_mask=True: a message to "
+                "be continued has no mask. Leave one of them out."
             )
         chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
         if self.ndim > 2:

@@ -86,7 +86,7 @@ class TokenLayout:
         return torch.cat([ids.new_ones(1), ids.diff()])[: len(ids)].bool()
 
     def rectangle(self, values: Column, name: Key, fill: float = 0) -> Tensor:
-        """Return token-level values as a rectangle [B, L], with `fill` in padding; a trailing dimension of 1 is dropped.
+        """Return token-level values as a rectangle [B, L], with `fill` in padding; drop a trailing dimension of 1.
 
         A row must have either all positions of its tokens' row, or only those that are not padding. Raises ValueError,
         naming `name`, for any other shape.
@@ -115,7 +115,7 @@ class TokenLayout:
         return self.rectangle(values, name)[self.present]
 
     def spread(self, values: Column, name: Key) -> Tensor:
-        """Return [T] values from one value per row ([B], [B, 1], [B, 1, 1]) or one per token. Raises like `rectangle`."""
+        """Return values [T] from one per row ([B], [B, 1], [B, 1, 1]) or one per token. Raises like `rectangle`."""
         if isinstance(values, list):
             values = [row.reshape(-1) for row in values]
             if all(row.numel() == 1 for row in values):

@@ -98,8 +98,9 @@ class TransformersWrapper(_MadeWrapper):
     """A wrapper over transformers in this process, for a model's path or a Hugging Face model.
 
     The Hugging Face model is not modified and remains the caller's: other wrappers can share it, and it can be run and
-    trained. It is the attribute `model`. With `generate`, an engine samples from the same weights in a module of its own. With `generate=False`
-    log-probs are the model's own as it is now (in its training mode), and `get_dist` has a gradient.
+    trained. It is the attribute `model`. With `generate`, an engine samples from the same weights in its own
+    module. With `generate=False`, log-probs are those of the model in its current training mode, and `get_dist` has a
+    gradient.
     """
 
     _reads_rectangles = True
@@ -253,8 +254,8 @@ class RemoteTransformersWrapper(_MadeWrapper):
             raise ConfigError(f"RemoteTransformersWrapper takes a model's path or name, got {type(model).__name__}.")
         if type(concurrency) is not int or concurrency < 1 or gpus not in (None, 0, 1) or not cpus > 0:
             raise ConfigError(
-                f"max_concurrency={concurrency}, num_gpus={gpus}, num_cpus={cpus}: max_concurrency must be an integer of "
-                "at least 1, num_gpus one of [0, 1, None], and num_cpus above 0."
+                f"max_concurrency={concurrency}, num_gpus={gpus}, num_cpus={cpus}: max_concurrency must be an "
+                "integer of at least 1, num_gpus one of [0, 1, None], and num_cpus above 0."
             )
         if validate:
             load_config(model, key="model")

@@ -183,7 +183,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self._place(tensordict, tensordict_out, containers, samples)
 
     def fits(self, tensordict: TensorDictBase) -> list[bool]:
-        """Return, per row, True if the model's context has room for a token after the prompt; True without a known limit."""
+        """Return, per row, True if the model's context has room for another token, or its limit is unknown."""
         rows, limit = rows_of(tensordict), self.engine.capabilities.max_model_len
         return [not limit or len(row.ids) < limit for row in self._reader.read(rows)]
 
@@ -278,8 +278,8 @@ class LLMWrapperBase(TensorDictModuleBase):
                 own = row.assistant if mask == "rlhf" else self._reader.response(record, row)
                 if not any(own[1:]):
                     raise ConfigError(
-                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0; leave the row out "
-                        "or choose another mask."
+                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0; leave the "
+                        "row out or choose another mask."
                     )
             counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
         return LLMMaskedCategorical(logits, counts)
@@ -318,7 +318,8 @@ class LLMWrapperBase(TensorDictModuleBase):
     def get_new_version(self, **changes: Any) -> LLMWrapperBase:
         """Return a wrapper over the same engine with some settings changed; all others keep their values.
 
-        Changing `generate` or `input_mode` also changes the input key, unless `input_key` is given. Raises TypeError for an unknown setting.
+        Changing `generate` or `input_mode` also changes the input key, unless `input_key` is given. Raises
+        TypeError for an unknown setting.
         """
         known = set(self._given)
         if unknown := set(changes) - known:
@@ -339,7 +340,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             self._dispatcher.cleanup(flush)
 
     def get_batching_state(self) -> dict[str, Any]:
-        """Return the state of batching under TorchRL's names (`Dispatcher.state`); only `batching_enabled` if it is off."""
+        """Return the state of batching under TorchRL's names (`Dispatcher.state`); only `batching_enabled` if off."""
         if self._dispatcher is None:
             return {"batching_enabled": False}
         return {"batching_enabled": True, **self._dispatcher.state()}

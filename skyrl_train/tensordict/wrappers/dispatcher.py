@@ -64,7 +64,8 @@ class Dispatcher:
         self.min_size, self.max_size, self.wait_s = 1 if min_size is None else min_size, max_size, wait_s
         if self.min_size < 1 or (max_size is not None and max_size < self.min_size):
             raise ConfigError(
-                f"min_batch_size={min_size}, max_batch_size={max_size}: both must be at least 1, and the minimum at most the maximum."
+                f"min_batch_size={min_size}, max_batch_size={max_size}: both must be at least 1, and the "
+                "minimum at most the maximum."
             )
         if not wait_s >= 0:
             raise ConfigError(f"batching_timeout={wait_s} must be at least 0 seconds.")
@@ -99,7 +100,7 @@ class Dispatcher:
     def cleanup(self, flush: bool = False, deadline_s: float = 60.0) -> None:
         """Empty the queue: callers get CancelledError or, with `flush`, their answers without waiting for more items.
 
-        With `flush`, blocks until those calls are answered, for at most `deadline_s` seconds. New calls are still accepted.
+        With `flush`, blocks until those calls are answered, for at most `deadline_s` seconds. New calls are accepted.
         """
         with self._lock:
             submissions = list(dict.fromkeys(submission for queue in self._groups.values() for submission, _ in queue))

@@ -23,7 +23,7 @@ class ModuleScorer:
         self.capabilities = Capabilities(name="module")
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Return logits [B, T, V] with rows padded on the left; [b, t] predicts token t and is 0 at a row's first token.
+        """Return logits [B, T, V] with rows padded on the left; [b, t] predicts token t; 0 at a row's first token.
 
         They are at least float32, like the trainer's: log-probs in a module's bfloat16 are off by percents.
         """
@@ -38,7 +38,7 @@ class ModuleScorer:
         return shifted.masked_fill((positions == 0).unsqueeze(-1), 0.0)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Return the log-probs of each row's tokens after the first, with one forward per row and without a gradient."""
+        """Return the log-probs of each row's tokens after the first, by one forward per row without a gradient."""
         found = []
         with torch.inference_mode():
             for row in token_ids:
@@ -83,6 +83,6 @@ def check_shared(module: nn.Module, own: nn.Module) -> None:
     for (name, theirs), ours in zip(module.named_parameters(), own.parameters(), strict=True):
         if theirs.data_ptr() != ours.data_ptr():
             raise ConfigError(
-                f"the model's {name!r} was moved, cast or assigned after the wrapper was made, which still samples from "
-                "the old weights: move and cast a model first, then make its wrapper."
+                f"the model's {name!r} was moved, cast or assigned after the wrapper was made, which still samples "
+                "from the old weights: move and cast a model first, then make its wrapper."
             )

@@ -130,7 +130,8 @@ class AsyncSGLang(EngineView):
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Sample answers. A single prompt gives a dict; a list, or `n` samples, give a list of dicts.
 
-        The samples of a prompt are adjacent. A dict has "text", "output_ids" and "meta_info": finish_reason, prompt_tokens, completion_tokens, and with
+        The samples of a prompt are adjacent. A dict has "text", "output_ids" and "meta_info":
+        finish_reason, prompt_tokens, completion_tokens, and with
         `return_logprobs` output_token_logprobs, (nats, id, None) each, before truncation. `sampling_params` are those
         of tensordict/wrappers/parameters.py. Raises ConfigError (a ValueError) unless exactly one of `prompts` and
         `input_ids` is given, or for an empty prompt; DeadlineExceeded after `timeout` seconds.

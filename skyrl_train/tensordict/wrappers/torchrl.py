@@ -61,7 +61,7 @@ class ForTorchRL(TensorDictModuleBase):
         return tensordict
 
     def get_dist(self, tensordict: TensorDictBase, mask: Tensor | str = "generic", **_: Any) -> LLMMaskedCategorical:
-        """Return the wrapper's distributions in the batch's layout; other keywords, as TorchRL passes them, are ignored."""
+        """Return the wrapper's distributions in the batch's layout. TorchRL's other keywords are ignored."""
         found = self.wrapper.get_dist(tensordict, mask)
         attention = column(tensordict, (self.wrapper.masks_key, "all_attention_mask"))
         if attention is None or isinstance(mask, Tensor):

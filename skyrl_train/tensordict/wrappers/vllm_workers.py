@@ -33,7 +33,7 @@ class vLLMWorker(EngineView):
         self.update_weight(name, self._received(dtype, shape))
 
     def update_weight(self, name: str, weight: Tensor) -> None:
-        """Store one tensor; the engine loads all of them once the last is here. Raises ConfigError for unknown names."""
+        """Store one tensor; once the last has arrived, load all of them. Raises ConfigError for an unknown name."""
         self._check(name)
         self._arrived[name] = weight
         if len(self._arrived) == len(self.get_model_metadata()):
@@ -121,7 +121,7 @@ def make_vllm_worker(
         num_devices: Number of accelerators, wherever they are free; 1 by default. An alternative to `devices`.
         make_ray_worker: True for an actor, which needs a running Ray.
         enforce_eager: Do not use CUDA graphs.
-        enable_fp32_output: Require float32 logits, which need dtype="float32". Log-probs are always computed in float32.
+        enable_fp32_output: Require float32 logits, which need dtype="float32". Log-probs are always float32.
         dtype: Data type of the model.
         timeout: Seconds for loading the model in an actor, and for a weight sync.
         options: Arguments of VLLMEngine and vLLM.

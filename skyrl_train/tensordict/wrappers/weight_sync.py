@@ -98,7 +98,7 @@ def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
         if name not in metadata:
             raise ConfigError(f"{name} is a tensor of the policy, but is not in model_metadata.")
         if tuple(metadata[name][1]) != tuple(shape):
-            raise ConfigError(f"{name} has shape {list(shape)}; model_metadata says {list(metadata[name][1])}.")
+            raise ConfigError(f"{name} has shape {list(shape)}; model_metadata has {list(metadata[name][1])}.")
 
 
 class WeightPusher:
