@@ -31,8 +31,8 @@ class LLMCollector(Delivery):
 
     - default: [B, T], the environment's rows and the number of steps that gives `dialog_turns_per_batch` turns; a row
       whose episode ends begins another. With `flatten_data` or a replay buffer, [B * T], row after row.
-    - yield_completed_trajectories: [N], concatenated complete trajectories, as soon as they have `dialog_turns_per_batch`
-      turns (None: as soon as there is one). Unfinished ones continue in the next batch.
+    - yield_completed_trajectories: [N], concatenated complete trajectories, as soon as they have
+      `dialog_turns_per_batch` turns (None: as soon as there is one). Unfinished ones continue in the next batch.
     - yield_only_last_steps: [N], only the last turn of each trajectory; `dialog_turns_per_batch` counts those.
 
     A conversation that leaves the model no room for another answer is truncated after its last turn, and a first prompt
@@ -53,8 +53,8 @@ class LLMCollector(Delivery):
         weight_updater: One, or a function that makes one from the policy; None: `WeightUpdaterBase.from_policy`.
         track_policy_version: True, or a PolicyVersion: rows get "policy_version".
         async_envs: Must be false: the environments of a batch take their turns together.
-        max_staleness: Complete trajectories that contain a turn more than this many updates older than the newest version
-            at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not filtered:
+        max_staleness: Complete trajectories that contain a turn more than this many updates older than the newest
+            version at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not filtered:
             only `start` limits their age, by waiting. None: no bound.
         timeout: Seconds to wait for the current turn, or for room in the queue.
     """
@@ -130,7 +130,7 @@ class LLMCollector(Delivery):
 
     @property
     def policy_version(self) -> Version:
-        """Version of the policy: the number of updates, or a uuid if a PolicyVersion says so."""
+        """Version of the policy: the number of updates, or a uuid if its PolicyVersion uses uuids."""
         return self._versions.version
 
     def get_policy_version(self) -> Version:
@@ -338,8 +338,8 @@ def check_yields(
 ) -> None:
     """Raise an error for settings of a collector that are contradictory or not supported.
 
-    Raises RuntimeError for `async_envs`, TypeError for contradictions, ConfigError for wrong numbers of turns (`turns` per
-    batch, `total`).
+    Raises RuntimeError for `async_envs`, TypeError for contradictions, ConfigError for wrong numbers of turns
+    (`turns` per batch, `total`).
     """
     if async_envs:
         raise RuntimeError(
@@ -348,9 +348,7 @@ def check_yields(
     if only_last and flatten_data is not None:
         raise TypeError(f"flatten_data={flatten_data} cannot be used with yield_only_last_steps=True: rows are flat.")
     if only_last and reset_at_each_iter:
-        raise TypeError(
-            "reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for; leave one out."
-        )
+        raise TypeError("reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for.")
     if completed and flatten_data is False:
         raise TypeError(
             "flatten_data=False cannot be used with complete trajectories, which differ in length; leave it out."
@@ -389,8 +387,8 @@ def _merged(root: TensorDictBase, answer: TensorDictBase | None) -> TensorDictBa
         return root
     if answer.batch_size != root.batch_size:
         raise ConfigError(
-            f"the policy returned batch_size={tuple(answer.batch_size)} for {tuple(root.batch_size)}; for several samples "
-            "of a prompt, repeat its row: DatasetChatEnv(repeats=...)."
+            f"the policy returned batch_size={tuple(answer.batch_size)} for {tuple(root.batch_size)}; for several "
+            "samples of a prompt, repeat its row: DatasetChatEnv(repeats=...)."
         )
     if "episode" in keys_of(answer):
         return answer

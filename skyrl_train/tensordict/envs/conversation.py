@@ -113,9 +113,8 @@ def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[M
 def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
     """Return the model's text of this step, or None if the row has no action.
 
-    It is read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response"). The
-    end
-    of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt that the
+    It is read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
+    The end     of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt that the
     model continued is part of it.
     """
     said, history = _said(row, tokenizer, policy_role), part(row, "history", "prompt")

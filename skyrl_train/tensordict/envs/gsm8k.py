@@ -30,7 +30,7 @@ SCALES = frozenset({"dozen", "hundred", "thousand", "million", "billion", "k", "
 
 
 def given_answer(text: str) -> str | None:
-    """Return the number that a response gives as its answer, in canonical form; None if there is none, or several that differ.
+    """Return a response's numeric answer in canonical form; None if there is none, or several that differ.
 
     It is read from <answer> blocks after the reasoning ("72 clips" is 72), else after "####" (`gsm8k.strict_answer`).
     """

@@ -169,7 +169,7 @@ class IncrementalTokenizer(Transform):
             )
         if (history_key, tokens_key) != (("history", "prompt"), ("tokens", "prompt")):
             raise ValueError(
-                "IncrementalTokenizer only supports history_key=('history', 'prompt') and tokens_key=('tokens', 'prompt')"
+                "IncrementalTokenizer only supports history_key=('history', 'prompt'), tokens_key=('tokens', 'prompt')"
             )
         self.tokenizer = tokenizer
         self.template_kwargs = {

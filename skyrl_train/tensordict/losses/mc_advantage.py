@@ -18,7 +18,7 @@ RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 Selector = Callable[[Tensor, int], Sequence[int] | None]
-"""Function (returns [N], group_size) that returns the indices of the group's trajectories, or None to reject them all."""
+"""Function (returns [N], group_size) that returns the indices of the group's trajectories, or None for no group."""
 
 
 class MCAdvantage(GroupTransform):

@@ -123,9 +123,7 @@ def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, 
             )
         mask = layout.flat(assistant, ASSISTANT).bool()
     elif not layout.padding_known:
-        raise ValueError(
-            f"masking_strategy={strategy!r} needs {ATTENTION!r}: without it, padding cannot be distinguished from tokens."
-        )
+        raise ValueError(f"masking_strategy={strategy!r} needs {ATTENTION!r}: otherwise padding looks like tokens.")
     elif strategy == "sft":
         assert prompts is not None
         mask = layout.after(tokens, prompts)

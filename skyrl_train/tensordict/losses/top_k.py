@@ -9,7 +9,8 @@ from skyrl_train.tensordict.ragged import Key
 class TopKRewardSelector(GroupTransform):
     """A buffer transform that selects the `topk_size` trajectories of a prompt with the largest returns.
 
-    It selects among `total_dialog_turns` trajectories; a return is the sum of rewards. Trajectories stay complete and in order of arrival; if returns tie, earlier ones are kept. A group of equal returns
+    It selects among `total_dialog_turns` trajectories; a return is the sum of rewards. Trajectories
+    stay complete and in order of arrival; if returns tie, earlier ones are kept. A group of equal returns
     contains no information and is dropped.
     """
 
