@@ -53,7 +53,7 @@ def framed(body: bytes, number: int = STEP) -> str:
     return (struct.pack("!IQ", len(body), number) + body).decode("latin-1")
 
 
-@pytest.mark.defect("a-forked-child-answered")
+@pytest.mark.defect("forked-child-answers-on-pipe")
 @pytest.mark.parametrize("how", ["first", "later", "raises", "exits", "in C", "multiprocessing"])
 def test_a_forked_child_never_answers(how: str):
     async def scenario(pool: WorkerPool) -> None:
@@ -91,7 +91,7 @@ FRAMES = {
 }
 
 
-@pytest.mark.defect("no-reply-was-taken-for-one")
+@pytest.mark.defect("invalid-reply-accepted")
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_what_is_no_answer_costs_its_episode_alone(frame: str):
     async def scenario(pool: WorkerPool) -> None:
@@ -105,7 +105,7 @@ def test_what_is_no_answer_costs_its_episode_alone(frame: str):
     run_with_pool(scenario)
 
 
-@pytest.mark.defect("no-reply-was-taken-for-one")
+@pytest.mark.defect("invalid-reply-accepted")
 def test_an_answer_that_never_ends_is_cut_at_the_deadline():
     async def scenario(pool: WorkerPool) -> None:
         frame = struct.pack("!IQ", 2**20, 2).decode("latin-1")
@@ -115,7 +115,7 @@ def test_an_answer_that_never_ends_is_cut_at_the_deadline():
     run_with_pool(scenario, deadline_s=3.0)
 
 
-@pytest.mark.defect("no-reply-was-taken-for-one")
+@pytest.mark.defect("invalid-reply-accepted")
 def test_a_second_answer_is_blamed_on_the_episode_that_had_the_first():
     async def scenario(pool: WorkerPool) -> None:
         frame = framed(json.dumps(ANSWER).encode())
@@ -142,7 +142,7 @@ def test_what_comes_while_nothing_is_asked_costs_no_other_episode(frame: str):
     run_with_pool(scenario)
 
 
-@pytest.mark.defect("environments-made-any-number-of-metrics")
+@pytest.mark.defect("unbounded-environment-metrics")
 def test_kinds_of_failure_are_bounded_in_number_and_length():
     async def scenario(pool: WorkerPool) -> list[str | float]:
         names = ["x" * (MAX_KIND_CHARS + 1), *(f"Kind{number}" for number in range(MAX_FAILURE_KINDS + 5)), "Kind0"]
@@ -171,7 +171,7 @@ def test_a_failure_of_another_kind_says_its_own_name():
         ("odd detail", "odd"),
     ],
 )
-@pytest.mark.defect("an-odd-exception-ended-the-process")
+@pytest.mark.defect("unprintable-exception-kills-process")
 def test_a_failure_that_is_hard_to_tell_costs_no_other_episode(how: str, kind: str):
     async def scenario(pool: WorkerPool) -> None:
         neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))

@@ -35,7 +35,7 @@ def test_anything_else_is_a_bad_reward(reward: Any):
     assert caught.value.kind == "bad_reward"
 
 
-@pytest.mark.defect("rewards-that-overflow")
+@pytest.mark.defect("overflowing-rewards-end-run")
 @pytest.mark.parametrize("reward", [1.7e308, -1e300, 3e38, 10**16])
 def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
     with pytest.raises(EnvironmentFailure, match=r"bad_reward: .*not one number of at most"):

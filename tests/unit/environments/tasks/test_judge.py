@@ -45,7 +45,7 @@ def test_a_judge_is_asked_over_openais_protocol_and_its_verdict_is_the_reward(mo
     assert "VERDICT: CORRECT" in system
 
 
-@pytest.mark.defect("a-server-that-repeats-a-key-put-it-into-messages")
+@pytest.mark.defect("api-key-echoed-in-error")
 @pytest.mark.parametrize("status", [401, 200])
 def test_a_judge_that_repeats_the_key_does_not_bring_it_into_a_message(status: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key-of-this-test")

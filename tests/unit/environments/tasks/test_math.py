@@ -149,7 +149,7 @@ def test_a_server_that_was_killed_or_hangs_is_replaced():
         assert len(servers() - before) == 1
 
 
-@pytest.mark.defect("a-forked-child-answered")
+@pytest.mark.defect("forked-child-answers-on-pipe")
 def test_a_fork_does_not_share_the_child_of_its_grader():
     with MathGrader(PATIENCE_S) as grader:
         before = servers()
@@ -164,7 +164,7 @@ def test_a_fork_does_not_share_the_child_of_its_grader():
         assert grader.grade("44.0", "43") == (False, "graded") and servers() - before == own
 
 
-@pytest.mark.defect("a-forked-child-answered")
+@pytest.mark.defect("forked-child-answers-on-pipe")
 def test_a_reply_to_another_request_is_not_taken():
     with MathGrader(PATIENCE_S) as grader:
         before = servers()

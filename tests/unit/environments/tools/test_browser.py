@@ -226,7 +226,7 @@ def test_a_real_browser_reads_pages_and_is_refused_everything_else():
 
 @needs_chromium
 @pytest.mark.defect("D37")
-@pytest.mark.defect("loops-after-their-call")
+@pytest.mark.defect("processes-outlive-python-call")
 def test_a_page_that_never_lets_go_costs_the_browser_and_not_the_episode():
     with web_server(pages()) as server, browser(server) as (box, tool):
         assert do(box, "goto", url=f"{server.url}/loop").text.startswith("Loop\n")
@@ -241,7 +241,7 @@ def test_a_page_that_never_lets_go_costs_the_browser_and_not_the_episode():
 
 
 @needs_chromium
-@pytest.mark.defect("pages-that-spin")
+@pytest.mark.defect("endless-page-blocks-browser")
 def test_a_page_that_spins_or_crashed_is_closed_and_the_next_call_works():
     with web_server(pages()) as server, browser(server) as (box, tool):
         do(box, "goto", url=f"{server.url}/two")

@@ -171,7 +171,7 @@ def test_a_server_gets_no_variables_of_this_process_and_is_gone_after_the_episod
     assert wait_for_exit(int(pid))
 
 
-@pytest.mark.defect("children-that-left-their-session-stayed")
+@pytest.mark.defect("detached-children-outlive-environment")
 def test_what_a_server_has_started_is_gone_after_the_episode_whatever_session_it_is_in():
     with box(s=stdio()) as opened:
         pid = int(call(opened, "s.stray").text)

@@ -80,7 +80,7 @@ def test_a_session_bears_whatever_its_code_does_to_it(sandbox: Sandbox):
         session.close()
 
 
-@pytest.mark.defect("loops-after-their-call")
+@pytest.mark.defect("processes-outlive-python-call")
 def test_what_a_block_started_ends_with_it_and_its_threads_wait_for_the_next_block(sandbox: Sandbox):
     code = """
 import os, subprocess, threading
@@ -109,7 +109,7 @@ sleeper = subprocess.Popen(["/usr/bin/sleep", "1000"])
         assert session.execute("import time; time.sleep(0.1); print(ticks > before)").stdout == "True\n"
 
 
-@pytest.mark.defect("forged-end-of-a-block")
+@pytest.mark.defect("forged-end-of-output")
 def test_only_the_end_of_a_block_ends_it(sandbox: Sandbox):
     forge = """
 import os, time

@@ -147,7 +147,7 @@ print(sum(map(str.isdigit, os.listdir("/proc"))), flush=True)
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("limits-left-through-the-first-process")
+@pytest.mark.defect("sandbox-init-has-no-limits")
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="has machine code of x86-64")
 def test_code_that_takes_over_the_first_process_stays_within_the_limits(sandbox: Sandbox):
     outcome = run(sandbox, INTO_THE_FIRST_PROCESS, Limits(wall_s=5))  # which cannot end any more
@@ -156,7 +156,7 @@ def test_code_that_takes_over_the_first_process_stays_within_the_limits(sandbox:
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("memory-of-many-processes")
+@pytest.mark.defect("sandbox-memory-sum-unlimited")
 @pytest.mark.parametrize(("shared_mb", "own_mb", "killed_by"), [(0, 100, "memory"), (100, 0, None)])
 def test_memory_of_all_processes_together_is_limited_and_what_they_share_counts_once(
     sandbox: Sandbox, shared_mb: int, own_mb: int, killed_by: str | None
@@ -174,7 +174,7 @@ time.sleep(1 if shared else 1000)
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("memory-that-is-not-mapped")
+@pytest.mark.defect("unmapped-shared-memory-not-counted")
 def test_there_is_no_memory_that_stays_when_it_is_unmapped(sandbox: Sandbox):
     code = """
 import mmap, os
@@ -194,7 +194,7 @@ with open("file", "w+b") as file:
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("many-empty-files")
+@pytest.mark.defect("sandbox-file-count-unlimited")
 def test_files_and_folders_have_a_limit_of_their_number(sandbox: Sandbox):
     code = """
 import os
