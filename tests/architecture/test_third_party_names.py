@@ -1,4 +1,4 @@
-"""The table of what we touch of engines and torch is that of our code, and its check notices what is not there."""
+"""The table of third-party names matches the code, and its check detects missing names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.cuda_wheels.touched import Missing
 TABLES = {name: getattr(names, name) for name in ("VLLM", "SGLANG", "TORCH", "TRANSFORMERS", "CUDA")}
 WITH_PRIVATE_NAMES = ("engines/", "models/", "strategies/", "weight_sync/", "report/")
 ELSEWHERE = {"strategies/deepspeed.py"}
-"""Its private names are DeepSpeed's, which has one build for all devices."""
+"""The private names are DeepSpeed's, which has one build for all devices."""
 
 
 BEHIND_AN_ATTRIBUTE = {"forward_native", "forward_cuda"}
-"""Of an object that we call: its methods, by which it is called."""
+"""Names of methods through which the code uses an object."""
 
 
 def words(row: ast.expr) -> Iterator[str]:
-    """What a row says that its file must say too; a class may be called under another name, or by a library."""
+    """Strings that a file must contain for a row. A class may be called under another name, or by a library."""
     if isinstance(row, ast.Compare):
         assert isinstance(row.left, ast.Constant)
         yield str(row.left.value)
@@ -48,11 +48,11 @@ def test_every_row_names_what_its_file_uses():
 
 
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
-"""Documented names, in spite of their underscore."""
+"""Names that are documented in spite of their underscore."""
 
 
 def own_names() -> set[str]:
-    """What our code defines or assigns itself."""
+    """Return the names that the code defines or assigns itself."""
     found = set()
     for path in touched.PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

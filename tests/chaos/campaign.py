@@ -1,6 +1,6 @@
-"""Random faults against tiny runs: each ends as the undisturbed run does, or says why it does not, and nothing is left.
+"""Random faults in tiny runs: each run ends like the undisturbed one or reports why not, and nothing is left behind.
 
-A run is started, hit, started again where a fault ended it, and hit again, until it has taken all of its steps.
+A run starts, is hit, restarts if a fault ended it, and is hit again, until it has taken all of its steps.
 """
 
 from __future__ import annotations
@@ -31,65 +31,65 @@ from tests.support.process_state import is_running
 
 STEPS = 10
 PROMPTS = 24
-"""Of an epoch."""
+"""Number of prompts per epoch."""
 SAVED_EVERY = 3
 FAULTS_PER_RUN = 8
-"""After so many a run may go to its end."""
+"""After this number of faults a run may finish."""
 _MASKING_RUNS = 0.4
-"""The share of runs that may be hit by what costs episodes."""
+"""Share of runs that faults with a cost in episodes may hit."""
 _SPARED_STARTS = 0.5
-"""The share of starts in which nothing is hit before a step was taken: most that is hit in a start ends the run."""
+"""Share of starts without a fault before the first step. Most faults during start-up end the run."""
 WITHIN_S = 240.0
-"""Every run has ended, or taken its next step, within this time."""
+"""Every run ends, or takes its next step, within this time in seconds."""
 _SETTLES_S = 3.0
 _SURELY_THERE = 10
-"""After so many strikes in vain, what a fault hits has another name now."""
+"""After this number of strikes without a target, the name of the fault's target must have changed."""
 _SURELY_MASKS = 10
-"""So many faults that cost episodes cannot all have struck between episodes, or a step that was taken again."""
+"""This number of faults that cost episodes cannot all have struck between episodes, or in a step that was repeated."""
 _RAY_LOOKS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "4000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""A raylet that does not answer is lost after 15 s, instead of a minute and more."""
+"""A raylet that does not respond counts as lost after 15 s, instead of more than a minute."""
 _CLOCKS = ("timing/", "throughput/", "memory/", "engines/", "time")
-"""What a clock decides, or which engines have died."""
+"""Prefixes of metrics that depend on time, or on which engines have died."""
 
 
 class Miss(AssertionError):
-    """A fault after which something did not hold."""
+    """Error raised if a check fails after a fault."""
 
 
 @dataclass
 class Campaign:
-    """Runs of one configuration, in folders below `root`; `overrides` are those of a run of tests."""
+    """Runs of one configuration in folders below `root`. `overrides` returns the overrides of a run in a folder."""
 
     root: Path
     overrides: Callable[[Path], list[str]]
     faults: Sequence[Fault]
     seed: int
     proxy: Proxy | None = None
-    """Where the engine runs elsewhere: what its connections pass through."""
+    """Proxy of the connections to an external engine; None for local engines."""
     exact: bool = True
-    """Whether a run that goes on is the undisturbed one bit for bit; one that samples ahead depends on time."""
+    """True if a resumed run equals the undisturbed one bit for bit. One that samples ahead depends on time."""
     say: Callable[[str], None] = print
     struck: Counter[str] = field(default_factory=Counter)
     absent: Counter[str] = field(default_factory=Counter)
-    """Strikes that found nothing to hit."""
+    """Strikes without a target."""
     masked: int = 0
-    """Runs in which an episode was masked."""
+    """Number of runs in which an episode was masked."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         if self.proxy is None:
             self.faults = [fault for fault in self.faults if not fault.needs_proxy]
         self.straight = self.root / "straight"
-        """The undisturbed run; `go` makes it unless it is there."""
+        """Folder of the undisturbed run. `go` creates it if it is missing."""
         (self.root / "plugins").mkdir(parents=True, exist_ok=True)
         (self.root / "plugins" / "chaos_plugin.py").write_text(ENVIRONMENT_CODE)
 
     def go(self, seconds: float, faults: int | None = None) -> None:
-        """Hit runs until the time is over or so many faults have struck. Raises Miss."""
+        """Hit runs until the time is over or that many faults have struck. Raises Miss."""
         if not self.straight.exists():
             self._attempt(self.straight, [])
             if (code := self._code) != 0:
@@ -105,7 +105,7 @@ class Campaign:
             raise Miss(f"no episode was masked by {masking} faults that cost episodes")
 
     def _run(self, folder: Path, until: float, most: int | None) -> None:
-        """One run with its faults, from its start to its end."""
+        """Run once with faults, from start to end."""
         struck: list[Fault] = []
         masks = self.chance.random() < _MASKING_RUNS  # else the run is compared with the undisturbed one
         faults = [fault for fault in self.faults if masks or not fault.masks] or list(self.faults)
@@ -125,7 +125,7 @@ class Campaign:
         shutil.rmtree(folder)
 
     def _attempt(self, folder: Path, struck: list[Fault], faults: Sequence[Fault] = (), most: int = 0) -> None:
-        """Start the run, or go on with it, and hit it `most` times; check how it ended. Sets `_code`."""
+        """Start or resume the run, hit it at most `most` times, and check how it ended. Sets `_code`."""
         folder.mkdir(exist_ok=True)
         env = (
             os.environ
@@ -215,7 +215,7 @@ def _shared_memory() -> set[str]:
 
 
 def _left_of(names: set[str]) -> set[str]:
-    """Those that stay and that no living process has mapped: other tests of this machine have theirs."""
+    """Return the files that stay and that no living process has mapped. Other tests on this machine have their own."""
     until = time.monotonic() + _SETTLES_S
     while names and time.monotonic() < until:
         time.sleep(0.1)
@@ -233,12 +233,12 @@ def _rows(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _failed_episodes(row: dict[str, Any]) -> float:
-    """Of a step's rollouts and its evaluation."""
+    """Return the number of failed episodes of a step's rollouts and its evaluation."""
     return sum(value for name, value in row.items() if name == "rollouts/failed" or name.endswith("/num_failed"))
 
 
 def _compare(folder: Path, straight: Path) -> None:
-    """Raises Miss unless metrics and weights are bit for bit those of the undisturbed run."""
+    """Raise Miss unless metrics and weights equal those of the undisturbed run bit for bit."""
     found, expected = _rows(folder), _rows(straight)
     if found.keys() != expected.keys():
         raise Miss(f"steps {sorted(found)} are recorded, not {sorted(expected)}")
@@ -256,9 +256,11 @@ def _compare(folder: Path, straight: Path) -> None:
 
 
 def assert_each_prompt_once_an_epoch(folder: Path) -> None:
-    """Raises Miss unless the steps that a run's last checkpoint continues have trained on every prompt of an epoch, in
-    whatever order, and on none twice. A step's dumped batch is that of the last time it was taken; it is missing where
-    the disk was full."""
+    """Raise Miss unless the run has trained on every prompt of an epoch exactly once, in any order.
+
+    This covers the steps that the last checkpoint continues. The dumped batch of a step is that of its last execution. It
+    is missing if the disk was full.
+    """
     files = (folder / "exports" / "dumped_data").glob("global_step_*_training_input.safetensors")
     trained_on = {int(file.name.split("_")[2]): set(read_batch(file)[1]) for file in files}
     if not trained_on:

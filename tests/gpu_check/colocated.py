@@ -1,4 +1,4 @@
-"""Part 17: updates of 1.5B parameters, alone and on the device of an engine that sleeps; what changing over takes."""
+"""Part 17: updates of 1.5B parameters, alone and beside a sleeping engine, and the time to switch between them."""
 
 from __future__ import annotations
 

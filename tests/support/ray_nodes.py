@@ -33,34 +33,34 @@ OBJECT_STORE_BYTES = 100_000_000
 STARTS_WITHIN_S = 180.0
 REPOSITORY = Path(__file__).parents[2]
 _LOST_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
-"""A node that was killed is known to be lost after 2 s, not 20 as by default; one that is slow has as long as ever."""
+"""A killed node counts as lost after 2 s, instead of 20 by default. A slow node has the usual time."""
 _OF_NODES = {
     "PYTHONPATH": str(REPOSITORY),  # for workers, whose folder is another one
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # for clients, as docs/multi_node.md says
 }
 _LONGEST_TEMPORARY = 30
-"""Characters: a socket's path has 107, of which Ray's names take 77."""
+"""Maximum length in characters: the path of a socket has 107, of which Ray's names take 77."""
 
 
 @dataclass(frozen=True)
 class RayNodes:
-    """The nodes of one cluster; the head is the first."""
+    """The nodes of one cluster. The head is the first."""
 
     address: str
-    """Of the cluster, "host:port": its RAY_ADDRESS."""
+    """Address of the cluster, "host:port": its RAY_ADDRESS."""
     addresses: list[str]
-    """Of the nodes: what Ray calls their IP address."""
+    """Addresses of the nodes, which Ray calls IP addresses."""
     environment: dict[str, str]
     """Environment variables with which a program joins this cluster."""
     program: subprocess.Popen[str]
-    """Has started the nodes, and starts others that it is told of."""
+    """Process that has started the nodes, and starts more on request."""
 
     @property
     def host(self) -> psutil.Process:
         return psutil.Process(self.program.pid)
 
     def add(self, **node: Any) -> None:
-        """Have one more node join, described as Ray's `Cluster.add_node` takes it, at the next address."""
+        """Add a node, described as in Ray's `Cluster.add_node`, at the next address."""
         assert self.program.stdin is not None and self.program.stdout is not None
         prefix, _, last = self.addresses[-1].rpartition(".")
         self.addresses.append(f"{prefix}.{int(last) + 1}")
@@ -69,20 +69,19 @@ class RayNodes:
         assert any(line.startswith("JOINED") for line in self.program.stdout), "it did not join: see above"
 
     def raylet(self, index: int) -> psutil.Process:
-        """The node's own process. Raises StopIteration if it has ended."""
+        """Return the node's own process. Raises StopIteration if it has ended."""
         mine = f"--node_ip_address={self.addresses[index]}"
         children = self.host.children()
         return next(one for one in children if one.name() == "raylet" and mine in one.cmdline())
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """The node's raylet and all that it has started: workers, and what they have started. Of the head, Ray's
-        tables too."""
+        """Return the node's raylet and its descendants, such as workers; for the head, Ray's tables too."""
         raylet = self.raylet(index)
         tables = [one for one in self.host.children() if one.name() == "gcs_server"] if index == 0 else []
         return [raylet, *raylet.children(recursive=True), *tables]
 
     def kill(self, index: int) -> None:
-        """Lose a node, as if its machine lost power: all of its processes are killed, and none says good-bye."""
+        """Lose a node as if its machine lost power: all of its processes are killed without a shutdown."""
         self.raylet(index).suspend()  # or it would start others while these are killed
         for process in self.processes(index):
             with suppress(psutil.NoSuchProcess):
@@ -162,7 +161,7 @@ def _node(address: str, cpus: float, resources: Mapping[str, float], **more: Any
 
 
 def _end(family: Sequence[psutil.Process]) -> None:
-    """Kill what is left of a cluster: agents of a raylet look for it for a minute."""
+    """Kill what is left of a cluster: the agents of a raylet look for it for a minute."""
     for one in family:
         with suppress(psutil.NoSuchProcess):
             one.kill()
@@ -170,7 +169,7 @@ def _end(family: Sequence[psutil.Process]) -> None:
 
 
 def _host(folder: str, nodes: Sequence[dict[str, Any]], system: Mapping[str, Any]) -> None:
-    """Start the nodes, and end them when whoever started this process closes its end of the pipe, or dies."""
+    """Start the nodes. End them when the parent process closes its end of the pipe or dies."""
     from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 

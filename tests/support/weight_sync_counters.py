@@ -1,4 +1,4 @@
-"""What a rank's end of a weight sync announces, sends and gathers."""
+"""Counters of the announcements, bytes sent and bytes gathered by a rank in a weight sync."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.weight_sync.sender import WeightSender
 
 
 class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that this rank gets by gathering."""
+    """A counter of the bytes that this rank receives by gathering."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
 def count_synced_bytes(
     parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]], wire_dtype: str
 ) -> dict[str, Any]:
-    """A sync on all ranks: whether it announces and sends what the ranks have, and bytes gathered of those sent."""
+    """Run a sync on all ranks, and check that it announces and sends the ranks' weights and gathers them once."""
     sender = WeightSender(
         parameters,
         wire_dtype=wire_dtype,
@@ -74,7 +74,7 @@ def _ends_with_nan(tensor: Tensor) -> Tensor:
 
 
 def with_nan(parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]]) -> tuple[str, ...]:
-    """What a manifest says of parameters whose last rank has NaN at the end of its part of the first."""
+    """Check the manifest of parameters whose last rank has a NaN at the end of its shard of the first."""
 
     def spoilt() -> Iterator[tuple[str, ShardedTensor]]:
         for index, (name, part) in enumerate(parameters()):

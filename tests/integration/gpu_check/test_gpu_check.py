@@ -1,4 +1,4 @@
-"""`scripts/gpu_check` on a CPU: every part runs, results survive an interruption, and what fails is told."""
+"""`scripts/gpu_check` on a CPU: every part runs, results survive an interruption, and failures are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gpu_check.report import Report, Row, read
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_check"
 CHEAP = ["attention", "groups", "ipc", "sync", "update", "training"]
-"""The others start engines or import everything."""
+"""The other parts start engines or import everything."""
 
 
 def check(file: Path, *arguments: str, expect: int = 0) -> str:

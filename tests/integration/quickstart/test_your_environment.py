@@ -1,4 +1,4 @@
-"""docs/your_environment.md, followed; its model is a tiny one here, as the quickstart has a test of its own."""
+"""The steps of docs/your_environment.md work. The model is a tiny one, because the quickstart has its own test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENVIRONMENT, ROWS = snippets(PAGE)
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """The folder of the task after its third step."""
+    """Return the folder of the task after its third step."""
     (tmp_path / "my_envs.py").write_text(ENVIRONMENT)
     (tmp_path / "make_rows.py").write_text(ROWS)
     said("python make_rows.py", tmp_path)
@@ -28,7 +28,7 @@ def task(tmp_path: Path) -> Path:
 
 
 def said(command: str, folder: Path) -> str:
-    """What a command of the page prints in the task's folder, in the environment of the tests."""
+    """Return the output of a command of the page, run in the task's folder and the environment of the tests."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env |= {"PATH": programs, "PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}

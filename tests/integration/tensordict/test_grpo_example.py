@@ -1,4 +1,4 @@
-"""The GRPO loop that is written with the tensordict parts alone."""
+"""The GRPO loop of the example uses only the tensordict parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUR_MODULES = ("grpo", "warm_up", "model")
 
 @pytest.fixture
 def grpo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The example's module."""
+    """Return the example's module."""
     monkeypatch.syspath_prepend(FOLDER)
     path, before = list(sys.path), {name: sys.modules.pop(name, None) for name in OUR_MODULES}
     yield importlib.import_module("grpo")
