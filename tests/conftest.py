@@ -121,8 +121,8 @@ def gsm8k_jsonl() -> Path:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves processes, listening ports or shared-memory files behind.
 
-    Processes that a fixture of a wider scope started before the test may stay, with their descendants. The costly scan of
-    all processes runs only if a child was started.
+    Processes that a fixture of a wider scope started before the test may stay, with their descendants. The costly scan
+    of all processes runs only if a child was started.
     """
     children, reaped = _children(), _reaped()
     processes = _marked() if children else set()

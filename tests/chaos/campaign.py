@@ -258,8 +258,8 @@ def _compare(folder: Path, straight: Path) -> None:
 def assert_each_prompt_once_an_epoch(folder: Path) -> None:
     """Raise Miss unless the run has trained on every prompt of an epoch exactly once, in any order.
 
-    This covers the steps that the last checkpoint continues. The dumped batch of a step is that of its last execution. It
-    is missing if the disk was full.
+    This covers the steps that the last checkpoint continues. The dumped batch of a step is that of its last execution.
+    It is missing if the disk was full.
     """
     files = (folder / "exports" / "dumped_data").glob("global_step_*_training_input.safetensors")
     trained_on = {int(file.name.split("_")[2]): set(read_batch(file)[1]) for file in files}

@@ -18,7 +18,7 @@ from skyrl_train.learner.worker import LearnerSpec
 from tests.support.padded_reference import ragged_batch
 
 FULL_OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), k3, 0.1, 0.01)
-"""Configuration with all terms on: policy loss, KL and entropy."""
+"""Objective with all terms on: policy loss, KL and entropy."""
 
 
 def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:

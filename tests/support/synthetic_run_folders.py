@@ -1,4 +1,4 @@
-"""Run folders that no run has written."""
+"""Synthetic run folders with the files of a real run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADVERSARIAL_TEXT = (
     "<a href=javascript:alert(1)>",
     "𝕏👩‍👩‍👧 中文",
 )
-"""Characters of a model's output."""
+"""Texts that a model may write."""
 
 
 def synthetic_metrics(step: int, **more: float) -> dict[str, float]:

@@ -34,7 +34,7 @@ def write_run(run: Path, name: str, *, steps: int, kept: Sequence[int] = (), lr:
 
 
 def write_step(run: Path, step: int) -> None:
-    """Return the rollouts of a step. Every tenth calls a tool in its turn, and in odd steps in its message too."""
+    """Write the rollouts of a step. Every tenth calls a tool in its turn, and in odd steps in its message too."""
     table = synthetic_rollouts(ROLLOUTS, step, samples_per_prompt=SAMPLES, mean_tokens=40)
     if step % 2:
         table = with_messages(table, [_asking(json.loads(one)) for one in table["messages"].to_pylist()])
@@ -42,7 +42,7 @@ def write_step(run: Path, step: int) -> None:
 
 
 def with_messages(table: pa.Table, conversations: Sequence[list[dict[str, Any]]]) -> pa.Table:
-    """Return rollouts with other conversations."""
+    """Return a table of rollouts with other conversations."""
     column = pa.array([json.dumps(messages) for messages in conversations], pa.string())
     return table.set_column(table.schema.get_field_index("messages"), "messages", column)
 
@@ -54,7 +54,7 @@ def _asking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def metric_lines(steps: int, seed: int) -> list[dict[str, Any]]:
-    """Create an evaluation before the first step and every ten steps. The last ten have truncated responses."""
+    """Return lines with an evaluation before the first step and every ten steps; the last ten have truncated responses."""
     noise = np.random.default_rng(seed).normal(size=(steps + 1, 3)).round(4).tolist()
     lines = []
     for step, (first, second, third) in enumerate(noise):

@@ -20,7 +20,7 @@ from tests.support.doc_pages import REPOSITORY, find_commands
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "quickstart.py"
 LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-"""Variables of processes that share the cores."""
+"""Number of pytest workers that share the cores."""
 ACCURACY = "eval/arithmetic/avg_score"
 MOST_LINES = 120
 LIBRARY = re.compile(r"site-packages|\bpid=|\d(it/s|s/it)\b|\w+Warning\b|\[(rank|INFO|WARNING)|^\d{4}-\d\d-\d\d ")
@@ -57,15 +57,15 @@ def quickstart(folder: Path, *arguments: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The quickstart works unchanged."""
+    """Run the quickstart unchanged and return its outcome."""
     return quickstart(tmp_path_factory.mktemp("quickstart"))
 
 
 @pytest.fixture
 def train_again(first: Outcome, tmp_path: Path) -> Callable[..., list[float]]:
-    """Run GRPO from the first quickstart's warm-up with other settings.
+    """Return a function that runs GRPO with other settings from the first quickstart's warm-up.
 
-    Return accuracies on 1,000 problems, in order.
+    The function returns the accuracies on 1,000 problems, in the order of evaluation.
     """
     problems = tmp_path / "validation.jsonl"
     problems.write_text("".join(json.dumps(row) + "\n" for row in generate(1_000, 4, 4, 2, "validation")))
@@ -107,7 +107,7 @@ def test_the_script_runs_from_nothing_to_a_curve(tmp_path: Path):
 
 
 def what_is_copied() -> tuple[str, str, str]:
-    """Follow docs/your_environment.md: the folder of its quickstart, its warm-up steps, and the copied model."""
+    """Return the quickstart's folder, its warm-up steps and the copied model in docs/your_environment.md."""
     page = "docs/your_environment.md"
     (first,) = (one for one in find_commands("scripts/quickstart ") if one.page == page)
     (copy,) = find_commands("cp -r ")
@@ -122,7 +122,7 @@ def what_is_copied() -> tuple[str, str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_in_a_bare_clone_it_makes_its_environment_first(tmp_path: Path):
-    """Start `scripts/quickstart` as docs/your_environment.md does, with fewer steps, where nothing is installed."""
+    """Run `scripts/quickstart` as docs/your_environment.md does, with fewer steps, where nothing is installed."""
     (found,) = (one for one in find_commands("scripts/quickstart ") if one.page == "docs/your_environment.md")
     folder, steps, _ = what_is_copied()
     ours = {folder: str(tmp_path / "run"), steps: "2"}
@@ -139,8 +139,8 @@ def test_in_a_bare_clone_it_makes_its_environment_first(tmp_path: Path):
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_easier_problems_are_learnt_in_half_the_time(tmp_path: Path):
-    """Start it as its page does."""
+def test_easier_problems_need_half_the_time(tmp_path: Path):
+    """Use the easier settings of the example's page."""
     easier = ["--operations", "3", "--warm-up-steps", "240"]
     outcome = quickstart(tmp_path, *easier, "trainer.max_steps=8", "trainer.eval_interval=8")
     assert outcome.before <= 0.5
