@@ -16,7 +16,7 @@ ENTRIES = [(table, name, target) for table, names in TABLES.items() for name, ta
 
 
 def decorated() -> list[tuple[str, str]]:
-    """Yield (name, "module:object") for everything in the package that a decorator registers."""
+    """Return (name, "module:object") for everything in the package that a decorator registers."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(["skyrl_train", *path.relative_to(PACKAGE).with_suffix("").parts])

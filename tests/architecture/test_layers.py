@@ -103,7 +103,7 @@ def modules() -> Iterator[tuple[Path, str, str, str]]:
 
 @cache
 def all_imports() -> list[tuple[str, str, int, str]]:
-    """Yield (file, layer, line, imported module) over the whole package."""
+    """Return (file, layer, line, imported module) over the whole package."""
     return [
         (name, layer, line, module)
         for path, name, layer, package in modules()

@@ -20,11 +20,14 @@ ELSEWHERE = {"strategies/deepspeed.py"}
 
 
 BEHIND_AN_ATTRIBUTE = {"forward_native", "forward_cuda"}
-"""Names of methods through which the code uses an object."""
+"""Methods that run when the code calls their object, so that the code does not contain their names."""
 
 
 def words(row: ast.expr) -> Iterator[str]:
-    """Strings that a file must contain for a row. A class may be called under another name, or by a library."""
+    """Yield the names in a row that its file must contain.
+
+    The name of a called class is not one of them, because it may have another name there, or a library may call it.
+    """
     if isinstance(row, ast.Compare):
         assert isinstance(row.left, ast.Constant)
         yield str(row.left.value)

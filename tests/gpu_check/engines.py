@@ -183,7 +183,7 @@ class Conformance:
 
 
 def largest(values: list[float]) -> float:
-    """Return NaN if there is any, which `max` may miss."""
+    """Return the largest value, or NaN if there is any, which `max` may miss."""
     return max(values, key=lambda value: (math.isnan(value), value))
 
 

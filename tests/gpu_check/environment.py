@@ -34,7 +34,7 @@ NEED_OTHERS = ("skyrl_train.engines.sglang.stubs.", "skyrl_train.tensordict.wrap
 OPTIONAL = {"vllm", "wandb", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
 """Packages that a module may fail to find without being broken."""
 ON_CPU = {"torchvision", "sgl_kernel"}
-"""Packages that SGLang needs only with a GPU. The engine brings replacements for a CPU."""
+"""Packages of SGLang that are optional on a CPU, where the engine provides replacements."""
 
 
 def run(setting: Setting, report: Report) -> None:
@@ -102,7 +102,7 @@ def imports(optional: Set[str]) -> list[str]:
 
 
 def modules() -> list[str]:
-    """Return every module of the package that is not a replacement."""
+    """Return the names of all modules of the package except NEED_OTHERS."""
     found = pkgutil.walk_packages(skyrl_train.__path__, "skyrl_train.", onerror=lambda name: None)
     return [module.name for module in found if not module.name.startswith(NEED_OTHERS)]
 

@@ -81,7 +81,7 @@ def serve(connection: Connection, shapes: Shapes, device: str, delayed: bool) ->
 
 
 def used_memory(device: str) -> float:
-    """Return MiB in use on the accelerator, as no process owns mapped memory of another; of this process on a CPU."""
+    """Return the MiB in use on the whole accelerator, because no process owns mapped memory; on a CPU, of this process."""
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**20
@@ -107,7 +107,7 @@ class Engine:
         self._here.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Raises RuntimeError with the other process's error."""
+        """Call a method in the other process. Raises RuntimeError with its error."""
         self._here.send((method, arguments))
         error, answer = self._here.recv()
         if error is not None:

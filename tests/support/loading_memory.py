@@ -26,7 +26,7 @@ RANKS = 4
 
 
 def anonymous_bytes() -> int:
-    """Return the memory of this process that no file backs."""
+    """Return the bytes of memory of this process that no file backs."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 

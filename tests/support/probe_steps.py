@@ -11,7 +11,7 @@ from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 
 FIXED_S, UPDATE_S, TOKEN_S, SYNC_S, REST_S = 0.5, 0.3, 0.001, 0.25, 0.125
 TOKENS = 100
-"""Number of samples per prompt."""
+"""Number of tokens in the responses to one prompt."""
 
 
 def measured_step(

@@ -12,7 +12,7 @@ UPDATE = "UPDATE_SNAPSHOTS"
 """Environment variable. If it is set, the stored texts are rewritten instead of compared."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?\b%?")
 _VARYING: tuple[tuple[str, str], ...] = (
-    (r"^.* so far: .*\n", ""),  # said of what takes long, on a machine that is slow
+    (r"^.* so far: .*\n", ""),  # progress of long phases, which appears only on slow machines
     (r"\\x1b\[[\d;]*m", ""),
     (r"in steps: .*", "in steps: SHARES"),
     (r"eta .*", "eta DURATION"),
@@ -38,7 +38,7 @@ def normalize_output(text: str, folder: Path) -> str:
 
 
 def assert_matches_snapshot(text: str, folder: Path, kept: Path) -> None:
-    """Compare with the file `kept`. UPDATE_SNAPSHOTS=1 writes it."""
+    """Compare a run's output with the file `kept`, which UPDATE_SNAPSHOTS=1 rewrites."""
     said = normalize_output(text, folder)
     if os.environ.get(UPDATE):
         kept.parent.mkdir(exist_ok=True)

@@ -84,7 +84,7 @@ class TablePolicy(nn.Module):
 class BigramPolicy(nn.Module):
     """A policy that predicts the logits of a token from the previous token.
 
-    It has a distribution over left-padded rows.
+    `get_dist` takes ragged rows or rectangles, and returns a distribution over left-padded rows.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0):

@@ -54,7 +54,7 @@ def _asking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def metric_lines(steps: int, seed: int) -> list[dict[str, Any]]:
-    """Return lines with an evaluation before the first step and every ten steps; the last ten have truncated responses."""
+    """Return lines with an evaluation every ten steps from step 0. The last ten steps have truncated responses."""
     noise = np.random.default_rng(seed).normal(size=(steps + 1, 3)).round(4).tolist()
     lines = []
     for step, (first, second, third) in enumerate(noise):

@@ -40,7 +40,12 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
 def count_synced_bytes(
     parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]], wire_dtype: str
 ) -> dict[str, Any]:
-    """Run a sync on all ranks, and check that it announces and sends the ranks' weights and gathers them once."""
+    """Run a sync on all ranks and compare it with the ranks' weights.
+
+    Returns:
+        `announced` and `sent`: True if the manifest and the sent buckets have the fingerprints of the weights.
+        `gathered`: gathered bytes divided by the bytes of all tensors in the wire dtype.
+    """
     sender = WeightSender(
         parameters,
         wire_dtype=wire_dtype,
@@ -74,11 +79,13 @@ def _ends_with_nan(tensor: Tensor) -> Tensor:
 
 
 def with_nan(parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]]) -> tuple[str, ...]:
-    """Check the manifest of parameters whose last rank has a NaN at the end of its shard of the first."""
+    """Return the non-finite names in a manifest if the first parameter ends with NaN on its last rank."""
 
     def spoilt() -> Iterator[tuple[str, ShardedTensor]]:
         for index, (name, part) in enumerate(parameters()):
-            whole = part.local.numel() == torch.Size(part.shape).numel()  # all ranks have it, the first one counts
+            whole = (
+                part.local.numel() == torch.Size(part.shape).numel()
+            )  # every rank has the whole tensor, and the first rank's counts
             if index == 0 and dist.get_rank() == (0 if whole else dist.get_world_size() - 1):
                 part = part.map(_ends_with_nan)
             yield name, part

@@ -25,7 +25,10 @@ def build_wheel(folder: Path) -> Path:
 
 
 def copied_source(source: Path, with_page: bool = True) -> Path:
-    """Copy the sources of packages to a new folder, without viewer/: its page is already built, or missing."""
+    """Copy the sources of packages to a new folder, without viewer/. Skip the test if its page cannot be built.
+
+    `with_page=False` leaves out the built page.
+    """
     if viewer_unavailable_reason():
         pytest.skip(VIEWER_UNAVAILABLE)
     render_page()  # builds it

@@ -53,7 +53,7 @@ def gap(row: TensorDictBase, model: torch.nn.Module) -> float:
 @pytest.mark.timeout(600)
 def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model_path: str, tmp_path: Path):
     def noting() -> GSM8KEnv:
-        """An environment that leaves a file for every step."""
+        """Return an environment that creates a file for every step."""
         from skyrl_train.tensordict.envs.base import Transform
 
         class Notes(Transform):
