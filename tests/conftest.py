@@ -130,12 +130,12 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     if _children() - children or _reaped() != reaped:
         left = _wait_until_gone(processes)
-        assert not left, f"processes left behind: {left}"
+        assert not left, f"the test left processes behind: {left}"
     if _listening() - ports:
         gc.collect()
-        assert _listening() <= ports, f"ports left listening: {sorted(_listening() - ports)}"
+        assert _listening() <= ports, f"the test left listening ports: {sorted(_listening() - ports)}"
     left_shared = _wait_until_removed(shared)
-    assert not left_shared, f"left in /dev/shm: {sorted(left_shared)}"
+    assert not left_shared, f"the test left files in /dev/shm: {sorted(left_shared)}"
 
 
 def _children() -> set[int]:

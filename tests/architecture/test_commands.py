@@ -66,7 +66,7 @@ def files_and_options(command: Command) -> None:
     source = "".join(path.read_text() for path in _sources(REPOSITORY / script))
     for word in words:
         if word.startswith("--"):
-            assert f'"{word}"' in source or f"{word})" in source, f"{script} has no {word}"
+            assert f'"{word}"' in source or f"{word})" in source, f"{script} does not define the option {word}"
         elif word.partition("/")[0] in ("tests", "scripts", "examples"):
             assert (REPOSITORY / word).exists(), word
 
@@ -76,7 +76,7 @@ def _sources(script: Path) -> Iterator[Path]:
     yield script
     text = script.read_text()
     if script.suffix != ".py":
-        assert script.stat().st_mode & 0o111, f"{script} cannot be run"
+        assert script.stat().st_mode & 0o111, f"{script} is not executable"
         for path in re.findall(r"(?:python|PYTHON:-python\}\") ([\w/]+\.py)", text):
             yield REPOSITORY / path
         for module in re.findall(r"-m (tests\.\w+)", text):
@@ -121,7 +121,7 @@ def covered_by(test: str) -> Check:
         reads = page in source and re.search(r"\b(fenced_blocks|snippets|read_text)\(", source)
         if not reads and not any(re.match(start, str(command)) for start in begins):
             missing = [word for word in _distinguishing_words(command) if word not in source]
-            assert missing == [], f"{test} neither reads {command.page} nor has these words; is it only alike?"
+            assert missing == [], f"{test} neither reads {command.page} nor contains these words of the command"
 
     return check
 
@@ -140,7 +140,7 @@ def _test(test: str) -> str:
     """Return the source of a test file, which must contain the named test."""
     path, _, name = test.partition("::")
     source = (REPOSITORY / path).read_text()
-    assert f"def {name}" in source, f"{path} has no {name}"
+    assert f"def {name}" in source, f"{path} does not define {name}"
     return source
 
 
@@ -275,7 +275,7 @@ def row(command: Command) -> str | None:
 
 def test_commands_and_table_rows_match():
     without = [f"{command.page}: {command}" for command in commands() if row(command) is None]
-    assert without == [], "say in COMMANDS which test runs it, or why none can"
+    assert without == [], "add a row to COMMANDS with the test that runs the command, or the reason why none can"
     assert set(COMMANDS) - {row(command) for command in commands()} == set()
 
 
@@ -289,14 +289,18 @@ def test_every_command_passes_the_checks_of_its_row(monkeypatch: pytest.MonkeyPa
 
 
 def test_python_pages_are_executed_by_tests():
-    assert {page for page, _ in fenced_blocks("python")} == set(SNIPPETS), "say in SNIPPETS which test runs it"
+    assert {page for page, _ in fenced_blocks("python")} == set(SNIPPETS), (
+        "add a row to SNIPPETS with the test that runs the page's code"
+    )
     for page, test in SNIPPETS.items():
         assert Path(page).name in (REPOSITORY / test).read_text(), f"{test} does not read {page}"
 
 
 def test_fenced_languages_are_known():
     found = {language for page in ("",) for language in _languages()}
-    assert found <= {"bash", "python", "yaml", "json", "text"}, "hold it here, or call it text"
+    assert found <= {"bash", "python", "yaml", "json", "text"}, (
+        "check blocks of this language here, or mark them as text"
+    )
 
 
 def _languages() -> set[str]:

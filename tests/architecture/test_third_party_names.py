@@ -75,7 +75,7 @@ def test_private_third_party_names_are_listed():
             continue
         private = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         private = {name for name in private - ours - known - OF_NAMED_TUPLES if re.match("_[^_]", name)}
-        assert not private, f"{file} touches {sorted(private)}: add rows to tests/cuda_wheels/names.py"
+        assert not private, f"{file} uses the private names {sorted(private)}: add rows to tests/cuda_wheels/names.py"
 
 
 def row(text: str) -> ast.expr:

@@ -93,16 +93,16 @@ class Campaign:
         if not self.straight.exists():
             self._attempt(self.straight, [])
             if (code := self._code) != 0:
-                raise Miss(f"the undisturbed run exits with {code}: {_tail(self.straight)}")
+                raise Miss(f"the undisturbed run exited with status {code}: {_tail(self.straight)}")
         number, until = 0, time.monotonic() + seconds
         while time.monotonic() < until and (faults is None or self.struck.total() < faults):
             self._run(self.root / f"run_{number}", until, faults)
             number += 1
         if missing := [name for name, count in self.absent.items() if count >= _SURELY_THERE and not self.struck[name]]:
-            raise Miss(f"{missing} never found anything to hit")
+            raise Miss(f"faults {missing} never found a target")
         masking = sum(self.struck[fault.name] for fault in self.faults if fault.masks)
         if masking >= _SURELY_MASKS and not self.masked:
-            raise Miss(f"no episode was masked by {masking} faults that cost episodes")
+            raise Miss(f"{masking} faults that should cost episodes masked none")
 
     def _run(self, folder: Path, until: float, most: int | None) -> None:
         """Run once with faults, from start to end."""
@@ -152,7 +152,7 @@ class Campaign:
                     seen, moved_at = len(_rows(folder)), now
                     next_at = self._soon() if spares_start and next_at < now else next_at
                 if now - moved_at > WITHIN_S:
-                    raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
+                    raise Miss(f"the run makes no progress after {last and last.name}: {_tail(folder)}")
                 if most and now >= next_at and (last is None or not last.ends) and (seen > before or not spares_start):
                     fault = self.chance.choice(faults)
                     next_at = self._soon()
@@ -173,7 +173,7 @@ class Campaign:
         self._code = driver.returncode
         self._check_end(folder, last, known, took_steps=seen != before)
         if more := _left_of(_shared_memory() - shared):
-            raise Miss(f"after {last and last.name} there is shared memory left: {sorted(more)}")
+            raise Miss(f"shared memory is left after {last and last.name}: {sorted(more)}")
 
     def _soon(self) -> float:
         return time.monotonic() + self.chance.uniform(0.3, 3.0)
@@ -183,17 +183,17 @@ class Campaign:
         _, left = psutil.wait_procs([one for one in known if one.is_running()], timeout=60)
         left = [one for one in left if is_running(one.pid)]
         if left:
-            raise Miss(f"after {name} there is still {[(one.pid, one.name()) for one in left]}")
+            raise Miss(f"processes are left after {name}: {[(one.pid, one.name()) for one in left]}")
         steps = [row["step"] for row in read_jsonl(folder / "ckpts" / "metrics.jsonl")] if _rows(folder) else []
         if len(set(steps)) != len(steps):
-            raise Miss(f"after {name} a step is recorded twice: {steps}")
+            raise Miss(f"a step is logged twice after {name}: {steps}")
         if self._code == 0:
             return
         says = "" if last is None else last.says if last.ends else "" if took_steps else last.in_start
         if last is None or not (last.ends or says) or self._code not in last.codes:
-            raise Miss(f"{name} ended the run with {self._code}: {_tail(folder)}")
+            raise Miss(f"{name} ended the run with status {self._code}: {_tail(folder)}")
         if not re.search(says, (folder / "log").read_text()[-6000:]):
-            raise Miss(f"after {name} the run does not say {says}: {_tail(folder)}")
+            raise Miss(f"after {name} the run does not print {says}: {_tail(folder)}")
         if re.search(r"^Traceback|please report it", (folder / "log").read_text()[-6000:], re.MULTILINE):
             raise Miss(f"after {name} the run ends with a traceback: {_tail(folder)}")
         checkpoints = CheckpointStore(folder / "ckpts")
@@ -203,7 +203,7 @@ class Campaign:
             if find_checkpoint_damage(folder / "ckpts" / f"global_step_{step}") is None
         ]
         done = max(steps, default=0)
-        # Steps that were taken again are recorded only then, and a fault may strike while a checkpoint is written.
+        # Repeated steps are logged only when they are repeated, and a fault may strike while a checkpoint is written.
         saves = last.saves and took_steps
         least = done if saves else (done // SAVED_EVERY - 1) * SAVED_EVERY
         if max(saved, default=0) < least:
@@ -241,7 +241,7 @@ def _compare(folder: Path, straight: Path) -> None:
     """Raise Miss unless metrics and weights equal those of the undisturbed run bit for bit."""
     found, expected = _rows(folder), _rows(straight)
     if found.keys() != expected.keys():
-        raise Miss(f"steps {sorted(found)} are recorded, not {sorted(expected)}")
+        raise Miss(f"steps {sorted(found)} are logged instead of {sorted(expected)}")
     for step, row in expected.items():
         names = [name for name in row.keys() | found[step].keys() if not name.startswith(_CLOCKS)]
         differ = {
@@ -252,7 +252,7 @@ def _compare(folder: Path, straight: Path) -> None:
     weights = f"exports/global_step_{STEPS}/policy/model.safetensors"
     ours, theirs = load_file(folder / weights), load_file(straight / weights)
     if not all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items()):
-        raise Miss("the weights are not those of the undisturbed run")
+        raise Miss("the weights differ from those of the undisturbed run")
 
 
 def assert_each_prompt_once_an_epoch(folder: Path) -> None:
@@ -270,7 +270,7 @@ def assert_each_prompt_once_an_epoch(folder: Path) -> None:
         steps = [step for step in range(1, STEPS + 1) if (step - 1) * a_step // PROMPTS == epoch and step in trained_on]
         counted = Counter(uid for step in steps for uid in trained_on[step])
         if len(counted) != len(steps) * a_step:
-            raise Miss(f"in steps {steps} of one epoch prompts are trained on more than once: {counted.most_common(3)}")
+            raise Miss(f"steps {steps} of one epoch train on prompts more than once: {counted.most_common(3)}")
 
 
 def _tail(folder: Path) -> str:

@@ -200,7 +200,7 @@ register("mischievous", "chaos_plugin:MischievousEnv")
 '''
 
 
-def named(names: str | None) -> Iterator[Fault]:
+def find_faults(names: str | None) -> Iterator[Fault]:
     """Yield the faults whose names contain one of these comma-separated names; all if there are none."""
-    wanted = [one.strip() for one in names.split(",")] if names else [""]
-    return (fault for fault in FAULTS if any(one in fault.name for one in wanted))
+    patterns = [name.strip() for name in names.split(",")] if names else [""]
+    return (fault for fault in FAULTS if any(pattern in fault.name for pattern in patterns))

@@ -43,7 +43,7 @@ class Campaign:
                 continue
             left = min(LONGEST_S, deadline - time.monotonic())
             if left < 1:
-                print(f"{number} {part.name}: no time left; the same command goes on here")
+                print(f"{number} {part.name}: no time left; run the same command again to continue here")
                 continue
             print(f"{number} {part.name}: {part.what}", flush=True)
             result = self._run(part, left)

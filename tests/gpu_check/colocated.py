@@ -40,7 +40,7 @@ def run(setting: Setting, report: Report) -> None:
             here.send("wake up")
             woken, speed = here.recv()
         except EOFError as error:
-            raise RuntimeError("the engine's process ended: its messages are above") from error
+            raise RuntimeError("the engine's process ended; see its output above") from error
         finally:
             engine.kill()
             engine.join()

@@ -81,7 +81,7 @@ def serve(connection: Connection, shapes: Shapes, device: str, delayed: bool) ->
 
 
 def used_memory(device: str) -> float:
-    """Return the MiB in use on the whole accelerator, because no process owns mapped memory; on a CPU, of this process."""
+    """Return MiB in use on the whole accelerator, because no process owns mapped memory; of this process on a CPU."""
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**20

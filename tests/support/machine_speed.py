@@ -22,7 +22,7 @@ def network_address() -> str:
     """Return the first address of this machine that others can reach. Skip the test if there is none."""
     found = [one for name in psutil.net_if_addrs().values() for one in name if one.family == socket.AF_INET]
     own = [one.address for one in found if not one.address.startswith("127.")]
-    return own[0] if own else pytest.skip("this machine has no network")
+    return own[0] if own else pytest.skip("this machine has no network interface")
 
 
 def _work() -> float:

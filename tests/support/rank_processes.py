@@ -61,8 +61,8 @@ def _logged(log: Path, main: Callable[..., None], *args: Any) -> None:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        # Past the interpreter's own teardown, which gloo's threads outlive: one that then asks for the interpreter's
-        # lock ends the process with SIGABRT, once in some hundred times, after everything was checked.
+        # Skip the interpreter's shutdown, which gloo's threads outlive: a thread that then requests the interpreter
+        # lock ends the process with SIGABRT, about once in several hundred times, after all checks.
         os._exit(code)
 
 

@@ -66,7 +66,9 @@ class RayNodes:
         self.addresses.append(f"{prefix}.{int(last) + 1}")
         self.program.stdin.write(json.dumps(node | {"node_ip_address": self.addresses[-1]}) + "\n")
         self.program.stdin.flush()
-        assert any(line.startswith("JOINED") for line in self.program.stdout), "it did not join: see above"
+        assert any(line.startswith("JOINED") for line in self.program.stdout), (
+            "the node did not join; see the output above"
+        )
 
     def raylet(self, index: int) -> psutil.Process:
         """Return the node's own process. Raises StopIteration if it has ended."""
@@ -115,7 +117,7 @@ def ray_nodes(
         system: Settings of Ray's own (`_system_config`) besides how soon a node counts as lost.
     """
     folder = tempfile.mkdtemp(prefix="ray-")
-    assert len(folder) <= _LONGEST_TEMPORARY, f"{folder}: set TMPDIR to a shorter folder"
+    assert len(folder) <= _LONGEST_TEMPORARY, f"{folder} is too long for socket paths: set TMPDIR to a shorter folder"
     counts = [cpus] * len(nodes) if isinstance(cpus, int | float) else cpus
     # Below 127.1.0.0 as programs listen at 127.0.0.1 and its neighbours; a pair of numbers for each process.
     first, second = divmod(os.getpid() % 50_000, 250)
@@ -139,7 +141,7 @@ def ray_nodes(
     process = psutil.Process(host.pid)
     try:
         joined = next((line.split()[1] for line in host.stdout if line.startswith("CLUSTER ")), None)
-        assert joined is not None, "the cluster did not start: see above"
+        assert joined is not None, "the cluster did not start; see the output above"
         yield RayNodes(joined, addresses, environment | {"RAY_ADDRESS": joined}, host)
     finally:
         family = process.children(recursive=True) if process.is_running() else []

@@ -14,7 +14,7 @@ def serving(command: Sequence[str], **env: str) -> Iterator[None]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | env)
     try:
         assert process.stdout is not None
-        assert any(line.startswith("Serving ") for line in process.stdout), "it ended before it served"
+        assert any(line.startswith("Serving ") for line in process.stdout), "the process ended before it served"
         yield
     finally:
         process.terminate()

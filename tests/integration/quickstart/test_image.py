@@ -32,7 +32,7 @@ def as_here(words: tuple[str, ...], folder: Path) -> list[str]:
 @pytest.mark.timeout(3600)
 def test_it_is_built_and_looks_at_its_machine(tmp_path: Path):
     if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
-        pytest.skip("needs Docker and its daemon")
+        pytest.skip("Docker or its daemon is not available")
     (build,) = find_commands(r"docker build -t skyrl-train \.$")
     (run,) = find_commands("docker run .* skyrl-train doctor$")
     tmp_path.chmod(0o777)  # the user of the image is not that of the tests

@@ -25,14 +25,14 @@ def executed(folder: Path, **parameters: object) -> Any:
     return notebook
 
 
-def test_it_is_committed_without_what_a_run_puts_into_it():
+def test_notebook_is_committed_without_outputs():
     notebook = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["outputs"] for cell in cells] == [[]] * len(cells)
     assert {cell["execution_count"] for cell in cells} == {None}
 
 
-def test_the_configuration_in_it_is_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_notebook_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(NOTEBOOK.parent)
     (cell,) = (cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "sk.load_config(" in cell.source)
     names: dict[str, Any] = {"RUN": tmp_path, "STEPS": 1, "model": tmp_path / "model"}
@@ -43,7 +43,7 @@ def test_the_configuration_in_it_is_a_good_one(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("warm_up_steps", [0, 4])
-def test_it_runs_to_its_last_cell(warm_up_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_notebook_runs_to_last_cell(warm_up_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The warm-up is a separate process with its own Ray and takes 20 s.
 
     test_quickstart.py covers it for every change.

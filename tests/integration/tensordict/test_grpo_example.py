@@ -37,7 +37,7 @@ def test_it_raises_accuracy_on_held_out_problems(grpo: Any, tmp_path: Path):
 
 
 @pytest.mark.defect("D41")
-def test_it_goes_on_where_it_stopped_with_the_optimizer_that_it_names(grpo: Any, tmp_path: Path):
+def test_example_resumes_with_named_optimizer(grpo: Any, tmp_path: Path):
     grpo.train(tmp_path, 1, warm_up_steps=3, prompts=2)
     first = torch.load(tmp_path / "checkpoint.pt")
     grpo.train(tmp_path, 2, warm_up_steps=3, prompts=2)
