@@ -197,7 +197,7 @@ def test_unconvertible_table_value_is_named(tmp_path: Path, values: pa.Array):
     path = tmp_path / "data.parquet"
     pq.write_table(pa.Table.from_pylist([row(), row()]).append_column("when", values), path)
     number = 1 if values.type.tz else 2
-    with pytest.raises(DataError, match=rf"data\.parquet, row {number}: column 'when' holds a value of type timestamp"):
+    with pytest.raises(DataError, match=rf"data\.parquet, row {number}: column 'when' has a value of type timestamp"):
         load(str(path))
 
 

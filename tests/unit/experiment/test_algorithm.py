@@ -115,7 +115,7 @@ def test_every_reduction_gives_weights(name: str):
 
 
 def test_loss_with_unknown_argument_is_named(custom_functions: None):
-    with pytest.raises(ConfigError, match="policy_loss_type=unknown_argument asks for moon_phase"):
+    with pytest.raises(ConfigError, match="policy_loss_type=unknown_argument requires moon_phase"):
         build_objective(algorithm("policy_loss_type=unknown_argument"))
 
 
