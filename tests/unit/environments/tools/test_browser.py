@@ -224,7 +224,7 @@ def test_browser_reads_allowed_pages_only():
 
 @needs_chromium
 @pytest.mark.defect("D37")
-@pytest.mark.defect("loops-after-their-call")
+@pytest.mark.defect("processes-outlive-python-call")
 def test_endless_script_ends_browser_but_not_episode():
     with web_server(pages()) as server, browser(server) as (box, tool):
         assert browse(box, "goto", url=f"{server.url}/loop").text.startswith("Loop\n")
@@ -239,7 +239,7 @@ def test_endless_script_ends_browser_but_not_episode():
 
 
 @needs_chromium
-@pytest.mark.defect("pages-that-spin")
+@pytest.mark.defect("endless-page-blocks-browser")
 def test_stuck_or_crashed_page_is_closed():
     with web_server(pages()) as server, browser(server) as (box, tool):
         browse(box, "goto", url=f"{server.url}/two")

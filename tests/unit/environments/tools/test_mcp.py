@@ -171,7 +171,7 @@ def test_server_inherits_no_environment_and_ends_with_episode(monkeypatch: pytes
     assert wait_for_exit(int(pid))
 
 
-@pytest.mark.defect("children-that-left-their-session-stayed")
+@pytest.mark.defect("detached-children-outlive-environment")
 def test_server_children_in_other_sessions_are_killed():
     with box(s=stdio()) as opened:
         pid = int(call(opened, "s.stray").text)

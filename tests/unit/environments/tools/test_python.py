@@ -80,7 +80,7 @@ def test_session_survives_hostile_code(sandbox: Sandbox):
         session.close()
 
 
-@pytest.mark.defect("loops-after-their-call")
+@pytest.mark.defect("processes-outlive-python-call")
 def test_processes_end_and_threads_pause_between_blocks(sandbox: Sandbox):
     code = """
 import os, subprocess, threading
@@ -109,7 +109,7 @@ sleeper = subprocess.Popen(["/usr/bin/sleep", "1000"])
         assert session.execute("import time; time.sleep(0.1); print(ticks > before)").stdout == "True\n"
 
 
-@pytest.mark.defect("forged-end-of-a-block")
+@pytest.mark.defect("forged-end-of-output")
 def test_code_cannot_forge_end_of_block(sandbox: Sandbox):
     forge = """
 import os, time

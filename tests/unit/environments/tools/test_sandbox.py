@@ -149,7 +149,7 @@ print(sum(map(str.isdigit, os.listdir("/proc"))), flush=True)
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("limits-left-through-the-first-process")
+@pytest.mark.defect("sandbox-init-has-no-limits")
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="has machine code of x86-64")
 def test_first_process_is_limited_too(sandbox: Sandbox):
     result = run(sandbox, INTO_THE_FIRST_PROCESS, Limits(wall_s=5))  # the program cannot end after this
@@ -158,7 +158,7 @@ def test_first_process_is_limited_too(sandbox: Sandbox):
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("memory-of-many-processes")
+@pytest.mark.defect("sandbox-memory-sum-unlimited")
 @pytest.mark.parametrize(("shared_mb", "own_mb", "killed_by"), [(0, 100, "memory"), (100, 0, None)])
 def test_total_memory_limit_counts_shared_memory_once(
     sandbox: Sandbox, shared_mb: int, own_mb: int, killed_by: str | None
@@ -176,7 +176,7 @@ time.sleep(1 if shared else 1000)
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("memory-that-is-not-mapped")
+@pytest.mark.defect("unmapped-shared-memory-not-counted")
 def test_shared_anonymous_memory_is_denied(sandbox: Sandbox):
     code = """
 import mmap, os
@@ -196,7 +196,7 @@ with open("file", "w+b") as file:
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.defect("many-empty-files")
+@pytest.mark.defect("sandbox-file-count-unlimited")
 def test_number_of_files_is_limited(sandbox: Sandbox):
     code = """
 import os
