@@ -77,7 +77,7 @@ def test_without_completions_the_prompt_is_shown(
     assert "reward" not in out
 
 
-@pytest.mark.defect("dumped-evaluations-showed-secrets")
+@pytest.mark.defect("dumped-evaluations-show-secrets")
 def test_no_secret_is_shown(
     data: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

@@ -317,7 +317,7 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.defect("bad-rows-found-late")
 @pytest.mark.parametrize(
     "value", [b"\x89PNG", nested(2000), 10**5000, {(1, 2): 3}], ids=["bytes", "deep", "long", "key"]
 )
@@ -329,7 +329,7 @@ def test_row_that_is_not_json_fails_its_episode(value: Any):
     run_with_pool(scenario)
 
 
-@pytest.mark.defect("answers-nested-too-deeply")
+@pytest.mark.defect("deeply-nested-observation-ends-run")
 @pytest.mark.parametrize("depth", [101, 940, 5000])
 @pytest.mark.parametrize("part", ["opening", "observation", "metadata"])
 def test_deeply_nested_answer_fails_its_episode(part: str, depth: int):
@@ -342,7 +342,7 @@ def test_deeply_nested_answer_fails_its_episode(part: str, depth: int):
     run_with_pool(scenario)
 
 
-@pytest.mark.defect("failures-without-a-kind")
+@pytest.mark.defect("failure-without-kind-ends-run")
 def test_failure_without_kind_fails_its_episode():
     async def scenario(pool: WorkerPool) -> None:
         assert await outcome(pool, "NoKind", "x") == "None"

@@ -57,7 +57,7 @@ def driver(name: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(PLUGINS / name), *arguments], env=environment, text=True, **streams)
 
 
-@pytest.mark.defect("environments-printed-without-a-bound")
+@pytest.mark.defect("unbounded-environment-output")
 def test_output_on_the_terminal_is_capped(capfd: pytest.CaptureFixture[str]):
     assert run_episodes("Printing", "prints", "dies") == [1.0, "environment_died"]
     shown = capfd.readouterr().err
@@ -69,7 +69,7 @@ def test_output_on_the_terminal_is_capped(capfd: pytest.CaptureFixture[str]):
     assert all(line.startswith(f"{name}) ") for line in lines)
 
 
-@pytest.mark.defect("environments-printed-without-a-bound")
+@pytest.mark.defect("unbounded-environment-output")
 def test_output_goes_to_log_file(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     log = tmp_path / "environments.log"
     assert run_episodes("Printing", "prints", "dies", log=log) == [1.0, "environment_died"]
@@ -94,7 +94,7 @@ def test_failure_of_a_dead_process_names_the_log(tmp_path: Path):
     asyncio.run(asyncio.wait_for(main(tmp_path / "environments.log"), 60))
 
 
-@pytest.mark.defect("environments-printed-without-a-bound")
+@pytest.mark.defect("unbounded-environment-output")
 @pytest.mark.parametrize("logs", [["environments.log"], []], ids=["to a file", "to stderr"])
 def test_steps_do_not_wait_for_a_stderr_reader(logs: list[str], tmp_path: Path):
     paths = [str(tmp_path / log) for log in logs]
@@ -123,7 +123,7 @@ def fill(reader: int) -> None:
         os.close(writer)
 
 
-@pytest.mark.defect("children-that-left-their-session-stayed")
+@pytest.mark.defect("detached-children-outlive-environment")
 @pytest.mark.parametrize(
     ("text", "outcome"), [("hangs", "timeout"), ("dies", "environment_died"), ("answers", 1.0), ("interrupts", 1.0)]
 )
@@ -132,7 +132,7 @@ def test_descendants_in_other_sessions_end_with_the_worker(text: str, outcome: s
     assert surviving_processes(tmp_path) == []
 
 
-@pytest.mark.defect("children-that-left-their-session-stayed")
+@pytest.mark.defect("detached-children-outlive-environment")
 def test_descendants_in_other_sessions_end_with_driver(tmp_path: Path):
     with driver("straying_driver.py", str(tmp_path)) as process:
         until = time.monotonic() + 60
@@ -175,7 +175,7 @@ def test_lost_supervisor_fails_only_its_episodes(stopped: signal.Signals):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-@pytest.mark.defect("environments-printed-without-a-bound")
+@pytest.mark.defect("unbounded-environment-output")
 def test_close_failure_is_logged_once_and_escaped(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     with caplog.at_level(logging.WARNING):

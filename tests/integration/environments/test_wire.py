@@ -53,7 +53,7 @@ def framed(body: bytes, number: int = STEP) -> str:
     return (struct.pack("!IQ", len(body), number) + body).decode("latin-1")
 
 
-@pytest.mark.defect("a-forked-child-answered")
+@pytest.mark.defect("forked-child-answers-on-pipe")
 @pytest.mark.parametrize("how", ["first", "later", "raises", "exits", "in C", "multiprocessing"])
 def test_forked_child_never_answers(how: str):
     async def scenario(pool: WorkerPool) -> None:
@@ -91,7 +91,7 @@ FRAMES = {
 }
 
 
-@pytest.mark.defect("no-reply-was-taken-for-one")
+@pytest.mark.defect("invalid-reply-accepted")
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_invalid_reply_fails_only_its_episode(frame: str):
     async def scenario(pool: WorkerPool) -> None:
@@ -105,7 +105,7 @@ def test_invalid_reply_fails_only_its_episode(frame: str):
     run_with_pool(scenario)
 
 
-@pytest.mark.defect("no-reply-was-taken-for-one")
+@pytest.mark.defect("invalid-reply-accepted")
 def test_incomplete_reply_times_out():
     async def scenario(pool: WorkerPool) -> None:
         frame = struct.pack("!IQ", 2**20, 2).decode("latin-1")
@@ -115,7 +115,7 @@ def test_incomplete_reply_times_out():
     run_with_pool(scenario, deadline_s=3.0)
 
 
-@pytest.mark.defect("no-reply-was-taken-for-one")
+@pytest.mark.defect("invalid-reply-accepted")
 def test_duplicate_reply_fails_the_episode_that_sent_it():
     async def scenario(pool: WorkerPool) -> None:
         frame = framed(json.dumps(ANSWER).encode())
@@ -142,7 +142,7 @@ def test_unsolicited_output_fails_no_other_episode(frame: str):
     run_with_pool(scenario)
 
 
-@pytest.mark.defect("environments-made-any-number-of-metrics")
+@pytest.mark.defect("unbounded-environment-metrics")
 def test_failure_kinds_are_limited():
     async def scenario(pool: WorkerPool) -> list[str | float]:
         names = ["x" * (MAX_KIND_CHARS + 1), *(f"Kind{number}" for number in range(MAX_FAILURE_KINDS + 5)), "Kind0"]
@@ -171,7 +171,7 @@ def test_failure_of_other_kind_keeps_its_name():
         ("odd detail", "odd"),
     ],
 )
-@pytest.mark.defect("an-odd-exception-ended-the-process")
+@pytest.mark.defect("unprintable-exception-kills-process")
 def test_unreadable_failure_fails_no_other_episode(how: str, kind: str):
     async def scenario(pool: WorkerPool) -> None:
         neighbor = await pool.start("Counter", Prompt("7", [], "Counter"))

@@ -35,7 +35,7 @@ def test_other_values_are_bad_rewards(reward: Any):
     assert caught.value.kind == "bad_reward"
 
 
-@pytest.mark.defect("rewards-that-overflow")
+@pytest.mark.defect("overflowing-rewards-end-run")
 @pytest.mark.parametrize("reward", [1.7e308, -1e300, 3e38, 10**16])
 def test_reward_that_overflows_float32_is_rejected(reward: float):
     with pytest.raises(EnvironmentFailure, match=r"bad_reward: .*not a single number of at most"):

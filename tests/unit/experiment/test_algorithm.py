@@ -71,7 +71,7 @@ def rewarded(*group_rewards: float) -> TrainBatch:
     return replace(batch, rewards=rewards, token_rewards=token_rewards)
 
 
-@pytest.mark.defect("false-alarms-of-equal-rewards")
+@pytest.mark.defect("false-equal-reward-warnings")
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_comparison_scope_matches_advantages(name: str):
     chosen = algorithm(f"advantage_estimator={name}")

@@ -220,7 +220,7 @@ def test_replica_of_canceled_caller_finishes_first():
     asyncio.run(run())
 
 
-@pytest.mark.defect("a-lost-reward-model-was-no-restart")
+@pytest.mark.defect("lost-reward-model-prevents-restart")
 def test_calls_do_not_wait_for_a_hung_replica():
     class HungReplica(Replica):
         async def score(self, conversations: Any) -> list[float]:

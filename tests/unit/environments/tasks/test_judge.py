@@ -45,7 +45,7 @@ def test_verdict_of_judge_is_the_reward(monkeypatch: pytest.MonkeyPatch):
     assert "VERDICT: CORRECT" in system
 
 
-@pytest.mark.defect("a-server-that-repeats-a-key-put-it-into-messages")
+@pytest.mark.defect("api-key-echoed-in-error")
 @pytest.mark.parametrize("status", [401, 200])
 def test_api_key_is_redacted_in_errors(status: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key-of-this-test")

@@ -149,7 +149,7 @@ def test_dead_or_hung_child_is_replaced():
         assert len(servers() - before) == 1
 
 
-@pytest.mark.defect("a-forked-child-answered")
+@pytest.mark.defect("forked-child-answers-on-pipe")
 def test_fork_starts_its_own_child():
     with MathGrader(PATIENCE_S) as grader:
         before = servers()
@@ -164,7 +164,7 @@ def test_fork_starts_its_own_child():
         assert grader.grade("44.0", "43") == (False, "graded") and servers() - before == own
 
 
-@pytest.mark.defect("a-forked-child-answered")
+@pytest.mark.defect("forked-child-answers-on-pipe")
 def test_reply_to_another_request_is_ignored():
     with MathGrader(PATIENCE_S) as grader:
         before = servers()

@@ -191,7 +191,7 @@ def test_settings_are_checked_when_a_run_starts():
     ToolUseEnv.check({"tools": ["add"]})
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tools": ["ad"]}, "Unknown tool 'ad'"),
-        ({"tools": ["add"], "tool_settings": {"add": {"ofset": 1}}}, "does not take the settings"),
+        ({"tools": ["add"], "tool_settings": {"add": {"ofset": 1}}}, "does not accept the settings"),
         ({"tools": ["add"], "tool_settings": {"add": {"scale": 0}}}, "scale=0"),
         ({"tools": ["add"], "tool_settings": {"python": {}}}, "settings for 'python', which is not one of"),
         ({"tool": ["add"]}, "has no 'tool'"),
