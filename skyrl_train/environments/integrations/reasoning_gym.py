@@ -70,7 +70,8 @@ class ReasoningGymEnv(TextEnv):
         self.task, self.entry = self.parse_row(self.extras)
         if self.task not in allowed_datasets(self.env_config.get("tasks")):
             raise ValueError(
-                f"The row's task {self.task!r:.80} is not in {SECTION}.tasks; add it there, or leave the row out."
+                f"The row's task {self.task!r:.80} is not one that {SECTION}.tasks allows; "
+                "allow it there or leave the row out."
             )
 
     @classmethod

@@ -147,7 +147,8 @@ def _load_index(folder: Path) -> Index:
 def _library() -> Any:
     """Import bm25s without numba, which it would load for a backend that is not used here.
 
-    That halves the import time. Also, vLLM does not start in a process in which another library configured numba.
+    That halves the import time. Also, vLLM does not start in a process that imported numba with other settings than
+    its own.
     """
     hidden = "numba" not in sys.modules
     if hidden:

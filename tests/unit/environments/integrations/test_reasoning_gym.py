@@ -133,7 +133,7 @@ def test_answer_tags_are_parsed_in_linear_time(unit: str):
 @pytest.mark.parametrize("task", ["composite", "simple_integration", "os.path", "no_such_task"])
 def test_row_with_unsupported_dataset_is_rejected(task: str):
     row = {"reasoning_gym": {"task": task, "entry": "{}"}}
-    with pytest.raises(ValueError, match=r"is not in environment\.skyrl_gym\.reasoning_gym\.tasks"):
+    with pytest.raises(ValueError, match=r"not one that environment\.skyrl_gym\.reasoning_gym\.tasks allows"):
         ReasoningGymEnv({}, row)
 
 
