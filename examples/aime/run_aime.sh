@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DAPO on competition problems. Data first: uv run examples/aime/aime_dataset.py --output $HOME/data/aime
+# DAPO on competition problems. Write the data first: uv run examples/aime/aime_dataset.py --output $HOME/data/aime
 #   NUM_GPUS=4 LOGGER=wandb examples/aime/run_aime.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/aime}"

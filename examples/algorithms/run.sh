@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A preset of this folder, from any folder: EXTRA=vllm NUM_GPUS=4 LOGGER=wandb examples/algorithms/run.sh dapo [key=value ...]
-# EXTRA installs an engine for GPUs, vllm or sglang; on a CPU leave it out.
+# Runs a preset of this folder; works from any folder: EXTRA=vllm NUM_GPUS=4 LOGGER=wandb examples/algorithms/run.sh dapo [key=value ...]
+# EXTRA installs a GPU engine, vllm or sglang; omit it on a CPU.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
-preset="${1:?which preset? One of: $(cd "$here" && echo *.yaml | sed 's/\.yaml//g')}"
+preset="${1:?name a preset, one of: $(cd "$here" && echo *.yaml | sed 's/\.yaml//g')}"
 shift
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # custom_loss.py and custom_advantage.py
 NUM_GPUS="${NUM_GPUS:-1}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One run on several nodes of SLURM: sbatch examples/clusters/slurm.sh [key=value ...]
-# Submit it from the clone, on a disk that all nodes share; docs/multi_node.md says the rest.
+# Runs a multi-node training job on SLURM: sbatch examples/clusters/slurm.sh [key=value ...]
+# Submit it from the clone, on a disk that all nodes share; see docs/multi_node.md.
 #SBATCH --job-name=skyrl-train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -18,22 +18,22 @@ DATA_DIR="${DATA_DIR:-$HOME/data/gsm8k}"
 GPUS="${SLURM_GPUS_ON_NODE:-0}"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it from sbatch, and would give Ray one core
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not inherit it from sbatch, and would give Ray one core
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
-RAY_AUTH_TOKEN="$(python -c 'import secrets; print(secrets.token_hex(32))')" # of this job alone; srun takes it to the nodes
+RAY_AUTH_TOKEN="$(python -c 'import secrets; print(secrets.token_hex(32))')" # only for this job; srun passes it to the nodes
 export RAY_AUTH_TOKEN
-if [ -n "${INTERFACE:-}" ]; then # where nodes have several: that of the fast network
+if [ -n "${INTERFACE:-}" ]; then # the interface of the fast network, if nodes have several
   export NCCL_SOCKET_IFNAME="$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 fi
 
-port=$((20000 + SLURM_JOB_ID % 10000)) # nodes that are shared may have another job's Ray
-# shellcheck disable=SC2016 # for the shell on each node
+port=$((20000 + SLURM_JOB_ID % 10000)) # another job's Ray may run on a shared node
+# shellcheck disable=SC2016 # the shell on each node expands it
 own_address='$(hostname --ip-address | cut -d" " -f1)'
 head="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" bash -c "echo $own_address")"
 export RAY_ADDRESS="$head:$port"
 
 steps=()
-start_ray() { # NODE ARGUMENTS: Ray in a step of its own, which ends with this script
+start_ray() { # NODE ARGUMENTS: start Ray in a job step that ends with this script
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" \
     bash -c "exec env -u RAY_ADDRESS ray start --block --disable-usage-stats --num-gpus=$GPUS --node-ip-address=$own_address ${*:2}" &
   steps+=($!)
@@ -47,17 +47,17 @@ for ((tries = 60; tries > 0; tries--)); do
 done
 for node in "${nodes[@]:1}"; do start_ray "$node" --address="$RAY_ADDRESS"; done
 
-python - "${#nodes[@]}" <<'PY' # before all are there, a run would be told that it does not fit
+python - "${#nodes[@]}" <<'PY' # a run fails if it starts before all nodes have joined
 import sys, time
 import ray
 
-wanted, deadline = int(sys.argv[1]), time.monotonic() + 300
+expected, deadline = int(sys.argv[1]), time.monotonic() + 300
 ray.init(log_to_driver=False, logging_level="ERROR")
-while (there := sum(node["Alive"] for node in ray.nodes())) < wanted:
+while (alive := sum(node["Alive"] for node in ray.nodes())) < expected:
     if time.monotonic() > deadline:
-        sys.exit(f"{there} of {wanted} nodes have joined {ray.get_runtime_context().gcs_address} in 300 s.")
+        sys.exit(f"{alive} of {expected} nodes have joined {ray.get_runtime_context().gcs_address} in 300 s.")
     time.sleep(1)
-print(f"{there} nodes, {ray.cluster_resources().get('GPU', 0):g} GPUs", flush=True)
+print(f"{alive} nodes, {ray.cluster_resources().get('GPU', 0):g} GPUs", flush=True)
 PY
 
 per_node=$((GPUS > 0 ? GPUS : 1))
@@ -74,15 +74,15 @@ python -m skyrl_train.entrypoints.main_base \
   trainer.timeouts.upload_s=300 \
   "$@" &
 driver=$!
-trap 'kill -TERM "$driver" 2>/dev/null' TERM # the last step is saved, and the same command goes on from it
+trap 'kill -TERM "$driver" 2>/dev/null' TERM # the run saves the last step, and the same command resumes from it
 out_of_time=
-trap 'out_of_time=yes; kill -TERM "$driver" 2>/dev/null' USR1 # what --signal sends ten minutes before the time is over
+trap 'out_of_time=yes; kill -TERM "$driver" 2>/dev/null' USR1 # --signal sends it ten minutes before the time limit
 status=0
 while kill -0 "$driver" 2>/dev/null; do
   status=0
   wait "$driver" || status=$?
 done
-if [ -n "$out_of_time" ] && [ "$status" -eq 143 ]; then # it was saved; --requeue alone is for lost nodes and preemption
-  scontrol requeue "$SLURM_JOB_ID"                           # ends this job, which waits for its turn again
+if [ -n "$out_of_time" ] && [ "$status" -eq 143 ]; then # the run has saved; --requeue alone only covers lost nodes and preemption
+  scontrol requeue "$SLURM_JOB_ID"                           # ends this job and queues it again
 fi
 exit "$status"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on the numbers game. Data first: uv run examples/countdown/countdown_dataset.py --output $HOME/data/countdown
+# GRPO on Countdown. Write the data first: uv run examples/countdown/countdown_dataset.py --output $HOME/data/countdown
 #   NUM_GPUS=4 LOGGER=wandb examples/countdown/run_countdown.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/countdown}"

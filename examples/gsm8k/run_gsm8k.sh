@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K. Data first: uv run examples/gsm8k/gsm8k_dataset.py --output $HOME/data/gsm8k
+# GRPO on GSM8K. Write the data first: uv run examples/gsm8k/gsm8k_dataset.py --output $HOME/data/gsm8k
 #   NUM_GPUS=4 LOGGER=wandb examples/gsm8k/run_gsm8k.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/gsm8k}"

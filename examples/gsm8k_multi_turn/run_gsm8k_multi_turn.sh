@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K in several turns. Data first: uv run examples/gsm8k_multi_turn/gsm8k_multi_turn_dataset.py --output $HOME/data/gsm8k_multi_turn
+# GRPO on multi-turn GSM8K. Write the data first: uv run examples/gsm8k_multi_turn/gsm8k_multi_turn_dataset.py --output $HOME/data/gsm8k_multi_turn
 #   NUM_GPUS=4 LOGGER=wandb examples/gsm8k_multi_turn/run_gsm8k_multi_turn.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/gsm8k_multi_turn}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on verifiable instructions. Data first: uv run examples/ifeval/ifeval_dataset.py --output $HOME/data/ifeval
+# GRPO on verifiable instructions. Write the data first: uv run examples/ifeval/ifeval_dataset.py --output $HOME/data/ifeval
 #   NUM_GPUS=4 LOGGER=wandb examples/ifeval/run_ifeval.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/ifeval}"

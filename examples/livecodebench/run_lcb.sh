@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on programming problems. Data first: uv run examples/livecodebench/lcb_dataset.py --output $HOME/data/lcb
+# GRPO on programming problems. Write the data first: uv run examples/livecodebench/lcb_dataset.py --output $HOME/data/lcb
 #   NUM_GPUS=4 LOGGER=wandb examples/livecodebench/run_lcb.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/lcb}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with a judge. Data first: uv run examples/llm_as_a_judge/judge_dataset.py --output $HOME/data/judge
+# GRPO with a judge. Write the data first: uv run examples/llm_as_a_judge/judge_dataset.py --output $HOME/data/judge
 #   OPENAI_API_KEY=... NUM_GPUS=4 LOGGER=wandb examples/llm_as_a_judge/run_judge.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/judge}"

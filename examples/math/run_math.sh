@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on MATH. Data first: uv run examples/math/math_dataset.py --output $HOME/data/math
+# GRPO on MATH. Write the data first: uv run examples/math/math_dataset.py --output $HOME/data/math
 #   NUM_GPUS=4 LOGGER=wandb examples/math/run_math.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/math}"

@@ -1,4 +1,4 @@
-"""SkyRL's entry point of multiplications: main_base, as the environment comes along."""
+"""SkyRL's entry point for multiplications. It equals main_base, because the environment is part of the package."""
 
 from __future__ import annotations
 

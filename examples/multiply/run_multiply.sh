@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on multiplications in several turns. Data first: uv run examples/multiply/multiply_dataset.py --output $HOME/data/multiply
+# GRPO on multi-turn multiplication. Write the data first: uv run examples/multiply/multiply_dataset.py --output $HOME/data/multiply
 #   NUM_GPUS=4 LOGGER=wandb examples/multiply/run_multiply.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/multiply}"

@@ -1,4 +1,4 @@
-"""SkyRL's entry point of on-policy distillation, for its recipes: their estimator `no_op` is `distillation` here."""
+"""SkyRL's entry point for on-policy distillation, for its recipes: their estimator `no_op` is `distillation` here."""
 
 from __future__ import annotations
 

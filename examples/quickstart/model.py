@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 PIECES = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s"
-"""Words and signs with the space before them, digits one by one, line breaks."""
+"""Pattern of tokens: words and signs with the space before them, single digits, and line breaks."""
 
 CHATML = (
     "{% for message in messages %}"
@@ -23,7 +23,7 @@ CHATML = (
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A token for every piece that occurs in `texts`, all digits, and ChatML's markers."""
+    """Return a tokenizer with a token for every piece that occurs in `texts`, all digits, and ChatML's markers."""
     splitter = pre_tokenizers.Split(Regex(PIECES), "isolated")
     pieces = {piece for text in texts for piece, _ in splitter.pre_tokenize_str(text)}
     pieces |= {"user", "assistant", "\n"} | {space + digit for digit in "0123456789" for space in ("", " ")}
@@ -44,7 +44,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(vocabulary: int, seed: int, hidden_size: int = 192, layers: int = 3) -> LlamaForCausalLM:
-    """A Llama of one to two million parameters, randomly initialised."""
+    """Return a randomly initialized Llama with one to two million parameters."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=-(-vocabulary // 16) * 16,
@@ -67,7 +67,9 @@ def save_model(directory: Path, texts: list[str], seed: int) -> int:
     tokenizer = make_tokenizer(texts)
     model = make_model(len(tokenizer), seed)
     disable_progress_bar()
-    logging.getLogger("DeepSpeed").disabled = True  # saving imports it where it is installed; it warns of having no GPU
+    logging.getLogger(
+        "DeepSpeed"
+    ).disabled = True  # saving a model imports it if it is installed, and it warns about the missing GPU
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())

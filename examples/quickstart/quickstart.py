@@ -1,12 +1,12 @@
-"""From nothing to a model that learnt by reward, on a laptop, through the real entrypoints.
+"""Train a model from scratch with SFT and GRPO on a laptop, through the real entrypoints.
 
-1. Generate word problems; no expression is in both splits.
-2. Make a tokenizer and a small Llama.
-3. Warm it up (`main_sft`) on demonstrations of two kinds: some work step by step, most blurt out an answer. The model
-   then knows the format, and mostly blurts.
-4. GRPO (`main_base`): right answers are rewarded and nothing else. Steps pay, so it learns to take them, and to take
-   them right.
-5. Compare greedy accuracy on held-out problems before and after, and draw the reward.
+1. Generate word problems. No expression is in both splits.
+2. Create a tokenizer and a small Llama.
+3. Warm the model up (`main_sft`) on two kinds of demonstrations: some work step by step, most only state an answer.
+   The model then knows the format, and mostly answers without steps.
+4. Train with GRPO (`main_base`). Only right answers are rewarded. Answers with steps are right more often, so the model
+   learns to write steps, and to write them correctly.
+5. Compare greedy accuracy on held-out problems before and after, and plot the reward.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 HERE = Path(__file__).parent
 OPERATIONS, MAX_VALUE = 4, 4
 STEPWISE = 0.4
-"""Share of demonstrations that work step by step."""
+"""The fraction of demonstrations that work step by step."""
 
 
 def main() -> None:
     parser = arguments_of(__doc__)
-    parser.add_argument("--operations", type=int, default=OPERATIONS, help="in a problem; fewer are easier")
+    parser.add_argument("--operations", type=int, default=OPERATIONS, help="operations in a problem; fewer are easier")
     arguments = parser.parse_args()
     run = Path(arguments.output).resolve()
     if run.exists():
-        sys.exit(f"--output {run} exists already: choose another folder, or remove it.")
+        sys.exit(f"--output {run} exists already. Choose another folder, or remove it.")
     texts = write_data(run / "data", arguments.seed, arguments.operations)
     parameters = save_model(run / "model", texts, arguments.seed)
     print(f"quickstart: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
@@ -49,15 +49,19 @@ def main() -> None:
     curve = write_reward_curve(run / "grpo", run / "reward.png")
     scores = [line["eval/arithmetic/avg_score"] for line in read_jsonl(metrics) if "eval/arithmetic/avg_score" in line]
     print(f"quickstart: reward curve {curve}, metrics {metrics}, samples {run / 'grpo' / 'samples.jsonl'}")
-    seconds = time.time() - psutil.Process().create_time()  # imports included
+    seconds = time.time() - psutil.Process().create_time()  # including the time of imports
     print(f"quickstart: eval accuracy {scores[0]:.3f} -> {scores[-1]:.3f} in {seconds:.0f} s, run at {run}")
 
 
 def arguments_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default=f"runs/quickstart-{time.strftime('%Y%m%d-%H%M%S')}", help="a new folder")
+    parser.add_argument(
+        "--output", default=f"runs/quickstart-{time.strftime('%Y%m%d-%H%M%S')}", help="new folder for the run"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm-up-steps", type=int, help="at most; fewer are quicker and teach less")
+    parser.add_argument(
+        "--warm-up-steps", type=int, help="maximum number of SFT steps; fewer are faster but teach less"
+    )
     parser.add_argument(
         "overrides", nargs="*", help="key=value for the GRPO run, e.g. trainer.policy.optimizer_config.lr=0"
     )
@@ -98,13 +102,13 @@ def warm_up(run: Path, seed: int, steps: int | None) -> Path:
 
 
 def max_steps_override(steps: int | None) -> list[str]:
-    """What limits a run, if anything is to limit it further than its preset does."""
+    """Return the override that limits a run to `steps` steps; none if `steps` is None."""
     return [] if steps is None else [f"trainer.max_steps={steps}"]
 
 
 def train(run: Path, model: Path, seed: int, overrides: list[str]) -> None:
     """Run GRPO, with an evaluation before and after."""
-    given = [
+    defaults = [
         f"data.train_data=['{run / 'data' / 'train.jsonl'}']",
         f"data.val_data=['{run / 'data' / 'validation.jsonl'}']",
         f"trainer.policy.model.path={model}",
@@ -112,7 +116,7 @@ def train(run: Path, model: Path, seed: int, overrides: list[str]) -> None:
         f"trainer.export_path={run / 'grpo' / 'export'}",
         f"trainer.seed={seed}",
     ]
-    run_entrypoint("main_base", "grpo", [*given, *overrides])
+    run_entrypoint("main_base", "grpo", [*defaults, *overrides])
 
 
 def run_entrypoint(entrypoint: str, preset: str, overrides: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""A model of a million parameters learns to use a tool, because only then is it right.
+"""Train a model of a million parameters to use a tool.
 
-The task is to multiply numbers of two digits, which such a model cannot do in its head. Demonstrations (`main_sft`) are
-of two kinds: some have Python do it and read its answer off, most blurt out a number. Imitation therefore blurts. GRPO
-(`main_base`, environment `tool_use`, two turns, every call in a sandbox) rewards right answers and nothing else.
+The task is to multiply two-digit numbers, which such a model cannot compute itself. There are two kinds of
+demonstrations (`main_sft`): some let Python compute the product and copy its output, most only state a number. After
+the warm-up, the model therefore mostly guesses. GRPO (`main_base`, environment `tool_use`, two turns, every call in a
+sandbox) rewards only right answers, so the model learns to use the tool.
 
     python examples/quickstart/tool.py --output runs/tool
 """
@@ -20,14 +21,14 @@ from quickstart import arguments_of, max_steps_override, run_entrypoint, write_j
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 WITH_TOOL = 0.3
-"""Share of demonstrations that use Python."""
+"""The fraction of demonstrations that use Python."""
 
 
 def main() -> None:
     arguments = arguments_of(__doc__).parse_args()
     run = Path(arguments.output).resolve()
     if run.exists():
-        sys.exit(f"--output {run} exists already: choose another folder, or remove it.")
+        sys.exit(f"--output {run} exists already. Choose another folder, or remove it.")
     texts = write_data(run / "data", arguments.seed)
     parameters = save_model(run / "model", texts, arguments.seed)
     print(f"tool: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
@@ -53,13 +54,13 @@ def common_overrides(run: Path, name: str, model: Path, data: str, seed: int) ->
 
 
 def write_data(folder: Path, seed: int) -> list[str]:
-    """Write demonstrations, and problems that are not among them; return the texts that a tokenizer must cover."""
+    """Write demonstrations and other problems; return the texts that the tokenizer must cover."""
     folder.mkdir(parents=True)
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
-    shown, train, held_out = pairs[:6_000], pairs[6_000:7_800], pairs[7_800:]
-    demonstrations = [demonstration(a, b, with_tool=rng.random() < WITH_TOOL) for a, b in shown]
+    demonstrated, train, held_out = pairs[:6_000], pairs[6_000:7_800], pairs[7_800:]
+    demonstrations = [demonstration(a, b, with_tool=rng.random() < WITH_TOOL) for a, b in demonstrated]
     write_jsonl(folder / "demonstrations.jsonl", [{"messages": messages} for messages in demonstrations])
     write_jsonl(folder / "train.jsonl", [problem(a, b) for a, b in train])
     write_jsonl(folder / "validation.jsonl", [problem(a, b) for a, b in held_out[:256]])

@@ -1,4 +1,4 @@
-"""Tasks of reasoning_gym as train.parquet and validation.parquet in SkyRL's row format; nothing is downloaded.
+"""Write tasks of reasoning_gym as train.parquet and validation.parquet in SkyRL's row format; nothing is downloaded.
 
 python examples/reasoning_gym/reasoning_gym_dataset.py --output ~/data/reasoning_gym \\
     --task chain_sum --task '{"name": "leg_counting", "max_animals": 4}' --train 2000 --validation 100
@@ -25,7 +25,7 @@ def task_of(text: str) -> tuple[str, dict[str, Any]]:
         settings = json.loads(text)
         return settings.pop("name"), settings
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"--task {text!r}: not a name and not a JSON object with one ({error!r}).") from error
+        raise ConfigError(f"--task {text!r}: must be a task name, or a JSON object with 'name' ({error!r}).") from error
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the parquet files")
     parser.add_argument("--train", type=int, default=2000, help="rows of each task to train on")
     parser.add_argument("--validation", type=int, default=100, help="rows of each task to evaluate on")
-    parser.add_argument("--seed", type=int, default=0, help="of training; evaluation has the next one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of training rows; evaluation uses the next one")
     arguments = parser.parse_args()
     try:
         tasks = [task_of(text) for text in arguments.task]

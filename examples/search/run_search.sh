@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with searches. Data first: uv run examples/search/search_dataset.py --output $HOME/data/search
+# GRPO with searches. Write the data first: uv run examples/search/search_dataset.py --output $HOME/data/search
 #   CORPUS=corpus.jsonl NUM_GPUS=4 LOGGER=wandb examples/search/run_search.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/search}"

@@ -23,10 +23,10 @@ Question: """
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source as one of SkyRL's. Raises DataError for a row without a question or answers."""
+    """Convert a source row to SkyRL's format. Raises DataError for a row without a question or answers."""
     question, answers = text_column(where, row, "question"), row.get("golden_answers")
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise DataError(f"{where}: golden_answers must be a list of texts, got {answers!r:.120}.")
+        raise DataError(f"{where}: golden_answers must be a list of strings, got {answers!r:.120}.")
     return {
         "data_source": str(row.get("data_source", "search")),
         "prompt": [{"role": "user", "content": f"{INSTRUCTION}{question.strip()}"}],

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with searches and programs. Data first: uv run examples/searchcode/searchcode_dataset.py --output $HOME/data/searchcode
+# GRPO with searches and programs. Write the data first: uv run examples/searchcode/searchcode_dataset.py --output $HOME/data/searchcode
 #   CORPUS=corpus.jsonl NUM_GPUS=4 LOGGER=wandb examples/searchcode/run_searchcode.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/searchcode}"

@@ -1,4 +1,4 @@
-"""GRPO written only with the tensordict parts; run it again with the same --output and it goes on where it stopped.
+"""Train with GRPO using only the tensordict parts. The same command with the same --output resumes the run.
 
 python examples/tensordict_grpo/grpo.py --output runs/tensordict_grpo
 """
@@ -23,7 +23,7 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
     """Train, resuming from the checkpoint in `run` if any; return greedy held-out accuracy before and after."""
     checkpoint, rows = run / "checkpoint.pt", prompts * SAMPLES
     saved = torch.load(checkpoint) if checkpoint.exists() else None
-    begun = saved["step"] if saved else 0
+    start = saved["step"] if saved else 0
     model, tokenizer = warm_up(SEED, 0 if saved else warm_up_steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     if saved:
@@ -31,7 +31,7 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
         optimizer.load_state_dict(saved["optimizer"])
     loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False))
     buffer = ReplayBuffer(rows, batch_size=rows // 2, transform=MCAdvantage(SAMPLES, prompt_key="question"))
-    data: dict[str, Any] = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": begun}
+    data: dict[str, Any] = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": start}
     with LLMCollector(
         GSM8KEnv(dataset=problems(4_000, SEED + 1, "train"), **data),
         policy_factory=lambda: TransformersWrapper(copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=SAMPLING),
@@ -40,7 +40,7 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
         track_policy_version=True,
     ) as collector:
         before = accuracy(collector.policy)
-        for step, _ in zip(range(begun + 1, steps + 1), collector, strict=False):
+        for step, _ in zip(range(start + 1, steps + 1), collector, strict=False):
             for batch in buffer:
                 output = loss(batch)
                 output.loss.backward()
@@ -51,14 +51,16 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
             collector.update_policy_weights_(model)
             saved = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(saved, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").replace(checkpoint)  # atomic: either this checkpoint or the one before
+            checkpoint.with_suffix(".tmp").replace(
+                checkpoint
+            )  # atomic: the file is either this checkpoint or the previous one
             right = batch["next", "success"].float().mean()
             print(f"step {step}: right {right:.3f}, entropy {output.entropy:.3f}, ESS {output.ESS:.3f}", flush=True)
         return before, accuracy(collector.policy)
 
 
 def accuracy(policy: Any) -> float:
-    """The share of held-out problems whose most likely answer is right."""
+    """Return the fraction of held-out problems that greedy decoding answers correctly."""
     held_out = problems(128, SEED + 2, "validation")
     greedy = policy.get_new_version(generate_kwargs={**SAMPLING, "temperature": 0.0})
     with GSM8KEnv(dataset=held_out, shuffle=False, system_prompt=None, num_envs=len(held_out)) as env:
@@ -67,8 +69,8 @@ def accuracy(policy: Any) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO with tensordict parts")
-    parser.add_argument("--output", type=Path, required=True, help="a folder, for checkpoint.pt")
-    parser.add_argument("--steps", type=int, default=16, help="in all")
-    given = parser.parse_args()
-    given.output.mkdir(parents=True, exist_ok=True)
-    print("tensordict_grpo: eval accuracy {:.3f} -> {:.3f}".format(*train(given.output, given.steps)))
+    parser.add_argument("--output", type=Path, required=True, help="folder of checkpoint.pt")
+    parser.add_argument("--steps", type=int, default=16, help="total number of steps")
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    print("tensordict_grpo: eval accuracy {:.3f} -> {:.3f}".format(*train(arguments.output, arguments.steps)))

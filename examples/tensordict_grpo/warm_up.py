@@ -1,4 +1,4 @@
-"""The initial model: a smaller version of the quickstart's, which knows the format and mostly blurts out an answer."""
+"""The initial model: a smaller version of the quickstart's, which mostly answers without steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from model import make_model, make_tokenizer
 
 OPERATIONS, MAX_VALUE = 3, 2
 STEPWISE = 0.4
-"""Share of demonstrations that work step by step."""
+"""The fraction of demonstrations that work step by step."""
 BATCH = 32
 
 
 def problems(count: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """Rows with "question", "answer" (the steps) and "direct"; no expression is in both splits."""
+    """Return rows with "question", "answer" (with steps) and "direct". No expression is in both splits."""
     return [row["extra_info"] for row in generate(count, OPERATIONS, MAX_VALUE, seed, split)]
 
 
@@ -34,10 +34,8 @@ def warm_up(seed: int, steps: int) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 2), pct_start=0.1)
     for _ in range(steps):
-        picked = [
-            (row["question"], row["answer" if rng.random() < STEPWISE else "direct"]) for row in sample(rng, rows)
-        ]
-        loss = model(**batch_of(tokenizer, picked)).loss
+        pairs = [(row["question"], row["answer" if rng.random() < STEPWISE else "direct"]) for row in sample(rng, rows)]
+        loss = model(**batch_of(tokenizer, pairs)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -51,9 +49,9 @@ def sample(rng: random.Random, rows: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def batch_of(tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """Token ids and labels [B, T], padded on the right; only answers have labels."""
-    asked = [tokenizer.apply_chat_template(prompt(q), add_generation_prompt=True, tokenize=False) for q, _ in pairs]
-    prompts = tokenizer(asked)["input_ids"]
+    """Return token ids and labels [B, T], padded on the right; only answers have labels."""
+    texts = [tokenizer.apply_chat_template(prompt(q), add_generation_prompt=True, tokenize=False) for q, _ in pairs]
+    prompts = tokenizer(texts)["input_ids"]
     answers = tokenizer([answer + tokenizer.eos_token for _, answer in pairs])["input_ids"]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     gaps = [width - len(p) - len(a) for p, a in zip(prompts, answers, strict=True)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on SkyRL-SQL. Data first: uv run examples/text2sql/text2sql_dataset.py --output $HOME/data/sql
+# GRPO on SkyRL-SQL. Write the data first: uv run examples/text2sql/text2sql_dataset.py --output $HOME/data/sql
 #   NUM_GPUS=4 LOGGER=wandb examples/text2sql/run_text2sql.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/sql}"

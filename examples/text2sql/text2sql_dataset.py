@@ -39,7 +39,11 @@ hen
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source as one of SkyRL's; its own prompt and reward_spec, if any, are kept."""
+    """Convert a source row to SkyRL's format, and keep its prompt and ground truth if it has them.
+
+    Raises:
+        DataError: The row has no gold query, database id, or (without a prompt) schema or question.
+    """
     spec = row.get("reward_spec")
     gold = spec.get("ground_truth") if isinstance(spec, dict) else row.get("sql")
     if not isinstance(gold, str) or not gold.strip():

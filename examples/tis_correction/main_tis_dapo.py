@@ -1,4 +1,4 @@
-"""SkyRL's entry point of DAPO with truncated importance sampling: main_base, as both are keys here."""
+"""SkyRL's entry point for DAPO with truncated importance sampling. It equals main_base, as both are keys here."""
 
 from __future__ import annotations
 

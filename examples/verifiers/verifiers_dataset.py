@@ -1,4 +1,4 @@
-"""The datasets of an environment of the verifiers library as parquet files in SkyRL's row format.
+"""Write the datasets of a verifiers environment as parquet files in SkyRL's row format.
 
 python examples/verifiers/verifiers_dataset.py --env my-env --args '{"difficulty": 2}' --output ~/data/my-env
 """
@@ -18,10 +18,10 @@ from skyrl_train.errors import ConfigError
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", required=True, help="an installed environment")
+    parser.add_argument("--env", required=True, help="name of an installed environment")
     parser.add_argument("--args", type=json.loads, default={}, help="arguments of its load_environment, as JSON")
     parser.add_argument("--output", type=Path, required=True, help="folder for the parquet files")
-    parser.add_argument("--limit", type=int, help="rows of each split at most")
+    parser.add_argument("--limit", type=int, help="maximum number of rows of each split")
     arguments = parser.parse_args()
     settings = {"env_id": arguments.env, "env_args": arguments.args}
     try:

@@ -10,9 +10,9 @@ most real ones, because Python caches small integers and creates an object for e
 measurement runs in a process of its own.
 
 - batch: SEQUENCESxTOKENS, with 8 samples per prompt. Measures the bytes per token of rollouts, the peak of the
-  process's own memory until GRPO's advantages are computed, and the peak through an update by 8 ranks, which are idle Ray actors.
-  Also measures million tokens per CPU-second of `collate` and of the complete path from rollouts to ranks, and the
-  longest stall of the event loop.
+  process's own memory until GRPO's advantages are computed, and the peak through an update by 8 ranks, which are idle
+  Ray actors. Also measures million tokens per CPU-second of `collate` and of the complete path from rollouts to ranks,
+  and the longest stall of the event loop.
 - scored, with `--scored`: the same, with old and reference log-probs of these ranks before the advantages. Also
   measures the memory of these log-probs, and million tokens per CPU-second of computing both.
 - shards: the same rollouts to the shards of 8 ranks, without Ray and advantages. Measures million tokens per
@@ -20,8 +20,8 @@ measurement runs in a process of its own.
 - parts, with `--parts SEQUENCESxRANKS`: a batch of short sequences, in 4 mini-batches, to the shards of that many
   ranks, without Ray. Measures CPU-seconds, which depend on sequences and ranks rather than on tokens.
 - conversations: NUMBERxTOKENS, where each of 3 turns has TOKENS tokens, all at once over 256 engines. Measures turns
-  per CPU-second of the driver (without the environments' processes), the driver's peak memory, and the longest stall of the
-  event loop.
+  per CPU-second of the driver (without the environments' processes), the driver's peak memory, and the longest
+  stall of the event loop.
 
 `--against` also measures another commit, in a worktree, alternating with this one.
 """

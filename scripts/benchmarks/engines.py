@@ -5,9 +5,9 @@
 
 The work: 64 prompts of 60 tokens with 64 new tokens each, and a qwen3 of hidden size 256 with 4 layers and random
 weights, in fp32 on the CPU. Temperature 1, the log-prob of every sampled token, no early end. Every run has new
-prompts, so that prompt caches do not help. Runs of the three ways alternate, the first round is a warm-up, and results are
-medians. All engines compute with the same number of threads, and only one computes at a time. CPU-seconds are those of
-all processes, Ray's included; on a busy machine they are more reliable than the time.
+prompts, so that prompt caches do not help. Runs of the three ways alternate, the first round is a warm-up, and
+results are medians. All engines compute with the same number of threads, and only one computes at a time. CPU-seconds
+are those of all processes, Ray's included; on a busy machine they are more reliable than the time.
 
 - bare: `vllm.LLM.generate` and `sglang.Engine.generate`, started with the arguments of this package's engines, with
   their own samplers, without seeds and text; for transformers, the engine object itself. One call with all prompts, in

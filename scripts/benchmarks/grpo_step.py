@@ -21,8 +21,9 @@ then measures only skyrl_train and this commit.
 
 The sides alternate step by step, and each one waits while the other computes. CPU-seconds are the user and system
 time of all processes of a side, Ray's included, during the step. Peak MiB comes from two further steps and counts a
-page once that several processes share, such as torch's code; summed RSS counts it in each process. For skyrl_train, generation and
-update are the times of the engine's and the learner's process. Results are medians without the first steps.
+page once that several processes share, such as torch's code; summed RSS counts it in each process. For skyrl_train,
+generation and update are the times of the engine's and the learner's process. Results are medians without the first
+steps.
 """
 
 from __future__ import annotations

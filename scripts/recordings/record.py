@@ -2,8 +2,8 @@
 
     python scripts/recordings/record.py [NAME ...] [--work FOLDER] [--output FOLDER]
 
-A recording keeps those rows of a run's metrics.jsonl that the rules of skyrl_train/report/diagnosis.py read. With --work,
-the warm-up of the quickstart runs only once, and the folder keeps the runs for inspection.
+A recording keeps those metrics of a run's metrics.jsonl that the rules of skyrl_train/report/diagnosis.py read. With
+--work, the warm-up of the quickstart runs only once, and the folder keeps the runs for inspection.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class EndsInFour(TextEnv):
 
 
 class Letters(TextEnv):
-    """An environment that rewards the fraction of lower-case letters, which differs between samples of a random model."""
+    """An environment that rewards lower-case letters, whose fraction differs between samples of a random model."""
 
     def step(self, action: str) -> StepOutput:
         return StepOutput([], sum(map(str.islower, action)) / max(1, len(action)), done=True)

@@ -1,4 +1,4 @@
-"""SkyRL's DAPO entry point, for its recipes. It equals main_base, because DAPO's features are configuration keys here."""
+"""SkyRL's DAPO entry point, for its recipes. It equals main_base, as DAPO's features are configuration keys."""
 
 from __future__ import annotations
 

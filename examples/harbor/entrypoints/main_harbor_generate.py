@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     print(
         "Harbor runs its tasks on its own service, for which this package has no client. Use "
-        "examples.mini_swe_agent.main_mini_swe for agents with a shell, or write a GeneratorInterface that calls the service.",
+        "examples.mini_swe_agent.main_mini_swe for agents with a shell, or write a GeneratorInterface that calls it.",
         file=sys.stderr,
     )
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""SkyRL's entry point of the verifiers library, for its recipes, which name an environment of that library's.
+"""SkyRL's entry point for recipes that use an environment of the verifiers library.
 
 environment.env_class=ID   becomes   environment.env_class=verifiers environment.skyrl_gym.verifiers.env_id=ID
 """
@@ -14,14 +14,14 @@ _NAMED = "environment.env_class="
 
 
 def of_verifiers(arguments: list[str]) -> list[str]:
-    """The arguments with the library's environment as a setting of the one that runs it."""
-    moved = [
+    """Return the arguments with `env_class=ID` replaced by the environment `verifiers` and its setting `env_id=ID`."""
+    replaced = [
         f"environment.skyrl_gym.verifiers.env_id={argument.removeprefix(_NAMED)}"
         if argument.startswith(_NAMED) and argument != f"{_NAMED}verifiers"
         else argument
         for argument in arguments
     ]
-    return [f"{_NAMED}verifiers", *moved]
+    return [f"{_NAMED}verifiers", *replaced]
 
 
 @exit_with_signal_status()

@@ -63,4 +63,4 @@ def test_recipes_with_external_services_are_refused(module: str):
     command = [sys.executable, "-m", module, "trainer.epochs=1"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert ": use examples." in done.stderr
+    assert ". Use examples." in done.stderr

@@ -64,7 +64,7 @@ def test_preset_script_composes_from_any_folder(tmp_path: Path):
 def test_preset_script_lists_presets_without_argument(tmp_path: Path):
     done = run_script(folder=tmp_path)
     assert done.returncode != 0
-    assert "which preset? One of: cispo clip_cov " in done.stderr
+    assert "name a preset, one of: cispo clip_cov " in done.stderr
 
 
 @pytest.mark.on_demand

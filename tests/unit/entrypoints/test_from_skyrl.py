@@ -217,7 +217,7 @@ def test_cispo_has_todays_bounds():
         ),
         ("python -m skyrl.train.main_sft batch_size=4", "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md"),
         ("python examples/train/callbacks/main_sft_with_callbacks.py batch_size=4", "has keys of its own"),
-        ("A='x", "line 1: a ' is missing"),
+        ("A='x", "line 1: a closing ' is missing"),
     ],
 )
 def test_other_scripts_are_refused(text: str, message: str):

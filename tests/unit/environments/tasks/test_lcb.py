@@ -316,5 +316,5 @@ def test_local_rows_are_converted_and_graded(tmp_path: Path):
 def test_pickled_code_in_tests_is_rejected(tmp_path: Path):
     done = convert(tmp_path, {"question_content": "x", "public_test_cases": "[]", "private_test_cases": packed(Evil())})
     assert done.returncode == 1
-    assert "private_test_cases name builtins.eval: not a text" in done.stderr
+    assert "private_test_cases contain builtins.eval, but must be a pickled string" in done.stderr
     assert "pickled code ran" not in done.stdout + done.stderr

@@ -337,7 +337,7 @@ def test_install_script_reports_unsupported_system(tmp_path: Path):
     bash = shutil.which("bash") or "bash"
     script = [bash, str(SCRIPTS / "browser_tools")]
     process = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
-    assert (process.returncode, "install it with your package manager" in process.stderr) == (0, True)
+    assert (process.returncode, "Install Chromium with your package manager" in process.stderr) == (0, True)
     (tools / "chromium").write_text("#!/bin/sh\n")
     (tools / "chromium").chmod(0o755)
     process = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
