@@ -124,7 +124,7 @@ def _until(true: Any) -> None:
 
 def test_what_cannot_travel_is_refused(ray_runtime: None):
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="cannot travel to the actor"):
+    with pytest.raises(ValueError, match="cannot be pickled for the actor"):
         RayLLMCollector(lambda: lock, policy_factory=lambda: lock, dialog_turns_per_batch=1)  # type: ignore[arg-type, return-value]
 
 

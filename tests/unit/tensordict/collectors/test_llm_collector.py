@@ -153,7 +153,7 @@ def test_a_queue_gets_batches():
 def test_every_batch_goes_through_the_postproc():
     collects = collector(conversations(1), 2, total_dialog_turns=2)
     collects.set_postproc(lambda batch: batch.set("seen", torch.ones(batch.batch_size)))
-    with pytest.raises(RuntimeError, match="postproc already"):
+    with pytest.raises(RuntimeError, match="already has a postproc"):
         collects.set_postproc(lambda batch: batch)
     (batch,) = collects
     assert batch is not None and batch["seen"].all()
