@@ -99,7 +99,7 @@ def test_what_does_not_fit_changes_nothing_and_the_next_push_works(collects: LLM
 
 
 class _Collector:
-    """What an updater sees of one."""
+    """A fake collector with the attributes that an updater uses."""
 
     def __init__(self) -> None:
         self.policy_version = 0

@@ -27,7 +27,7 @@ ROWS = [[5, 9, 77, 30], [8, 8, 250]]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What engines were started with."""
+    """Record the arguments with which engines were started."""
     options: list[dict[str, Any]] = []
 
     def start(model: str, *, enforce_eager: bool, tensor_parallel_size: int, **rest: Any) -> TransformersEngine:
