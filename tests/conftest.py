@@ -1,4 +1,4 @@
-"""What every test runs in: no network, quiet libraries, and a check that it leaves nothing behind."""
+"""Settings of every test: no network, quiet libraries, and a check that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _SESSION = f"SKYRL_TEST_SESSION={uuid.uuid4().hex}"
-"""In the environment of every process that a test starts, so that one which daemonised is found too."""
-# What keeps tests off the network and apart from each other, and nothing else: what runs need, the package sets itself.
+"""Environment variable of every process that a test starts. It identifies daemons too."""
+# Only settings that keep tests off the network and isolated: the package itself sets everything that runs need.
 _HF_HOME = tempfile.mkdtemp(prefix="skyrl-test-hf-")
 os.environ.update(
     {
@@ -35,12 +35,12 @@ os.environ.update(
         "WANDB_MODE": "offline",
     }
 )
-# Ranks and engines share few cores in tests: threads that spin for each other cost more than they bring, and how a sum
-# is rounded depends on their number.
+# Ranks and engines share few cores in tests, so spinning threads cost more than they gain. The rounding of sums depends
+# on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same examples in every run in which the same modules were imported before, whose constants hypothesis tries too;
-# and no deadline for one: pytest-timeout has the last word on a busy machine.
+# Examples are the same in every run that has imported the same modules, because hypothesis also tries their constants.
+# They have no deadline: pytest-timeout limits tests on a busy machine.
 hypothesis.settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -52,14 +52,14 @@ hypothesis.settings.load_profile("repeatable")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _PATIENCE_S = float(os.environ.get("SKYRL_TEST_PATIENCE_S", "30"))
-"""How long what a test started may take to end."""
+"""Seconds within which the processes of a test must end."""
 _ENGINE = re.compile(r"test_conformance_\w+\.py::.*((?:untied-|moe-)?(?:native-)?(?:transformers|vllm|sglang))")
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
-"""Helpers that a library keeps until the interpreter ends."""
+"""Helper processes that a library keeps until the interpreter ends."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped where there is none; torch is only imported to find out when there are such tests."""
+    """Skip GPU tests if there is no GPU. Import torch only if there are such tests, because the import is slow."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
@@ -70,15 +70,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules are never garbage; without looking through them small tests take an eighth less time."""
+    """Exclude imported modules from garbage collection, which saves an eighth of the time of small tests."""
     gc.collect()
     gc.freeze()
 
 
 class _Lanes(LoadScopeScheduling):
-    """Tests that share what is costly to make run in one lane: a file, an engine.
+    """A scheduler that runs tests with a shared costly fixture (a file, an engine) in one worker process.
 
-    Scopes keep the order of collection (`--no-loadscope-reorder`): long ones of tests/integration come first.
+    Scopes keep the order of collection (`--no-loadscope-reorder`), so the long ones of tests/integration come first.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -96,13 +96,13 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(_HF_HOME, ignore_errors=True)
     for name, module in sys.modules.items():
         if name.startswith("swig_runtime_data"):
-            # sentencepiece frees its types after what it needs for that: one reference too many keeps them to the end.
+            # sentencepiece frees its types too late at exit. An additional reference keeps them to the end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(module.type_pointer_capsule))
 
 
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Hugging Face folder with a random two-layer model and a byte tokenizer; tests must not write to it."""
+    """Return a Hugging Face folder with a random two-layer model and a byte tokenizer. Tests must not write to it."""
     from skyrl_train.testing.tiny_models import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))
@@ -110,7 +110,7 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def gsm8k_jsonl() -> Path:
-    """The folder with GSM8K's train.jsonl and test.jsonl: SKYRL_GSM8K, or shared/data/gsm8k beside the clone."""
+    """Return the folder of GSM8K's train.jsonl and test.jsonl: SKYRL_GSM8K, or shared/data/gsm8k beside the clone."""
     folder = Path(os.environ.get("SKYRL_GSM8K", REPOSITORY.parent / "shared" / "data" / "gsm8k"))
     if not (folder / "train.jsonl").is_file():
         pytest.skip(f"no GSM8K in {folder}; set SKYRL_GSM8K to the folder of train.jsonl and test.jsonl")
@@ -119,10 +119,10 @@ def gsm8k_jsonl() -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """A test ends without the processes, listening ports and shared-memory files that it started with fewer of.
+    """Fail a test that leaves processes, listening ports or shared-memory files behind.
 
-    What a fixture of a wider scope started before the test may stay, with its descendants. The costly look through all
-    processes is only taken where a child was started.
+    Processes that a fixture of a wider scope started before the test may stay, with their descendants. The costly scan
+    of all processes runs only if a child was started.
     """
     children, reaped = _children(), _reaped()
     processes = _marked() if children else set()
@@ -130,30 +130,30 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     if _children() - children or _reaped() != reaped:
         left = _wait_until_gone(processes)
-        assert not left, f"processes left behind: {left}"
+        assert not left, f"the test left processes behind: {left}"
     if _listening() - ports:
         gc.collect()
-        assert _listening() <= ports, f"ports left listening: {sorted(_listening() - ports)}"
+        assert _listening() <= ports, f"the test left listening ports: {sorted(_listening() - ports)}"
     left_shared = _wait_until_removed(shared)
-    assert not left_shared, f"left in /dev/shm: {sorted(left_shared)}"
+    assert not left_shared, f"the test left files in /dev/shm: {sorted(left_shared)}"
 
 
 def _children() -> set[int]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # there is none, which is cheaper to learn than which ones there are
+    except ChildProcessError:  # there is no child, which is cheaper to find out than the list
         return set()
     return {child.pid for child in psutil.Process().children()}
 
 
 def _reaped() -> tuple[int, float]:
-    """Changes whenever a child of ours has ended and been waited for."""
+    """Return a value that changes whenever a child of this process has been reaped."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_minflt, usage.ru_stime + usage.ru_utime
 
 
 def _marked() -> set[int]:
-    """Living processes of this test session, wherever they hang in the process tree."""
+    """Return the living processes of this test session, anywhere in the process tree."""
     found = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
@@ -167,7 +167,7 @@ def _marked() -> set[int]:
 
 
 def _wait_until_gone(before: set[int]) -> list[str]:
-    """Command lines of what is still there after a while; it is killed, so that later tests are not disturbed."""
+    """Return the command lines of processes that do not end, and kill them so that they do not disturb later tests."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         left = [process for pid in _marked() - before if (process := _not_allowed(pid, before))]
@@ -195,10 +195,10 @@ def _not_allowed(pid: int, before: set[int]) -> psutil.Process | None:
 
 
 def _listening() -> set[int]:
-    """Ports on which this very process listens; those of others end with them."""
+    """Return the ports on which this process listens. Ports of other processes close when they end."""
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # one that was closed meanwhile, or is no socket
+        with suppress(OSError):  # the descriptor was closed meanwhile, or is not a socket
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(descriptor))) as opened:
                     internet = opened.family in (socket.AF_INET, socket.AF_INET6)
@@ -208,7 +208,7 @@ def _listening() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    """Files in /dev/shm named after this process; in CI also its children's, where nobody else makes any."""
+    """Return the files in /dev/shm named after this process; in CI, where nothing else creates any, all known names."""
     if not os.path.isdir("/dev/shm"):
         return set()
     everybody = ("skyrl", "torch_", "psm_") if os.environ.get("CI") else ()
@@ -217,19 +217,19 @@ def _shared_memory() -> set[str]:
 
 
 def _wait_until_removed(before: set[str]) -> set[str]:
-    """What is new and stays. Those of another lane are mapped by a process that is not of this one."""
+    """Return the new files that stay. Processes of another session have mapped the files of another worker."""
     deadline = time.monotonic() + _PATIENCE_S
     while left := _shared_memory() - before:
         left -= _mapped_by_others()
         if not left or time.monotonic() > deadline:
             break
-        before = before | (_shared_memory() - left)  # came while we waited: not from the test that has ended
+        before = before | (_shared_memory() - left)  # appeared during the wait: not from the finished test
         time.sleep(0.05)
     return left & _shared_memory()
 
 
 def _mapped_by_others() -> set[str]:
-    """Names of the files in /dev/shm that processes hold which do not belong to this test session."""
+    """Return the names of files in /dev/shm that processes outside this test session have mapped."""
     own = _marked() | {os.getpid()}
     found: set[str] = set()
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():

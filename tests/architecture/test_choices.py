@@ -1,4 +1,4 @@
-"""The tables of names in config/choices.py are the truth about what can be chosen."""
+"""The tables of names in config/choices.py list everything that users can choose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENTRIES = [(table, name, target) for table, names in TABLES.items() for name, ta
 
 
 def decorated() -> list[tuple[str, str]]:
-    """(name, "module:object") of everything in the package that registers itself by a decorator."""
+    """Return (name, "module:object") for everything in the package that a decorator registers."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(["skyrl_train", *path.relative_to(PACKAGE).with_suffix("").parts])
@@ -52,7 +52,7 @@ def test_decorated_objects_are_listed_in_choices():
 
 
 def test_tables_are_sorted_into_one_place():
-    """No other module of config repeats a "module:object"."""
+    """Only choices.py contains "module:object" strings; the other modules of config must not repeat them."""
     for path in sorted((PACKAGE / "config").glob("*.py")):
         if path.name != "choices.py":
             repeated = [target for _, _, target in ENTRIES if target in path.read_text()]

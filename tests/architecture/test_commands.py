@@ -1,7 +1,7 @@
-"""Every command and every snippet of the documentation is held: `COMMANDS` and `SNIPPETS` say by what.
+"""A check covers every command and snippet of the documentation: `COMMANDS` and `SNIPPETS` name it.
 
-A command is checked here as far as that is cheap (its keys make a good configuration, its files and options exist), and
-run by the test that its row names. What no test can run has its reason in the row.
+Cheap properties of a command are checked here: its keys make a valid configuration, and its files and options exist.
+The test named in its row runs it. A command that no test can run has the reason in its row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIGURATIONS = "tests/unit/entrypoints/test_documented_commands.py"
 
 
 def check_config_keys(command: Command) -> None:
-    """The arguments of an entrypoint compose, and nothing is wrong with them but what is missing on this machine."""
+    """Check that the arguments of an entrypoint compose and are valid, apart from files missing on this machine."""
     programs = re.compile(r"skyrl-train$|skyrl_train\.|examples\.|integrations\.")
     start = next(at for at, word in enumerate(command.words) if programs.match(word))
     words = [word for word in command.words[start + 1 :] if word not in OWN_FLAGS | PLACEHOLDERS]
@@ -41,14 +41,14 @@ def check_config_keys(command: Command) -> None:
 
 
 def check_job_submit(command: Command) -> None:
-    """What `ray job submit` is given after `--`, in a folder like the page's."""
+    """Check the command after `--` of `ray job submit`, in a folder like the page's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY / "examples" / "gsm8k")
         check_config_keys(Command(command.page, command.words[command.words.index("--") + 1 :]))
 
 
 def check_preset(command: Command) -> None:
-    """A script that starts a preset: the preset with the arguments given."""
+    """Check a script that starts a preset: the preset with the given arguments."""
     script, *words = command.words
     text = (REPOSITORY / script).read_text()
     found = re.search(r"--config-name (\w+)", text)
@@ -58,7 +58,7 @@ def check_preset(command: Command) -> None:
 
 
 def files_and_options(command: Command) -> None:
-    """Files of the repository that are named exist, and the options stand in what the script runs."""
+    """Check that the named files exist in the repository and that the script contains the options."""
     script, *words = command.words if command.words[0] != "python" else command.words[1:]
     if script == "-m":
         script = f"{words.pop(0).replace('.', '/')}.py"
@@ -66,17 +66,17 @@ def files_and_options(command: Command) -> None:
     source = "".join(path.read_text() for path in _sources(REPOSITORY / script))
     for word in words:
         if word.startswith("--"):
-            assert f'"{word}"' in source or f"{word})" in source, f"{script} has no {word}"
+            assert f'"{word}"' in source or f"{word})" in source, f"{script} does not define the option {word}"
         elif word.partition("/")[0] in ("tests", "scripts", "examples"):
             assert (REPOSITORY / word).exists(), word
 
 
 def _sources(script: Path) -> Iterator[Path]:
-    """A script, what it runs, and where else it may read its arguments."""
+    """Check a script, the program it runs, and another file where it may read its arguments."""
     yield script
     text = script.read_text()
     if script.suffix != ".py":
-        assert script.stat().st_mode & 0o111, f"{script} cannot be run"
+        assert script.stat().st_mode & 0o111, f"{script} is not executable"
         for path in re.findall(r"(?:python|PYTHON:-python\}\") ([\w/]+\.py)", text):
             yield REPOSITORY / path
         for module in re.findall(r"-m (tests\.\w+)", text):
@@ -91,7 +91,7 @@ def _sources(script: Path) -> Iterator[Path]:
 
 
 def native_flags(command: Command) -> None:
-    """The options of a server are those that tests start it with."""
+    """Check that tests start a server with these options."""
     source = (REPOSITORY / "tests" / "support" / "native_servers.py").read_text()
     assert [word for word in command.words if word.startswith("--") and word not in source] == []
 
@@ -102,7 +102,7 @@ def extra(command: Command) -> None:
 
 
 def check_run_command(command: Command) -> None:
-    """A command over the folders of runs: it exists, with these options, and tests start it."""
+    """Check that a command on run folders exists with these options, and that tests start it."""
     name = command.words[1]
     assert name in cli.main.commands
     source = (REPOSITORY / "skyrl_train" / "entrypoints" / f"{name}.py").read_text()
@@ -112,7 +112,7 @@ def check_run_command(command: Command) -> None:
 
 
 def covered_by(test: str) -> Check:
-    """Run by a test that takes it from its page, by the page's name or by how it begins, or that writes its words."""
+    """Check that a test runs the command, read from its page or written in the test."""
 
     def check(command: Command) -> None:
         source = _test(test)
@@ -121,13 +121,13 @@ def covered_by(test: str) -> Check:
         reads = page in source and re.search(r"\b(fenced_blocks|snippets|read_text)\(", source)
         if not reads and not any(re.match(start, str(command)) for start in begins):
             missing = [word for word in _distinguishing_words(command) if word not in source]
-            assert missing == [], f"{test} neither reads {command.page} nor has these words; is it only alike?"
+            assert missing == [], f"{test} neither reads {command.page} nor contains these words of the command"
 
     return check
 
 
 def same_program_as(test: str, differs: str) -> Check:
-    """Not run itself: the test runs the same program, in the way that is said."""
+    """Check that the named test runs the same program in the given way, instead of the command itself."""
 
     def check(command: Command) -> None:
         program = _distinguishing_words(command)[0]
@@ -137,15 +137,15 @@ def same_program_as(test: str, differs: str) -> Check:
 
 
 def _test(test: str) -> str:
-    """The source of a file of tests, which must have the one that is named."""
+    """Return the source of a test file, which must contain the named test."""
     path, _, name = test.partition("::")
     source = (REPOSITORY / path).read_text()
-    assert f"def {name}" in source, f"{path} has no {name}"
+    assert f"def {name}" in source, f"{path} does not define {name}"
     return source
 
 
 def _distinguishing_words(command: Command) -> list[str]:
-    """The program, then its options and keys without their values."""
+    """Return the program, then its options and keys without their values."""
     first, *rest = command.words
     if first in ("python", "skyrl-train"):
         first, *rest = rest[1:] if rest[0] == "-m" else rest
@@ -154,7 +154,7 @@ def _distinguishing_words(command: Command) -> list[str]:
 
 
 def untested(reason: str) -> Check:
-    """Not run by any test, for this reason."""
+    """Accept a command that no test runs, for the given reason."""
     return lambda command: None
 
 
@@ -245,7 +245,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     r"docker .*(skyrl-train \.$|skyrl-train doctor)": (covered_by("tests/integration/quickstart/test_image.py"),),
     "docker ": (untested("needs an accelerator of NVIDIA's; the Dockerfile is linted by scripts/lint"),),
 }
-"""How a command begins -> what is asked of it, and what runs it. The first row that fits counts."""
+"""Maps the start of a command to its checks and the test that runs it. The first matching row applies."""
 
 SNIPPETS = {
     "docs/algorithms.md": "tests/unit/algorithms/test_algorithms_page.py",
@@ -266,7 +266,7 @@ SNIPPETS = {
     "docs/web_tools.md": "tests/unit/environments/tools/test_pages.py",
     "docs/your_environment.md": "tests/integration/quickstart/test_your_environment.py",
 }
-"""A page with Python -> the test that runs it."""
+"""Maps a page with Python code to the test that runs it."""
 
 
 def row(command: Command) -> str | None:
@@ -275,7 +275,7 @@ def row(command: Command) -> str | None:
 
 def test_commands_and_table_rows_match():
     without = [f"{command.page}: {command}" for command in commands() if row(command) is None]
-    assert without == [], "say in COMMANDS which test runs it, or why none can"
+    assert without == [], "add a row to COMMANDS with the test that runs the command, or the reason why none can"
     assert set(COMMANDS) - {row(command) for command in commands()} == set()
 
 
@@ -289,14 +289,18 @@ def test_every_command_passes_the_checks_of_its_row(monkeypatch: pytest.MonkeyPa
 
 
 def test_python_pages_are_executed_by_tests():
-    assert {page for page, _ in fenced_blocks("python")} == set(SNIPPETS), "say in SNIPPETS which test runs it"
+    assert {page for page, _ in fenced_blocks("python")} == set(SNIPPETS), (
+        "add a row to SNIPPETS with the test that runs the page's code"
+    )
     for page, test in SNIPPETS.items():
         assert Path(page).name in (REPOSITORY / test).read_text(), f"{test} does not read {page}"
 
 
 def test_fenced_languages_are_known():
     found = {language for page in ("",) for language in _languages()}
-    assert found <= {"bash", "python", "yaml", "json", "text"}, "hold it here, or call it text"
+    assert found <= {"bash", "python", "yaml", "json", "text"}, (
+        "check blocks of this language here, or mark them as text"
+    )
 
 
 def _languages() -> set[str]:
@@ -316,7 +320,7 @@ def test_yaml_snippets_are_valid_configurations(page: str, text: str, tmp_path: 
 
 
 def _nested(text: str, first: str) -> str:
-    """`a.b.c:` as a mapping in mappings."""
+    """Return nested mappings for `a.b.c:`."""
     *outer, last = first.split(".")
     head = "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(outer))
     body = text.replace(f"{first}:", f"{last}:", 1)

@@ -1,4 +1,4 @@
-"""Every defect of the table in defects.md has a test that carries its id."""
+"""Every defect in the table of defects.md has a test that carries its ID."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_torchrl_defect_has_unskipped_test():
 
 
 def test_every_defect_has_test():
-    """Tests of these may be skipped where a browser or a sandbox is missing."""
+    """Tests of other defects may be skipped if a browser or a sandbox is missing."""
     sources = "".join(file.read_text() for file in TESTS.rglob("test_*.py"))
     missing = [id for id in IDS if f'defect("{id}")' not in sources]
     assert not missing, f"no test carries @pytest.mark.defect(id) for {', '.join(missing)}"

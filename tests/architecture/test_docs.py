@@ -39,7 +39,7 @@ def test_documented_names_of_this_package_exist():
 
 
 def _is_written(name: str) -> bool:
-    """Whether it is the name of a file, or of what one defines: an engine need not be imported for that."""
+    """True if `name` is a file or an object defined in one. Engines need not be imported for the check."""
     module, _, last = name.rpartition(".")
     whole, outer = (REPOSITORY.joinpath(*one.split(".")) for one in (name, module))
     if (whole / "__init__.py").is_file() or whole.with_suffix(".py").is_file():
@@ -61,7 +61,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_pages_are_plain_markdown_that_any_reader_shows():
-    """A theme's own marks would be noise elsewhere; docs/api.md alone has mkdocstrings' `:::`."""
+    """Theme-specific markup is noise in other renderers. Only docs/api.md has mkdocstrings' `:::`."""
     marks = re.compile(
         r"^(?:!!! |\?\?\?\+? |=== \"|--8<--)|\{[:.#][ \w.#=-]*\}|:(?:material|octicons|fontawesome)-", re.MULTILINE
     )

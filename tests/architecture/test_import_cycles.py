@@ -1,4 +1,4 @@
-"""No module imports, over others, one that imports it: imports in functions and for type checking count too."""
+"""No module imports itself through others. Imports in functions and for type checking count too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = "skyrl_train"
 
 
 def imports_of(module: str, source: str, is_package: bool, known: Mapping[str, object]) -> Iterator[str]:
-    """Modules among `known` that a module imports by a statement, wherever it stands."""
+    """Return the modules among `known` that a module imports by a statement in any place."""
     parents = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -28,7 +28,7 @@ def imports_of(module: str, source: str, is_package: bool, known: Mapping[str, o
 
 
 def cycles(graph: Mapping[str, set[str]]) -> set[tuple[str, ...]]:
-    """The sets of modules that reach each other, each sorted."""
+    """Return the sets of modules that reach each other, each sorted."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Packages import downwards, and not in circles: every form of import is parsed."""
+"""Packages import only lower layers, without cycles. Every form of import is parsed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ LAYERS = (
 INSIDE_TENSORDICT = ("history ragged", "containers", "buffer wrappers", "envs", "losses", "collectors")
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 LAZY_TABLES = {"config/choices.py", "__init__.py", "trainer/__init__.py", "utils/__init__.py"}
-"""Names of what is loaded by whoever needs it, long after configuration: not imports of that file."""
+"""Files whose tables name objects that are loaded on use, long after configuration.
+
+These are not imports of the file.
+"""
 ONE_IMPORTER = (
     "bm25s",
     "mcp",
@@ -60,10 +63,10 @@ OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 
 
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import in a module of `package`.
+    """Yield (line, absolute module) for every import in a module of `package`.
 
-    Statements anywhere, relative ones, names given to importlib, and any text that reads as one of our modules: what
-    `load_object` and `spawn` are given.
+    This covers statements in any place, relative imports, names passed to importlib, and any text that looks like a
+    module of this package, such as the arguments of `load_object` and `spawn`.
     """
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -91,7 +94,7 @@ def _loads_a_module(function: ast.expr) -> bool:
 
 
 def modules() -> Iterator[tuple[Path, str, str, str]]:
-    """(path, its name below the package, the layer it belongs to, its package) of every module."""
+    """Yield (path, name below the package, layer, package) for every module."""
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
         package = ".".join(["skyrl_train", *inside.parts[:-1]])
@@ -100,7 +103,7 @@ def modules() -> Iterator[tuple[Path, str, str, str]]:
 
 @cache
 def all_imports() -> list[tuple[str, str, int, str]]:
-    """(file, its layer, line, module imported) over the whole package."""
+    """Return (file, layer, line, imported module) over the whole package."""
     return [
         (name, layer, line, module)
         for path, name, layer, package in modules()
@@ -109,7 +112,7 @@ def all_imports() -> list[tuple[str, str, int, str]]:
 
 
 def imports_between_packages() -> Iterator[tuple[str, str, int, str]]:
-    """Of one package of ours by another, without tables of names that are loaded when they are used."""
+    """Yield the imports between packages, without tables of names that are loaded on use."""
     for name, layer, line, module in all_imports():
         parts = module.split(".")
         ours = parts[0] == "skyrl_train" and len(parts) > 1 and parts[1] not in (layer, "__version__")
@@ -204,7 +207,7 @@ def test_nothing_imports_what_hydra_keeps_for_itself():
 
 
 def test_each_optional_library_has_one_importer():
-    """An importer is one file, or files whose names begin with that of the engine."""
+    """An importer is one file, or all files whose names begin with the name of the engine."""
     wrong = []
     for library in ONE_IMPORTER:
         files = {name for name, _, _, module in all_imports() if library in (module.split(".")[0], module)}
@@ -250,6 +253,6 @@ def test_trajectories_need_no_torch():
 
 
 def test_driver_does_not_import_peft():
-    """It takes a second, and only ranks that train adapters or make a schedule need it."""
+    """The import takes a second, and only ranks that train adapters or build a schedule need it."""
     code = "import sys, skyrl_train.experiment.trainer; assert 'peft' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

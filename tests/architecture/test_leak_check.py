@@ -1,4 +1,4 @@
-"""The check that runs after every test is itself able to fail."""
+"""The leak check that runs after every test can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input that this project promises to survive: every row below has a test that carries its id."""
+"""Invalid input that this project must survive. Every row below has a test that carries its ID."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REQUIRED_FAULTS = {
     "F30": "a missing, extra, mis-shaped, non-finite tensor, death between buckets: named, no hang",
     "F31": "stale rollouts, a version going backwards: dropped and counted; raised",
     "F34": "out of memory: where, and three settings with what each saves in GiB",
-    "F35": "kill -9 in a save: the newest committed checkpoint loads, the torn one is reported and kept",
+    "F35": "kill -9 in a save: the newest committed checkpoint loads, the incomplete one is reported and kept",
     "F36": "a flipped byte, a truncated or lost file, a full disk: found by checksum, the one before is loaded",
     "F32": "NaN in loss or gradient: every rank skips the update, parameters stay bit-equal; several in a row stop",
     "F33": "a rank that holds up the others: a deadline, the rank named, the stacks of all ranks in one file",

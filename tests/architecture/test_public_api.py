@@ -1,4 +1,4 @@
-"""What `import skyrl_train` gives: light, lazy, documented, and each name used as a user would."""
+"""The public API of `import skyrl_train` is light, lazy, documented and used by a test."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_import_takes_under_50_ms():
 
 
 def test_every_public_name_has_usage_script():
-    """The snippets of the page, which are run, and the scripts of tests/integration/api."""
+    """The snippets of the page, which tests run, and the scripts of tests/integration/api count as usage."""
     scripts = "\n".join(path.read_text() for path in (REPOSITORY / "tests" / "integration" / "api").rglob("*.py"))
     snippets = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
     used = set(re.findall(r"\bsk\.(\w+)", scripts + snippets))

@@ -1,4 +1,4 @@
-"""The table of what we touch of engines and torch is that of our code, and its check notices what is not there."""
+"""The table of third-party names matches the code, and its check detects missing names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from tests.cuda_wheels.touched import Missing
 TABLES = {name: getattr(names, name) for name in ("VLLM", "SGLANG", "TORCH", "TRANSFORMERS", "CUDA")}
 WITH_PRIVATE_NAMES = ("engines/", "models/", "strategies/", "weight_sync/", "report/")
 ELSEWHERE = {"strategies/deepspeed.py"}
-"""Its private names are DeepSpeed's, which has one build for all devices."""
+"""The private names are DeepSpeed's, which has one build for all devices."""
 
 
 BEHIND_AN_ATTRIBUTE = {"forward_native", "forward_cuda"}
-"""Of an object that we call: its methods, by which it is called."""
+"""Methods that run when the code calls their object, so that the code does not contain their names."""
 
 
 def words(row: ast.expr) -> Iterator[str]:
-    """What a row says that its file must say too; a class may be called under another name, or by a library."""
+    """Yield the names in a row that its file must contain.
+
+    The name of a called class is not one of them, because it may have another name there, or a library may call it.
+    """
     if isinstance(row, ast.Compare):
         assert isinstance(row.left, ast.Constant)
         yield str(row.left.value)
@@ -48,11 +51,11 @@ def test_every_row_names_what_its_file_uses():
 
 
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
-"""Documented names, in spite of their underscore."""
+"""Names that are documented in spite of their underscore."""
 
 
 def own_names() -> set[str]:
-    """What our code defines or assigns itself."""
+    """Return the names that the code defines or assigns itself."""
     found = set()
     for path in touched.PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -72,7 +75,7 @@ def test_private_third_party_names_are_listed():
             continue
         private = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         private = {name for name in private - ours - known - OF_NAMED_TUPLES if re.match("_[^_]", name)}
-        assert not private, f"{file} touches {sorted(private)}: add rows to tests/cuda_wheels/names.py"
+        assert not private, f"{file} uses the private names {sorted(private)}: add rows to tests/cuda_wheels/names.py"
 
 
 def row(text: str) -> ast.expr:

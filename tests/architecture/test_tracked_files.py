@@ -1,4 +1,4 @@
-"""What must never be committed: weights, big files, hosts of package registries, paths of one machine."""
+"""Files that must never be committed: weights, big files, names of package registries, paths of one machine."""
 
 from __future__ import annotations
 

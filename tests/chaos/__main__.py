@@ -14,32 +14,32 @@ from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.chaos.campaign import Campaign, Miss
 from tests.chaos.elsewhere import TOKEN, engine_elsewhere
-from tests.chaos.faults import named
+from tests.chaos.faults import find_faults
 from tests.chaos.runs import ASYNCHRONOUS, KINDS, overrides_of, problems
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--faults", type=int, help="stop after so many")
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--kind", choices=sorted(KINDS), default="two_engines", help="of runs")
-    parser.add_argument("--only", help="faults whose names contain one of these, separated by commas")
-    given = parser.parse_args()
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration of the campaign")
+    parser.add_argument("--faults", type=int, help="stop after this number of faults")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the random faults")
+    parser.add_argument("--kind", choices=sorted(KINDS), default="two_engines", help="kind of the runs")
+    parser.add_argument("--only", help="comma-separated list; use only faults whose names contain one of these")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, ExitStack() as stack:
         root = Path(name)
         model = save_tiny_model(root / "model")
         proxy = None
-        if given.kind == "engine_elsewhere":
+        if args.kind == "engine_elsewhere":
             os.environ[API_KEY_ENV] = TOKEN
             proxy = stack.enter_context(engine_elsewhere(model))
-        overrides = overrides_of(given.kind, problems(root), model, proxy.address if proxy else "")
+        overrides = overrides_of(args.kind, problems(root), model, proxy.address if proxy else "")
         campaign = Campaign(
-            root / "runs", overrides, list(named(given.only)), given.seed, proxy, given.kind != ASYNCHRONOUS
+            root / "runs", overrides, list(find_faults(args.only)), args.seed, proxy, args.kind != ASYNCHRONOUS
         )
-        print(f"seed {given.seed}, runs of {given.kind}")
+        print(f"seed {args.seed}, runs of {args.kind}")
         try:
-            campaign.go(given.minutes * 60, given.faults)
+            campaign.go(args.minutes * 60, args.faults)
         except Miss as miss:
             print(f"MISS: {miss}")
             return 1

@@ -1,6 +1,6 @@
-"""Random faults against tiny runs: each ends as the undisturbed run does, or says why it does not, and nothing is left.
+"""Random faults in tiny runs: each run ends like the undisturbed one or reports why not, and nothing is left behind.
 
-A run is started, hit, started again where a fault ended it, and hit again, until it has taken all of its steps.
+A run starts, is hit, restarts if a fault ended it, and is hit again, until it has taken all of its steps.
 """
 
 from __future__ import annotations
@@ -31,81 +31,81 @@ from tests.support.process_state import is_running
 
 STEPS = 10
 PROMPTS = 24
-"""Of an epoch."""
+"""Number of prompts per epoch."""
 SAVED_EVERY = 3
 FAULTS_PER_RUN = 8
-"""After so many a run may go to its end."""
+"""After this number of faults a run may finish."""
 _MASKING_RUNS = 0.4
-"""The share of runs that may be hit by what costs episodes."""
+"""Share of runs that faults with a cost in episodes may hit."""
 _SPARED_STARTS = 0.5
-"""The share of starts in which nothing is hit before a step was taken: most that is hit in a start ends the run."""
+"""Share of starts without a fault before the first step. Most faults during start-up end the run."""
 WITHIN_S = 240.0
-"""Every run has ended, or taken its next step, within this time."""
+"""Every run ends, or takes its next step, within this time in seconds."""
 _SETTLES_S = 3.0
 _SURELY_THERE = 10
-"""After so many strikes in vain, what a fault hits has another name now."""
+"""After this number of strikes without a target, the name of the fault's target must have changed."""
 _SURELY_MASKS = 10
-"""So many faults that cost episodes cannot all have struck between episodes, or a step that was taken again."""
+"""This number of faults that cost episodes cannot all have struck between episodes, or in a step that was repeated."""
 _RAY_LOOKS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "4000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""A raylet that does not answer is lost after 15 s, instead of a minute and more."""
+"""A raylet that does not respond counts as lost after 15 s, instead of more than a minute."""
 _CLOCKS = ("timing/", "throughput/", "memory/", "engines/", "time")
-"""What a clock decides, or which engines have died."""
+"""Prefixes of metrics that depend on time, or on which engines have died."""
 
 
 class Miss(AssertionError):
-    """A fault after which something did not hold."""
+    """Error raised if a check fails after a fault."""
 
 
 @dataclass
 class Campaign:
-    """Runs of one configuration, in folders below `root`; `overrides` are those of a run of tests."""
+    """Runs of one configuration in folders below `root`. `overrides` returns the overrides of a run in a folder."""
 
     root: Path
     overrides: Callable[[Path], list[str]]
     faults: Sequence[Fault]
     seed: int
     proxy: Proxy | None = None
-    """Where the engine runs elsewhere: what its connections pass through."""
+    """Proxy of the connections to an external engine; None for local engines."""
     exact: bool = True
-    """Whether a run that goes on is the undisturbed one bit for bit; one that samples ahead depends on time."""
+    """True if a resumed run equals the undisturbed one bit for bit. One that samples ahead depends on time."""
     say: Callable[[str], None] = print
     struck: Counter[str] = field(default_factory=Counter)
     absent: Counter[str] = field(default_factory=Counter)
-    """Strikes that found nothing to hit."""
+    """Strikes without a target."""
     masked: int = 0
-    """Runs in which an episode was masked."""
+    """Number of runs in which an episode was masked."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         if self.proxy is None:
             self.faults = [fault for fault in self.faults if not fault.needs_proxy]
         self.straight = self.root / "straight"
-        """The undisturbed run; `go` makes it unless it is there."""
+        """Folder of the undisturbed run. `go` creates it if it is missing."""
         (self.root / "plugins").mkdir(parents=True, exist_ok=True)
         (self.root / "plugins" / "chaos_plugin.py").write_text(ENVIRONMENT_CODE)
 
     def go(self, seconds: float, faults: int | None = None) -> None:
-        """Hit runs until the time is over or so many faults have struck. Raises Miss."""
+        """Hit runs until the time is over or that many faults have struck. Raises Miss."""
         if not self.straight.exists():
             self._attempt(self.straight, [])
             if (code := self._code) != 0:
-                raise Miss(f"the undisturbed run exits with {code}: {_tail(self.straight)}")
+                raise Miss(f"the undisturbed run exited with status {code}: {_tail(self.straight)}")
         number, until = 0, time.monotonic() + seconds
         while time.monotonic() < until and (faults is None or self.struck.total() < faults):
             self._run(self.root / f"run_{number}", until, faults)
             number += 1
         if missing := [name for name, count in self.absent.items() if count >= _SURELY_THERE and not self.struck[name]]:
-            raise Miss(f"{missing} never found anything to hit")
+            raise Miss(f"faults {missing} never found a target")
         masking = sum(self.struck[fault.name] for fault in self.faults if fault.masks)
         if masking >= _SURELY_MASKS and not self.masked:
-            raise Miss(f"no episode was masked by {masking} faults that cost episodes")
+            raise Miss(f"{masking} faults that should cost episodes masked none")
 
     def _run(self, folder: Path, until: float, most: int | None) -> None:
-        """One run with its faults, from its start to its end."""
+        """Run once with faults, from start to end."""
         struck: list[Fault] = []
         masks = self.chance.random() < _MASKING_RUNS  # else the run is compared with the undisturbed one
         faults = [fault for fault in self.faults if masks or not fault.masks] or list(self.faults)
@@ -125,7 +125,7 @@ class Campaign:
         shutil.rmtree(folder)
 
     def _attempt(self, folder: Path, struck: list[Fault], faults: Sequence[Fault] = (), most: int = 0) -> None:
-        """Start the run, or go on with it, and hit it `most` times; check how it ended. Sets `_code`."""
+        """Start or resume the run, hit it at most `most` times, and check how it ended. Sets `_code`."""
         folder.mkdir(exist_ok=True)
         env = (
             os.environ
@@ -152,7 +152,7 @@ class Campaign:
                     seen, moved_at = len(_rows(folder)), now
                     next_at = self._soon() if spares_start and next_at < now else next_at
                 if now - moved_at > WITHIN_S:
-                    raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
+                    raise Miss(f"the run makes no progress after {last and last.name}: {_tail(folder)}")
                 if most and now >= next_at and (last is None or not last.ends) and (seen > before or not spares_start):
                     fault = self.chance.choice(faults)
                     next_at = self._soon()
@@ -173,7 +173,7 @@ class Campaign:
         self._code = driver.returncode
         self._check_end(folder, last, known, took_steps=seen != before)
         if more := _left_of(_shared_memory() - shared):
-            raise Miss(f"after {last and last.name} there is shared memory left: {sorted(more)}")
+            raise Miss(f"shared memory is left after {last and last.name}: {sorted(more)}")
 
     def _soon(self) -> float:
         return time.monotonic() + self.chance.uniform(0.3, 3.0)
@@ -183,17 +183,17 @@ class Campaign:
         _, left = psutil.wait_procs([one for one in known if one.is_running()], timeout=60)
         left = [one for one in left if is_running(one.pid)]
         if left:
-            raise Miss(f"after {name} there is still {[(one.pid, one.name()) for one in left]}")
+            raise Miss(f"processes are left after {name}: {[(one.pid, one.name()) for one in left]}")
         steps = [row["step"] for row in read_jsonl(folder / "ckpts" / "metrics.jsonl")] if _rows(folder) else []
         if len(set(steps)) != len(steps):
-            raise Miss(f"after {name} a step is recorded twice: {steps}")
+            raise Miss(f"a step is logged twice after {name}: {steps}")
         if self._code == 0:
             return
         says = "" if last is None else last.says if last.ends else "" if took_steps else last.in_start
         if last is None or not (last.ends or says) or self._code not in last.codes:
-            raise Miss(f"{name} ended the run with {self._code}: {_tail(folder)}")
+            raise Miss(f"{name} ended the run with status {self._code}: {_tail(folder)}")
         if not re.search(says, (folder / "log").read_text()[-6000:]):
-            raise Miss(f"after {name} the run does not say {says}: {_tail(folder)}")
+            raise Miss(f"after {name} the run does not print {says}: {_tail(folder)}")
         if re.search(r"^Traceback|please report it", (folder / "log").read_text()[-6000:], re.MULTILINE):
             raise Miss(f"after {name} the run ends with a traceback: {_tail(folder)}")
         checkpoints = CheckpointStore(folder / "ckpts")
@@ -203,7 +203,7 @@ class Campaign:
             if find_checkpoint_damage(folder / "ckpts" / f"global_step_{step}") is None
         ]
         done = max(steps, default=0)
-        # Steps that were taken again are recorded only then, and a fault may strike while a checkpoint is written.
+        # Repeated steps are logged only when they are repeated, and a fault may strike while a checkpoint is written.
         saves = last.saves and took_steps
         least = done if saves else (done // SAVED_EVERY - 1) * SAVED_EVERY
         if max(saved, default=0) < least:
@@ -215,7 +215,7 @@ def _shared_memory() -> set[str]:
 
 
 def _left_of(names: set[str]) -> set[str]:
-    """Those that stay and that no living process has mapped: other tests of this machine have theirs."""
+    """Return the files that stay and that no living process has mapped. Other tests on this machine have their own."""
     until = time.monotonic() + _SETTLES_S
     while names and time.monotonic() < until:
         time.sleep(0.1)
@@ -233,15 +233,15 @@ def _rows(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _failed_episodes(row: dict[str, Any]) -> float:
-    """Of a step's rollouts and its evaluation."""
+    """Return the number of failed episodes of a step's rollouts and its evaluation."""
     return sum(value for name, value in row.items() if name == "rollouts/failed" or name.endswith("/num_failed"))
 
 
 def _compare(folder: Path, straight: Path) -> None:
-    """Raises Miss unless metrics and weights are bit for bit those of the undisturbed run."""
+    """Raise Miss unless metrics and weights equal those of the undisturbed run bit for bit."""
     found, expected = _rows(folder), _rows(straight)
     if found.keys() != expected.keys():
-        raise Miss(f"steps {sorted(found)} are recorded, not {sorted(expected)}")
+        raise Miss(f"steps {sorted(found)} are logged instead of {sorted(expected)}")
     for step, row in expected.items():
         names = [name for name in row.keys() | found[step].keys() if not name.startswith(_CLOCKS)]
         differ = {
@@ -252,13 +252,15 @@ def _compare(folder: Path, straight: Path) -> None:
     weights = f"exports/global_step_{STEPS}/policy/model.safetensors"
     ours, theirs = load_file(folder / weights), load_file(straight / weights)
     if not all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items()):
-        raise Miss("the weights are not those of the undisturbed run")
+        raise Miss("the weights differ from those of the undisturbed run")
 
 
 def assert_each_prompt_once_an_epoch(folder: Path) -> None:
-    """Raises Miss unless the steps that a run's last checkpoint continues have trained on every prompt of an epoch, in
-    whatever order, and on none twice. A step's dumped batch is that of the last time it was taken; it is missing where
-    the disk was full."""
+    """Raise Miss unless the run has trained on every prompt of an epoch exactly once, in any order.
+
+    This covers the steps that the last checkpoint continues. The dumped batch of a step is that of its last execution.
+    It is missing if the disk was full.
+    """
     files = (folder / "exports" / "dumped_data").glob("global_step_*_training_input.safetensors")
     trained_on = {int(file.name.split("_")[2]): set(read_batch(file)[1]) for file in files}
     if not trained_on:
@@ -268,7 +270,7 @@ def assert_each_prompt_once_an_epoch(folder: Path) -> None:
         steps = [step for step in range(1, STEPS + 1) if (step - 1) * a_step // PROMPTS == epoch and step in trained_on]
         counted = Counter(uid for step in steps for uid in trained_on[step])
         if len(counted) != len(steps) * a_step:
-            raise Miss(f"in steps {steps} of one epoch prompts are trained on more than once: {counted.most_common(3)}")
+            raise Miss(f"steps {steps} of one epoch train on prompts more than once: {counted.most_common(3)}")
 
 
 def _tail(folder: Path) -> str:

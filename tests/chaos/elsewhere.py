@@ -1,4 +1,4 @@
-"""An engine that runs elsewhere, behind connections that can be dropped."""
+"""An external engine behind connections that can be dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOST = "127.0.0.1"
 
 
 class Proxy:
-    """Passes bytes between an address of its own and `port`, until the connections are dropped."""
+    """A proxy between its own address and `port` whose connections can be dropped."""
 
     def __init__(self, port: int):
         self._port = port
@@ -30,7 +30,7 @@ class Proxy:
         return f"{_HOST}:{self._listening.getsockname()[1]}"
 
     def drop(self) -> bool:
-        """Cut all connections; returns whether there were any."""
+        """Drop all connections. Return True if there were any."""
         dropped, self._open = self._open, []
         for one in dropped:
             with suppress(OSError):
@@ -68,7 +68,7 @@ class Proxy:
 
 @contextmanager
 def engine_elsewhere(model: str) -> Iterator[Proxy]:
-    """`serve` with one transformers engine, and the proxy in front of it."""
+    """Run `serve` with one transformers engine behind a proxy."""
     _, port = free_address(_HOST)
     keys = [f"trainer.policy.model.path={model}", f"generator.http_endpoint_port={port}", "data.train_data=[none]"]
     command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys]

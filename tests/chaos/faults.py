@@ -1,4 +1,4 @@
-"""What is done to a run while it runs, and how each may end it."""
+"""Faults of a run, and the ways in which each may end it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.chaos.elsewhere import Proxy
 from tests.support.signal_handlers import handles_signal
 
 MISCHIEF = "mischief"
-"""A file in a run's folder that tells its environments how to misbehave."""
+"""File in a run's folder that tells its environments how to misbehave."""
 FULL_S = 1.5
-"""How long a disk stays full."""
+"""Seconds for which a disk stays full."""
 
 
 @dataclass(frozen=True)
 class Victim:
-    """A run under way."""
+    """A run in progress."""
 
     driver: subprocess.Popen[bytes]
     folder: Path
@@ -33,7 +33,7 @@ class Victim:
     proxy: Proxy | None = None
 
     def processes(self, pattern: str) -> list[psutil.Process]:
-        """Its processes whose name or command line matches, the driver's own excepted."""
+        """Return its processes whose name or command line matches, without the driver."""
         return [one for one in self.family() if re.search(pattern, _title(one))]
 
     def family(self) -> list[psutil.Process]:
@@ -52,29 +52,32 @@ def _title(process: psutil.Process) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """`strike` returns whether there was something to hit. A run that it ends must say so, and with its exit status."""
+    """A fault.
+
+    `strike` returns True if it had a target. A run that the fault ends must report it and its exit status.
+    """
 
     name: str
     strike: Callable[[Victim], bool]
     ends: bool = False
-    """Whether it may end the run; else the run goes on."""
+    """True if the fault may end the run."""
     codes: tuple[int, ...] = (1,)
     says: str = ""
-    """A pattern of what a run says that it ends."""
+    """Pattern of the message with which the run ends."""
     in_start: str = ""
-    """A pattern of what a run says that it ends in its start, where the run would go on later."""
+    """Pattern of the message with which the run ends during start-up, if it would continue later."""
     saves: bool = False
-    """Whether the run that it ends saves its last whole step."""
+    """True if the run saves its last complete step when the fault ends it."""
     masks: bool = False
-    """Whether it costs episodes, so that the run is not the undisturbed one any more."""
+    """True if the fault costs episodes, so that the run differs from the undisturbed one."""
     can_mask: bool = False
-    """Whether it costs an episode where it strikes within a call of an environment, which few do."""
+    """True if the fault costs an episode when it strikes during a call of an environment, which is rare."""
     needs_proxy: bool = False
-    """Whether it strikes only runs whose engine is reached through a proxy."""
+    """True if the fault applies only to runs whose engine is behind a proxy."""
     needs_start: bool = False
-    """Whether it strikes only once a step was taken since the start: nothing starts without a disk."""
+    """True if the fault strikes only after the first step since the start, because nothing starts without a disk."""
     settles_s: float = 0.0
-    """How long to wait before the next fault."""
+    """Seconds to wait before the next fault."""
 
 
 def _hit(pattern: str, number: signal.Signals) -> Callable[[Victim], bool]:
@@ -104,7 +107,7 @@ def _signal(*numbers: signal.Signals) -> Callable[[Victim], bool]:
 
 
 def _full_disk(victim: Victim) -> bool:
-    """For a moment nothing of the run can write a file beyond 100 bytes."""
+    """Stop the run for a moment from writing a file beyond 100 bytes."""
     limited: list[psutil.Process] = []
     for process in (psutil.Process(victim.driver.pid), *victim.processes(RANK)):
         try:
@@ -197,7 +200,7 @@ register("mischievous", "chaos_plugin:MischievousEnv")
 '''
 
 
-def named(names: str | None) -> Iterator[Fault]:
-    """The faults whose names contain one of these, separated by commas; all without."""
-    wanted = [one.strip() for one in names.split(",")] if names else [""]
-    return (fault for fault in FAULTS if any(one in fault.name for one in wanted))
+def find_faults(names: str | None) -> Iterator[Fault]:
+    """Yield the faults whose names contain one of these comma-separated names; all if there are none."""
+    patterns = [name.strip() for name in names.split(",")] if names else [""]
+    return (fault for fault in FAULTS if any(pattern in fault.name for pattern in patterns))

@@ -1,4 +1,4 @@
-"""The runs that are hit: seconds long, saved every few steps, with deadlines of seconds."""
+"""Configurations of the runs: seconds long, with frequent checkpoints and deadlines of seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def problems(folder: Path) -> Path:
-    """Rows of training data, for environments that misbehave when they are told to."""
+    """Write rows of training data for environments that misbehave on request. Return the file."""
     rows = [row | {"env_class": "mischievous"} for row in generate(PROMPTS, 2, 9, 0, "train")]
     file = folder / "problems.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -34,7 +34,7 @@ def problems(folder: Path) -> Path:
 
 
 def overrides_of(kind: str, data: Path, model: str, engine: str = "") -> Callable[[Path], list[str]]:
-    """The overrides of a run of this kind in a folder; `engine`: the address of one that runs elsewhere."""
+    """Return a function of a folder that returns a run's overrides. `engine` is the address of an external engine."""
 
     def overrides(folder: Path) -> list[str]:
         return [

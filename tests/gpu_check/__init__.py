@@ -1,8 +1,8 @@
-"""`scripts/gpu_check`: what only a GPU can show, part by part. See docs/gpu.md.
+"""`scripts/gpu_check`: checks that need a GPU, part by part. See docs/gpu.md.
 
 - __main__.py            the command
-- campaign.py            runs parts, each in a process of its own with a deadline; keeps and prints results
-- report.py              what a part tells
+- campaign.py            runs each part in a separate process with a deadline; stores and prints results
+- report.py              results of a part
 - parts.py               the parts, in order
 - environment.py ...     one module for each part
 """

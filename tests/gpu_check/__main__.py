@@ -1,6 +1,6 @@
 """`scripts/gpu_check`: see docs/gpu.md.
 
-Runs what has no result yet, and keeps results in one file, so that the same command goes on after an interruption.
+Runs the parts without a result and stores results in one file, so the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -23,30 +23,39 @@ def main() -> int:
         description=f"{__doc__}\nparts:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="of this call; no part takes more than 8")
     parser.add_argument(
-        "--part", type=int, nargs="+", choices=range(1, len(PARTS) + 1), help="only these, even if they have results"
+        "--minutes", type=float, default=8.0, help="time limit of this call; no part takes more than 8 minutes"
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy sizes, no meaning in figures"
+        "--part",
+        type=int,
+        nargs="+",
+        choices=range(1, len(PARTS) + 1),
+        help="run only these parts, even if they have results",
     )
     parser.add_argument(
-        "--json", type=Path, default=Path("build/gpu_check.json"), help="results; the table is beside it"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs toy sizes with meaningless figures"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("build/gpu_check.json"),
+        help="file of the results; the table is written beside it",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        if given.seconds > 10:
-            faulthandler.dump_traceback_later(given.seconds - 5)  # says where a part hung that is ended
-        return run_child(given.child, Setting(given.device, given.seconds), given.rows)
-    if given.device == "cuda" and not has_gpu():
-        print("no NVIDIA GPU that torch can use; --device cpu runs every part at toy size", file=sys.stderr)
+    args = parser.parse_args()
+    if args.child:
+        if args.seconds > 10:
+            faulthandler.dump_traceback_later(args.seconds - 5)  # shows where a part hung before it is killed
+        return run_child(args.child, Setting(args.device, args.seconds), args.rows)
+    if args.device == "cuda" and not has_gpu():
+        print("torch finds no NVIDIA GPU; use --device cpu to run every part at toy size", file=sys.stderr)
         return 2
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    campaign = Campaign(given.json, given.device)
-    good = campaign.go(given.part or range(1, len(PARTS) + 1), given.minutes, again=given.part is not None)
+    campaign = Campaign(args.json, args.device)
+    good = campaign.go(args.part or range(1, len(PARTS) + 1), args.minutes, again=args.part is not None)
     print(campaign.table())
     return 0 if good else 1
 
@@ -58,7 +67,7 @@ def has_gpu() -> bool:
 
 
 if __name__ == "__main__":
-    # Ray and NCCL keep threads that outlive the interpreter's teardown: what a part found is written by now.
+    # Ray and NCCL keep threads that outlive the interpreter's shutdown. All results are written by now.
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

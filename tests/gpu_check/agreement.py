@@ -1,7 +1,7 @@
-"""Part 14: how far engines' log-probs are from the trainer's in bfloat16, and from their own in another batch.
+"""Part 14: difference of the engines' bfloat16 log-probs from the trainer's, and from their own in another batch.
 
-Each engine as a run starts it, and again with `generator.batch_invariant=true` where it has such a mode: what that
-brings and what it costs.
+Each engine runs with default settings, and again with `generator.batch_invariant=true` if it has such a mode, to show
+its benefit and cost.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from tests.gpu_check.training import QWEN3_06B, TOY, free
 from tests.support.learner_specs import tiny_spec
 
 ALONE = 8
-"""Requests that are also sampled each by itself."""
+"""Number of requests that are also sampled one by one."""
 SHARPNESS = 4.0
-"""Random weights have almost equal logits, of which rounding says little."""
+"""Factor of the logits. Random weights have almost equal logits, which hide rounding errors."""
 AT_ONCE = 16
-"""Sequences that the trainer scores at a time."""
+"""Number of sequences that the trainer scores at a time."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What an engine answered."""
+    """The samples of an engine."""
 
     rows: list[tuple[list[int], int, list[float]]]
-    """Of every request: all tokens, how many of them are the prompt's, the engine's log-probs of the others (nats)."""
+    """For every request: all tokens, the number of prompt tokens, and the engine's log-probs of the others (nats)."""
     gaps: list[float]
-    """Between the log-probs of a request alone and in the batch, over the tokens up to the first that differs."""
+    """Differences of log-probs between a request alone and in the batch, up to the first different token."""
     same: int
-    """How many of the ALONE requests had the same tokens in both."""
+    """Number of the ALONE requests with the same tokens in both."""
     tokens_per_s: float
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Every engine that is installed."""
+    """Check every installed engine."""
     count, new = (16, 16) if setting.toy else (256, 256)
     with tempfile.TemporaryDirectory() as name:
         (TOY if setting.toy else QWEN3_06B).save(Path(name), SHARPNESS)
@@ -79,7 +79,7 @@ def tell(what: str, sampled: Sampled, trainer_gaps: Sequence[float], invariant: 
 
 
 def sample(where: str, path: str, device: str, invariant: bool, count: int, new: int) -> Sampled:
-    """In a process of its own: all requests at once, twice; then some of them each by itself."""
+    """Sample all requests at once, twice, then some of them one by one. Runs in a separate process."""
     arguments = {"dtype": "bfloat16", "device": device, "max_num_seqs": count, "max_model_len": 1024}
     if device != "cpu" and "transformers" not in where:
         arguments |= {"gpu_memory_utilization": 0.7, "enforce_eager": False}
@@ -111,7 +111,10 @@ def sample(where: str, path: str, device: str, invariant: bool, count: int, new:
 
 
 def gaps_until_they_part(one: Completion, other: Completion) -> list[float]:
-    """In nats; the first tokens that differ were still sampled in the same context, but are not the same."""
+    """Return differences in nats before the first token that differs.
+
+    That token has the same context, but is not the same.
+    """
     found = []
     pairs = zip(one.token_ids, other.token_ids, one.full_logprobs, other.full_logprobs, strict=True)
     for mine, theirs, a, b in pairs:
@@ -122,7 +125,7 @@ def gaps_until_they_part(one: Completion, other: Completion) -> list[float]:
 
 
 def from_trainer(path: str, device: str, sampled: Sampled) -> list[float]:
-    """Differences (nats) of the engine's log-probs from those of a trainer of the same dtype."""
+    """Return differences (nats) of the engine's log-probs from those of a trainer with the same dtype."""
     worker = LearnerWorker(tiny_spec(path, strategy=STRATEGIES["fsdp2"], device=device, dtype="bfloat16"), 0, 1)
     try:
         worker.setup(*worker.address())

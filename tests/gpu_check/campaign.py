@@ -1,4 +1,4 @@
-"""Runs parts, each in a process group of its own that ends with it, and keeps what they found in one JSON file."""
+"""A campaign runs each part in a separate process group and stores the results in one JSON file."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.gpu_check.parts import PARTS, Part
 from tests.gpu_check.report import Missing, Report, Row, Setting, read
 
 LONGEST_S = 480.0
-"""Of a part: machines are lent for minutes."""
+"""Maximum duration of a part in seconds. A machine is available only for minutes."""
 MISSING = 3
-"""Exit status of a part's process whose need is missing."""
+"""Exit status of a part's process if a requirement is missing."""
 DONE = ("passed", "failed", "missing")
-"""States of parts that are not run again unless they are asked for; one that was cut off is."""
+"""States of parts that run again only on request. A part that was cut off runs again."""
 
 
 class Campaign:
-    """The results of parts, by name, in a file that is whole after each of them."""
+    """The results of parts, by name, in a file that is complete after each part."""
 
     def __init__(self, file: Path, device: str):
         self._file = file
@@ -35,7 +35,7 @@ class Campaign:
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def go(self, chosen: Sequence[int], minutes: float, again: bool = False) -> bool:
-        """Run what has no result on this device, until the time is up; returns whether all that ran was as wanted."""
+        """Run the parts without a result on this device until the time is up. Return True if all of them succeeded."""
         deadline = time.monotonic() + 60 * minutes
         good = True
         for number, part in enumerate(PARTS, 1):
@@ -43,7 +43,7 @@ class Campaign:
                 continue
             left = min(LONGEST_S, deadline - time.monotonic())
             if left < 1:
-                print(f"{number} {part.name}: no time left; the same command goes on here")
+                print(f"{number} {part.name}: no time left; run the same command again to continue here")
                 continue
             print(f"{number} {part.name}: {part.what}", flush=True)
             result = self._run(part, left)
@@ -59,7 +59,7 @@ class Campaign:
         return str(self._results.get(self._key(part), {}).get("state", "not run"))
 
     def table(self) -> str:
-        """Markdown: a row a figure."""
+        """Return a Markdown table with a row per figure."""
         lines = ["| part | what | value | wanted | |", "| --- | --- | --- | --- | --- |"]
         for number, part in enumerate(PARTS, 1):
             result = self._results.get(self._key(part))
@@ -110,7 +110,7 @@ class Campaign:
 
 
 def judged(status: int | None, rows: Sequence[Row], log: Path, seconds: float) -> tuple[str, str]:
-    """(state, why) of a part whose process ended with `status`, None if it was ended."""
+    """Return (state, reason) of a part whose process ended with `status`; None if the deadline ended it."""
     if status is None:
         return "cut off", f"after {seconds:.0f} s; stacks and messages: {log.name}"
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -123,14 +123,14 @@ def judged(status: int | None, rows: Sequence[Row], log: Path, seconds: float) -
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Kill whatever is left of a part, engines and ranks included, and reap it."""
+    """Kill and reap the remaining processes of a part, including engines and ranks."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def run_child(name: str, setting: Setting, rows: Path) -> int:
-    """A part's own process; returns its exit status."""
+    """Run a part in this process and return its exit status."""
     part = next(part for part in PARTS if part.name == name)
     try:
         part.load()(setting, Report(rows))

@@ -1,4 +1,4 @@
-"""Part 17: updates of 1.5B parameters, alone and on the device of an engine that sleeps; what changing over takes."""
+"""Part 17: updates of 1.5B parameters, alone and beside a sleeping engine, and the time to switch between them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(setting: Setting, report: Report) -> None:
             here.send("wake up")
             woken, speed = here.recv()
         except EOFError as error:
-            raise RuntimeError("the engine's process ended: its messages are above") from error
+            raise RuntimeError("the engine's process ended; see its output above") from error
         finally:
             engine.kill()
             engine.join()

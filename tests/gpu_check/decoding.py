@@ -77,7 +77,7 @@ def elsewhere(way: Callable[..., T], *arguments: Any) -> T:
     try:
         return here.recv()  # type: ignore[no-any-return]
     except EOFError as error:
-        raise RuntimeError(f"{way.__name__} ended without an answer: its messages are above") from error
+        raise RuntimeError(f"{way.__name__} ended without a result; see its output above") from error
     finally:
         process.kill()
         process.join()

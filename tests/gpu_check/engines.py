@@ -1,4 +1,4 @@
-"""Parts 7, 9, 10, 12 and 15: engines held to the protocol on the device, against a float32 model on the CPU."""
+"""Parts 7, 9, 10, 12 and 15: engines on the device against the protocol and a float32 model on the CPU."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def load_engine(engine_class: str) -> Callable[..., Any]:
 
 
 class Conformance:
-    """What every engine must do, a row each."""
+    """The checks that every engine must pass, with a row for each."""
 
     def __init__(self, bench: EngineHarness, setting: Setting, report: Report, dtype: str):
         self._bench, self._report, self._dtype = bench, report, dtype
@@ -127,7 +127,7 @@ class Conformance:
         self.logprobs("after sleep 2 and a sync", model)
 
     def logprobs(self, when: str, model: Any) -> None:
-        """Both log-probs of sampled tokens, and `score`, against the model in float32."""
+        """Check both log-probs of sampled tokens, and `score`, against the model in float32."""
         bench, reference = self._bench, Reference(model)
         requests = self.requests(top_k=20, temperature=0.8)
         gaps: dict[str, list[float]] = {"log-probs": [], "full log-probs": [], "score": []}
@@ -152,7 +152,7 @@ class Conformance:
         return [self._bench.request(prompt, seed=index, **sampling) for index, prompt in enumerate(PROMPTS)]
 
     def seeds(self) -> None:
-        """The same seeds give the same tokens, other seeds others."""
+        """Check that equal seeds give equal tokens, and different seeds different ones."""
         bench = self._bench
         first, second = (tokens(bench.generate(*self.requests(max_tokens=32))) for _ in range(2))
         same = sum(one == other for one, other in zip(first, second, strict=True))
@@ -167,7 +167,7 @@ class Conformance:
         self._report.note(f"{self._dtype}: other seeds give other tokens", other != first, "True", other != first)
 
     def pauses(self) -> None:
-        """Requests that are paused end after `resume`, with all of their tokens."""
+        """Check that paused requests end after `resume` with all of their tokens."""
         bench = self._bench
 
         async def interrupted() -> list[Completion]:
@@ -183,7 +183,7 @@ class Conformance:
 
 
 def largest(values: list[float]) -> float:
-    """NaN if there is any: `max` may overlook it."""
+    """Return the largest value, or NaN if there is any, which `max` may miss."""
     return max(values, key=lambda value: (math.isnan(value), value))
 
 

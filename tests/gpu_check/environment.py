@@ -1,4 +1,4 @@
-"""Part 1: the machine, the versions, and whether every module of the package can be imported in them."""
+"""Part 1: the machine, the versions, and an import of every module of the package."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ PACKAGES = (
     "deepspeed",
 )
 NEED_OTHERS = ("skyrl_train.engines.sglang.stubs.", "skyrl_train.tensordict.wrappers.torchrl")
-"""Modules that stand in for others, or exist for what need not be installed."""
+"""Modules that replace others, or support optional packages."""
 OPTIONAL = {"vllm", "wandb", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
-"""What a module may fail to find without being broken."""
+"""Packages that a module may fail to find without being broken."""
 ON_CPU = {"torchvision", "sgl_kernel"}
-"""What SGLang needs beside a GPU's libraries; the engine brings stand-ins for a CPU."""
+"""Packages of SGLang that are optional on a CPU, where the engine provides replacements."""
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Versions, memory, a copy through the device, and an import of everything."""
+    """Report versions, memory and a copy through the device, and import everything."""
     report.note(
         "Python",
         platform.python_version(),
@@ -78,7 +78,7 @@ def on_cuda(report: Report) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of the second of two calls, until the device has done it."""
+    """Return the seconds of the second of two calls, until the device has completed it."""
     taken = 0.0
     for _ in range(2):
         start = time.perf_counter()
@@ -89,7 +89,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def imports(optional: Set[str]) -> list[str]:
-    """Modules that cannot be imported, with the reason; those that lack what is `optional` are not broken."""
+    """Return the modules that cannot be imported, with the reason. Missing `optional` packages are not an error."""
     broken = []
     for name in modules():
         try:
@@ -102,13 +102,13 @@ def imports(optional: Set[str]) -> list[str]:
 
 
 def modules() -> list[str]:
-    """Every module of ours that is more than a stand-in."""
+    """Return the names of all modules of the package except NEED_OTHERS."""
     found = pkgutil.walk_packages(skyrl_train.__path__, "skyrl_train.", onerror=lambda name: None)
     return [module.name for module in found if not module.name.startswith(NEED_OTHERS)]
 
 
 def attempt(name: str, optional: Set[str]) -> None:
-    """Import a module. Raises Missing if what it lacks is `optional`, and what importing it raises otherwise."""
+    """Import a module. Raises Missing if an `optional` package is missing, and the import's own error otherwise."""
     try:
         importlib.import_module(name)
     except (ConfigError, ModuleNotFoundError) as error:

@@ -1,4 +1,4 @@
-"""Part 3: the weight transfer's own process group, NCCL on CUDA, gloo on a CPU: alone, and with nobody."""
+"""Part 3: the process group of weight transfers (NCCL on CUDA, gloo on a CPU) alone and with an absent peer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup, _store,
 from tests.gpu_check.report import Report, Setting
 
 SLACK_S = 3.0
-"""How much later than its deadline a call may end."""
+"""Seconds after its deadline within which a call must end."""
 
 
 def address() -> str:
@@ -23,9 +23,9 @@ def address() -> str:
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Connect to a rank that hangs, and to one that never comes, which must end by the deadline; then connect alone.
+    """Connect to a rank that hangs and to one that never comes, which must end by the deadline. Then connect alone.
 
-    The first comes first: NCCL's own deadline, the one under test there, is that of a process's first group.
+    The hanging rank comes first, because NCCL's own deadline under test is that of a process's first group.
     """
     deadline = 2.0 if setting.toy else 10.0
     hangs = address()
@@ -38,7 +38,7 @@ def run(setting: Setting, report: Report) -> None:
 
 
 def comes_and_hangs(address: str) -> Any:
-    """Do what rank 1 does before the backend connects, and no more. The store must live as long as the others wait."""
+    """Run the steps of rank 1 before the backend connects, and stop. The store must live as long as the others wait."""
     host, _, port = address.rpartition(":")
     _wait_for_root(host, int(port), 30.0)
     store = _store(address, timedelta(seconds=30))

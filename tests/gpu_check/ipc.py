@@ -1,7 +1,7 @@
 """Parts 4 and 5: the `ipc` route between two processes on one device.
 
-Both ends queue their copies behind kernels that only wait, so that a page which is read before it was filled, or filled
-before it was read, is certain to be noticed: the tensors of every version differ, and the engine says what it holds.
+Both ends queue their copies behind waiting kernels. This reveals a page that is read before it was filled, or filled
+before it was read: the tensors of every version differ, and the engine reports its contents.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from skyrl_train.weight_sync.sender import WeightSender
 from tests.gpu_check.report import Report, Setting
 
 LATE_CYCLES = 5_000_000
-"""Of a waiting kernel: about 3 ms, ages beside the microseconds between two processes."""
+"""Cycles of a waiting kernel: about 3 ms, which is long beside the microseconds between two processes."""
 READER = 8
-"""An engine's copies are this many times later than the trainer's: else a page that is filled too early is not yet."""
+"""Factor by which the engine's copies are later than the trainer's.
+
+Otherwise a page filled too early goes unnoticed.
+"""
 SYNCS, SETTLED = 200, 20
-"""After the latter number of syncs no more memory may be taken."""
+"""Number of syncs, and the number after which memory must not grow."""
 LEAK_MIB = 64.0
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def late(device: str, times: int = 1) -> None:
-    """Whatever is queued from now on begins later."""
+    """Delay all work that is queued from now on."""
     if device == "cuda":
         torch.cuda._sleep(times * LATE_CYCLES)  # type: ignore[no-untyped-call]
 
@@ -45,7 +48,7 @@ def zeros(shapes: Shapes, device: str) -> dict[str, Tensor]:
 
 
 class CopiesLate(InPlaceWeightStore):
-    """An engine that queues copies of what it is given and cannot say what it has loaded, as vLLM's cannot."""
+    """An engine that queues copies of its input and cannot report what it has loaded, like vLLM's."""
 
     def __init__(self, tensors: dict[str, Tensor], device: str):
         super().__init__(lambda: tensors)
@@ -60,7 +63,7 @@ class CopiesLate(InPlaceWeightStore):
 
 
 def serve(connection: Connection, shapes: Shapes, device: str, delayed: bool) -> None:
-    """The engine's process: answers calls of its receiver until it is told None."""
+    """Run the engine's process: answer calls of its receiver until it receives None."""
     torch.set_num_threads(1)
     tensors = zeros(shapes, device)
     store = CopiesLate(tensors, device) if delayed else InPlaceWeightStore(lambda: tensors)
@@ -78,7 +81,7 @@ def serve(connection: Connection, shapes: Shapes, device: str, delayed: bool) ->
 
 
 def used_memory(device: str) -> float:
-    """MiB: of the whole accelerator, as mappings of another process's memory are nobody's; of this process on a CPU."""
+    """Return MiB in use on the whole accelerator, because no process owns mapped memory; of this process on a CPU."""
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**20
@@ -86,7 +89,7 @@ def used_memory(device: str) -> float:
 
 
 class Engine:
-    """The other process. A context manager."""
+    """The other process, as a context manager."""
 
     def __init__(self, shapes: Shapes, device: str, delayed: bool):
         context = multiprocessing.get_context("spawn")
@@ -104,7 +107,7 @@ class Engine:
         self._here.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Raises RuntimeError with what went wrong there."""
+        """Call a method in the other process. Raises RuntimeError with its error."""
         self._here.send((method, arguments))
         error, answer = self._here.recv()
         if error is not None:
@@ -113,7 +116,7 @@ class Engine:
 
 
 class Trainer:
-    """One rank: float32 tensors of which no two versions have one in common."""
+    """One rank with float32 tensors that differ between all versions."""
 
     sender_type = WeightSender
 
@@ -138,7 +141,7 @@ class Trainer:
         engine.call("connect", "ipc", "", 1, 2, 60.0)
 
     def sync(self, engine: Engine) -> dict[str, int]:
-        """Send the next version; returns the fingerprints that the engine must have."""
+        """Send the next version. Return the fingerprints that the engine must have."""
         self.version += 1
         manifest = self.sender.prepare_manifest(self.version)
         engine.call("begin", manifest)
@@ -149,7 +152,7 @@ class Trainer:
 
 
 def overlapped(cut: Sequence[Bucket], send: Callable[[int], Bucket | None], receive: Callable[[Any], Any]) -> None:
-    """As in weight_sync/sync.py: while engines read a page the other one is filled, and at once the first again."""
+    """Fill one page while engines read the other, and then the first again, as in weight_sync/sync.py."""
     offered = send(cut[0].index)
     for following in [*cut[1:], None]:
         coming = None if following is None else send(following.index)
@@ -158,7 +161,7 @@ def overlapped(cut: Sequence[Bucket], send: Callable[[int], Bucket | None], rece
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Syncs of a small model in four buckets, two pages in turn, each version compared with what was sent."""
+    """Sync a small model in four buckets, with two pages in turn, and compare each version with the sent one."""
     side = 64 if setting.toy else 1024
     shapes = {f"layer.{index}.weight": (side, side) for index in range(8)}
     trainer = Trainer(shapes, setting.device, 2 * side * side * 2, delayed=True)
@@ -185,7 +188,7 @@ def stress(trainer: Trainer, engine: Engine, report: Report) -> None:
 
 
 def run_large(setting: Setting, report: Report) -> None:
-    """Seconds of a whole sync of Qwen2.5-1.5B's tensors, with manifest, fingerprints, transfer, load and commit."""
+    """Measure a complete sync of Qwen2.5-1.5B's tensors: manifest, fingerprints, transfer, load and commit."""
     shapes = qwen(64, 128, 2, 320) if setting.toy else qwen(1536, 8960, 28, 151_936)
     trainer = Trainer(shapes, setting.device, 1 << 28, delayed=False)
     with Engine(shapes, setting.device, delayed=False) as engine:
@@ -207,7 +210,7 @@ def run_large(setting: Setting, report: Report) -> None:
 
 
 def qwen(hidden: int, intermediate: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Qwen2.5 with tied embeddings, and keys and values of a sixth of the hidden size."""
+    """Return names and shapes of a Qwen2.5 with tied embeddings, and keys and values of a sixth of the hidden size."""
     small = hidden // 6
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for index in range(layers):

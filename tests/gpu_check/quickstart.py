@@ -34,7 +34,7 @@ def run(setting: Setting, report: Report) -> None:
         found = LAST_LINE.search(done.stdout)
         if done.returncode or found is None:
             print(done.stdout, file=sys.stderr)
-            raise RuntimeError(f"the quickstart ended with {done.returncode}: {done.stdout.strip()[-300:]}")
+            raise RuntimeError(f"the quickstart ended with status {done.returncode}: {done.stdout.strip()[-300:]}")
         before, after, seconds = map(float, found.groups())
         report.note("seconds, start to end", seconds)
         report.note("accuracy before", before)

@@ -1,4 +1,4 @@
-"""What a part of the check tells, written down row by row: a part that is ended keeps what it had found by then."""
+"""Results of a part, written row by row: a part that is killed keeps the rows it has written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Missing(Exception):
-    """What a part needs is not on this machine: its row says so, and that is no failure."""
+    """Error raised if a requirement of a part is missing on this machine. The part is reported, and does not fail."""
 
 
 @dataclass(frozen=True)
@@ -18,27 +18,27 @@ class Row:
     what: str
     value: str
     wanted: str = ""
-    """The bound, for people; empty for a figure that nothing is asked of."""
+    """The bound as text; empty for a figure without one."""
     ok: bool = True
 
     def line(self) -> str:
-        """For a terminal."""
+        """Return a line for a terminal."""
         wanted = f" (wanted: {self.wanted})" if self.wanted else ""
         return f"  {'ok  ' if self.ok else 'MISS'} {self.what}: {self.value}{wanted}"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part runs."""
+    """The device and the time limit of a part."""
 
     device: str
     """"cuda" or "cpu"."""
     seconds: float
-    """Until it is ended."""
+    """Time limit in seconds."""
 
     @property
     def toy(self) -> bool:
-        """Whether sizes are those of a CPU: the same code, figures that mean nothing."""
+        """True if sizes are those of a CPU: the same code, with meaningless figures."""
         return self.device == "cpu"
 
 
@@ -50,14 +50,14 @@ class Report:
         self.rows: list[Row] = []
 
     def note(self, what: str, value: object, wanted: str = "", ok: bool = True) -> None:
-        """A finding; `ok` tells whether it is as `wanted`."""
+        """Add a finding. `ok` is True if it is as `wanted`."""
         row = Row(what, figure(value), wanted, bool(ok))
         self.rows.append(row)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
     def at_most(self, what: str, value: float, bound: float, unit: str = "") -> None:
-        """A figure that must not exceed its bound; one that is no number does."""
+        """Add a figure that must not exceed its bound. NaN fails."""
         self.note(what, f"{figure(value)} {unit}".strip(), f"≤ {figure(bound)} {unit}".strip(), value <= bound)
 
     def at_least(self, what: str, value: float, bound: float, unit: str = "") -> None:
@@ -65,13 +65,13 @@ class Report:
 
 
 def read(file: Path) -> list[Row]:
-    """The rows that a part has written; a last line that was cut off is left out."""
+    """Return the rows that a part has written, without an incomplete last line."""
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
     return [Row(**json.loads(line)) for line in lines]
 
 
 def figure(value: object) -> str:
-    """Four digits of a number, anything else as it is."""
+    """Return a number with four digits, and other values as they are."""
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

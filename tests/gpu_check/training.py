@@ -30,7 +30,7 @@ from tests.support.learner_specs import tiny_spec, with_targets
 from tests.support.padded_reference import ragged_batch
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Dense bfloat16 of the SXM boards, from NVIDIA's data sheets."""
+"""FLOP/s in dense bfloat16 of the SXM boards, from NVIDIA's data sheets."""
 WANTED = 23_600.0
 """Tokens per second: twice prime-rl's on one H100."""
 
@@ -76,7 +76,7 @@ class Shape:
         return sum(parameter.numel() for parameter in model.parameters())
 
     def flops_per_token(self, parameters: int, length: int) -> float:
-        """Of forward and backward: the module's formula."""
+        """Return the FLOPs of forward and backward per token, by the module's formula."""
         return 6.0 * parameters + 6.0 * self.layers * self.heads * self.head_size * length
 
 
@@ -85,7 +85,10 @@ TOY = Shape(64, 128, 2, 4, 2, 32, 320)
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Micro-batches of one sequence, two to an update; with and without recomputation, the faster one counts."""
+    """Measure micro-batches of one sequence, two per update, with and without recomputation.
+
+    The faster variant counts.
+    """
     shape, length, steps = (TOY, 256, 2) if setting.toy else (QWEN3_06B, 16_384, 5)
     speeds = []
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +113,7 @@ def run(setting: Setting, report: Report) -> None:
 
 
 def measure(path: str, device: str, recompute: bool, length: int, steps: int) -> tuple[float, float]:
-    """(tokens per second: median of `steps` updates after one that warms up, GiB at most)."""
+    """Return (tokens per second, peak GiB): the median of `steps` updates after one warm-up."""
     spec = tiny_spec(
         path,
         strategy=STRATEGIES["fsdp2"],
@@ -143,14 +146,14 @@ def measure(path: str, device: str, recompute: bool, length: int, steps: int) ->
 
 
 def free(device: str) -> None:
-    """Give back what a worker that was closed has held: it refers to itself, and torch keeps memory for itself."""
+    """Release the memory of a closed worker, which is in a reference cycle, and torch's cache."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def batch_of(length: int, seed: int) -> TrainBatch:
-    """One sequence whose every token but the first is trained."""
+    """Return one sequence in which every token but the first is trained on."""
     batch = ragged_batch((length,), seed=seed)
     batch = with_targets(batch.with_tokens(loss_mask=batch.position_ids > 0), seed)
     return batch.with_tokens(old_logprobs=None, ref_logprobs=None)

@@ -27,28 +27,28 @@ from tests.support.learner_specs import policy_batch, tiny_spec
 
 UPDATES = 3
 CPU_THREADS = 4
-"""All of a machine's, beside another program's, wait for one another at every operation."""
+"""Maximum number of CPU threads. With all of a busy machine's, threads wait for one another at every operation."""
 ROWS = 3
-"""Sequences of a micro-batch."""
+"""Number of sequences of a micro-batch."""
 WAYS = {
     "once": FSDPConfig(reshard_after_forward=False, reduce_once=True),
     "every micro-batch": FSDPConfig(reshard_after_forward=True, reduce_once=False),
 }
-"""When gradients are reduced."""
+"""Settings for when gradients are reduced."""
 NATS_FLOOR = 1e-4
 RATIO_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a worker computed."""
+    """The results of a worker."""
 
     before: Tensor
     """[T] log-probs of the loss's tokens (nats)."""
     after: Tensor
-    """The same after all updates."""
+    """[T] the same log-probs after all updates."""
     norms: Tensor
-    """[UPDATES] of the gradient."""
+    """[UPDATES] norms of the gradient."""
 
     def errors(self, exact: Course) -> dict[str, float]:
         return {
@@ -59,7 +59,7 @@ class Course:
 
 
 def run(setting: Setting, report: Report) -> None:
-    """One rank, three updates, a random model; then its state to the host and back."""
+    """Compare three updates of one rank with a random model, then offload its state and load it again."""
     sizes = {"hidden_size": 64} if setting.toy else {"hidden_size": 256, "layers": 4, "vocab_size": 2048}
     lengths = (9, 4, 12, 9, 2, 7, 9, 5) if setting.toy else (300, 200, 512, 64, 700, 128, 33, 33)
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def course(
 
 
 def move(worker: LearnerWorker, what: str, after: Tensor, batch: TrainBatch, report: Report) -> None:
-    """Offload and onload: the log-probs must be the same bits."""
+    """Offload and onload. The log-probs must be the same bits."""
     start = time.perf_counter()
     freed = worker.offload()
     away = time.perf_counter() - start

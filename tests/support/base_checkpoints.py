@@ -1,4 +1,4 @@
-"""Models whose configuration does not tell all: where a turn ends, and that the head is not the embedding."""
+"""Models with an incomplete configuration: it lacks the end of a turn, or ties a head that differs."""
 
 from __future__ import annotations
 

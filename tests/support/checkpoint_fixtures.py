@@ -17,7 +17,7 @@ from tests.support.learner_specs import tiny_spec
 
 
 class Position:
-    """A controller."""
+    """A controller with a state."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -66,7 +66,7 @@ def with_saved_state(
 
 
 def rewrite_trainer_state(checkpoint: Path, **changes: Any) -> None:
-    """Change keys of its trainer_state.json, None for none, and make the checksum that of the result."""
+    """Change keys of trainer_state.json (a value of None deletes the key), and update its checksum."""
     file, manifest = checkpoint / "trainer_state.json", checkpoint / "manifest.json"
     state = {key: value for key, value in (json.loads(file.read_text()) | changes).items() if value is not None}
     file.write_text(json.dumps(state))

@@ -1,4 +1,4 @@
-"""The folder of a run with one checkpoint, written by a real learner, in a second and without a cluster."""
+"""A run folder with one checkpoint, written by a real learner in a second and without a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS: tuple[Mapping[str, float], ...] = (
     {"reward/mean": 0.5, "response/truncated_fraction": 0.25, "eval/all/avg_score": 0.375},
     {"reward/mean": 0.75, "eval/all/avg_score": 1.0},
 )
-"""Of steps 0 to 3."""
+"""Metrics of steps 0 to 3."""
 
 
 def save_run(
@@ -34,7 +34,7 @@ def save_run(
     metrics: Sequence[Mapping[str, float]] = METRICS,
     **spec: Any,
 ) -> Path:
-    """A run whose policy has changed in every trained parameter; returns the folder of its checkpoint."""
+    """Create a run whose policy has changed in every trained parameter. Return the folder of its checkpoint."""
     config = load_preset([f"trainer.policy.model.path={model}", *overrides])
     lora = config.trainer.policy.model.lora
     dtype = "bfloat16" if config.trainer.bf16 else "float32"
@@ -57,7 +57,7 @@ def save_run(
 
 @torch.no_grad()
 def change(worker: LearnerWorker) -> None:
-    """Other values for all that is trained, alike in every worker of one model."""
+    """Set all trained parameters to other values, equal in every worker of one model."""
     generator = torch.Generator().manual_seed(1)
     if worker.adapters is not None:
         fill_adapters(worker.module)

@@ -1,4 +1,4 @@
-"""A CPU that copies as late as an accelerator may, seen from its host."""
+"""A CPU whose copies are as late as an accelerator's may be, seen from its host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FOREACH_COPY, _CAT = torch.ops.aten._foreach_copy_.default, torch.ops.aten.cat.
 
 
 class DeferredCopyMode(TorchDispatchMode):
-    """Inside, copies wait in a queue, in order, until an operation inside needs them or somebody synchronises.
+    """A mode that queues copies, in order, until an operation inside needs them or a call synchronizes.
 
-    Another stream, or a look at memory that is no operation of torch, sees what was there before.
+    Another stream, or a memory access that is not a torch operation, sees the earlier contents.
     """
 
     entered: ClassVar[list[DeferredCopyMode]] = []
@@ -47,7 +47,7 @@ class DeferredCopyMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def inside(self, call: Callable[..., T]) -> Callable[..., T]:
-        """`call`, made inside."""
+        """Return `call`, run inside the mode."""
 
         def made(*args: Any) -> T:
             with self:
@@ -56,7 +56,7 @@ class DeferredCopyMode(TorchDispatchMode):
         return made
 
     def synchronize(self) -> None:
-        """Do all that waits."""
+        """Run all queued copies."""
         queue, self._queue = self._queue, []
         with _disable_current_modes():  # or they would be queued again
             for copy in queue:

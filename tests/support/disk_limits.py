@@ -1,4 +1,4 @@
-"""A disk that takes no more, without filling one: the kernel's limit of the size of a file."""
+"""A full disk, simulated by the kernel's limit on the size of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def limit_file_size(file: Path | None, more: int) -> Iterator[None]:
-    """Inside, no file grows beyond the size of `file` plus `more` bytes: a short write, then OSError."""
+    """Limit every file to the size of `file` plus `more` bytes. A write beyond it is short, then raises OSError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = file.stat().st_size if file is not None else 0
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + more, hard))

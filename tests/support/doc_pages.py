@@ -1,4 +1,4 @@
-"""The pages of the documentation, what is fenced in them, and the commands of their shell blocks."""
+"""The pages of the documentation, their fenced blocks, and the commands of their shell blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 
 class Command(NamedTuple):
-    """A command of a shell block, without variables before it and without what `uv run` adds."""
+    """A command of a shell block, without leading variables and without what `uv run` adds."""
 
     page: str
     words: tuple[str, ...]
@@ -30,7 +30,7 @@ class Command(NamedTuple):
 
 
 def fenced_blocks(*languages: str) -> list[tuple[str, str]]:
-    """(page, text) of every fenced block in one of these languages."""
+    """Yield (page, text) for every fenced block in one of these languages."""
     return [
         (page.relative_to(REPOSITORY).as_posix(), text)
         for page in PAGES
@@ -40,17 +40,17 @@ def fenced_blocks(*languages: str) -> list[tuple[str, str]]:
 
 
 def snippets(page: str, language: str = "python") -> list[str]:
-    """The fenced blocks of one page, as it is named from the repository."""
+    """Return the fenced blocks of one page, whose path is relative to the repository."""
     return [text for name, text in fenced_blocks(language) if name == page]
 
 
 def commands() -> list[Command]:
-    """Every command of every shell block, in the order of the pages."""
+    """Return every command of every shell block, in the order of the pages."""
     return [command for page, text in fenced_blocks("bash") for command in commands_of(page, text)]
 
 
 def commands_of(page: str, text: str) -> Iterator[Command]:
-    """Those of one block: comments left out, continued lines joined, lines parted at `&&`."""
+    """Yield the commands of one block without comments. Continued lines are joined, and lines are split at `&&`."""
     for line in _SUBSTITUTION.sub("SUBSTITUTED", text.replace("\\\n", " ")).splitlines():
         words: list[str] = []
         for word in [*shlex.split(line, comments=True), "&&"]:
@@ -75,5 +75,5 @@ def _bare(words: list[str]) -> list[str]:
 
 
 def find_commands(start: str) -> list[Command]:
-    """The different commands that begin as this regular expression says, in the order of the pages."""
+    """Return the distinct commands whose start matches a regular expression, in the order of the pages."""
     return list({one.words: one for one in commands() if re.match(start, str(one))}.values())

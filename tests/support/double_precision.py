@@ -1,4 +1,4 @@
-"""Hugging Face models upcast norms and softmax to float32, which for a float64 model is a downcast: this undoes it."""
+"""A context that stops Hugging Face models from downcasting norms and softmax of float64 models to float32."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Within this context a float64 tensor stays float64 where a model asks for float32, so comparisons can be tight.
+    """Keep a float64 tensor in float64 where a model asks for float32, so that comparisons can be tight.
 
-    It replaces methods of Tensor rather than use a torch-function mode, because modes are off during backward, where
+    This replaces methods of Tensor instead of using a torch-function mode, because modes are off during backward, where
     checkpointed layers run again.
     """
     places: tuple[tuple[Any, str], ...] = (

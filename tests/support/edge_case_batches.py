@@ -1,4 +1,4 @@
-"""Small float64 batches with all that an algorithm may ask for, in the shapes that break careless ones."""
+"""Small float64 batches with everything that an algorithm may read, in shapes that break careless ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "one-sample groups": ((5,), (3,), (6, 2, 1)),
     "nothing counts": ((-3,), (-2, -1)),
 }
-"""Response lengths of the samples of every group; a negative one is a failed episode, of which nothing counts."""
+"""Response lengths of the samples of every group. A negative length is a failed episode, of which nothing counts."""
 
 
 def edge_case_batch(shape: str, seed: int = 0) -> TrainBatch:
@@ -71,7 +71,7 @@ def edge_case_batch(shape: str, seed: int = 0) -> TrainBatch:
 
 
 def current_logprobs(batch: TrainBatch, seed: int = 1) -> Tensor:
-    """[T] of the policy that is being trained: about 0.4 from the old ones, with a gradient."""
+    """Return [T] log-probs of the trained policy: about 0.4 from the old ones, with a gradient."""
     assert batch.old_logprobs is not None
     generator = torch.Generator().manual_seed(seed)
     noise = 0.4 * torch.randn(len(batch.input_ids), generator=generator, dtype=torch.float64)
@@ -79,7 +79,7 @@ def current_logprobs(batch: TrainBatch, seed: int = 1) -> Tensor:
 
 
 def with_garbage(batch: TrainBatch, garbage: float) -> TrainBatch:
-    """The batch with `garbage` wherever nothing may look: outside the mask, and as rewards of failed episodes."""
+    """Return the batch with `garbage` outside the mask and as rewards of failed episodes, which must not be read."""
     outside = ~batch.loss_mask
     changed: dict[str, Any] = {"rewards": batch.rewards.masked_fill(~batch.status, garbage)}
     for name in TOKEN_FIELDS:
@@ -92,9 +92,9 @@ def with_garbage(batch: TrainBatch, garbage: float) -> TrainBatch:
 
 
 def as_padded(batch: TrainBatch, garbage: float) -> TrainBatch:
-    """The same sequences, all as long as the longest: what is added has mask 0, and `garbage` in every other tensor.
+    """Return the same sequences, padded to the longest. Padding has mask 0, and `garbage` in every other tensor.
 
-    Its input_ids are -1: the last element of whatever is indexed with them.
+    Its input_ids are -1: the last element of any tensor that they index.
     """
     width = int(batch.lengths.max())
     fills: dict[str, float] = {"input_ids": -1, "loss_mask": False, "selected": True}
@@ -111,7 +111,7 @@ def as_padded(batch: TrainBatch, garbage: float) -> TrainBatch:
 
 
 def select_masked(batch: TrainBatch, per_token: Tensor) -> list[list[float]]:
-    """[T] to a list for every sequence of the values of its tokens that count."""
+    """Split [T] into a list for every sequence of the values of its tokens that count."""
     rows: Sequence[int] = range(len(batch))
     ids = batch.sequence_ids
     return [per_token[batch.loss_mask & (ids == row)].tolist() for row in rows]

@@ -1,4 +1,4 @@
-"""The parts of a training loop as one object that only notes what was asked of it."""
+"""The parts of a training loop as one object that only records the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.trajectories import trajectory_from
 
 
 class FakeTrainerParts:
-    """Learner, engines, state and tracker in one; `events` says what was asked of them."""
+    """Learner, engines, state and tracker in one. `events` lists the calls."""
 
     def __init__(self, resumed_at: int = 0):
         self.events: list[str] = []
@@ -35,7 +35,7 @@ class FakeTrainerParts:
         self.async_checkpoint = False
         self.answering = True
         self.asked_within_s: list[float] = []
-        """Of every question whether the ranks answer."""
+        """Number of checks whether the ranks respond."""
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         turn = Turn(0, 1, 1.0, "stop", self.version, self.version)
@@ -169,7 +169,7 @@ def sft_trainer_of(fakes: Any) -> SFTTrainer:
 
 
 def fails_at(trainer: Any, part: str, method: str, step: int, error: BaseException) -> None:
-    """Have a method of a part raise when `step` steps are finished."""
+    """Make a method of a part raise when `step` steps are finished."""
     owner = getattr(trainer, part) if part else trainer
     original = getattr(owner, method)
 

@@ -1,4 +1,4 @@
-"""An endpoint for the length of a test, and calls to it."""
+"""An endpoint for the duration of a test, and calls to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def answers_with(text: str) -> Callable[[SampleRequest], list[int]]:
-    """What a ScriptedEngine answers: always this text and the end of the turn."""
+    """The response of a ScriptedEngine: always this text and the end of the turn."""
     return lambda request: [*ids_of(text), TOKENIZER.eos_token_id]
 
 
@@ -47,7 +47,7 @@ def serve(
 
 
 async def ask(session: aiohttp.ClientSession, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
-    """Status and parsed body of a POST, or of a GET without a body."""
+    """Return the status and parsed body of a POST, or of a GET without a body."""
     verb = "GET" if body is None and not options else "POST"
     if body is not None:
         options["json"] = body

@@ -1,4 +1,4 @@
-"""A server that speaks those few endpoints of the Hugging Face hub that an upload of a model needs."""
+"""A server with the few endpoints of the Hugging Face hub that an upload of a model needs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TOKEN = "hf_testOnlyNeverShown0123456789"
 
 @dataclass
 class HubServer:
-    """A running server, and what was uploaded to it."""
+    """A running server and the files uploaded to it."""
 
     web: WebServer | None = None
     private: dict[str, bool] = field(default_factory=dict)
-    """Repository -> whether it is."""
+    """Maps a repository to True if it is private."""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """Repository -> path -> content, after the last commit."""
+    """Maps a repository to its files (path to content) after the last commit."""
     commits: list[str] = field(default_factory=list)
-    """Messages."""
+    """Commit messages."""
     refuses_commits: bool = False
     large: dict[str, bytes] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class HubServer:
 
 @contextmanager
 def hub_server(patch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Serve a hub that this process's huggingface_hub talks to, with a token in the environment."""
+    """Serve a hub for this process's huggingface_hub, with a token in the environment."""
     from huggingface_hub import constants
 
     server = HubServer()

@@ -1,4 +1,4 @@
-"""Learners for tests: a tiny model, one rank, everything explicit."""
+"""Learners for tests: a tiny model, one rank, every setting explicit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from skyrl_train.learner.worker import LearnerSpec
 from tests.support.padded_reference import ragged_batch
 
 FULL_OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), k3, 0.1, 0.01)
-"""All terms on: policy loss, KL and entropy."""
+"""Objective with all terms on: policy loss, KL and entropy."""
 
 
 def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:
-    """float32 on one CPU thread, plain AdamW, all terms of the loss."""
+    """Return a spec with float32 on one CPU thread, plain AdamW and all terms of the loss."""
     fields: dict[str, Any] = {
         "model_path": model_path,
         "strategy": STRATEGIES["single"],
@@ -48,12 +48,12 @@ def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:
 
 
 def policy_batch(lengths: tuple[int, ...] = (9, 4, 12, 9, 2, 7, 9, 5), seed: int = 0) -> TrainBatch:
-    """Sequences with everything that the full objective reads, two to a group."""
+    """Return sequences with everything that the full objective reads, two per group."""
     return with_targets(ragged_batch(lengths, seed=seed), seed)
 
 
 def with_targets(batch: TrainBatch, seed: int = 0) -> TrainBatch:
-    """The batch with everything that the full objective reads, drawn at random."""
+    """Return a copy of the batch with random values for everything that the full objective reads."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How much memory ranks take for themselves while they load a model: mapped files are not counted.
+"""The memory that ranks allocate while they load a model, without mapped files.
 
 `python -m tests.support.loading_memory` measures a model of 1 GiB, saved in float32 and in bfloat16.
 """
@@ -26,13 +26,13 @@ RANKS = 4
 
 
 def anonymous_bytes() -> int:
-    """The memory of this process that is not a file's."""
+    """Return the bytes of memory of this process that no file backs."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
 def peak_of_loading(path: str, folder: Path, ranks: int = RANKS, strategy: str = "fsdp2", **changes: object) -> int:
-    """Bytes: the sum of what each of the ranks has at most, while it loads, beyond what it had before."""
+    """Return the sum in bytes over ranks of the peak memory of loading, beyond the memory before."""
     port = free_address()[1]
     run_ranks(_load, [(rank, ranks, path, folder, port, strategy, changes) for rank in range(ranks)], folder)
     return sum(int((folder / f"peak_{rank}").read_text()) for rank in range(ranks))

@@ -1,4 +1,4 @@
-"""How fast this machine is, for tests of figures that are promised for a certain one, and its address."""
+"""The speed of this machine, for tests of performance figures, and its address."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 
 LOOPS = 200_000
 REFERENCE_S = 0.027
-"""CPU-seconds that `_work` takes on the machine of docs/benchmarks.md."""
+"""CPU-seconds of `_work` on the machine of docs/benchmarks.md."""
 
 
 def slowness() -> float:
-    """How many times longer plain Python takes here than on the machine of docs/benchmarks.md; at least 1."""
+    """Return the factor by which plain Python is slower here than on the machine of docs/benchmarks.md; at least 1."""
     return max(1.0, min(_work() for _ in range(5)) / REFERENCE_S)
 
 
 def network_address() -> str:
-    """The first address of this machine that others may reach; skips the test where there is none."""
+    """Return the first address of this machine that others can reach. Skip the test if there is none."""
     found = [one for name in psutil.net_if_addrs().values() for one in name if one.family == socket.AF_INET]
     own = [one.address for one in found if not one.address.startswith("127.")]
-    return own[0] if own else pytest.skip("this machine has no network")
+    return own[0] if own else pytest.skip("this machine has no network interface")
 
 
 def _work() -> float:
-    """CPU-seconds of a fixed amount of the interpreter's work: objects, attributes, dictionaries, text."""
+    """Return the CPU-seconds of a fixed amount of interpreter work: objects, attributes, dictionaries, text."""
     started = time.process_time()
     held: dict[str, list[int]] = {}
     for number in range(LOOPS):

@@ -1,4 +1,4 @@
-"""Which tests carry a mark with an id, read from their source: what promises are held by."""
+"""Marks with an ID in the source of tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SKIPS = {"pytest.skip", "pytest.importorskip"}
 
 
 def marker_ids(decorators: list[ast.expr]) -> Iterator[tuple[str, list[object]]]:
-    """(name, constant arguments) of the pytest marks among decorators."""
+    """Yield (name, constant arguments) of the pytest marks among decorators."""
     for decorator in decorators:
         call = decorator if isinstance(decorator, ast.Call) else None
         target = call.func if call else decorator
@@ -21,10 +21,10 @@ def marker_ids(decorators: list[ast.expr]) -> Iterator[tuple[str, list[object]]]
 
 
 def marked_tests(source: str, kind: str) -> Iterator[tuple[str, str]]:
-    """(id, test) of every test of a module that carries mark `kind`, is collected and never set aside.
+    """Yield (ID, test) for every test of a module that carries mark `kind`, is collected and is never skipped.
 
-    Set aside is also what carries a name of the module that stands for such a mark, and what calls `pytest.skip` or
-    `pytest.importorskip`, itself or its module.
+    Tests that carry a module-level name of a skipping mark count as skipped, as do those that call `pytest.skip` or
+    `pytest.importorskip` in the test or the module.
     """
     body = ast.parse(source).body
     functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -47,7 +47,7 @@ def marked_tests(source: str, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_excluded(decorator: ast.expr) -> bool:
-    """Whether it is a parametrize whose every set of values carries a mark that sets aside."""
+    """True if the decorator is a `parametrize` in which every parameter set has an excluding mark."""
     if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "pytest.mark.parametrize":
         return False
     values = decorator.args[1] if len(decorator.args) > 1 else None
@@ -63,7 +63,7 @@ def _skips(node: ast.AST) -> bool:
 
 
 def _aliases(statements: list[ast.stmt]) -> set[str]:
-    """Names of a module for a mark that sets aside."""
+    """Return the names of a module that stand for an excluding mark."""
     found: set[str] = set()
     for node in statements:
         if isinstance(node, ast.Assign) and EXCLUDING_MARKERS & {name for name, _ in marker_ids([node.value])}:
@@ -73,7 +73,7 @@ def _aliases(statements: list[ast.stmt]) -> set[str]:
 
 @cache
 def all_marked_tests(tests: Path, kind: str) -> dict[str, set[str]]:
-    """Tests below a folder by the ids of their marks `kind`."""
+    """Return the tests below a folder by the IDs of their marks `kind`."""
     found: dict[str, set[str]] = {}
     for path in sorted(tests.rglob("test_*.py")):
         source = path.read_text()

@@ -103,9 +103,9 @@ _TOP: dict[str, dict[str, Any]] = {
 }
 _QWEN_TOKENS = {"image_token_id": 302, "video_token_id": 303, "vision_start_token_id": 300, "vision_end_token_id": 301}
 _OWN_HEAD_SIZE = ("glm4v", "internvl", "qwen2_5_vl", "qwen2_vl")
-"""Those whose attention ignores `head_dim`."""
+"""Model types whose attention ignores `head_dim`."""
 KINDS = tuple(_TEXT)
-"""Values of `model_type` of the composites that can be made here."""
+"""Values of `model_type` of the available composites."""
 
 
 def composite_model(

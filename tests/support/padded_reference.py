@@ -1,4 +1,4 @@
-"""What the ragged path must equal: the same log-probs and values from one padded rectangle and the model's forward."""
+"""The reference for the ragged path: log-probs and values from a padded rectangle and the model's forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from skyrl_train.data.batch import TrainBatch
 def ragged_batch(
     lengths: Sequence[int], *, seed: int = 0, vocab_size: int = 256, temperatures: Sequence[float] | None = None
 ) -> TrainBatch:
-    """Random token ids; the first third of every sequence (at least one token) is prompt, the rest is sampled."""
+    """Return random token IDs.
+
+    The first third of every sequence (at least one token) is prompt, the rest is sampled.
+    """
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(lengths)
     offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
@@ -39,7 +42,7 @@ def ragged_batch(
 def grouped_batch(
     groups: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0, vocab_size: int = 256, temperature: float = 0.8
 ) -> TrainBatch:
-    """Groups of (prompt length, response lengths): the samples of a group begin with the same random prompt."""
+    """Return groups of (prompt length, response lengths). The samples of a group begin with the same random prompt."""
     lengths = [prompt + response for prompt, responses in groups for response in responses]
     batch = ragged_batch(lengths, seed=seed, vocab_size=vocab_size, temperatures=[temperature] * len(lengths))
     prompts = torch.tensor([prompt for prompt, responses in groups for _ in responses])
@@ -59,7 +62,7 @@ def grouped_batch(
 
 
 def padded_scores(model: PreTrainedModel, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """[T] log-probs and [T] entropies of masked tokens, 0 elsewhere: right padding, an attention mask, all logits."""
+    """Return [T] log-probs and [T] entropies of masked tokens, 0 elsewhere, from right-padded rows and all logits."""
     ids = batch.padded(batch.input_ids)
     mask = batch.padded(torch.ones_like(batch.input_ids))
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
@@ -74,7 +77,7 @@ def padded_scores(model: PreTrainedModel, batch: TrainBatch) -> tuple[Tensor, Te
 
 
 def padded_values(model: PreTrainedModel, weight: Tensor, batch: TrainBatch) -> Tensor:
-    """[T] `weight` [1, hidden size] times the last hidden state before each masked token, 0 elsewhere."""
+    """Return [T] `weight` [1, hidden size] times the last hidden state before each masked token, 0 elsewhere."""
     ids = batch.padded(batch.input_ids)
     mask = batch.padded(torch.ones_like(batch.input_ids))
     hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1]
@@ -86,7 +89,7 @@ def padded_values(model: PreTrainedModel, weight: Tensor, batch: TrainBatch) -> 
 def assert_same_tensors(
     got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-9, case: str = ""
 ) -> None:
-    """Gradients or weights by name: each one's error in norm is small beside its own norm, or beside that of all."""
+    """Check gradients or weights by name: the norm of each error is small beside its own norm, or the norm of all."""
     assert got.keys() == wanted.keys(), case
     whole = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
     for name, tensor in wanted.items():

@@ -1,4 +1,4 @@
-"""Steps as a probe measures them, and the configuration that they are of."""
+"""Steps as a probe measures them, and their configuration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 
 FIXED_S, UPDATE_S, TOKEN_S, SYNC_S, REST_S = 0.5, 0.3, 0.001, 0.25, 0.125
 TOKENS = 100
-"""Of a prompt's answers."""
+"""Number of tokens in the responses to one prompt."""
 
 
 def measured_step(
     prompts: int, others: Mapping[str, float] | None = None, *, mini_batch: int = 4, noise: float = 1.0
 ) -> MeasuredStep:
-    """A step whose phases take what the constants say; `others`: metrics in place of these."""
+    """Return a step whose phases take the constants' times. `others` are metrics that replace these."""
     tokens, updates = prompts * TOKENS, -(-prompts // mini_batch)
     seconds = {
         "generate": FIXED_S + TOKEN_S * tokens,
@@ -33,6 +33,6 @@ def measured_step(
 
 
 def config(**values: Any) -> Config:
-    """8 prompts a step on a CPU."""
+    """Return a configuration with 8 prompts per step on a CPU."""
     keys = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 4} | values
     return prepare_config([f"{key}={value}" for key, value in keys.items()], has_accelerator=False).config

@@ -1,4 +1,4 @@
-"""Whether processes that are not this one's children still run."""
+"""Checks of processes that are not children of this one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process that has not ended; it may end at any moment."""
+    """True if the process exists and has not ended. It may end at any moment."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -16,7 +16,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for_exit(pid: int, within_s: float = 20.0) -> bool:
-    """Whether the process ends within some seconds."""
+    """True if the process ends within some seconds."""
     deadline = time.monotonic() + within_s
     while is_running(pid):
         if time.monotonic() > deadline:

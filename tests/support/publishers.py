@@ -1,4 +1,4 @@
-"""A WeightPublisher whose learner is at rest, and whose starts and syncs of engines are functions of a test."""
+"""A WeightPublisher with an idle learner. Functions of the test replace starts and syncs of engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.trainer.publisher import WeightPublisher
 
 
 class IdleLearner:
-    """A learner that takes no optimizer steps, and whose ranks answer."""
+    """A learner that takes no optimizer steps and whose ranks respond."""
 
     @asynccontextmanager
     async def hold_version(self) -> AsyncIterator[int]:

@@ -1,6 +1,6 @@
-"""Ranks of a learner in processes of their own, without a cluster: cheap enough to be built anew for every case.
+"""Ranks of a learner in separate processes, without a cluster: cheap enough to create for every case.
 
-They are forks of one process that has imported what a rank needs, which is most of what starting a rank costs.
+They are forks of one process that has imported what a rank needs, which is most of the cost of starting a rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RANKS.set_forkserver_preload(["skyrl_train.learner.worker", "tests.support.recor
 def run_ranks(
     main: Callable[..., None], arguments: Sequence[Sequence[Any]], folder: Path, deadline_s: float = DEADLINE_S
 ) -> None:
-    """`main(*arguments[rank])`, all at once; fails with what they said unless all return in time.
+    """Run `main(*arguments[rank])` in all ranks at once. Fail with their output unless all return in time.
 
-    What they say goes to files: nobody reads a pipe of one rank while waiting for another, which then waits in turn.
+    The output goes to files, because a rank with an unread pipe would block the others.
     """
     logs = [folder / f"rank_{rank}.log" for rank in range(len(arguments))]
     ranks = [
@@ -61,13 +61,13 @@ def _logged(log: Path, main: Callable[..., None], *args: Any) -> None:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        # Past the interpreter's own teardown, which gloo's threads outlive: one that then asks for the interpreter's
-        # lock ends the process with SIGABRT, once in some hundred times, after everything was checked.
+        # Skip the interpreter's shutdown, which gloo's threads outlive: a thread that then requests the interpreter
+        # lock ends the process with SIGABRT, about once in several hundred times, after all checks.
         os._exit(code)
 
 
 class RankProcess:
-    """A process that holds one worker at a time; its methods are coroutines, as those of a remote worker are."""
+    """A process that holds one worker at a time. Its methods are coroutines, like those of a remote worker."""
 
     def __init__(self) -> None:
         self._pipe, theirs = RANKS.Pipe()
@@ -95,7 +95,7 @@ class RankProcess:
         return await asyncio.to_thread(lambda: self._call(method, plan.build_arguments(*refs)))
 
     def end(self) -> None:
-        """At once."""
+        """Kill the process at once."""
         self._process.kill()
         self._process.join()
         self._pipe.close()

@@ -33,56 +33,57 @@ OBJECT_STORE_BYTES = 100_000_000
 STARTS_WITHIN_S = 180.0
 REPOSITORY = Path(__file__).parents[2]
 _LOST_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
-"""A node that was killed is known to be lost after 2 s, not 20 as by default; one that is slow has as long as ever."""
+"""A killed node counts as lost after 2 s, instead of 20 by default. A slow node has the usual time."""
 _OF_NODES = {
     "PYTHONPATH": str(REPOSITORY),  # for workers, whose folder is another one
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # for clients, as docs/multi_node.md says
 }
 _LONGEST_TEMPORARY = 30
-"""Characters: a socket's path has 107, of which Ray's names take 77."""
+"""Maximum length in characters: the path of a socket has 107, of which Ray's names take 77."""
 
 
 @dataclass(frozen=True)
 class RayNodes:
-    """The nodes of one cluster; the head is the first."""
+    """The nodes of one cluster. The head is the first."""
 
     address: str
-    """Of the cluster, "host:port": its RAY_ADDRESS."""
+    """Address of the cluster, "host:port": its RAY_ADDRESS."""
     addresses: list[str]
-    """Of the nodes: what Ray calls their IP address."""
+    """Addresses of the nodes, which Ray calls IP addresses."""
     environment: dict[str, str]
     """Environment variables with which a program joins this cluster."""
     program: subprocess.Popen[str]
-    """Has started the nodes, and starts others that it is told of."""
+    """Process that has started the nodes, and starts more on request."""
 
     @property
     def host(self) -> psutil.Process:
         return psutil.Process(self.program.pid)
 
     def add(self, **node: Any) -> None:
-        """Have one more node join, described as Ray's `Cluster.add_node` takes it, at the next address."""
+        """Add a node, described as in Ray's `Cluster.add_node`, at the next address."""
         assert self.program.stdin is not None and self.program.stdout is not None
         prefix, _, last = self.addresses[-1].rpartition(".")
         self.addresses.append(f"{prefix}.{int(last) + 1}")
         self.program.stdin.write(json.dumps(node | {"node_ip_address": self.addresses[-1]}) + "\n")
         self.program.stdin.flush()
-        assert any(line.startswith("JOINED") for line in self.program.stdout), "it did not join: see above"
+        assert any(line.startswith("JOINED") for line in self.program.stdout), (
+            "the node did not join; see the output above"
+        )
 
     def raylet(self, index: int) -> psutil.Process:
-        """The node's own process. Raises StopIteration if it has ended."""
+        """Return the node's own process. Raises StopIteration if it has ended."""
         mine = f"--node_ip_address={self.addresses[index]}"
         children = self.host.children()
         return next(one for one in children if one.name() == "raylet" and mine in one.cmdline())
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """The node's raylet and all that it has started: workers, and what they have started. Of the head, Ray's
-        tables too."""
+        """Return the node's raylet and its descendants, such as workers; for the head, Ray's tables too."""
         raylet = self.raylet(index)
         tables = [one for one in self.host.children() if one.name() == "gcs_server"] if index == 0 else []
         return [raylet, *raylet.children(recursive=True), *tables]
 
     def kill(self, index: int) -> None:
-        """Lose a node, as if its machine lost power: all of its processes are killed, and none says good-bye."""
+        """Lose a node as if its machine lost power: all of its processes are killed without a shutdown."""
         self.raylet(index).suspend()  # or it would start others while these are killed
         for process in self.processes(index):
             with suppress(psutil.NoSuchProcess):
@@ -116,7 +117,7 @@ def ray_nodes(
         system: Settings of Ray's own (`_system_config`) besides how soon a node counts as lost.
     """
     folder = tempfile.mkdtemp(prefix="ray-")
-    assert len(folder) <= _LONGEST_TEMPORARY, f"{folder}: set TMPDIR to a shorter folder"
+    assert len(folder) <= _LONGEST_TEMPORARY, f"{folder} is too long for socket paths: set TMPDIR to a shorter folder"
     counts = [cpus] * len(nodes) if isinstance(cpus, int | float) else cpus
     # Below 127.1.0.0 as programs listen at 127.0.0.1 and its neighbours; a pair of numbers for each process.
     first, second = divmod(os.getpid() % 50_000, 250)
@@ -140,7 +141,7 @@ def ray_nodes(
     process = psutil.Process(host.pid)
     try:
         joined = next((line.split()[1] for line in host.stdout if line.startswith("CLUSTER ")), None)
-        assert joined is not None, "the cluster did not start: see above"
+        assert joined is not None, "the cluster did not start; see the output above"
         yield RayNodes(joined, addresses, environment | {"RAY_ADDRESS": joined}, host)
     finally:
         family = process.children(recursive=True) if process.is_running() else []
@@ -162,7 +163,7 @@ def _node(address: str, cpus: float, resources: Mapping[str, float], **more: Any
 
 
 def _end(family: Sequence[psutil.Process]) -> None:
-    """Kill what is left of a cluster: agents of a raylet look for it for a minute."""
+    """Kill what is left of a cluster: the agents of a raylet look for it for a minute."""
     for one in family:
         with suppress(psutil.NoSuchProcess):
             one.kill()
@@ -170,7 +171,7 @@ def _end(family: Sequence[psutil.Process]) -> None:
 
 
 def _host(folder: str, nodes: Sequence[dict[str, Any]], system: Mapping[str, Any]) -> None:
-    """Start the nodes, and end them when whoever started this process closes its end of the pipe, or dies."""
+    """Start the nodes. End them when the parent process closes its end of the pipe or dies."""
     from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 

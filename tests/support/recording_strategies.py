@@ -1,4 +1,4 @@
-"""Strategies that keep the gradient of an update instead of taking the step: what promise 1 is measured on."""
+"""Strategies that keep the gradient of an update instead of taking the step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class _Recording:
 
 
 class RecordingSingle(_Recording, SingleStrategy):
-    """`single`; `recorded` holds the last update's gradients by Hugging Face name."""
+    """The `single` strategy. `recorded` holds the last update's gradients by Hugging Face name."""
 
 
 class RecordingFSDP2(_Recording, FSDP2Strategy):
-    """`fsdp2`; gradients are gathered: all ranks must step at the same time."""
+    """The `fsdp2` strategy. Gradients are gathered, so all ranks must step at the same time."""
 
     def step(self) -> dict[str, float]:
         self._reduce_replicated_grads()
@@ -49,7 +49,7 @@ class RecordingFSDP2(_Recording, FSDP2Strategy):
 
 
 class RecordingWorker(LearnerWorker):
-    """A LearnerWorker that can be asked for those gradients; adapters start at random, so that all of them have one."""
+    """A LearnerWorker that returns those gradients. Adapters start at random, so that all of them have a gradient."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RecordingWorker(LearnerWorker):
         return ragged_model
 
     def graphs(self) -> int:
-        """How many torch.compile made in this process."""
+        """Return the number of graphs that torch.compile made in this process."""
         return int(counters["stats"]["unique_graphs"])
 
     def gradients(self) -> dict[str, Tensor]:

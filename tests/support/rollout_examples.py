@@ -1,4 +1,4 @@
-"""Groups as a step has them, of every kind that there is, with the batch that is made of them."""
+"""Groups of a step, one of every kind, with the batch built from them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ OF_TOKENS = {
     "advantages": "advantages",
     "token_rewards": "token_rewards",
 }
-"""Columns, and the tensors of a batch that they show."""
+"""Maps columns to the tensors of a batch that they show."""
 CALLED = {"name": "add", "arguments": '{"a": 2, "b": 3}', "error": "timeout"}
 OPENING = {"role": "user", "content": "How many are two and three? Answer in one word."}
 ODD = {"role": "user", "content": "Write what is no text."}
 
 
 def groups_of_all_kinds(more: int = 0) -> list[TrajectoryGroup]:
-    """One turn; two turns with a tool's answer; an episode of three sequences; a failed one; one without a token."""
+    """Return episodes: one turn, two turns with tool output, three sequences, a failed one, and one without a token."""
     return [_first(), _second(), *(_plain(index) for index in range(more))]
 
 
 def scored_batch(groups: list[TrajectoryGroup], with_reference: bool = True) -> TrainBatch:
-    """Their batch with all that a step computes, of numbers that no two tokens share; one of them is not finite."""
+    """Return their batch with all tensors of a step. All numbers differ between tokens, and one is not finite."""
     batch = collate(groups)
     random = torch.Generator().manual_seed(3)
     shape = batch.input_ids.shape

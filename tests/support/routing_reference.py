@@ -1,4 +1,4 @@
-"""The auxiliary loss of routers by its definition: sequence by sequence, through the model as it is."""
+"""The auxiliary loss of routers by its definition: sequence by sequence, through the unmodified model."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("moto", reason="needs moto and flask: the extra dev")
-pytest.importorskip("s3fs", reason="needs s3fs: the extra s3")
+pytest.importorskip("moto", reason="moto or flask is not installed: install the extra dev")
+pytest.importorskip("s3fs", reason="s3fs is not installed: install the extra s3")
 
 ACCESS_KEY, SECRET_KEY = "AKIASKYRLTESTONLY42", "test/only+SecretKey0123456789abcdefghijk"
 BUCKET = "runs"

@@ -1,4 +1,4 @@
-"""Engines that a process of its own serves."""
+"""Engines served by a separate process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def serving(command: Sequence[str], **env: str) -> Iterator[None]:
-    """Inside, the command (`python -m skyrl_train.entrypoints.serve ...`) serves; it is ended on leaving."""
+    """Run the command (`python -m skyrl_train.entrypoints.serve ...`) inside the context, and end it on exit."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | env)
     try:
         assert process.stdout is not None
-        assert any(line.startswith("Serving ") for line in process.stdout), "it ended before it served"
+        assert any(line.startswith("Serving ") for line in process.stdout), "the process ended before it served"
         yield
     finally:
         process.terminate()

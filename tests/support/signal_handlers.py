@@ -1,4 +1,4 @@
-"""Which signals another process has handlers of."""
+"""The signal handlers of another process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def handles_signal(pid: int, number: signal.Signals) -> bool:
-    """Whether it has one of this signal; False once it is gone."""
+    """True if the process has a handler of this signal; False once it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -19,7 +19,7 @@ def open_connection(url: str, sent: bytes = b"", receive_bytes: int | None = Non
 
 
 async def read_until_closed(client: socket.socket) -> bytes:
-    """What is received until the server ends the connection."""
+    """Return the bytes received until the server ends the connection."""
     received = b""
     with suppress(ConnectionResetError):  # it was not read to its end
         while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 16):

@@ -1,4 +1,4 @@
-"""What a run prints, compared with a text that is kept: what differs from run to run is taken out of both."""
+"""Comparison of a run's output with a stored text, without the parts that differ from run to run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 UPDATE = "UPDATE_SNAPSHOTS"
-"""A variable: set, the kept texts are written anew instead of compared."""
+"""Environment variable. If it is set, the stored texts are rewritten instead of compared."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?\b%?")
 _VARYING: tuple[tuple[str, str], ...] = (
-    (r"^.* so far: .*\n", ""),  # said of what takes long, on a machine that is slow
+    (r"^.* so far: .*\n", ""),  # progress of long phases, which appears only on slow machines
     (r"\\x1b\[[\d;]*m", ""),
     (r"in steps: .*", "in steps: SHARES"),
     (r"eta .*", "eta DURATION"),
@@ -27,7 +27,7 @@ _VARYING: tuple[tuple[str, str], ...] = (
 
 
 def normalize_output(text: str, folder: Path) -> str:
-    """`text` with # for numbers, FOLDER for the run's, one line for several that are then the same."""
+    """Return `text` with # for numbers and FOLDER for the run's folder. Lines that are then equal become one."""
     text = text.replace(str(folder), "FOLDER").replace(str(Path(__file__).parents[2]), "REPOSITORY")
     for pattern, instead in _VARYING:
         text = re.sub(pattern, instead, text, flags=re.MULTILINE)
@@ -38,7 +38,7 @@ def normalize_output(text: str, folder: Path) -> str:
 
 
 def assert_matches_snapshot(text: str, folder: Path, kept: Path) -> None:
-    """Compare with the file `kept`; UPDATE_SNAPSHOTS=1 writes it."""
+    """Compare a run's output with the file `kept`, which UPDATE_SNAPSHOTS=1 rewrites."""
     said = normalize_output(text, folder)
     if os.environ.get(UPDATE):
         kept.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Folders as runs leave them, without a run."""
+"""Synthetic run folders with the files of a real run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADVERSARIAL_TEXT = (
     "<a href=javascript:alert(1)>",
     "𝕏👩‍👩‍👧 中文",
 )
-"""What a model may write."""
+"""Texts that a model may write."""
 
 
 def synthetic_metrics(step: int, **more: float) -> dict[str, float]:
@@ -38,7 +38,7 @@ def synthetic_metrics(step: int, **more: float) -> dict[str, float]:
 
 
 def write_metrics(folder: Path, rows: Sequence[Mapping[str, float]], total: int, after: int = 0) -> None:
-    """Rows of the steps after `after`, as the trackers of a run write them: metrics.jsonl and diagnosis.json."""
+    """Write rows of the steps after `after` like the trackers of a run: metrics.jsonl and diagnosis.json."""
     folder.mkdir(parents=True, exist_ok=True)
     with Trackers({"jsonl": JsonlTracker(folder), "diagnosis": Diagnosis(folder, RULES)}) as trackers:
         trackers.begin(after, total)
@@ -56,7 +56,7 @@ def write_synthetic_run(
     rollouts: int = 16,
     **made_up: Any,
 ) -> Path:
-    """A run of so many steps, of `rollouts` rollouts each; `made_up`: more for made_up_run."""
+    """Create a run of that many steps with `rollouts` rollouts each. `made_up` are arguments of made_up_run."""
     with RunFolder(folder, {"project_name": "a project", "run_name": name}, allow_resume=True):
         metrics = [synthetic_metrics(step) for step in range(1, steps + 1)]
         write_metrics(folder, metrics, steps if total is None else total)

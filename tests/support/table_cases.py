@@ -1,4 +1,4 @@
-"""One test over the rows of a table or the files of a folder, which names every one that fails."""
+"""One test over the rows of a table or the files of a folder that names every failing case."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """How many elements the largest tensor has that is made inside."""
+    """A mode that records the number of elements of the largest tensor created inside."""
 
     max_elements = 0
 

@@ -1,4 +1,4 @@
-"""A TrainBatch as a collector's tensordicts would hold it, in every padding; and policies that score it."""
+"""A TrainBatch in the form of a collector's tensordicts, with every padding, and policies that score it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUTS = ("ragged", "left prompt, right response", "all left", "right, in a sta
 
 
 def as_tensordict(batch: TrainBatch, layout: str, garbage: float = torch.nan) -> TensorDictBase:
-    """tokens, masks, log_probs (the old ones), next.ref_log_probs and advantage of a batch; `garbage` in padding."""
+    """Return tokens, masks, old log_probs, next.ref_log_probs and advantage of a batch, with `garbage` in padding."""
     rows = [_row(batch, index) for index in range(len(batch))]
     if layout == "ragged":
         return lazy_stack(rows)
@@ -52,7 +52,7 @@ def _row(batch: TrainBatch, index: int) -> TensorDictBase:
 
 
 def _padded(row: TensorDictBase, left: int, right: int, garbage: float) -> TensorDictBase:
-    """Padding has token 0, which sequences have as well: a mask alone tells them apart."""
+    """Padding has token 0, which sequences also contain. Only a mask tells them apart."""
 
     def wider(value: Tensor) -> Tensor:
         if value.ndim == 2:
@@ -68,7 +68,7 @@ def _padded(row: TensorDictBase, left: int, right: int, garbage: float) -> Tenso
 
 
 class TablePolicy(nn.Module):
-    """The log-prob of a token is what a table says of its id; called, as a wrapper in log-prob mode is."""
+    """A policy that looks up the log-prob of a token by its ID, and is called like a wrapper in log-prob mode."""
 
     def __init__(self, table: Tensor):
         super().__init__()
@@ -82,7 +82,10 @@ class TablePolicy(nn.Module):
 
 
 class BigramPolicy(nn.Module):
-    """Logits of a token from the one before it; has a distribution, over left-padded ragged rows or rectangles."""
+    """A policy that predicts the logits of a token from the previous token.
+
+    `get_dist` takes ragged rows or rectangles, and returns a distribution over left-padded rows.
+    """
 
     def __init__(self, vocab_size: int, seed: int = 0):
         super().__init__()

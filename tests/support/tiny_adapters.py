@@ -1,4 +1,4 @@
-"""LoRA adapters for tiny models, in the folder format of peft, made on the spot."""
+"""LoRA adapters for tiny models, in the folder format of peft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_tiny_adapter(
     seed: int = 0,
     **options: Any,
 ) -> str:
-    """Random A and B for the linear layers called `targets`, wide enough to change tokens; returns the folder."""
+    """Save random A and B for the linear layers `targets`, large enough to change tokens. Return the folder."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in model.named_modules():
@@ -43,7 +43,7 @@ def save_tiny_adapter(
 
 @torch.no_grad()
 def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """A copy of the model whose weights are W + alpha / r · B A."""
+    """Return a copy of the model with weights W + alpha / r · B A."""
     config = json.loads((Path(folder) / "adapter_config.json").read_text())
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
     adapted = copy.deepcopy(model)
@@ -57,7 +57,7 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, seed: int = 0) -> None:
-    """Random A and B in a model that has adapters, alike in all that have the same ones: B's zeros would hide A."""
+    """Set random A and B in a model with adapters, equal in all processes. The initial zeros of B would hide A."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:

@@ -1,4 +1,4 @@
-"""Trajectories and completions of plain lists."""
+"""Trajectories and completions built from plain lists."""
 
 from __future__ import annotations
 

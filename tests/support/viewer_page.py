@@ -1,4 +1,4 @@
-"""Whether tests can have the page of `report` and `watch`."""
+"""The availability of the page of `report` and `watch` in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VIEWER_UNAVAILABLE = "the page is not built, and cannot be built here: scripts/v
 
 
 def viewer_unavailable_reason() -> bool:
-    """Whether it is neither built nor can be. Where it can and that fails, tests fail, too."""
+    """True if the page is neither built nor can be built. If it can and the build fails, tests fail too."""
     built = SCRIPT.is_file() and STYLE.is_file()
     return not built and subprocess.run([VIEWER, "--check"], capture_output=True, timeout=60).returncode != 0
 

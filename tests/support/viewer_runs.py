@@ -1,4 +1,4 @@
-"""Folders of runs that nobody made, for what shows them: `report`, `watch` and their page."""
+"""Synthetic run folders for `report`, `watch` and their page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic
 CALL = {"function": {"name": "calculator", "arguments": '{"expression": "17 * 3"}'}}
 SAMPLES = 8
 ROLLOUTS = 64
-"""Of a step."""
+"""Number of rollouts per step."""
 
 
 def write_run(run: Path, name: str, *, steps: int, kept: Sequence[int] = (), lr: float = 1e-6, seed: int = 0) -> Path:
-    """A run of so many steps, with rollouts of the steps `kept`."""
+    """Create a run of that many steps, with rollouts of the steps `kept`."""
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metric_lines(steps, seed)))
     trainer = {"run_name": name, "project_name": "made up", "policy": {"optimizer_config": {"lr": lr}}}
@@ -34,7 +34,7 @@ def write_run(run: Path, name: str, *, steps: int, kept: Sequence[int] = (), lr:
 
 
 def write_step(run: Path, step: int) -> None:
-    """Rollouts of a step, of which every tenth asks a tool, as its turn says; in odd steps its message does, too."""
+    """Write the rollouts of a step. Every tenth calls a tool in its turn, and in odd steps in its message too."""
     table = synthetic_rollouts(ROLLOUTS, step, samples_per_prompt=SAMPLES, mean_tokens=40)
     if step % 2:
         table = with_messages(table, [_asking(json.loads(one)) for one in table["messages"].to_pylist()])
@@ -42,7 +42,7 @@ def write_step(run: Path, step: int) -> None:
 
 
 def with_messages(table: pa.Table, conversations: Sequence[list[dict[str, Any]]]) -> pa.Table:
-    """Rollouts with other conversations."""
+    """Return a table of rollouts with other conversations."""
     column = pa.array([json.dumps(messages) for messages in conversations], pa.string())
     return table.set_column(table.schema.get_field_index("messages"), "messages", column)
 
@@ -54,7 +54,7 @@ def _asking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def metric_lines(steps: int, seed: int) -> list[dict[str, Any]]:
-    """An evaluation before the first step, and one every tenth; responses are cut in the last ten steps."""
+    """Return lines with an evaluation every ten steps from step 0. The last ten steps have truncated responses."""
     noise = np.random.default_rng(seed).normal(size=(steps + 1, 3)).round(4).tolist()
     lines = []
     for step, (first, second, third) in enumerate(noise):

@@ -1,4 +1,4 @@
-"""A web server on a free port of 127.0.0.1 for the length of a test: it plays pages, retrievers and judges."""
+"""A web server on a free port of 127.0.0.1 for the duration of a test, in place of pages, retrievers and judges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """What a server was asked."""
+    """A request to the server."""
 
     method: str
     path: str
@@ -22,7 +22,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """What it answers; `body` as it goes over the wire."""
+    """A response of the server; `body` is sent unchanged."""
 
     body: bytes = b""
     status: int = 200
@@ -31,7 +31,7 @@ class Response:
 
 @dataclass
 class WebServer:
-    """A running server: where it is, and the requests that reached it."""
+    """A running server with its address and the requests that it received."""
 
     port: int
     requests: list[Request] = field(default_factory=list)
@@ -48,7 +48,7 @@ class WebServer:
 
 @contextmanager
 def web_server(answer: Callable[[Request], Response]) -> Iterator[WebServer]:
-    """Serve what `answer` says, a thread for every connection."""
+    """Serve the responses of `answer`, with a thread per connection."""
     server = WebServer(0)
 
     class Handler(BaseHTTPRequestHandler):

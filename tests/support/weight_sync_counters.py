@@ -1,4 +1,4 @@
-"""What a rank's end of a weight sync announces, sends and gathers."""
+"""Counters of the announcements, bytes sent and bytes gathered by a rank in a weight sync."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.weight_sync.sender import WeightSender
 
 
 class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that this rank gets by gathering."""
+    """A counter of the bytes that this rank receives by gathering."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,12 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
 def count_synced_bytes(
     parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]], wire_dtype: str
 ) -> dict[str, Any]:
-    """A sync on all ranks: whether it announces and sends what the ranks have, and bytes gathered of those sent."""
+    """Run a sync on all ranks and compare it with the ranks' weights.
+
+    Returns:
+        `announced` and `sent`: True if the manifest and the sent buckets have the fingerprints of the weights.
+        `gathered`: gathered bytes divided by the bytes of all tensors in the wire dtype.
+    """
     sender = WeightSender(
         parameters,
         wire_dtype=wire_dtype,
@@ -74,11 +79,13 @@ def _ends_with_nan(tensor: Tensor) -> Tensor:
 
 
 def with_nan(parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]]) -> tuple[str, ...]:
-    """What a manifest says of parameters whose last rank has NaN at the end of its part of the first."""
+    """Return the non-finite names in a manifest if the first parameter ends with NaN on its last rank."""
 
     def spoilt() -> Iterator[tuple[str, ShardedTensor]]:
         for index, (name, part) in enumerate(parameters()):
-            whole = part.local.numel() == torch.Size(part.shape).numel()  # all ranks have it, the first one counts
+            whole = (
+                part.local.numel() == torch.Size(part.shape).numel()
+            )  # every rank has the whole tensor, and the first rank's counts
             if index == 0 and dist.get_rank() == (0 if whole else dist.get_world_size() - 1):
                 part = part.map(_ends_with_nan)
             yield name, part

@@ -21,7 +21,7 @@ from tests.support.tiny_adapters import TARGETS
 
 
 class LocalTrainer(WeightSenderMixin):
-    """One trainer rank with a model: what `WeightSync` calls `TrainerRanks`."""
+    """One trainer rank with a model, the `TrainerRanks` of `WeightSync`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class LocalTrainer(WeightSenderMixin):
         yield from self.model.named_parameters()
 
     def full_weights(self) -> PreTrainedModel:
-        """What engines must serve after a sync."""
+        """Return the weights that engines must serve after a sync."""
         return self.model
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -59,7 +59,7 @@ class LocalTrainer(WeightSenderMixin):
 
 
 class AdaptedTrainer(LocalTrainer):
-    """One trainer rank with a model and its adapter, which engines can get separately: publish with `adapter_only`."""
+    """One trainer rank with a model and its adapter. With `adapter_only`, engines get the adapter separately."""
 
     def __init__(self, model: PreTrainedModel, *, rank: int = 4, scaling: float = 2.0, wire_dtype: str = "float32"):
         self.linears = {
@@ -72,7 +72,7 @@ class AdaptedTrainer(LocalTrainer):
         self.draw(0)
 
     def draw(self, seed: int) -> None:
-        """Another A and B, large enough to change what is sampled."""
+        """Set another A and B, large enough to change samples."""
         generator = torch.Generator().manual_seed(seed)
         for layer, linear in self.linears.items():
             shapes = ((self.spec.rank, linear.in_features), (linear.out_features, self.spec.rank))
@@ -86,7 +86,7 @@ class AdaptedTrainer(LocalTrainer):
 
     @torch.no_grad()
     def full_weights(self) -> PreTrainedModel:
-        """A copy with W + scaling · B A."""
+        """Return a copy with W + scaling · B A."""
         merged = copy.deepcopy(self.model)
         for layer in self.linears:
             down, up = (self.tensors[name] for name in adapter_names(layer))
@@ -95,7 +95,7 @@ class AdaptedTrainer(LocalTrainer):
 
 
 class FakeEngine:
-    """A model that takes weights and scores tokens, and nothing else of an engine."""
+    """A model that takes weights and scores tokens, without other parts of an engine."""
 
     def __init__(self, model: PreTrainedModel, name: str):
         self.model = model
@@ -124,7 +124,7 @@ class FakeEngine:
 
 @torch.no_grad()
 def score(model: PreTrainedModel, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-    """Log-probs (nats) of every token after its first, one plain forward a sequence."""
+    """Return log-probs (nats) of every token after its first, with one plain forward pass per sequence."""
     answers = []
     for ids in token_ids:
         tokens = torch.tensor([ids])

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def build_wheel(folder: Path) -> Path:
-    """The file, in `folder`."""
+    """Build the wheel in `folder` and return its path."""
     done = build("wheel", copied_source(folder / "source"), folder)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("skyrl_train-*.whl")
@@ -25,7 +25,10 @@ def build_wheel(folder: Path) -> Path:
 
 
 def copied_source(source: Path, with_page: bool = True) -> Path:
-    """What packages are made of, in a new folder. Without viewer/: the page is what was built of it, or missing."""
+    """Copy the sources of packages to a new folder, without viewer/. Skip the test if its page cannot be built.
+
+    `with_page=False` leaves out the built page.
+    """
     if viewer_unavailable_reason():
         pytest.skip(VIEWER_UNAVAILABLE)
     render_page()  # builds it

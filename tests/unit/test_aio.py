@@ -19,7 +19,7 @@ def test_gather_all_keeps_order():
     assert asyncio.run(gather_all(after(seconds) for seconds in (0.02, 0.0, 0.01))) == [0.02, 0.0, 0.01]
 
 
-@pytest.mark.defect("cancellations-that-were-dropped")
+@pytest.mark.defect("wait-for-drops-cancellation")
 @pytest.mark.parametrize("turns", [0, 1, 2])
 def test_cancellation_is_raised_when_result_arrives(turns: int):
     """A cancellation `turns` iterations of the loop after the result, which the waiting task has not seen yet."""
@@ -48,7 +48,7 @@ def test_work_within_seconds_has_result_or_timeout():
         asyncio.run(with_timeout(0.01, asyncio.sleep(30)))
 
 
-@pytest.mark.defect("tracebacks-of-what-nobody-awaits")
+@pytest.mark.defect("unawaited-error-tracebacks")
 def test_first_error_is_raised_after_cleanup():
     ended: list[str] = []
     reported: list[dict[str, Any]] = []

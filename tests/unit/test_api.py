@@ -136,7 +136,7 @@ def test_interrupted_cell_ends_task_first(kind: type[BaseException]):
     assert time.monotonic() - began < 20
 
 
-@pytest.mark.defect("a-program-is-told-less")
+@pytest.mark.defect("api-error-lacks-advice")
 def test_train_raises_root_cause(monkeypatch: pytest.MonkeyPatch):
     class Cluster:
         left = 0

@@ -31,7 +31,7 @@ def test_mean_is_independent_of_split_over_processes(values: list[tuple[int, int
     assert expected["x"] == max(v for v, _ in values)
 
 
-@pytest.mark.defect("nan-lost-in-a-maximum")
+@pytest.mark.defect("maximum-drops-nan")
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [2.0, math.nan, 1.0], [math.nan, math.inf]])
 def test_nan_stays_the_maximum(values: list[float]):
     metrics, merged = Metrics(), Metrics()

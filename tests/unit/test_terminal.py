@@ -15,7 +15,7 @@ def test_escaped_text_has_no_control_characters(text: str):
     assert not [c for c in escape_control_chars(text) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
 
 
-@pytest.mark.defect("errors-repeated-terminal-codes")
+@pytest.mark.defect("errors-emit-terminal-codes")
 def test_stderr_lines_are_escaped(capsys: pytest.CaptureFixture[str]):
     print_stderr("2 problems:\n  the environment says \x1b[2J\x07 no\r")
     assert capsys.readouterr().err == "2 problems:\n  the environment says \\x1b[2J\\x07 no\\r\n"

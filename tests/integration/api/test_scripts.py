@@ -98,7 +98,7 @@ def test_snippets_of_api_page_run(outside: Path, installed: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.defect("signals-in-a-program")
+@pytest.mark.defect("signal-in-api-program")
 def test_program_registers_parts_and_drives_run(outside: Path):
     script = outside / "embedder.py"
     script.write_text((HERE / "scripts" / "embedder.py").read_text())

@@ -135,7 +135,7 @@ async def connected_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGr
 
 
 @pytest.mark.fault("F33")
-@pytest.mark.defect("C4-the-first-rank-is-blamed")
+@pytest.mark.defect("C4-rank-0-blamed-for-hang")
 @pytest.mark.parametrize("stopped", [True, False])
 def test_stall_report_names_the_late_rank(cluster: Cluster, tmp_path: Path, stopped: bool):
     async def run() -> tuple[DeadlineExceeded, int]:
@@ -195,7 +195,7 @@ def test_calls_results_and_errors_cross_unchanged(cluster: Cluster):
     asyncio.run(run())
 
 
-@pytest.mark.defect("stores-listened-on-all-interfaces")
+@pytest.mark.defect("stores-listen-on-all-interfaces")
 def test_single_node_actors_listen_on_loopback(cluster: Cluster):
     subject = start(cluster)
     assert asyncio.run(subject.addresses()) == ("127.0.0.1", ray.util.get_node_ip_address())
@@ -239,7 +239,7 @@ def test_async_actor_overlaps_calls(cluster: Cluster):
     assert asyncio.run(run()) < 7.0
 
 
-@pytest.mark.defect("a-thousand-calls-kill-an-engine")
+@pytest.mark.defect("many-calls-block-health-checks")
 def test_pending_calls_do_not_delay_health_checks(cluster: Cluster):
     subject = start(cluster, is_async=True)
 
@@ -316,7 +316,7 @@ def place_on(
     )
 
 
-@pytest.mark.defect("threads-for-engines-that-are-elsewhere")
+@pytest.mark.defect("learner-yields-threads-to-remote-engines")
 def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     generator = GeneratorConfig(num_inference_engines=2)
     colocated = PlacementConfig(policy_num_gpus_per_node=2)
@@ -363,7 +363,7 @@ def test_reward_model_shares_policy_slots_if_colocated(cluster: Cluster):
     assert layout.reward and layout.reward.count == 3
 
 
-@pytest.mark.defect("ray-s-folders-stayed")
+@pytest.mark.defect("ray-folders-stay")
 def test_closing_cluster_ends_processes_and_frees_slots():
     # In another process, because a driver has one cluster. The conftest checks for leftover processes.
     code = (
@@ -386,7 +386,7 @@ def test_closing_cluster_ends_processes_and_frees_slots():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
 
 
-@pytest.mark.defect("ray-removes-the-handler-of-sigterm")
+@pytest.mark.defect("ray-removes-sigterm-handler")
 def test_sigterm_handler_survives_connecting_and_disconnecting():
     code = (
         "import os, signal\n"
@@ -401,8 +401,8 @@ def test_sigterm_handler_survives_connecting_and_disconnecting():
     assert "SIGTERM" not in done.stderr, "Ray printed a stack trace"
 
 
-@pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
-@pytest.mark.defect("a-stopped-raylet-is-too-few-cpus")
+@pytest.mark.defect("stopped-raylet-blocks-shutdown")
+@pytest.mark.defect("stopped-raylet-reported-as-few-cpus")
 def test_stopped_raylet_does_not_block_exit():
     code = (
         "import psutil\n"

@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.defect("one-core-beside-an-accelerator")
+@pytest.mark.defect("one-cpu-core-per-accelerator")
 @pytest.mark.slow
 def test_actor_sees_gpus_and_cores_of_its_slots(cluster: Cluster):
     slots = reserve_pool(cluster, count=4, actors_per_slot=2, device="cuda", total_slots=4, deadline_s=30, key="test")

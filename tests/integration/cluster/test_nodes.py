@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 from tests.support.ray_nodes import ray_nodes
 
 
-@pytest.mark.defect("a-growing-cluster-was-refused-at-once")
+@pytest.mark.defect("autoscaling-cluster-rejected")
 def test_placement_and_loss_of_nodes(tmp_path: Path):
     folders = [tmp_path / name for name in ("a", "b", "c", "driver")]
     for folder in folders:

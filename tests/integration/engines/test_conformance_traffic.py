@@ -95,7 +95,7 @@ def test_deadline_passes_while_paused(bench: EngineHarness, reference: Reference
     assert (completion.stop_reason, completion.token_ids.tolist()) == ("abort", [])
 
 
-@pytest.mark.defect("long-answers-cut-for-having-waited")
+@pytest.mark.defect("queued-requests-time-out")
 def test_queueing_time_does_not_count_against_deadline(bench: EngineHarness, reference: Reference):
     async def run() -> tuple[Completion, list[Completion]]:
         await bench.engine.pause(bench.pause_mode)

@@ -73,7 +73,7 @@ def test_seed_and_logits_determine_tokens_in_any_batch():
 
 
 @pytest.mark.slow
-@pytest.mark.defect("a-generator-for-every-request")
+@pytest.mark.defect("generator-per-seeded-request")
 def test_vllm_step_operations_are_independent_of_requests(script_outputs: Any):
     counts = output_of(script_outputs, "vllm")
     few, many = counts["vLLM's own"]

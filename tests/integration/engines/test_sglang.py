@@ -300,7 +300,7 @@ def test_abort_while_paused_returns_tokens_immediately(running: RunningEngine, m
 
 
 @pytest.mark.slow
-@pytest.mark.defect("ids-kept-by-the-rest-of-a-failed-call")
+@pytest.mark.defect("failed-call-keeps-request-ids")
 def test_failed_request_aborts_rest_of_its_call(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     broken, *others = (request(seed=seed, max_tokens=400) for seed in range(3))
     sample = RequestManager._sample

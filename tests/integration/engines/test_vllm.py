@@ -230,7 +230,7 @@ def test_weights_wake_before_cache(on_device: RunningEngine, reference: Referenc
         assert_logprobs(reference, request, bench.generate(request)[0])
 
 
-@pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
+@pytest.mark.defect("probe-allocates-cache-beside-learner")
 def test_score_restores_cache_of_sleeping_engine_temporarily(on_device: RunningEngine, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(1))

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check` on a CPU: every part runs, results survive an interruption, and what fails is told."""
+"""`scripts/gpu_check` on a CPU: every part runs, results survive an interruption, and failures are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gpu_check.report import Report, Row, read
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_check"
 CHEAP = ["attention", "groups", "ipc", "sync", "update", "training"]
-"""The others start engines or import everything."""
+"""The other parts start engines or import everything."""
 
 
 def check(file: Path, *arguments: str, expect: int = 0) -> str:
@@ -53,7 +53,7 @@ def test_cheap_parts_pass_and_are_not_run_again(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.on_demand
 @pytest.mark.parametrize("part", [part.name for part in PARTS if part.name not in CHEAP])
-def test_a_part_with_engines_passes_or_says_what_is_missing(part: str, tmp_path: Path):
+def test_engine_part_passes_or_names_requirement(part: str, tmp_path: Path):
     file = tmp_path / "gpu_check.json"
     said = check(file, "--part", *numbers([part]))
     assert states(file)[f"cpu/{part}"] in ("passed", "missing"), said
@@ -75,7 +75,7 @@ def test_how_a_part_ended(status: int | None, ok: bool, state: str, why: str, tm
     assert judged(status, [Row("a", "1"), Row("b", "2", "1", ok)], log, 5.0) == (state, why)
 
 
-def test_figures_are_held_to_their_bounds_and_one_that_is_no_number_is_not_within_any(tmp_path: Path):
+def test_bounds_reject_large_values_and_nan(tmp_path: Path):
     report = Report(tmp_path / "rows")
     report.at_most("a", 1.0, 1.0)
     report.at_most("b", float("nan"), 1.0)

@@ -106,8 +106,8 @@ def test_adapter_gradient_equals_merged_padded_one(name: str, column: str):
     assert_same_tensors(ragged_gradients(LogprobModel(model), batch), expected)
 
 
-@pytest.mark.defect("exports-without-the-bias-of-routers")
-@pytest.mark.defect("gpt-oss-could-not-be-loaded")
+@pytest.mark.defect("export-lacks-router-bias")
+@pytest.mark.defect("gpt-oss-fails-to-load")
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss"])
 def test_exported_checkpoint_keeps_logprobs(name: str, tmp_path: Path):
     """These models have attention that transformers does not fuse, and tensors that are not parameters."""

@@ -1,4 +1,4 @@
-"""The image of the Dockerfile, by the commands of docs/getting_started.md, where Docker is."""
+"""The Docker image works with the commands of docs/getting_started.md, if Docker is available."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def docker(*words: str, folder: Path, timeout: float) -> str:
 
 
 def as_here(words: tuple[str, ...], folder: Path) -> list[str]:
-    """A command's arguments with a tag of the tests' own, and a folder of theirs as $PWD."""
+    """Return a command's arguments with a tag for tests, and a test folder as $PWD."""
     return [TAG if word == "skyrl-train" else word.replace("$PWD", str(folder)) for word in words[1:]]
 
 
@@ -32,7 +32,7 @@ def as_here(words: tuple[str, ...], folder: Path) -> list[str]:
 @pytest.mark.timeout(3600)
 def test_it_is_built_and_looks_at_its_machine(tmp_path: Path):
     if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
-        pytest.skip("needs Docker and its daemon")
+        pytest.skip("Docker or its daemon is not available")
     (build,) = find_commands(r"docker build -t skyrl-train \.$")
     (run,) = find_commands("docker run .* skyrl-train doctor$")
     tmp_path.chmod(0o777)  # the user of the image is not that of the tests

@@ -1,4 +1,4 @@
-"""examples/quickstart.ipynb runs in a kernel, at toy size; whole it is what test_quickstart.py runs."""
+"""examples/quickstart.ipynb runs in a kernel at toy size. test_quickstart.py runs the same code at full size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTEBOOK = Path(__file__).parents[3] / "examples" / "quickstart.ipynb"
 
 
 def executed(folder: Path, **parameters: object) -> Any:
-    """The notebook after it has run with other parameters, which are the assignments of its first cell of code."""
+    """Return the notebook after a run with other parameters, which are the assignments of its first code cell."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
@@ -25,14 +25,14 @@ def executed(folder: Path, **parameters: object) -> Any:
     return notebook
 
 
-def test_it_is_committed_without_what_a_run_puts_into_it():
+def test_notebook_is_committed_without_outputs():
     notebook = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["outputs"] for cell in cells] == [[]] * len(cells)
     assert {cell["execution_count"] for cell in cells} == {None}
 
 
-def test_the_configuration_in_it_is_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_notebook_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(NOTEBOOK.parent)
     (cell,) = (cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "sk.load_config(" in cell.source)
     names: dict[str, Any] = {"RUN": tmp_path, "STEPS": 1, "model": tmp_path / "model"}
@@ -43,8 +43,11 @@ def test_the_configuration_in_it_is_a_good_one(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("warm_up_steps", [0, 4])
-def test_it_runs_to_its_last_cell(warm_up_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The warm-up is a process of its own with a Ray of its own, 20 s; test_quickstart.py has it for every change."""
+def test_notebook_runs_to_last_cell(warm_up_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The warm-up is a separate process with its own Ray and takes 20 s.
+
+    test_quickstart.py covers it for every change.
+    """
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     notebook = executed(tmp_path / "run", WARM_UP_STEPS=warm_up_steps, STEPS=1)
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]

@@ -1,4 +1,4 @@
-"""The command that the README begins with, as it is."""
+"""The first command of the README works unchanged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.doc_pages import REPOSITORY, find_commands
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "quickstart.py"
 LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-"""That share the cores."""
+"""Number of pytest workers that share the cores."""
 ACCURACY = "eval/arithmetic/avg_score"
-MOST_LINES = 120
+MAX_LINES = 120
 LIBRARY = re.compile(r"site-packages|\bpid=|\d(it/s|s/it)\b|\w+Warning\b|\[(rank|INFO|WARNING)|^\d{4}-\d\d-\d\d ")
-"""In lines of libraries: files, processes, bars of progress, warnings, times."""
+"""Typical words in output of libraries: files, processes, progress bars, warnings, times."""
 LAST_LINE = re.compile(r"quickstart: eval accuracy ([\d.]+) -> ([\d.]+) in (\d+) s, run at (.+)")
 
 
@@ -35,21 +35,21 @@ class Outcome(NamedTuple):
     run: Path
 
 
-def finished(command: list[str]) -> str:
-    """What a command that ends well prints: no more than people read, and nothing that is a library's."""
+def output_of(command: list[str]) -> str:
+    """Return the output of a successful command. Fail if it is long or contains output of libraries."""
     # Alone it gets the threads that a person's machine gives it, not the tests' single one.
     environment = {key: value for key, value in os.environ.items() if LANES > 1 or key != "OMP_NUM_THREADS"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     said = (done.stdout + done.stderr).splitlines()
-    assert len(said) <= MOST_LINES, done.stdout + done.stderr
+    assert len(said) <= MAX_LINES, done.stdout + done.stderr
     theirs = [line for line in said if LIBRARY.search(line)]
     assert not theirs, theirs
     return done.stdout
 
 
 def quickstart(folder: Path, *arguments: str) -> Outcome:
-    stdout = finished([sys.executable, str(SCRIPT), "--output", str(folder / "run"), *arguments])
+    stdout = output_of([sys.executable, str(SCRIPT), "--output", str(folder / "run"), *arguments])
     found = LAST_LINE.fullmatch(stdout.splitlines()[-1])
     assert found, stdout[-500:]
     return Outcome(float(found[1]), float(found[2]), int(found[3]), Path(found[4]))
@@ -57,13 +57,16 @@ def quickstart(folder: Path, *arguments: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The quickstart as it is."""
+    """Run the quickstart unchanged and return its outcome."""
     return quickstart(tmp_path_factory.mktemp("quickstart"))
 
 
 @pytest.fixture
 def train_again(first: Outcome, tmp_path: Path) -> Callable[..., list[float]]:
-    """GRPO from the first quickstart's warm-up with other settings: accuracies on 1,000 problems, in their order."""
+    """Return a function that runs GRPO with other settings from the first quickstart's warm-up.
+
+    The function returns the accuracies on 1,000 problems, in the order of evaluation.
+    """
     problems = tmp_path / "validation.jsonl"
     problems.write_text("".join(json.dumps(row) + "\n" for row in generate(1_000, 4, 4, 2, "validation")))
     (warm,) = (first.run / "sft" / "export").glob("global_step_*/policy")
@@ -79,7 +82,7 @@ def train_again(first: Outcome, tmp_path: Path) -> Callable[..., list[float]]:
             f"trainer.export_path={run / 'export'}",
             "trainer.eval_interval=40",
         ]
-        finished([*entrypoint, "--config-dir", str(SCRIPT.parent), *given, *overrides])
+        output_of([*entrypoint, "--config-dir", str(SCRIPT.parent), *given, *overrides])
         lines = read_jsonl(run / METRICS_FILE)
         return [line[ACCURACY] for line in lines if ACCURACY in line]
 
@@ -94,17 +97,17 @@ def assert_files(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_script_runs_from_nothing_to_a_curve(tmp_path: Path):
-    """In a few steps, too few to learn anything: the whole is on demand, and runs that learn are in tests of runs."""
+    """Run a few steps, too few to improve. The full run is on demand, and other tests cover runs that improve."""
     outcome = quickstart(tmp_path, "--warm-up-steps", "10", "trainer.max_steps=2", "trainer.eval_interval=2")
     assert 0 <= outcome.before < 0.65 and 0 <= outcome.after < 0.65
     assert_files(outcome.run)
-    folder, steps, model = what_is_copied()
+    folder, steps, model = documented_copy()
     path = Path(model.removeprefix(f"{folder}/").replace(f"_{steps}/", "_10/"))
     assert (outcome.run / path / "config.json").is_file(), "docs/your_environment.md copies this model"
 
 
-def what_is_copied() -> tuple[str, str, str]:
-    """Of docs/your_environment.md: where its quickstart runs, its steps of warming up, and the model that is copied."""
+def documented_copy() -> tuple[str, str, str]:
+    """Return the quickstart's folder, its warm-up steps and the copied model in docs/your_environment.md."""
     page = "docs/your_environment.md"
     (first,) = (one for one in find_commands("scripts/quickstart ") if one.page == page)
     (copy,) = find_commands("cp -r ")
@@ -119,9 +122,9 @@ def what_is_copied() -> tuple[str, str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_in_a_bare_clone_it_makes_its_environment_first(tmp_path: Path):
-    """`scripts/quickstart` as docs/your_environment.md starts it, with fewer steps, where nothing is installed."""
+    """Run `scripts/quickstart` as docs/your_environment.md does, with fewer steps, where nothing is installed."""
     (found,) = (one for one in find_commands("scripts/quickstart ") if one.page == "docs/your_environment.md")
-    folder, steps, _ = what_is_copied()
+    folder, steps, _ = documented_copy()
     ours = {folder: str(tmp_path / "run"), steps: "2"}
     words = [ours.get(word, word) for word in found.words]
     words += ["trainer.max_steps=1", "trainer.eval_interval=1"]
@@ -136,8 +139,8 @@ def test_in_a_bare_clone_it_makes_its_environment_first(tmp_path: Path):
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_easier_problems_are_learnt_in_half_the_time(tmp_path: Path):
-    """As its page says."""
+def test_easier_problems_need_half_the_time(tmp_path: Path):
+    """Use the easier settings of the example's page."""
     easier = ["--operations", "3", "--warm-up-steps", "240"]
     outcome = quickstart(tmp_path, *easier, "trainer.max_steps=8", "trainer.eval_interval=8")
     assert outcome.before <= 0.5

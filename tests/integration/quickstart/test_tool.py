@@ -1,4 +1,4 @@
-"""The example in which a model learns to use a tool, as its page says to run it."""
+"""The example in which a model learns to use a tool works with the command on its page."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LAST_LINE = re.compile(r"tool: eval accuracy ([\d.]+) -> ([\d.]+), run at (.+)")
 
 
 def accuracies(folder: Path, *arguments: str) -> tuple[float, float, list[float]]:
-    """On held-out problems before and after, and calls of a tool per sample in every step."""
+    """Return accuracies on held-out problems before and after, and tool calls per sample for every step."""
     if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
+        pytest.skip("bubblewrap is not installed; scripts/sandbox_tools installs it")
     command = [sys.executable, str(SCRIPT), "--output", str(folder / "run"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
@@ -31,8 +31,8 @@ def accuracies(folder: Path, *arguments: str) -> tuple[float, float, list[float]
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_its_script_runs_from_nothing_to_its_last_line(tmp_path: Path):
-    """Too short to learn anything."""
+def test_script_runs_to_last_line(tmp_path: Path):
+    """The run is too short to improve."""
     shorter = ["--warm-up-steps", "10", "trainer.max_steps=2", "trainer.eval_interval=2"]
     _, _, calls = accuracies(tmp_path, *shorter)
     assert len(calls) == 2
@@ -41,8 +41,8 @@ def test_its_script_runs_from_nothing_to_its_last_line(tmp_path: Path):
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.timeout(960)
-def test_a_model_learns_to_call_python_and_to_read_its_answer_off(tmp_path: Path):
-    """With half of the steps; what it begins with is wrong more often, and it does not get as far."""
+def test_model_learns_to_call_python(tmp_path: Path):
+    """The run has half of the steps and starts from a weaker model, so it does not reach the same accuracy."""
     shorter = ["--warm-up-steps", "150", "trainer.max_steps=12", "trainer.eval_interval=12"]
     before, after, calls = accuracies(tmp_path, *shorter)
     assert after - before >= 0.3

@@ -1,4 +1,4 @@
-"""docs/your_environment.md, followed; its model is a tiny one here, as the quickstart has a test of its own."""
+"""The steps of docs/your_environment.md work. The model is a tiny one, because the quickstart has its own test."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ENVIRONMENT, ROWS = snippets(PAGE)
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """The folder of the task after its third step."""
+    """Return the folder of the task after its third step."""
     (tmp_path / "my_envs.py").write_text(ENVIRONMENT)
     (tmp_path / "make_rows.py").write_text(ROWS)
-    said("python make_rows.py", tmp_path)
+    output_of("python make_rows.py", tmp_path)
     return tmp_path
 
 
-def said(command: str, folder: Path) -> str:
-    """What a command of the page prints in the task's folder, in the environment of the tests."""
+def output_of(command: str, folder: Path) -> str:
+    """Return the output of a command of the page, run in the task's folder and the environment of the tests."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env |= {"PATH": programs, "PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
@@ -41,7 +41,7 @@ def said(command: str, folder: Path) -> str:
 
 def test_its_environment_is_tried_on_its_rows(task: Path):
     (tried,) = (text for page, text in fenced_blocks("bash") if page == PAGE and "env try" in text)
-    assert re.findall(r"turn 1: reward ([\d.]+), done", said(tried, task)) == ["0", "1"]
+    assert re.findall(r"turn 1: reward ([\d.]+), done", output_of(tried, task)) == ["0", "1"]
 
 
 @pytest.mark.on_demand
@@ -50,6 +50,6 @@ def test_it_trains(task: Path):
     save_tiny_model(task / "model")
     (train,) = (text.rstrip() for page, text in fenced_blocks("bash") if page == PAGE and "skyrl-train train" in text)
     small = ["trainer.max_steps=2", "trainer.eval_interval=2", "trainer.train_batch_size=4"]
-    said(" ".join([train, *small, "trainer.policy_mini_batch_size=4"]), task)
+    output_of(" ".join([train, *small, "trainer.policy_mini_batch_size=4"]), task)
     rows = read_jsonl(task / "run" / METRICS_FILE)
     assert rows[-1]["step"] == 2 and rows[-1]["rollouts/failed"] == 0 and "environment/shown" in rows[-1]

@@ -85,7 +85,7 @@ RAY = """#!/usr/bin/env bash
 """
 
 
-@pytest.mark.defect("out-of-time-is-not-requeued")
+@pytest.mark.defect("time-limit-not-requeued")
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
 def test_only_timed_out_slurm_job_is_requeued(slurm: dict[str, str], tmp_path: Path, sent: signal.Signals):
     """The script asks SLURM for the first signal; a person sends the other one."""

@@ -184,7 +184,7 @@ def test_run_resumes_after_lost_head(easy: Callable, tmp_path: Path):  # type: i
     assert set(metrics_of(tmp_path)) == set(range(6))
 
 
-@pytest.mark.defect("newcomers-on-other-nodes-are-told-loopback")
+@pytest.mark.defect("added-engines-use-loopback-address")
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_engine_joins_on_later_node(easy: Callable[[Path], list[str]], tmp_path: Path):
@@ -224,8 +224,8 @@ def server_of_client(nodes: RayNodes) -> psutil.Process:
     raise AssertionError("no client connected")
 
 
-@pytest.mark.defect("an-engine-s-death-ends-a-run-behind-a-ray-client")
-@pytest.mark.defect("a-client-s-server-died-as-it-was-forked")
+@pytest.mark.defect("ray-client-run-ends-with-engine")
+@pytest.mark.defect("ray-client-server-dies-in-fork")
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_ray_client_driver_restarts_dead_engine(small: Callable[[Path], list[str]], tmp_path: Path):

@@ -122,7 +122,7 @@ def started(folder: Path, arguments: Sequence[str]) -> Iterator[Program]:
 
 
 @pytest.mark.fault("F39")
-@pytest.mark.defect("signals-in-a-library")
+@pytest.mark.defect("signal-during-startup-hangs")
 @pytest.mark.parametrize("moment", STARTS)
 @pytest.mark.parametrize("number", SIGNALS)
 def test_group_signal_during_start_exits_immediately(

@@ -137,7 +137,7 @@ def test_ranks_load_the_bits_of_the_full_model(
     run_ranks(load_every_variant, [(rank, world, variants, folders, ports) for rank in range(world)], tmp_path)
 
 
-@pytest.mark.defect("every-rank-loads-the-whole-model")
+@pytest.mark.defect("every-rank-loads-full-model")
 def test_loading_uses_the_memory_of_one_model(tmp_path: Path) -> None:
     """Like published models, this mixture of experts is saved per expert in bfloat16 and trained in float32."""
     folder = tmp_path / "model"

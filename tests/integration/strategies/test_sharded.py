@@ -198,7 +198,7 @@ def test_missing_state_does_not_affect_other_parameters(results: RankResults) ->
     assert results.values["incomplete"]["moments"]
 
 
-@pytest.mark.defect("syncs-gather-twice")
+@pytest.mark.defect("sync-gathers-model-twice")
 def test_sync_gathers_once_and_sends_all(results: RankResults) -> None:
     """Shards may end within a word of the fingerprint. Ranks of stage 2 hold full models in float32."""
     for rank in results.values["syncs"]["ranks"]:

@@ -37,7 +37,7 @@ def join_and_list_sockets(rank: int, host: str, ports: tuple[int, int, int], out
     close_process_group()
 
 
-@pytest.mark.defect("stores-listened-on-all-interfaces")
+@pytest.mark.defect("stores-listen-on-all-interfaces")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_ranks_listen_only_on_the_given_host(nodes: int, tmp_path: Path):
     host = "127.0.0.1" if nodes == 1 else network_address()

@@ -15,7 +15,7 @@ from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.rank_processes import run_ranks
 
 
-@pytest.mark.defect("gathered-weights-beside-another-models-pass")
+@pytest.mark.defect("gathered-weights-stay-in-memory")
 def test_gathered_layers_are_freed_on_shared_accelerators(tmp_path: Path):
     run_ranks(compute_logprobs_twice, [(save_tiny_model(tmp_path),)], tmp_path)
 

@@ -1,4 +1,4 @@
-"""The GRPO loop that is written with the tensordict parts alone."""
+"""The GRPO loop of the example uses only the tensordict parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUR_MODULES = ("grpo", "warm_up", "model")
 
 @pytest.fixture
 def grpo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The example's module."""
+    """Return the example's module."""
     monkeypatch.syspath_prepend(FOLDER)
     path, before = list(sys.path), {name: sys.modules.pop(name, None) for name in OUR_MODULES}
     yield importlib.import_module("grpo")
@@ -37,7 +37,7 @@ def test_it_raises_accuracy_on_held_out_problems(grpo: Any, tmp_path: Path):
 
 
 @pytest.mark.defect("D41")
-def test_it_goes_on_where_it_stopped_with_the_optimizer_that_it_names(grpo: Any, tmp_path: Path):
+def test_example_resumes_with_named_optimizer(grpo: Any, tmp_path: Path):
     grpo.train(tmp_path, 1, warm_up_steps=3, prompts=2)
     first = torch.load(tmp_path / "checkpoint.pt")
     grpo.train(tmp_path, 2, warm_up_steps=3, prompts=2)

@@ -1,4 +1,4 @@
-"""A collector in an actor: whole batches, whole weights, a clean end."""
+"""A collector in an actor delivers complete batches, gets complete weights and ends cleanly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ray_runtime() -> Iterator[None]:
 
 
 def collector(model: str, **settings: Any) -> RayLLMCollector:
-    """One-turn conversations, two at a time."""
+    """Return a collector of one-turn conversations, two at a time."""
     given: dict[str, Any] = {"dialog_turns_per_batch": 2, "track_policy_version": True, "timeout": DEADLINE_S}
     given["env"] = partial(GSM8KEnv, dataset=ROWS, num_envs=2, system_prompt=None)
     return RayLLMCollector(
@@ -43,7 +43,7 @@ def collector(model: str, **settings: Any) -> RayLLMCollector:
 
 
 def gap(row: TensorDictBase, model: torch.nn.Module) -> float:
-    """Largest difference in nats of a sampled turn's log-probs from the model's."""
+    """Return the largest difference in nats between a sampled turn's log-probs and the model's."""
     wrapper = TransformersWrapper(model, tokenizer=byte_tokenizer(), input_mode="tokens", generate=False, inplace=False)
     theirs = wrapper(row.select("tokens", "masks"))["log_probs"].full[len(row["tokens"].prompt) :]
     return float((row["log_probs"].response - theirs).abs().max())
@@ -53,7 +53,7 @@ def gap(row: TensorDictBase, model: torch.nn.Module) -> float:
 @pytest.mark.timeout(600)
 def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model_path: str, tmp_path: Path):
     def noting() -> GSM8KEnv:
-        """Leaves a file for every step."""
+        """Return an environment that creates a file for every step."""
         from skyrl_train.tensordict.envs.base import Transform
 
         class Notes(Transform):

@@ -1,4 +1,4 @@
-"""Scripts written for TorchRL run with other import lines and no other change."""
+"""Scripts written for TorchRL run after a change of their import lines only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDS = {"conversation": "conversation held", "grpo": "two steps of GRPO"}
 
 
 def ported(code: str) -> str:
-    """The script with what this package has taken from it; the rest stays TorchRL's."""
+    """Return the script with imports from this package where it has the name. Other imports stay TorchRL's."""
 
     def replaced(line: re.Match[str]) -> str:
         names = [name.strip() for name in line[1].split(",")]

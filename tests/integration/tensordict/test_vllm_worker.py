@@ -1,4 +1,4 @@
-"""TorchRL's worker as it is meant: vLLM in a Ray actor, sampled from and updated by this process."""
+"""TorchRL's worker in its intended use: vLLM in a Ray actor, sampled from and updated by this process."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_new_steps_of_active_run_appear(browser: Any, tmp_path: Path):
         expect(chart(page, "policy/entropy").locator(".values")).to_contain_text(f"{line['policy/entropy']:.4g}")
 
 
-@pytest.mark.defect("one-unreadable-run-hid-the-curves-of-others")
+@pytest.mark.defect("unreadable-run-hides-other-curves")
 def test_unreadable_run_does_not_hide_others(browser: Any, tmp_path: Path):
     good, bad = (write_run(tmp_path / name, name, steps=4) for name in ("good", "bad"))
     (bad / "metrics.jsonl").unlink()

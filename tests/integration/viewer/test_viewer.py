@@ -256,7 +256,7 @@ def test_group_view_shows_samples_side_by_side(window: Shown, runs: list[Path]):
     expect(page.locator(".sample h2")).to_contain_text("sample 1")
 
 
-@pytest.mark.defect("equal-answers-were-the-prompt")
+@pytest.mark.defect("equal-answers-shown-as-prompt")
 def test_report_group_view_handles_equal_responses(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "run", "alike", steps=2, kept=(1,))
     (file,) = (run / "rollouts").glob("step_*.parquet")

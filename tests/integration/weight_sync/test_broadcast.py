@@ -207,7 +207,7 @@ class UnconnectableEngine(FaultyEngine):
 
 
 @pytest.mark.fault("F30")
-@pytest.mark.defect("a-disconnect-waits-for-what-hangs")
+@pytest.mark.defect("disconnect-waits-for-hung-engine")
 @pytest.mark.parametrize(("action", "lost_calls"), [("reject", 0), ("connect", 0), ("connect", 1)])
 def test_failure_of_one_engine_aborts_sync_early(action: str, lost_calls: int, monkeypatch: pytest.MonkeyPatch):
     """Fail an engine that keeps its connection open, so that the others would wait until the deadline.

@@ -259,7 +259,7 @@ def test_many_equal_advantages_normalize_to_zero():
     assert normalized.abs().max() < 1e-9
 
 
-@pytest.mark.defect("one-long-answer-made-all-long")
+@pytest.mark.defect("one-long-response-pads-all")
 def test_suffix_sums_bound_padding(monkeypatch: pytest.MonkeyPatch):
     lengths = torch.tensor([50] * 200 + [8000] + [3] * 100)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)

@@ -17,7 +17,7 @@ def ephemeral_to(last: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(addresses, "EPHEMERAL_PORTS_FILE", file)
 
 
-@pytest.mark.defect("a-connection-took-the-port-where-ranks-meet")
+@pytest.mark.defect("rendezvous-port-taken")
 def test_free_port_is_above_ephemeral_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for last in (60999, 65500):
         ephemeral_to(last, tmp_path, monkeypatch)

@@ -40,7 +40,7 @@ def test_slots_need_resources_labels_and_bundles(demands: list[ResourceDemand], 
     assert can_place(demands, NODES) == fit
 
 
-@pytest.mark.defect("a-label-selector-had-no-room")
+@pytest.mark.defect("label-selector-finds-no-node")
 @pytest.mark.parametrize(
     ("selector", "nodes"),
     [("trainer", 1), ("!trainer", 2), ("in(trainer, engine)", 1), ("!in(engine,trainer)", 2), ("in(engine)", 0)],

@@ -44,7 +44,7 @@ def test_unresponsive_cluster_has_unknown_gpus(monkeypatch: pytest.MonkeyPatch):
     assert external_cluster_has_gpus() is None
 
 
-@pytest.mark.defect("a-growing-cluster-was-refused-at-once")
+@pytest.mark.defect("autoscaling-cluster-rejected")
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1:6379"])
 def test_external_cluster_may_gain_gpus(address: str, monkeypatch: pytest.MonkeyPatch):
     for own in ("", "local"):

@@ -36,7 +36,7 @@ def make_pool(monkeypatch: pytest.MonkeyPatch, *snapshots: dict[int, str]) -> Re
     )
 
 
-@pytest.mark.defect("C2-a-dead-node-is-restarted")
+@pytest.mark.defect("C2-engines-restart-on-dead-node")
 @pytest.mark.parametrize("lost", ["", "b"], ids=["Ray knows", "Ray does not know yet"])
 def test_start_on_lost_node_fails_immediately(monkeypatch: pytest.MonkeyPatch, lost: str):
     slots = make_pool(monkeypatch, {0: "a", 1: "a"}, {0: "a", 1: "a"}, {0: "a", 1: lost})
@@ -56,7 +56,7 @@ def test_start_on_lost_node_fails_immediately(monkeypatch: pytest.MonkeyPatch, l
     asyncio.run(run())
 
 
-@pytest.mark.defect("an-engine-waits-for-the-nodes-of-others")
+@pytest.mark.defect("engine-restart-waits-for-lost-node")
 def test_slow_start_ignores_loss_of_other_nodes(monkeypatch: pytest.MonkeyPatch):
     """Lose the node of the other slot, which fits on no other node."""
 

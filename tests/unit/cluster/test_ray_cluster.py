@@ -126,7 +126,7 @@ def test_ray_processes_start_in_own_sessions(monkeypatch: pytest.MonkeyPatch):
     assert ray_services.ConsolePopen is popen
 
 
-@pytest.mark.defect("every-user-of-the-machine-could-read-rays-token")
+@pytest.mark.defect("ray-token-world-readable")
 def test_ray_token_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     token = tmp_path / ".ray" / "auth_token"
 
@@ -246,7 +246,7 @@ def test_unreachable_cluster_error_mentions_token(monkeypatch: pytest.MonkeyPatc
         join("10.0.0.1:1")
 
 
-@pytest.mark.defect("a-client-s-server-died-as-it-was-forked")
+@pytest.mark.defect("ray-client-server-dies-in-fork")
 @pytest.mark.parametrize(
     "message", ["Starting Ray client server failed. See ...", "Proxy failed to Connect to backend!"]
 )

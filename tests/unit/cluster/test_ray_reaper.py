@@ -70,7 +70,7 @@ def test_reaper_kills_processes_and_names_cause(tmp_path: Path, order: str):
     assert bool(output) == bool(OUTCOMES[order][1])
 
 
-@pytest.mark.defect("signals-in-a-library")
+@pytest.mark.defect("signal-during-startup-hangs")
 @pytest.mark.parametrize("order", ["asked", "asked during start", "driver first"])
 def test_ray_folder_is_removed_after_requested_exit(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "ray"
@@ -83,7 +83,7 @@ def test_ray_folder_is_removed_after_requested_exit(tmp_path: Path, order: str, 
     assert folder.exists() == (order == "driver first"), "the logs of a killed run may explain the failure"
 
 
-@pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
+@pytest.mark.defect("stopped-raylet-blocks-shutdown")
 def test_hanging_start_is_killed():
     """The driver waits as in Ray's code, so that nothing else can run in it."""
     program = """
@@ -103,7 +103,7 @@ with reaper.tag_children():
     assert "Ray did not start within 2 s" in done.stderr
 
 
-@pytest.mark.defect("lines-on-a-full-disk")
+@pytest.mark.defect("full-disk-note-ends-startup")
 def test_reaper_kills_processes_without_working_stderr(tmp_path: Path):
     check_all_end(tmp_path, "raylet first", Path("/dev/full"))
 

@@ -57,7 +57,7 @@ BAD = {
     "wrong type": (["trainer.epochs=many"], ["trainer.epochs=many", "an integer"]),
     "group of one": (
         ["generator.n_samples_per_prompt=1"],
-        ["generator.n_samples_per_prompt=1", "at least 2", "raise it"],
+        ["generator.n_samples_per_prompt=1", "at least 2", "The default is 5"],
     ),
     "KL twice": (["trainer.algorithm.use_kl_in_reward=true"], ["use_kl_in_reward=true", "use_kl_loss=false"]),
     "gae without critic": (

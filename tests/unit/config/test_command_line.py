@@ -118,7 +118,7 @@ def test_what_recipes_write_is_accepted(text: str):
         ("trainer.run_name=[a]", "trainer.run_name=['a']: must be text."),
         ("trainer.plugins=[1.5,[]]", "trainer.plugins=[1.5, []]: must be a list (text each)."),
         ("generator.engine_init_kwargs=3", "generator.engine_init_kwargs=3: must be a mapping."),
-        ("trainer.policy=3", "trainer.policy=3: must be a section. Set the keys below it, trainer.policy.KEY=VALUE."),
+        ("trainer.policy=3", "trainer.policy=3: must be a section. Set the keys below it: trainer.policy.KEY=VALUE."),
         ("trainer.policy.optimizer_config={lr: x}", "trainer.policy.optimizer_config.lr=x: must be a finite number."),
         ("trainer.epochs=1,2", "trainer.epochs=1,2: must be one value."),
         ("~trainer.epochs", "trainer.epochs=null: must be set, not deleted. Write trainer.epochs=VALUE."),

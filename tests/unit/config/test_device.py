@@ -71,7 +71,7 @@ def test_cpu_can_be_chosen_despite_accelerator():
 
 @pytest.mark.fault("F05")
 def test_cuda_without_accelerator_is_refused():
-    with pytest.raises(ConfigError, match=r"device=cuda: must be cpu or auto here\. No NVIDIA device"):
+    with pytest.raises(ConfigError, match=r"device=cuda: must be cpu or auto on this machine\. No NVIDIA device"):
         prepare_config(["device=cuda"], has_accelerator=False)
 
 

@@ -60,7 +60,7 @@ def resolved(extra: str, python: str) -> dict[str, str]:
     return resolve("pyproject.toml", "--extra", extra, python=python)
 
 
-@pytest.mark.defect("an-extra-that-does-not-install")
+@pytest.mark.defect("sglang-extra-does-not-install")
 def test_gpu_extras_install_from_index(extra: str, resolved: dict[str, str]):
     wanted = SHARED | PINS[extra]
     assert {name: resolved[name] for name in wanted} == wanted
@@ -68,7 +68,7 @@ def test_gpu_extras_install_from_index(extra: str, resolved: dict[str, str]):
     assert tuple(map(int, resolved["cuda-tile"].split(".")[:2])) >= (1, 7)
 
 
-@pytest.mark.defect("an-extra-that-does-not-install")
+@pytest.mark.defect("sglang-extra-does-not-install")
 def test_overrides_apply_to_engine_requirements_only(extra: str, python: str, resolved: dict[str, str]):
     pins = "".join(f"{name}=={version}\n" for name, version in resolved.items() if name != extra)
     again = resolve("--no-config", "--offline", "-", requirements=pins, python=python)

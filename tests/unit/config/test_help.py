@@ -17,7 +17,7 @@ def test_every_key_has_its_line_with_its_choices():
     assert "trainer.algorithm: " in text
     (strategy,) = (line for line in lines if line.startswith("  strategy=") and "fsdp2" in line)
     assert "strategy=fsdp2" in strategy
-    assert "[single|fsdp2|fsdp|deepspeed|megatron] How a model is" in strategy
+    assert "[single|fsdp2|fsdp|deepspeed|megatron] Strategy that distributes" in strategy
     shown = [line for line in lines if line.startswith("  ")]
     assert len(shown) == len([key for key in value_keys() if key not in IGNORED_KEYS])
 

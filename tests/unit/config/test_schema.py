@@ -177,7 +177,7 @@ def test_new_keys_are_few_and_listed_here():
 
 def test_frozen_config_cannot_be_changed_anywhere():
     config = freeze(Config())
-    with pytest.raises(AttributeError, match=r"frozen: OptimizerConfig\.lr"):
+    with pytest.raises(AttributeError, match=r"OptimizerConfig\.lr cannot be set: the configuration is frozen"):
         config.trainer.policy.optimizer_config.lr = 1.0
     with pytest.raises(AttributeError, match="frozen"):
         del config.trainer.seed

@@ -183,7 +183,7 @@ def test_saved_configuration_has_no_secret_of_the_environment(tmp_path: Path, mo
 
 
 @pytest.mark.fault("F04")
-@pytest.mark.defect("messages-repeated-secrets-that-were-typed")
+@pytest.mark.defect("errors-repeat-typed-secrets")
 @pytest.mark.parametrize(
     "typed",
     [

@@ -256,7 +256,7 @@ def test_differently_routed_prompts_are_not_shared() -> None:
     assert batch.with_tokens(routing=routing).shared_prompt_lengths().tolist() == [0, 0, 0]
 
 
-@pytest.mark.defect("each-rank-s-part-looked-at-all-sequences")
+@pytest.mark.defect("batch-split-quadratic")
 def test_selection_cost_is_independent_of_batch():
     prompt = Prompt("p", [], "none")
     one = [Turn(0, 1, 1.0, "stop", 0, 0)]

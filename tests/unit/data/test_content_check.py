@@ -115,7 +115,7 @@ def test_roles_that_a_template_writes_alike_are_refused(name: str, role: str, er
         assert f"{role}\n4" in render_to_text(TEMPLATES[name], messages)
         return
     for index, said in ((2, messages), (0, messages[2:])):
-        with pytest.raises(DataError, match=rf"messages\[{index}\]\.role: .* role '{role}' like one of another"):
+        with pytest.raises(DataError, match=rf"messages\[{index}\]\.role: .* role '{role}' like a message of another"):
             render_to_text(TEMPLATES[name], said)
 
 

@@ -30,7 +30,7 @@ from skyrl_train.data.control_tokens import find_end_of_turn_name, find_end_of_t
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import CHATML, SPECIAL, byte_tokenizer
 
-pytestmark = pytest.mark.defect("texts-became-control-tokens")
+pytestmark = pytest.mark.defect("text-becomes-control-tokens")
 
 DEEPSEEK = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"

@@ -58,7 +58,7 @@ def test_invalid_row_ends_script_with_location(tmp_path: Path, monkeypatch: pyte
         call(monkeypatch, "--input", str(tmp_path), "--output", str(tmp_path))
 
 
-@pytest.mark.defect("converted-rows-without-their-place")
+@pytest.mark.defect("converted-row-error-lacks-row")
 @pytest.mark.parametrize("value", ["a \ud800", {"\ud800": 1}, 2**64, [1, "a"]])
 def test_a_row_that_parquet_cannot_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any):
     write_lines(tmp_path / "train.jsonl", [{"q": "a"}, {"q": "b"}])

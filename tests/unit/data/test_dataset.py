@@ -139,7 +139,7 @@ def nested(depth: int) -> list[Any]:
     return [] if depth == 1 else [nested(depth - 1)]
 
 
-@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.defect("bad-rows-found-late")
 @pytest.mark.parametrize(
     ("suffix", "bad", "expected"),
     [
@@ -162,7 +162,7 @@ def test_non_json_row_is_rejected(tmp_path: Path, suffix: str, bad: dict[str, An
         load(path)
 
 
-@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.defect("bad-rows-found-late")
 def test_objects_of_a_dataset_library_are_refused_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *names, split: [row(), row(image=object())])
     with pytest.raises(DataError, match="squad, row 2: column 'image' holds a value of type object"):
@@ -189,7 +189,7 @@ def test_what_tables_and_json_hold_reaches_environments(tmp_path: Path):
     assert second.env_extras["tree"] is None
 
 
-@pytest.mark.defect("values-of-tables-that-python-lacks")
+@pytest.mark.defect("parquet-values-unknown-to-python")
 @pytest.mark.parametrize(
     "values", [pa.array([0, 10**15], pa.timestamp("s")), pa.array([0, 1], pa.timestamp("s", "Mars"))]
 )
@@ -197,11 +197,11 @@ def test_unconvertible_table_value_is_named(tmp_path: Path, values: pa.Array):
     path = tmp_path / "data.parquet"
     pq.write_table(pa.Table.from_pylist([row(), row()]).append_column("when", values), path)
     number = 1 if values.type.tz else 2
-    with pytest.raises(DataError, match=rf"data\.parquet, row {number}: column 'when' holds a value of type timestamp"):
+    with pytest.raises(DataError, match=rf"data\.parquet, row {number}: column 'when' has a value of type timestamp"):
         load(str(path))
 
 
-@pytest.mark.defect("values-of-tables-that-python-lacks")
+@pytest.mark.defect("parquet-values-unknown-to-python")
 def test_failing_dataset_row_is_named(monkeypatch: pytest.MonkeyPatch):
     def rows() -> Iterator[dict[str, Any]]:
         yield row()

@@ -155,7 +155,7 @@ class Counting(PreTrainedTokenizerFast):
         return super().__call__(*args, **kwargs)
 
 
-@pytest.mark.defect("each-control-token-in-a-message-cost-two-calls-of-the-tokenizer")
+@pytest.mark.defect("control-tokens-slow-tokenization")
 def test_many_control_tokens_need_constant_calls(monkeypatch: pytest.MonkeyPatch):
     counting = Counting(tokenizer_object=TOKENIZER.backend_tokenizer)
     counting.chat_template = CHATML
@@ -171,7 +171,7 @@ def test_many_control_tokens_need_constant_calls(monkeypatch: pytest.MonkeyPatch
     assert calls[0] == calls[1] <= 2
 
 
-@pytest.mark.defect("the-search-for-control-tokens-over-two-messages-was-quadratic")
+@pytest.mark.defect("quadratic-control-token-search")
 def test_many_partial_control_tokens_are_read_once():
     tokenizer = with_template(CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{number}|>" for number in range(300)]})
@@ -196,7 +196,7 @@ def test_rejected_messages_are_data_errors():
         render_prompt(tokenizer, [user_message("a")])
 
 
-@pytest.mark.defect("answers-nested-too-deeply")
+@pytest.mark.defect("deeply-nested-observation-ends-run")
 @pytest.mark.parametrize("shown", ["messages[0]['more']", "messages | tojson", "7.5 * 10 ** 400", "1 / 0"])
 def test_template_exceptions_become_data_errors(shown: str):
     nested: list[Any] = []
@@ -261,7 +261,7 @@ HEADLESS = (
 """A template like Mistral's, without a header before an answer."""
 
 
-@pytest.mark.defect("assistant-first")
+@pytest.mark.defect("assistant-first-conversation-fails")
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, DEFAULTING, HEADLESS])
 def test_a_conversation_may_begin_with_the_assistant(template: str):
     tokenizer = with_template(template)
@@ -275,7 +275,7 @@ def test_a_conversation_may_begin_with_the_assistant(template: str):
         assert between is not None and "hi" in tokenizer.decode(between) and "hello" not in tokenizer.decode(between)
 
 
-@pytest.mark.defect("assistant-first")
+@pytest.mark.defect("assistant-first-conversation-fails")
 def test_template_dropping_first_answer_is_rejected():
     tokenizer = with_template(
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"

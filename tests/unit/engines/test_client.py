@@ -67,7 +67,7 @@ def test_session_stays_on_engine_with_its_history():
     ]
 
 
-@pytest.mark.defect("conversations-beyond-65536-lost-their-engine")
+@pytest.mark.defect("many-conversations-lose-sticky-routing")
 @pytest.mark.parametrize("at_once", [True, False])
 def test_routing_entry_lasts_until_conversation_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
     """Like ConversationGenerator, send the first turns of all groups together or by group, and later turns singly."""
@@ -208,7 +208,7 @@ def test_cancelling_aborts_requests_on_engines():
     assert [engine.calls for engine in engines] == [["generate", "abort"]] * 2
 
 
-@pytest.mark.defect("loads-of-requests-that-never-began")
+@pytest.mark.defect("cancelled-requests-count-as-load")
 @pytest.mark.parametrize("ticks", range(4))
 def test_cancelled_requests_do_not_count_as_load(ticks: int):
     engines = _engines(2, delay_s=0.05)
@@ -259,7 +259,7 @@ def test_engine_that_hangs_in_call_is_marked_dead():
     assert "e1.resume did not finish within 1 s" in client.dead_engines["e1"]
 
 
-@pytest.mark.defect("a-pause-waits-for-the-dead")
+@pytest.mark.defect("pause-waits-for-hung-engine")
 @pytest.mark.parametrize("method", ["pause", "resume"])
 def test_pause_has_same_timeout_for_hanging_engine(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
@@ -276,7 +276,7 @@ def test_pause_has_same_timeout_for_hanging_engine(method: str, monkeypatch: pyt
     asyncio.run(run())
 
 
-@pytest.mark.defect("a-long-step-taken-for-a-death")
+@pytest.mark.defect("long-step-counts-as-death")
 @pytest.mark.parametrize("method", ["pause", "resume"])
 def test_responsive_engine_in_long_step_stays_alive(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)

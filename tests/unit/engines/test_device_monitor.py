@@ -68,7 +68,7 @@ async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Comple
     return completion, publisher, client
 
 
-@pytest.mark.defect("poisoned-device-counted-as-alive")
+@pytest.mark.defect("broken-device-passes-health-check")
 def test_device_error_in_step_restarts_engine():
     device = Device()
 
@@ -105,7 +105,7 @@ def test_error_with_working_device_loses_only_requests():
     assert device.num_checks == 1
 
 
-@pytest.mark.defect("poisoned-device-counted-as-alive")
+@pytest.mark.defect("broken-device-passes-health-check")
 def test_device_error_in_command_kills_only_engine():
     device = Device()
 
@@ -153,7 +153,7 @@ def test_package_errors_do_not_trigger_device_check():
     assert device.num_checks == 0
 
 
-@pytest.mark.defect("poisoned-device-counted-as-alive")
+@pytest.mark.defect("broken-device-passes-health-check")
 def test_device_error_in_transfer_kills_engine():
     device = Device()
     lifecycle = Lifecycle("a")

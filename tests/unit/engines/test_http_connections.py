@@ -41,7 +41,7 @@ def few_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.fault("F28")
-@pytest.mark.defect("half-open-connections-took-every-descriptor")
+@pytest.mark.defect("half-open-connections-exhaust-descriptors")
 def test_half_open_connections_are_limited_and_closed(few_descriptors: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", TIMEOUT_S)
 
@@ -66,7 +66,7 @@ def test_half_open_connections_are_limited_and_closed(few_descriptors: None, mon
 
 
 @pytest.mark.fault("F28")
-@pytest.mark.defect("half-open-connections-took-every-descriptor")
+@pytest.mark.defect("half-open-connections-exhaust-descriptors")
 def test_incomplete_body_closes_connection(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", TIMEOUT_S)
     monkeypatch.setattr(http_server, "LINGER_TIMEOUT_S", TIMEOUT_S)
@@ -80,7 +80,7 @@ def test_incomplete_body_closes_connection(monkeypatch: pytest.MonkeyPatch):
     assert b" 408 " in response and b"did not arrive within 0.5 s" in response
 
 
-@pytest.mark.defect("half-open-connections-took-every-descriptor")
+@pytest.mark.defect("half-open-connections-exhaust-descriptors")
 @pytest.mark.parametrize("stream", [False, True])
 def test_unread_response_closes_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", TIMEOUT_S / 10)

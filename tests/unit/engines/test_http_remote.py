@@ -84,7 +84,7 @@ def test_every_method_reaches_the_engine():
     assert "close" not in engine.calls
 
 
-@pytest.mark.defect("paused-and-forgotten")
+@pytest.mark.defect("reconnected-engine-stays-paused")
 def test_connecting_resumes_paused_engine():
     engine = ScriptedEngine()
 

@@ -64,7 +64,7 @@ def test_tokenization_has_request_deadline():
     assert (status, answer["error"]["code"]) == (504, "DeadlineExceeded")
 
 
-@pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
+@pytest.mark.defect("oversized-prompts-rendered")
 @pytest.mark.parametrize("prompt", [["x"] * 5, "x" * 11])
 def test_oversized_texts_are_rejected_before_tokenization(prompt: Any):
     async def run() -> tuple[int, Any]:
@@ -79,7 +79,7 @@ def test_oversized_texts_are_rejected_before_tokenization(prompt: Any):
     assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
-@pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
+@pytest.mark.defect("oversized-prompts-rendered")
 @pytest.mark.parametrize("several", [False, True])
 def test_chat_beyond_context_length_is_rejected_before_rendering(several: bool):
     max_token_chars = len("<|endoftext|>")

@@ -97,7 +97,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.defect("seats-taken-by-requests-that-ended")
+@pytest.mark.defect("aborted-requests-leak-concurrency")
 @pytest.mark.parametrize("end", ["abort", "cancel"])
 def test_request_aborted_while_acquiring_releases_permit(end: str, tiny_model_path: str, tmp_path: Path):
     async def work() -> None:

@@ -32,7 +32,7 @@ async def after(seconds: float) -> str:
 
 
 @pytest.mark.fault("F29")
-@pytest.mark.defect("long-answers-cut-for-having-waited")
+@pytest.mark.defect("queued-requests-time-out")
 def test_call_lasts_while_engine_makes_progress():
     engine = HealthStub(moves=True)
 

@@ -8,7 +8,7 @@ import pytest
 from skyrl_train.engines.lifecycle import RequestDeadlines
 
 
-@pytest.mark.defect("long-answers-cut-for-having-waited")
+@pytest.mark.defect("queued-requests-time-out")
 def test_deadline_starts_when_request_can_run():
     deadlines = RequestDeadlines(max_num_seqs=2)
     deadlines.add([("a", 0.05), ("b", None), ("c", 0.05)])

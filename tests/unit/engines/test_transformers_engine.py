@@ -313,7 +313,7 @@ def test_abort_returns_what_was_sampled():
     assert (queued.token_ids.tolist(), queued.versions) == ([], [])
 
 
-@pytest.mark.defect("long-answers-cut-for-having-waited")
+@pytest.mark.defect("queued-requests-time-out")
 def test_deadline_counts_only_running_time():
     async def run():
         async with _engine(max_num_seqs=1) as engine:

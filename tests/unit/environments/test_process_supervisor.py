@@ -13,7 +13,7 @@ SECRET = "hf_0123456789abcdef"
 
 
 def copied(path: Path, data: bytes, chunk: int) -> str:
-    """Write data to a pipe in chunks, and return what arrives in the log."""
+    """Write data to a pipe in chunks, and return the contents of the log."""
     source, sink = os.pipe()
     copier = threading.Thread(target=copy_output_to_log, args=(source, CappedLog("(env 7) ", str(path))))
     copier.start()
@@ -31,7 +31,7 @@ def test_each_line_carries_the_name_of_its_process(tmp_path: Path):
     assert text == "".join(f"(env 7) {line}\n" for line in lines)
 
 
-@pytest.mark.defect("environments-printed-without-a-bound")
+@pytest.mark.defect("unbounded-environment-output")
 def test_full_log_drops_output_until_it_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process_supervisor, "MAX_FILE_BYTES", 1000)
     path = tmp_path / "log"
@@ -45,7 +45,7 @@ def test_full_log_drops_output_until_it_is_rotated(tmp_path: Path, monkeypatch: 
     assert path.read_text() == "(env 7) again\n"
 
 
-@pytest.mark.defect("trackers-showed-secrets-of-the-environment")
+@pytest.mark.defect("trackers-show-secrets")
 @pytest.mark.parametrize("noise", [b"x", b"noise\n", b"\xf0\x9f\x98\x80"], ids=repr)
 @pytest.mark.parametrize("chunk", [7, 4096])
 def test_secrets_are_redacted_wherever_chunks_end(

@@ -71,7 +71,7 @@ def rewarded(*group_rewards: float) -> TrainBatch:
     return replace(batch, rewards=rewards, token_rewards=token_rewards)
 
 
-@pytest.mark.defect("false-alarms-of-equal-rewards")
+@pytest.mark.defect("false-equal-reward-warnings")
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_comparison_scope_matches_advantages(name: str):
     chosen = algorithm(f"advantage_estimator={name}")
@@ -115,7 +115,7 @@ def test_every_reduction_gives_weights(name: str):
 
 
 def test_loss_with_unknown_argument_is_named(custom_functions: None):
-    with pytest.raises(ConfigError, match="policy_loss_type=unknown_argument asks for moon_phase"):
+    with pytest.raises(ConfigError, match="policy_loss_type=unknown_argument requires moon_phase"):
         build_objective(algorithm("policy_loss_type=unknown_argument"))
 
 

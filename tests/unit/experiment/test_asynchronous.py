@@ -81,7 +81,7 @@ def test_full_batch_replaces_groups_with_equal_rewards():
         config(*AHEAD, full)
 
 
-@pytest.mark.defect("a-limit-that-held-twice")
+@pytest.mark.defect("rate-limit-applies-twice")
 def test_evaluation_shares_rate_limit_with_training():
     cfg = config(*AHEAD, "generator.rate_limit.enabled=true", "generator.rate_limit.max_concurrency=32")
     client: Any = EngineClient([ScriptedEngine()], deadline_s=5)
@@ -142,7 +142,7 @@ def test_evaluation_and_training_have_distinct_requests():
         ("trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high=100", True),
     ],
 )
-@pytest.mark.defect("warned-of-what-corrects-itself")
+@pytest.mark.defect("false-off-policy-warnings")
 def test_uncorrected_stale_samples_warn(override: str, warns: bool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         build_policy_objective_spec(config(*AHEAD, *override.split()))

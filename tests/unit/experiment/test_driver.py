@@ -74,7 +74,7 @@ def test_result_and_error_of_work_pass_through():
         asyncio.run(run_until_signaled(error(), never()))
 
 
-@pytest.mark.defect("signals-swallowed-by-a-blocked-loop")
+@pytest.mark.defect("blocked-loop-drops-signal")
 def test_signal_during_blocked_loop_is_raised():
     async def work() -> int:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_lost_cluster_is_raised_over_closing_errors():
     assert isinstance(lost.value.__cause__, ConnectionError)
 
 
-@pytest.mark.defect("signals-in-a-program")
+@pytest.mark.defect("signal-in-api-program")
 def test_cancelled_caller_waits_for_work_in_thread():
     done: list[str] = []
 
@@ -203,7 +203,7 @@ def test_ignored_sighup_stays_ignored():
         run.kill()
 
 
-@pytest.mark.defect("signals-after-the-end")
+@pytest.mark.defect("signal-during-shutdown")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_previous_handlers_are_restored_after_work(number: int):
     async def work() -> None:
@@ -221,7 +221,7 @@ def test_previous_handlers_are_restored_after_work(number: int):
 
 
 @pytest.mark.fault("F39")
-@pytest.mark.defect("signals-after-the-end")
+@pytest.mark.defect("signal-during-shutdown")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("place", ["work", "closing", "exit", "teardown"])
 def test_signal_after_work_does_not_crash(place: str, number: signal.Signals):
@@ -254,7 +254,7 @@ main()
 
 
 @pytest.mark.fault("F39")
-@pytest.mark.defect("signals-in-a-library")
+@pytest.mark.defect("signal-during-startup-hangs")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_during_start_exits_at_once(number: signal.Signals):
     """An exception in a weak reference's callback would be printed and lost, as in the release of a lock."""

@@ -29,7 +29,7 @@ class StartedEngine:
         self.capabilities = capabilities
 
 
-@pytest.mark.defect("newcomers-on-other-nodes-are-told-loopback")
+@pytest.mark.defect("added-engines-use-loopback-address")
 @pytest.mark.parametrize("single_machine", [True, False])
 def test_engines_use_no_loopback_on_grown_cluster(monkeypatch: pytest.MonkeyPatch, single_machine: bool):
     """Ranks of a run that began on one node would offer loopback: see test_sync.py and test_learner.py."""

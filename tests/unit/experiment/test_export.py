@@ -329,7 +329,7 @@ def test_hub_upload_is_private_and_atomic(
         with pytest.raises(SystemExit, match="2"):
             main([str(whole), "--to", "hub:me/third"])
     said = "".join(capsys.readouterr())
-    assert "hub:me/other cannot be written" in said and "set HF_TOKEN" in said
+    assert "hub:me/other cannot be written" in said and "Set HF_TOKEN" in said
     assert TOKEN not in said and not any(TOKEN.encode() in content for content in here.values())
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -39,7 +39,7 @@ def with_other_ids(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.defect("one-core-beside-an-accelerator")
+@pytest.mark.defect("one-cpu-core-per-accelerator")
 def test_accelerator_ranks_use_cores_of_their_slots() -> None:
     cluster: Any = SimpleNamespace(num_cpus=6.0)
     group: Any = None

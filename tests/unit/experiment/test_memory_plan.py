@@ -319,7 +319,7 @@ def test_trainer_is_offloaded_while_engines_generate(path: str):
     assert plan.total(Phase.GENERATING, role="engine") == int(0.8 * GIB)
 
 
-@pytest.mark.defect("engines-woken-beside-the-optimizer")
+@pytest.mark.defect("engines-wake-beside-optimizer")
 def test_sync_holds_only_weights_on_shared_accelerators(path: str):
     (plan,) = memory_plan(on_gpus(config(path, "trainer.algorithm.use_kl_loss=true")), capacity=GIB)
     weights, moments = (row(plan, "policy", what).size for what in ("parameters", "optimizer"))

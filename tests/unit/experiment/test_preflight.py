@@ -284,7 +284,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     indivisible_query_heads: ["trainer.policy.sequence_parallel_size=3 does not divide", "attention heads"],
     experts_of_a_dense_model: ["Qwen2ForCausalLM: set trainer.policy.expert_parallel_size to 1"],
     router_loss_of_a_dense_model: ["trainer.algorithm.router_aux_loss_coef=", "Qwen2ForCausalLM has no routers"],
-    reference_of_another_family: ["trainer.ref.model.path=", "2 tokens of the policy's", "the policy's tokenizer"],
+    reference_of_another_family: ["trainer.ref.model.path=", "2 tokens of the policy ", "the policy's tokenizer"],
     engine_model_that_is_missing: ["generator.model_name=", "a model's folder or its name on the hub"],
     engine_model_without_head: ["generator.model_name=", "cannot be loaded", "T5Config"],
     no_data: ["data.train_data=[]", "at least one file or dataset"],

@@ -101,7 +101,7 @@ def test_other_errors_end_the_run(error: Exception):
     assert (experiment.attempts, experiment.causes) == (1, [])
 
 
-@pytest.mark.defect("a-stop-was-lost-in-a-restart")
+@pytest.mark.defect("restart-loses-stop-request")
 def test_stopped_run_does_not_restart():
     """An update is finished before the run stops, and may lose a rank."""
     experiment = EndedRun([], allowed=2)
@@ -188,7 +188,7 @@ def test_restart_resumes_from_own_checkpoint(tmp_path: Path, monkeypatch: pytest
     assert experiment.modes == [mode, "latest"]
 
 
-@pytest.mark.defect("engines-that-were-added-are-forgotten")
+@pytest.mark.defect("restart-forgets-added-engines")
 def test_restart_uses_latest_target_count(
     tmp_path: Path,
 ):
@@ -223,7 +223,7 @@ def test_restart_uses_latest_target_count(
     assert numbers[3:] == [1]
 
 
-@pytest.mark.defect("a-folder-was-free-between-attempts")
+@pytest.mark.defect("run-folder-unlocked-between-attempts")
 def test_folder_stays_locked_between_attempts(
     tmp_path: Path,
 ):
@@ -314,7 +314,7 @@ def test_added_engines_are_given_up_first():
     ]
 
 
-@pytest.mark.defect("hosts-of-environments-have-no-room-after-a-restart")
+@pytest.mark.defect("no-room-for-environment-hosts-after-restart")
 @pytest.mark.parametrize(
     ("nodes", "wanted"),
     [

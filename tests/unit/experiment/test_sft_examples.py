@@ -15,7 +15,7 @@ from skyrl_train.experiment.data import build_prompts, build_sft_examples
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 
-@pytest.mark.defect("assistant-first")
+@pytest.mark.defect("assistant-first-conversation-fails")
 def test_leading_assistant_answer_is_trained_on(tmp_path: Path):
     messages = [("assistant", "hello"), ("user", "hi"), ("assistant", "yes")]
     rows = tmp_path / "chats.jsonl"
@@ -25,7 +25,7 @@ def test_leading_assistant_answer_is_trained_on(tmp_path: Path):
     assert byte_tokenizer().decode(trained) == "hello<|im_end|>yes<|im_end|>"
 
 
-@pytest.mark.defect("demonstrations-without-their-row")
+@pytest.mark.defect("demonstration-error-lacks-row")
 @pytest.mark.parametrize(
     ("messages", "error"),
     [

@@ -120,8 +120,8 @@ def shared(device: Device) -> tuple[ColocatedOffloadManager, WeightSync, Engine,
     return ColocatedOffloadManager(client, learner), weight_sync, engine, learner
 
 
-@pytest.mark.defect("engines-woken-beside-the-optimizer")
-@pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
+@pytest.mark.defect("engines-wake-beside-optimizer")
+@pytest.mark.defect("probe-allocates-cache-beside-learner")
 def test_steps_with_self_test_and_probe_fit():
     device = Device()
 

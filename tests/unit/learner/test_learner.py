@@ -363,7 +363,7 @@ def test_failed_update_writes_the_memory_snapshot(tmp_path: Path):
     assert (tmp_path / "policy_rank_0.pickle").exists()
 
 
-@pytest.mark.defect("half-updated-weights-under-an-old-version")
+@pytest.mark.defect("partially-updated-weights-keep-old-version")
 def test_hold_version_waits_for_the_update(tiny_model_path: str):
     worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
     learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))  # an optimizer step for every prompt
@@ -459,7 +459,7 @@ def test_worker_address_is_loopback_by_default(monkeypatch: pytest.MonkeyPatch):
     assert worker.address()[0] == address
 
 
-@pytest.mark.defect("busy-ranks-taken-for-dead-ones")
+@pytest.mark.defect("busy-ranks-count-as-dead")
 def test_busy_ranks_are_not_pinged():
     class Rank:
         """A rank that executes one call at a time."""

@@ -149,7 +149,7 @@ def test_classifier_with_several_classes_is_rejected(tmp_path: Path):
     path = save_tiny_reward_model(tmp_path, num_labels=3)
     with pytest.raises(ConfigError, match="num_labels=3"):
         worker(path)
-    with pytest.raises(ConfigError, match=r"must hold .* of a sequence classification model"):
+    with pytest.raises(ConfigError, match=r"must contain .* of a sequence classification model"):
         worker(path, model_config_kwargs={"num_labels": 1})
 
 
@@ -157,7 +157,7 @@ def test_unknown_head_is_rejected(tmp_path: Path):
     path = save_tiny_reward_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"^trainer\.reward\.model\.path=.*no place for 'score\.bias'"):
+    with pytest.raises(ConfigError, match=r"^trainer\.reward\.model\.path=.*no parameter for 'score\.bias'"):
         worker(path)
 
 
@@ -220,7 +220,7 @@ def test_replica_of_canceled_caller_finishes_first():
     asyncio.run(run())
 
 
-@pytest.mark.defect("a-lost-reward-model-was-no-restart")
+@pytest.mark.defect("lost-reward-model-prevents-restart")
 def test_calls_do_not_wait_for_a_hung_replica():
     class HungReplica(Replica):
         async def score(self, conversations: Any) -> list[float]:

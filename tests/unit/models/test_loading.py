@@ -80,7 +80,7 @@ def test_incomplete_checkpoint_is_rejected(tmp_path: Path, loader: Callable[...,
         loader(str(tmp_path), dtype=torch.float32, key="a.key")
 
 
-@pytest.mark.defect("quantized-weights-read-as-they-are")
+@pytest.mark.defect("quantized-weights-read-as-floats")
 def test_weights_unreadable_by_rows_are_rejected(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(save_tiny_model(tmp_path))
     config = json.loads((path / "config.json").read_text())

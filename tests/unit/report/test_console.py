@@ -144,7 +144,7 @@ def test_step_line_shows_present_metrics_only():
     assert "FAILED" not in step_line({"rollouts/failed": 0.0})
 
 
-@pytest.mark.defect("skipped-updates-in-silence")
+@pytest.mark.defect("skipped-updates-not-reported")
 def test_skipped_updates_are_shown_if_nonzero():
     assert step_line({"policy/skipped": 0.8, "critic/skipped": 0.25}) == "SKIPPED 0.800  critic SKIPPED 0.250"
     assert step_line({"policy/skipped": 0.0, "critic/skipped": 0.0}) == ""

@@ -56,7 +56,7 @@ def test_restarted_run_drops_earlier_attempt(tmp_path: Path):
 
 
 @pytest.mark.fault("F39")
-@pytest.mark.defect("C6-torn-line-and-nothing-after-it")
+@pytest.mark.defect("C6-full-disk-truncates-metrics-file")
 def test_full_disk_loses_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tracker = JsonlTracker(tmp_path)
     tracker.begin(0, 9)

@@ -253,7 +253,7 @@ def test_other_paths_are_not_found():
         ]
 
 
-@pytest.mark.defect("watch-and-metrics-held-every-connection")
+@pytest.mark.defect("watch-exhausts-connections")
 def test_pages_of_other_sites_are_refused(monkeypatch: pytest.MonkeyPatch):
     with serving() as tracker:
         for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1:9400", "", "["):
@@ -273,7 +273,7 @@ def test_only_get_is_allowed():
 
 
 @pytest.mark.fault("F28")
-@pytest.mark.defect("watch-and-metrics-held-every-connection")
+@pytest.mark.defect("watch-exhausts-connections")
 def test_slow_clients_block_neither_others_nor_close(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 2.0)
     monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=8, backlog=8))

@@ -112,7 +112,7 @@ def test_fail_is_called_before_close():
 SECRET = "canary-of-a-password"
 
 
-@pytest.mark.defect("trackers-showed-secrets-of-the-environment")
+@pytest.mark.defect("trackers-show-secrets")
 @pytest.mark.parametrize("fails", [False, True])
 def test_secrets_are_redacted_for_trackers_and_warnings(
     fails: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +129,7 @@ def test_secrets_are_redacted_for_trackers_and_warnings(
     assert SECRET not in caplog.text and ("<MY_PASSWORD>" in caplog.text) is fails
 
 
-@pytest.mark.defect("names-that-trackers-do-not-take")
+@pytest.mark.defect("unprintable-metric-names")
 def test_metric_names_are_printable_and_redacted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_PASSWORD", SECRET)
     tracker = Recorder()
@@ -289,7 +289,7 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.mark.defect("a-wrong-key-of-wandb-ended-the-run")
+@pytest.mark.defect("wrong-wandb-key-ends-run")
 @pytest.mark.parametrize("account", [{"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "canary-that-is-no-key-of-wandb"}])
 def test_wandb_works_offline_and_gets_no_secrets(account: dict[str, str], tmp_path: Path):
     home = tmp_path / "home"

@@ -217,7 +217,7 @@ def endpoints(run: int) -> list[str]:
     return [f"{kind}{'&' if '?' in kind else '?'}run={run}" for kind in kinds]
 
 
-@pytest.mark.defect("one-odd-file-hid-all-runs")
+@pytest.mark.defect("one-bad-file-hides-runs")
 @pytest.mark.parametrize(("name", "how"), CASES, ids=[f"{name} {how}" for name, how in CASES])
 def test_odd_file_hides_nothing_else(name: str, how: str, tmp_path: Path, good: Path):
     bad = write_synthetic_run(tmp_path / "a", 3, name="a", rollouts=ROWS)
@@ -299,7 +299,7 @@ def test_number_of_curves_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(found["columns"]) == 5 and found["columns"]["reward/mean"] == [1.0] * 20
 
 
-@pytest.mark.defect("short-lines-after-a-wide-one-took-all-memory")
+@pytest.mark.defect("wide-line-exhausts-memory")
 def test_number_of_values_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_reader, "MAX_VALUES", 100)
     wide = {"step": 0, **{f"metric/{number}": 1.0 for number in range(10)}}

@@ -231,7 +231,7 @@ def test_unchanged_data_is_not_sent_again(tmp_path: Path):
 
 
 @pytest.mark.fault("F28")
-@pytest.mark.defect("watch-and-metrics-held-every-connection")
+@pytest.mark.defect("watch-exhausts-connections")
 def test_half_open_connections_are_closed(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=8, backlog=8))
@@ -251,7 +251,7 @@ def test_half_open_connections_are_closed(folders: list[Path], monkeypatch: pyte
     watch(folders, ask)
 
 
-@pytest.mark.defect("watch-and-metrics-held-every-connection")
+@pytest.mark.defect("watch-exhausts-connections")
 def test_unread_response_closes_its_connection(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", 0.05)
     monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=1, backlog=8))

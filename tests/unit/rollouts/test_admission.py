@@ -104,7 +104,7 @@ def test_number_of_running_rollouts_is_limited(num_parallel_generation_workers: 
     assert max_running == num_parallel_generation_workers
 
 
-@pytest.mark.defect("ended-and-still-counted")
+@pytest.mark.defect("finished-rollouts-count-as-running")
 def test_step_starts_next_rollout_after_finished_one():
     ended = asyncio.Event()
 
@@ -158,7 +158,7 @@ def test_later_rollouts_start_when_weights_are_published():
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-@pytest.mark.defect("ages-unseen-without-staleness")
+@pytest.mark.defect("zero-staleness-lacks-metrics")
 def test_stale_token_raises(bound: int):
     """Also with `num_parallel_generation_workers` and a staleness bound of 0, where ages are in the metrics, too."""
     version = 4
@@ -184,7 +184,7 @@ def test_stale_token_raises(bound: int):
         asyncio.run(run())
 
 
-@pytest.mark.defect("a-turn-without-tokens-was-of-version-0")
+@pytest.mark.defect("empty-turn-has-version-0")
 def test_a_turn_without_tokens_has_no_age():
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         group = group_of(prompt, version=4)
@@ -352,7 +352,7 @@ def test_resumed_collector_continues_at_the_next_prompt():
     assert positions == [6, 7]
 
 
-@pytest.mark.defect("forged-states-of-runs")
+@pytest.mark.defect("forged-run-state")
 @pytest.mark.parametrize(
     "change", [{"consumed": "six"}, {"consumed": -1}, {"pass_rates": {"0": "high"}}, {"decided": [["first", True]]}]
 )

@@ -92,7 +92,7 @@ def test_trained_ids_are_the_sampled_ids():
     assert all(episode.closed for episode in environments.episodes)
 
 
-@pytest.mark.defect("environments-made-any-number-of-metrics")
+@pytest.mark.defect("unbounded-environment-metrics")
 def test_names_of_environment_metrics_are_limited(caplog: pytest.LogCaptureFixture):
     class NamingEpisode(ToyEpisode):
         async def step(self, text: str) -> StepOutput:

@@ -228,7 +228,7 @@ def replace(ratio: float, max_sample_batches: int = 3) -> GroupFilterSettings:
     )
 
 
-@pytest.mark.defect("groups-dropped-ahead-without-a-bound")
+@pytest.mark.defect("unbounded-sampling-ahead")
 @pytest.mark.parametrize("size", [2, 4])
 def test_early_replacements_respect_the_draw_limit(size: int):
     """No group is useful while the learner computes for a long time."""
@@ -458,7 +458,7 @@ def test_resumed_run_draws_the_same_prompts(filters: Callable[[], GroupFilterSet
 
 
 @pytest.mark.fault("F37")
-@pytest.mark.defect("curriculum-decided-twice")
+@pytest.mark.defect("curriculum-decides-again-on-resume")
 @pytest.mark.parametrize("max_staleness", [1, 2])
 @pytest.mark.parametrize("stopped_after", range(1, 9))
 def test_resumed_run_repeats_skip_decisions(stopped_after: int, max_staleness: int):

@@ -307,7 +307,7 @@ def test_environment_receives_max_turns(row: dict[str, Any], expected: int):
     assert len(group.trajectories[0].turns) == expected
 
 
-@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.defect("bad-rows-found-late")
 def test_bad_row_fails_only_its_episodes():
     prompt = Prompt("7", PROMPT.messages, "toy", {"max_turns": "2"})
     (item,) = play(answer_with("ab"), ToyEnvironments(until(2)), prompt=prompt)[0].trajectories
@@ -315,7 +315,7 @@ def test_bad_row_fails_only_its_episodes():
     assert "row 7: max_turns='2'" in item.text
 
 
-@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.defect("bad-rows-found-late")
 def test_row_rejected_by_its_environment_fails_its_episodes():
     class RejectingEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
@@ -362,7 +362,7 @@ def test_engine_failure_in_later_turn_fails_the_episode():
     assert len(item.turns) == 2
 
 
-@pytest.mark.defect("long-answers-cut-for-having-waited")
+@pytest.mark.defect("queued-requests-time-out")
 def test_turns_share_deadline_without_environment_time():
     class SlowEnvironments(ToyEnvironments):
         async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
@@ -481,7 +481,7 @@ def test_lone_surrogate_in_observation_fails_the_episode():
     assert (item.status, item.error) == (FAILED, "chat_template")
 
 
-@pytest.mark.defect("answers-nested-too-deeply")
+@pytest.mark.defect("deeply-nested-observation-ends-run")
 def test_too_deep_observation_fails_the_episode():
     content: list[Any] = []
     for _ in range(2000):

@@ -42,7 +42,7 @@ def test_uri_is_leased_to_one_live_run(server: S3Server, tmp_path: Path, caplog:
 
 
 @pytest.mark.usefixtures("quick_leases")
-@pytest.mark.defect("machines-of-one-name")
+@pytest.mark.defect("equal-host-names-share-lease")
 def test_lease_distinguishes_machines_of_same_name(server: S3Server, tmp_path: Path):
     path = tmp_path / "run"
     with MirroredMachine(path) as here:
@@ -74,7 +74,7 @@ def test_expired_lease_stops_uploads(server: S3Server, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("quick_leases")
-@pytest.mark.defect("uploads-of-who-was-taken-for-dead")
+@pytest.mark.defect("stale-process-uploads-after-lease-loss")
 @pytest.mark.parametrize(
     ("late", "lives"),
     [
@@ -148,7 +148,7 @@ def test_concurrent_file_creation_has_one_winner(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("quick_leases")
-@pytest.mark.defect("two-runs-take-one-dead-claim")
+@pytest.mark.defect("two-runs-acquire-expired-lease")
 def test_expired_lease_has_one_successor(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
     dead = MirroredMachine(tmp_path / "a")

@@ -70,7 +70,7 @@ def test_restart_cleans_up_interrupted_upload(server: S3Server, tmp_path: Path):
     assert MirroredMachine(tmp_path / "b").loaded() == (10, "weights of step 10")
 
 
-@pytest.mark.defect("a-manifest-without-its-files")
+@pytest.mark.defect("manifest-without-files-blocks-upload")
 def test_checkpoint_without_its_files_is_uploaded_again(uri: str, tmp_path: Path):
     with MirroredMachine(tmp_path / "a", uri) as here:
         here.save(10)
@@ -197,7 +197,7 @@ def test_own_upload_is_not_another_machines(uri: str, tmp_path: Path):
         assert again.loaded() == (20, "weights of step 20")
 
 
-@pytest.mark.defect("gone-back-and-killed")
+@pytest.mark.defect("rewound-run-resumes-old-state")
 @pytest.mark.parametrize(("uri", "machine"), [("file", "a"), ("s3", "b")], indirect=["uri"])
 def test_killed_run_continues_after_going_back(uri: str, tmp_path: Path, machine: str):
     """This also holds on a machine that never had the obsolete checkpoints."""
@@ -261,7 +261,7 @@ def test_going_back_sets_remote_checkpoints_aside(server: S3Server, tmp_path: Pa
     assert len(names) > 1, "a later start deletes no file of a checkpoint that was set aside"
 
 
-@pytest.mark.defect("back-on-the-first-machine")
+@pytest.mark.defect("first-machine-overwrites-newer-run")
 @pytest.mark.parametrize("went_back", [True, False])
 def test_checkpoints_of_another_machine_take_precedence(
     uri: str, tmp_path: Path, went_back: bool, caplog: pytest.LogCaptureFixture
@@ -293,7 +293,7 @@ def test_checkpoints_of_another_machine_take_precedence(
     assert len(warnings) == (3 if went_back else 1), "one warning per checkpoint"
 
 
-@pytest.mark.defect("back-on-the-first-machine")
+@pytest.mark.defect("first-machine-overwrites-newer-run")
 def test_local_checkpoint_is_used_without_newer_remote(uri: str, tmp_path: Path):
     with MirroredMachine(tmp_path / "a", uri) as here:
         here.save(10)
@@ -310,7 +310,7 @@ def test_local_checkpoint_is_used_without_newer_remote(uri: str, tmp_path: Path)
         assert there.mirror.remote_steps() == [10, 20]
 
 
-@pytest.mark.defect("back-on-the-first-machine")
+@pytest.mark.defect("first-machine-overwrites-newer-run")
 def test_only_renaming_restores_set_aside_checkpoint(tmp_path: Path):
     uri = f"file://{tmp_path}/elsewhere/run"
     with MirroredMachine(tmp_path / "a", uri) as here:
@@ -343,7 +343,7 @@ def test_only_renaming_restores_set_aside_checkpoint(tmp_path: Path):
         assert 40 in again.mirror.remote_steps()
 
 
-@pytest.mark.defect("back-on-the-first-machine")
+@pytest.mark.defect("first-machine-overwrites-newer-run")
 def test_alternating_machines_respect_checkpoint_limit(uri: str, tmp_path: Path):
     step = 10
     for name in ("a", "b") * 2:
@@ -359,7 +359,7 @@ def test_alternating_machines_respect_checkpoint_limit(uri: str, tmp_path: Path)
         assert all(folder.removeprefix("global_step_").isdigit() for folder in folders), "nothing is set aside"
 
 
-@pytest.mark.defect("back-on-the-first-machine")
+@pytest.mark.defect("first-machine-overwrites-newer-run")
 def test_checkpoint_of_another_run_comes_from_its_uri(server: S3Server, tmp_path: Path):
     here = resolve_local_folder(URI)
     with MirroredMachine(here) as first:
@@ -455,7 +455,7 @@ def test_export_is_visible_only_when_complete(server: S3Server, tmp_path: Path):
     assert not any(line.startswith("PUT") for line in server.seen), "an unfinished export is not uploaded"
 
 
-@pytest.mark.defect("back-on-the-first-machine")
+@pytest.mark.defect("first-machine-overwrites-newer-run")
 def test_start_keeps_export_of_another_machine(uri: str, tmp_path: Path):
     def export(machine: str, text: str | None, killed: bool = False) -> Mirror:
         mirror = Mirror(tmp_path / machine, uri)

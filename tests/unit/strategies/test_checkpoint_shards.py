@@ -107,7 +107,7 @@ def test_json_describes_the_slices(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.defect("forged-states-of-runs")
+@pytest.mark.defect("forged-run-state")
 @pytest.mark.parametrize(
     ("rank", "changes"),
     [
@@ -128,7 +128,7 @@ def test_forged_json_error_names_file_and_key(tmp_path: Path, rank: int, changes
         pass
 
 
-@pytest.mark.defect("forged-states-of-runs")
+@pytest.mark.defect("forged-run-state")
 def test_forged_json_without_tensors_is_rejected(tmp_path: Path) -> None:
     write_shards(tmp_path, [(0, 8), (8, 14)])
     with open_shards(tmp_path) as reader:

@@ -186,7 +186,7 @@ def devices(strategy: Strategy, offloader: FakeOffloader) -> tuple[set[str], set
     return parameters, state
 
 
-@pytest.mark.defect("engines-woken-beside-the-optimizer")
+@pytest.mark.defect("engines-wake-beside-optimizer")
 def test_offloaded_model_trains_like_its_twin(
     make: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch, streams: FakeStreams
 ):
@@ -216,7 +216,7 @@ def test_offloaded_model_trains_like_its_twin(
         assert torch.equal(tensor, expected), name
 
 
-@pytest.mark.defect("buffers-that-share-pages")
+@pytest.mark.defect("offload-buffers-share-pages")
 def test_buffers_do_not_share_pages(streams: FakeStreams):
     size = mmap.PAGESIZE
     tensors = {n: torch.empty(LARGE + 37 * n) for n in range(8)} | {8: torch.empty(300, 401, dtype=torch.bfloat16).t()}

@@ -100,7 +100,7 @@ class Doubles:
         return lazy_stack(changed)
 
 
-@pytest.mark.defect("buffer-transforms")
+@pytest.mark.defect("replay-buffer-lacks-transforms")
 def test_transforms_see_what_is_written_and_what_is_read():
     buffer = ReplayBuffer(8, shuffle=False, batch_size=2, transform=Doubles())
     buffer.extend(rows(2, 4))
@@ -118,7 +118,7 @@ def test_transforms_see_what_is_written_and_what_is_read():
             buffer.append_transform(wrong)
 
 
-@pytest.mark.defect("buffer-index")
+@pytest.mark.defect("replay-buffer-not-indexable")
 def test_rows_can_be_read_by_place():
     buffer = ReplayBuffer(3)
     buffer.extend(rows(1, 2, 3, 4))
@@ -148,7 +148,7 @@ class ListStorage:
         return self.held
 
 
-@pytest.mark.defect("buffer-storage")
+@pytest.mark.defect("replay-buffer-lacks-storage")
 def test_a_storage_says_how_many_rows_are_kept():
     for storage in (LazyStackStorage(2), ListStorage(2), lambda: ListStorage(2)):
         buffer = ReplayBuffer(storage=storage)

@@ -62,7 +62,7 @@ def test_templates_give_text_ids_and_padded_tensors():
     assert out["attention_mask"][0].tolist()[:3] == [0, 0, 0]
 
 
-@pytest.mark.defect("template-tensors")
+@pytest.mark.defect("chat-template-returns-lists")
 def test_ids_of_templates_are_tensors_and_dictionaries_are_tensordicts():
     one, both = History.from_chats(CHAT[:1]), History.from_chats([CHAT[:1], [{"role": "user", "content": "hello"}]])
     ids = one.apply_chat_template(tokenizer=TOKENIZER, tokenize=True)
@@ -110,7 +110,7 @@ def test_a_rendered_text_is_read_with_its_blanks_and_its_open_turn():
         History.from_text(text, chat_template_name="falcon")
 
 
-@pytest.mark.defect("unread-templates")
+@pytest.mark.defect("history-from-text-unknown-templates")
 @pytest.mark.parametrize("name", ["chatml_format", "qwen", "llama", "llama3", "llama4"])
 def test_what_a_named_template_renders_is_read_again(name: str):
     plain = [{"role": "system", "content": "Be brief."}, *CHAT[:1], {"role": "assistant", "content": "yes"}]
@@ -131,7 +131,7 @@ def test_qwen_writes_its_own_system_message_where_there_is_none():
     assert own.apply_chat_template(**rendered) == opening.replace("You are a helpful assistant.", "Be brief.") + asked
 
 
-@pytest.mark.defect("unread-templates")
+@pytest.mark.defect("history-from-text-unknown-templates")
 def test_turns_may_end_with_the_end_of_text_and_llamas_with_their_own_tokens():
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     ended = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|endoftext|>"
@@ -144,7 +144,7 @@ def test_turns_may_end_with_the_end_of_text_and_llamas_with_their_own_tokens():
         History.from_text("nothing")
 
 
-@pytest.mark.defect("assistant-first")
+@pytest.mark.defect("assistant-first-conversation-fails")
 def test_a_conversation_that_begins_with_the_assistant_has_its_mask():
     history = History.from_chats([{"role": "assistant", "content": "hello"}, *CHAT[:1]])
     found = history.apply_chat_template(tokenizer=TOKENIZER, return_assistant_tokens_mask=True)

@@ -96,7 +96,7 @@ def test_export_replaces_that_of_another_run(tiny_model_path: str, tmp_path: Pat
     assert not (folder / "adapter").exists()
 
 
-@pytest.mark.defect("forged-states-of-runs")
+@pytest.mark.defect("forged-run-state")
 def test_malformed_state_names_file_and_key(tiny_model_path: str, tmp_path: Path):
     good: dict[str, Any] = {"controllers": {"position": {"at": 0}}, "fingerprints": {"data": "abc"}}
     good |= dict.fromkeys(("unfinished", "base_models", "chat_template"))  # not saved by earlier versions
@@ -132,7 +132,7 @@ def test_malformed_state_names_file_and_key(tiny_model_path: str, tmp_path: Path
     with_saved_state(tiny_model_path, tmp_path, steps)
 
 
-@pytest.mark.defect("hashing-blocks-the-loop")
+@pytest.mark.defect("hashing-blocks-event-loop")
 def test_reported_digests_match_written_files(tiny_model_path: str, tmp_path: Path):
     async def save(state: CheckpointManager, learner: Learner, position: Position) -> None:
         await state.save(1)
@@ -218,7 +218,7 @@ def test_third_failed_save_in_a_row_raises(
 
 
 @pytest.mark.fault("F36")
-@pytest.mark.defect("a-full-disk-in-an-export")
+@pytest.mark.defect("full-disk-during-export")
 def test_export_is_retried_after_a_full_disk(
     tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -257,7 +257,7 @@ def test_canceled_save_is_completed(tiny_model_path: str, tmp_path: Path, slow_w
     assert find_checkpoint_damage(tmp_path / "global_step_1") is None
 
 
-@pytest.mark.defect("C9-folders-being-deleted-stay")
+@pytest.mark.defect("C9-deleting-folders-stay")
 def test_next_save_removes_interrupted_deletions(tmp_path: Path):
     (tmp_path / "global_step_1.deleting" / "policy").mkdir(parents=True)
     CheckpointStore(tmp_path).begin(2)

@@ -43,7 +43,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.defect("only-three-errors-saved")
+@pytest.mark.defect("most-errors-lose-steps")
 @pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
 def test_failed_rollout_saves_earlier_steps(error: BaseException):
     fakes = FakeTrainerParts()
@@ -56,7 +56,7 @@ def test_failed_rollout_saves_earlier_steps(error: BaseException):
     assert set(fakes.logged) == {0, 1}
 
 
-@pytest.mark.defect("C1-step-saved-and-never-logged")
+@pytest.mark.defect("C1-saved-step-never-logged")
 def test_failed_publish_is_completed_on_resume():
     fakes = FakeTrainerParts()
     fakes.fail_at_version = 2
@@ -76,7 +76,7 @@ def test_failed_publish_is_completed_on_resume():
     assert resumed.saved_with is None or resumed.saved_with.actions == ()
 
 
-@pytest.mark.defect("C1-step-saved-and-never-logged")
+@pytest.mark.defect("C1-saved-step-never-logged")
 @pytest.mark.parametrize("step", [2, 3])
 def test_failed_evaluation_is_repeated_on_resume(step: int):
     fakes = FakeTrainerParts()
@@ -162,7 +162,7 @@ def test_cancellation_during_update_completes_and_saves_step():
     assert set(fakes.logged) == {0, 1}
 
 
-@pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
+@pytest.mark.defect("stopped-rank-delays-signal")
 def test_cancellation_does_not_wait_for_unresponsive_rank(caplog: pytest.LogCaptureFixture):
     fakes = FakeTrainerParts()
     fakes.answering = False
@@ -174,7 +174,7 @@ def test_cancellation_does_not_wait_for_unresponsive_rank(caplog: pytest.LogCapt
     assert set(fakes.logged) == {0, 1}
 
 
-@pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
+@pytest.mark.defect("stopped-rank-delays-signal")
 def test_background_save_of_unresponsive_rank_is_abandoned():
     fakes = FakeTrainerParts()
     fakes.answering, fakes.async_checkpoint = False, True
@@ -234,14 +234,14 @@ def test_busy_rank_is_pinged_after_its_call():
     assert fakes.events[-1] == "save 1"
 
 
-@pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
+@pytest.mark.defect("signal-leaves-partial-export")
 def test_canceled_sft_export_is_completed():
     fakes = FakeTrainerParts()
     cancel_in(sft_trainer_of(fakes).fit_and_export(), fakes, "export")
     assert fakes.events[-2:] == ["save 2", "export 2"]
 
 
-@pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
+@pytest.mark.defect("signal-leaves-partial-export")
 def test_canceled_pending_export_is_completed():
     fakes = FakeTrainerParts(resumed_at=2)
     fakes.unfinished = PendingActions(("export",), {})
@@ -249,7 +249,7 @@ def test_canceled_pending_export_is_completed():
     assert fakes.events[-1] == "export 2"
 
 
-@pytest.mark.defect("C9-destroyed-checkpoint-named-as-good")
+@pytest.mark.defect("C9-bad-checkpoint-named-as-good")
 def test_nonfinite_update_names_last_good_checkpoint():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
@@ -274,7 +274,7 @@ def test_nonfinite_weights_are_not_saved():
     assert set(fakes.logged) == {0, 1, 2, 3}
 
 
-@pytest.mark.defect("state-of-the-next-step-saved")
+@pytest.mark.defect("controllers-saved-one-step-ahead")
 def test_controller_state_is_captured_at_step_end():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
@@ -286,7 +286,7 @@ def test_controller_state_is_captured_at_step_end():
     assert (captured, trainer.collector.consumed) == ([2], 4)
 
 
-@pytest.mark.defect("first-probe-gap-thrown-away")
+@pytest.mark.defect("first-probe-gap-lost")
 def test_first_publish_metrics_are_in_row_0():
     fakes = FakeTrainerParts()
     asyncio.run(trainer_of(fakes, evaluator=None).fit())

@@ -51,7 +51,7 @@ def test_metrics_per_source_count_failures_as_zero(tmp_path: Path):
     assert [json.loads(line)["reward"] for line in dumped.read_text().splitlines()] == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.defect("dumped-evaluations-showed-secrets")
+@pytest.mark.defect("dumped-evaluations-show-secrets")
 def test_dumped_texts_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secret = "canary-of-a-token"
     monkeypatch.setenv("HF_TOKEN", secret)
@@ -85,7 +85,7 @@ def test_mostly_failed_evaluation_raises():
         asyncio.run(evaluator.run(0))
 
 
-@pytest.mark.defect("evaluations-cut-in-silence")
+@pytest.mark.defect("truncated-evaluations-not-reported")
 @pytest.mark.parametrize("error", ["deadline", "timeout"])
 def test_evaluation_warns_of_episodes_beyond_deadline(error: str, caplog: pytest.LogCaptureFixture):
     asyncio.run(Evaluator(rollout_of({"a": [None, 1.0]}, error), [Prompt("a", [], "x")], 1, None).run(7))
@@ -93,7 +93,7 @@ def test_evaluation_warns_of_episodes_beyond_deadline(error: str, caplog: pytest
     assert [warning in record.message for record in caplog.records] == [True] * (error == "deadline")
 
 
-@pytest.mark.defect("evaluations-go-on-after-their-first-error")
+@pytest.mark.defect("failed-evaluation-keeps-running")
 def test_first_error_cancels_the_evaluation():
     running: set[str] = set()
 
@@ -115,7 +115,7 @@ def test_first_error_cancels_the_evaluation():
     asyncio.run(run())
 
 
-@pytest.mark.defect("C8-evaluation-counted-in-the-next-step")
+@pytest.mark.defect("C8-evaluation-counted-in-next-step")
 def test_evaluation_does_not_affect_later_engine_metrics():
     engine = ScriptedEngine()
     client = EngineClient([engine], deadline_s=60.0)
@@ -181,7 +181,7 @@ def test_a_source_named_all_is_not_all_sources():
     assert metrics["eval/source_all/avg_score"] == 0.5 and "eval/all/avg_score" not in metrics
 
 
-@pytest.mark.defect("data-sources-made-any-number-of-metrics")
+@pytest.mark.defect("unbounded-data-source-metrics")
 def test_sources_beyond_the_limits_share_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sources = ["x" * (MAX_SOURCE_LENGTH + 1), OTHER_SOURCES, *map(str, range(MAX_SOURCES)), "0"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]

@@ -61,7 +61,7 @@ ALL_EQUAL = {"reward/zero_variance_groups": 1.0, "reward/std": 0.0}
 ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # the standard deviation of one sample is undefined
 
 
-@pytest.mark.defect("false-alarms-of-equal-rewards")
+@pytest.mark.defect("false-equal-reward-warnings")
 @pytest.mark.parametrize(
     ("scope", "metrics", "warns"),
     [
@@ -87,7 +87,7 @@ RATIOS = {
 }
 
 
-@pytest.mark.defect("ratio-to-the-engine-unseen")
+@pytest.mark.defect("engine-ratio-not-checked")
 @pytest.mark.parametrize("metric", RATIOS)
 def test_ratio_guard_names_the_compared_policies(metric: str, caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
@@ -105,7 +105,7 @@ def test_nan_ratio_triggers_the_guard(metric: str):
         Guards(GuardsConfig(stop=["ratio"]), None).check({metric: float("nan")}, 1)
 
 
-@pytest.mark.defect("skipped-updates-in-silence")
+@pytest.mark.defect("skipped-updates-not-reported")
 def test_skipped_updates_warn_at_powers_of_ten(caplog: pytest.LogCaptureFixture):
     guards = Guards(GuardsConfig(), None)
     for step in range(1, 201):
@@ -149,7 +149,7 @@ def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
     return states[-1]
 
 
-@pytest.mark.defect("guards-begin-anew-when-resumed")
+@pytest.mark.defect("resume-resets-guards")
 def test_equal_reward_count_survives_resuming(caplog: pytest.LogCaptureFixture):
     first = saved_after_two_steps({"equal_steps": 0})
     assert first == {"equal_steps": 2}, "the saved step counts, too"

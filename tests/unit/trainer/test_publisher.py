@@ -102,7 +102,7 @@ def test_failed_restarts_count_against_the_limit():
     assert [engine.closed for engine in started] == [True, True, False]
 
 
-@pytest.mark.defect("C7-restarts-in-silence")
+@pytest.mark.defect("C7-engine-restart-not-logged")
 def test_restart_logs_engine_cause_and_count(caplog: pytest.LogCaptureFixture):
     client, _ = publisher_with_engines([KillableEngine("a")], max_restarts=4)
     asyncio.run(client.generate([request("r1")]))
@@ -114,7 +114,7 @@ def test_restart_logs_engine_cause_and_count(caplog: pytest.LogCaptureFixture):
     )
 
 
-@pytest.mark.defect("C2-a-dead-node-is-restarted")
+@pytest.mark.defect("C2-engines-restart-on-dead-node")
 def test_lost_cluster_ends_restarts():
     started: list[str] = []
 
@@ -132,7 +132,7 @@ def test_lost_cluster_ends_restarts():
     assert started == ["a"]
 
 
-@pytest.mark.defect("restarts-without-a-sender")
+@pytest.mark.defect("engine-restarts-without-trainer-rank")
 def test_restart_is_not_repeated_without_responsive_ranks():
     started: list[str] = []
 
@@ -219,7 +219,7 @@ def test_live_engines_are_not_restarted():
     assert publisher.restarts == 1
 
 
-@pytest.mark.defect("one-restart-holds-up-all")
+@pytest.mark.defect("sync-waits-for-engine-restart")
 def test_sync_does_not_wait_for_starting_engines():
     second, survivor, may_start = (
         KillableEngine("b", is_alive=True),
@@ -249,7 +249,7 @@ def test_sync_does_not_wait_for_starting_engines():
     assert started == ["a", "b"]
 
 
-@pytest.mark.defect("one-restart-holds-up-all")
+@pytest.mark.defect("sync-waits-for-engine-restart")
 def test_next_sync_raises_failed_background_restart():
     async def run() -> None:
         other = KillableEngine("b", is_alive=True)
@@ -279,7 +279,7 @@ def test_dead_engine_restarts_immediately_in_async_runs(immediately: bool):
     assert (list(dead), restarts) == (([], 1) if immediately else (["a"], 0))
 
 
-@pytest.mark.defect("all-restarts-waited-for")
+@pytest.mark.defect("rollouts-wait-for-all-restarts")
 def test_first_restarted_engine_serves_while_others_start():
     async def run() -> None:
         client = EngineClient([KillableEngine("a"), KillableEngine("b")], deadline_s=5)
@@ -344,7 +344,7 @@ def test_engine_without_node_is_retried_later(others: bool, caplog: pytest.LogCa
         assert "was restarted" in restarted
 
 
-@pytest.mark.defect("each-engine-of-a-lost-node-waited-for-another")
+@pytest.mark.defect("engines-of-lost-node-restart-serially")
 def test_only_one_engine_waits_for_a_node():
     attempts: list[tuple[str, bool]] = []
     with_node = {"d"}

@@ -33,7 +33,7 @@ class FailingEngine(ScriptedEngine):
 
 
 @pytest.mark.fault("F29")
-@pytest.mark.defect("syncs-that-were-repeated-are-in-no-row")
+@pytest.mark.defect("repeated-sync-lacks-metrics")
 @pytest.mark.parametrize("dying", [1, 2])
 def test_repeated_sync_reports_its_last_metrics(dying: int, monkeypatch: pytest.MonkeyPatch):
     engines = [FailingEngine(name=f"engine {index}") for index in range(2)]

@@ -77,7 +77,7 @@ def test_invalid_text_is_replaced(tmp_path: Path):
     assert json.loads(row["messages"]) == groups[1].trajectories[0].messages, "JSON keeps the exact text"
 
 
-@pytest.mark.defect("a-deep-call-hid-the-rollouts-of-its-step")
+@pytest.mark.defect("nested-tool-call-hides-rollouts")
 def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secret, escaped = "hunter2-hunter2", 'a "password" with \\'
     monkeypatch.setenv("SOME_API_KEY", secret)

@@ -169,7 +169,7 @@ def test_token_rewards_exist_only_if_needed(reads: bool):
     asyncio.run(trainer.fit())
 
 
-@pytest.mark.defect("engines-woken-beside-the-optimizer")
+@pytest.mark.defect("engines-wake-beside-optimizer")
 def test_colocated_engines_sleep_while_the_learner_works():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes, residency=ColocatedOffloadManager(fakes, fakes))  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def address() -> str:
     return "{}:{}".format(*free_address())
 
 
-@pytest.mark.defect("ranks-left-alone-in-a-gather")
+@pytest.mark.defect("failed-rank-leaves-gather")
 @pytest.mark.parametrize("fails", ["as the header is sent", "without a group", "without memory for it"])
 def test_failed_sender_still_gathers_with_other_ranks(fails: str, monkeypatch: pytest.MonkeyPatch):
     """The other ranks gather the next bucket, and would wait for this one until the deadline of an update."""
@@ -82,14 +82,14 @@ def raise_closed() -> None:
     raise RuntimeError("Connection closed by peer")
 
 
-@pytest.mark.defect("transfers-that-end-as-their-wait-does")
+@pytest.mark.defect("transfer-ends-at-deadline")
 def test_transfer_that_ends_at_timeout_succeeds():
     assert broadcast._completes_within(Work(lambda: None), 0.2, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="closed by peer"):
         broadcast._completes_within(Work(raise_closed), 0.2, torch.device("cpu"))
 
 
-@pytest.mark.defect("transfers-that-closing-does-not-end")
+@pytest.mark.defect("closing-leaves-transfer-running")
 @pytest.mark.parametrize("closes_first", [0, 1, 2])
 def test_close_ends_pending_transfers_of_all_ranks(closes_first: int):
     """Rank 2 does not take part in the transfer of ranks 0 and 1, so that it would only end at its deadline."""
@@ -108,7 +108,7 @@ def test_close_ends_pending_transfers_of_all_ranks(closes_first: int):
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.defect("engines-that-wait-for-a-root-that-failed")
+@pytest.mark.defect("engines-wait-for-failed-root")
 def test_absent_root_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(broadcast, "ROOT_CONNECT_TIMEOUT_S", 0.5)
     start = time.monotonic()
@@ -137,7 +137,7 @@ def test_failed_connection_closes_group(monkeypatch: pytest.MonkeyPatch):
     assert len(closed) == 1
 
 
-@pytest.mark.defect("weights-for-another-machine-on-loopback")
+@pytest.mark.defect("remote-weight-transfer-on-loopback")
 def test_chosen_interface_is_not_users_choice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     addresses.choose_interface("127.0.0.1")

@@ -52,7 +52,7 @@ def test_processes_share_buffer_memory():
         buffers.close()
 
 
-@pytest.mark.defect("pages-lost-with-every-engine")
+@pytest.mark.defect("dead-engine-leaks-ipc-pages")
 def test_buffers_outlive_connections():
     """On CUDA, memory leaks if a buffer is freed while an engine maps it, or before any engine mapped it."""
     tensors = {"small": torch.ones(8), "large": torch.ones(4096)}

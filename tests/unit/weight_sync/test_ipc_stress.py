@@ -12,8 +12,8 @@ from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer, overlapped
 from tests.support.deferred_copies import DeferredCopyMode, wait_for_copies
 
 
-@pytest.mark.defect("pages-handed-over-before-they-are-filled")
-@pytest.mark.defect("pages-filled-before-they-are-read")
+@pytest.mark.defect("ipc-page-sent-before-filled")
+@pytest.mark.defect("ipc-page-refilled-before-read")
 def test_syncs_succeed_with_late_copies(monkeypatch: pytest.MonkeyPatch):
     """Delay the copies; tests/gpu/test_ipc.py does the same on a device, whose streams are late by themselves."""
     monkeypatch.setattr(ipc, "wait_for_copies", wait_for_copies)

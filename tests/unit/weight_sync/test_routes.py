@@ -97,7 +97,7 @@ def test_repeated_syncs_arrive_exactly(pair_of, route: str):
         assert pair.same
 
 
-@pytest.mark.defect("the-last-parameter-kept-after-a-sync")
+@pytest.mark.defect("sync-keeps-last-parameter")
 @pytest.mark.parametrize("route", ["in_process", "ipc"])
 def test_finished_sync_keeps_no_parameter(route: str):
     references: list[weakref.ref[torch.Tensor]] = []

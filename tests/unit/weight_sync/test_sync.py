@@ -246,7 +246,7 @@ def test_a_version_going_backwards_is_raised():
     assert engine.receiver.version == 5
 
 
-@pytest.mark.defect("half-updated-weights-under-an-old-version")
+@pytest.mark.defect("partially-updated-weights-keep-old-version")
 def test_version_is_never_reused_for_other_weights():
     left, right = engine_named("left"), engine_named("right")
     trainer, weight_sync = in_process(left)

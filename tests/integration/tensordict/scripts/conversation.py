@@ -1,4 +1,4 @@
-"""A policy in a conversation, and the log-probs of what it said, as one writes it with TorchRL."""
+"""A policy in a conversation and the log-probs of its responses, written for TorchRL."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Two steps of GRPO, as one writes them with TorchRL."""
+"""Two steps of GRPO, written for TorchRL."""
 
 import copy
 import sys

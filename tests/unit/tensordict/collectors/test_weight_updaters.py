@@ -51,7 +51,7 @@ def difference(collects: LLMCollector, model: nn.Module) -> tuple[float, int]:
     return float((batch[0]["log_probs"].response - theirs).abs().max()), int(batch[0]["policy_version"])
 
 
-@pytest.mark.defect("module-taken-over")
+@pytest.mark.defect("wrapper-modifies-module")
 def test_a_policy_over_the_trained_model_itself_may_be_updated_too(collects: LLMCollector, policy: TransformersWrapper):
     with torch.no_grad():
         for parameter in policy.model.parameters():

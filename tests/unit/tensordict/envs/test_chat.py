@@ -237,7 +237,7 @@ def test_containers_are_those_of_the_policies():
 OPENING = [{"role": "assistant", "content": "What do you need?"}, {"role": "user", "content": "Rome"}]
 
 
-@pytest.mark.defect("question-of-messages")
+@pytest.mark.defect("query-must-be-text")
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_a_question_may_be_a_conversation_that_goes_on(mode: str):
     tokenizer = byte_tokenizer()
@@ -282,7 +282,7 @@ def test_messages_that_the_template_drops_are_refused(mode: str):
         env.reset(TensorDict(query=["2 + 2?"], batch_size=[1]))
 
 
-@pytest.mark.defect("question-of-messages")
+@pytest.mark.defect("query-must-be-text")
 def test_conversations_of_different_lengths_are_questions_of_a_batch_and_of_a_dataset():
     chats = [OPENING, OPENING[1:]]
     root = ChatEnv(batch_size=(2,)).reset(TensorDict(query=History.from_chats(chats), batch_size=[2]))
@@ -296,7 +296,7 @@ def test_conversations_of_different_lengths_are_questions_of_a_batch_and_of_a_da
         ChatEnv().reset(TensorDict(query=[[{"content": "no role"}]], batch_size=[1]))
 
 
-@pytest.mark.defect("chat-constructors")
+@pytest.mark.defect("chat-env-constructors-missing")
 def test_environments_are_made_from_a_loader_or_with_a_tokenizer_as_in_torchrl():
     loader = [{"text": ["a", "b"]}]
     env = ChatEnv.from_dataloader(loader, batch_size=(2,), repeats=2, group_repeats=True, system_prompt="s")
@@ -315,7 +315,7 @@ class Brief(DatasetChatEnv):
     SYSTEM_PROMPT = "Be brief."
 
 
-@pytest.mark.defect("chat-constructors")
+@pytest.mark.defect("chat-env-constructors-missing")
 def test_a_class_of_ones_own_may_have_its_system_prompt():
     rows = [{"query": "a"}]
     for made, wanted in ((Brief(dataset=rows), 2), (Brief(dataset=rows, system_prompt=None), 1)):

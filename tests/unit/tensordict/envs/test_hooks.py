@@ -64,7 +64,7 @@ class Applies(Transform):
         return -state
 
 
-@pytest.mark.defect("hooks-not-called")
+@pytest.mark.defect("transform-hooks-not-called")
 def test_the_hooks_of_a_transform_are_called():
     assert played(Calls())["next", "doubled"][0, :, 0].tolist() == [2, 4]
     assert played(Calls())["doubled"][0, :, 0].tolist() == [0, 2]
@@ -74,7 +74,7 @@ def test_the_hooks_of_a_transform_are_called():
     assert stepped["next", "reward"].flatten().tolist() == [30] * 4
 
 
-@pytest.mark.defect("hooks-not-called")
+@pytest.mark.defect("transform-hooks-not-called")
 def test_keys_are_transformed_one_by_one_and_missing_ones_are_errors():
     changed = played(Applies(in_keys=["observation"], out_keys=["shifted"], in_keys_inv=["action"]))
     assert changed["next", "shifted"][0, :, 0].tolist() == [4, 3]
@@ -84,7 +84,7 @@ def test_keys_are_transformed_one_by_one_and_missing_ones_are_errors():
         played(Applies(["missing"]))
 
 
-@pytest.mark.defect("hooks-not-called")
+@pytest.mark.defect("transform-hooks-not-called")
 def test_a_function_is_a_transform_of_every_observation():
     seen = played(lambda root: root.set("seen", root["observation"] + 1))
     assert seen["seen"][0, :, 0].tolist() == [1, 2]
@@ -110,7 +110,7 @@ class Skips(Transform):
         return tensordict.set("_step", torch.ones(2, dtype=torch.bool))
 
 
-@pytest.mark.defect("hooks-not-called")
+@pytest.mark.defect("transform-hooks-not-called")
 @pytest.mark.parametrize(
     ("transform", "message"),
     [

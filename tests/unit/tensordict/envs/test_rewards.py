@@ -185,7 +185,7 @@ class FirstTag(GSM8KRewardParser):
         return GSM8KRewardParser.normalize_answer(answer).lower()
 
 
-@pytest.mark.defect("reward-functions")
+@pytest.mark.defect("reward-functions-missing")
 def test_the_parts_of_a_reward_can_be_used_and_replaced():
     tags = GSM8KRewardParser.extract_tags("<think> a </think><answer> 1 </answer><answer>2</answer>")
     assert tags == ("a", "1") and GSM8KRewardParser.extract_tags("no") == ("", "")
@@ -198,7 +198,7 @@ def test_the_parts_of_a_reward_can_be_used_and_replaced():
     assert found["reward_think"].flatten().tolist() == [1, 0]
 
 
-@pytest.mark.defect("reward-functions")
+@pytest.mark.defect("reward-functions-missing")
 def test_the_reward_of_instructions_can_be_aggregated_by_ones_own_function():
     seen: list[Any] = []
 

@@ -271,7 +271,7 @@ def test_log_probs_of_a_reference_are_written_next_for_the_assistants_tokens(det
     assert "ref_log_probs" not in set(stepped.keys())
 
 
-@pytest.mark.defect("scores-without-next")
+@pytest.mark.defect("logprobs-require-next")
 def test_log_probs_of_a_reference_can_be_written_beside_data_without_a_next_step():
     env = ChatEnv(batch_size=(2,))
     root = said(env.reset(TensorDict(query=["a", "b"], batch_size=[2])))

@@ -205,7 +205,7 @@ def test_groups_that_say_nothing_can_be_left_out():
     assert rewards(binary.inv(torch.cat([trajectory("a", 1), trajectory("a", 0)]))) == [1, 0]
 
 
-@pytest.mark.defect("uncounted-groups")
+@pytest.mark.defect("mc-advantage-lacks-statistics")
 def test_statistics_say_what_came_what_was_written_and_what_waits():
     transform = MCAdvantage(2, keep_return_bounds=(0, 1), candidate_group_size=3)
     for prompt, values in (("a", (0, 0, 1)), ("b", (1, 1, 1)), ("c", (0, 1)), ("d", (1,))):
@@ -223,7 +223,7 @@ def test_statistics_say_what_came_what_was_written_and_what_waits():
     assert transform.max_queued_trajectories_per_group == 0 and transform.abandoned == 1
 
 
-@pytest.mark.defect("uncounted-groups")
+@pytest.mark.defect("mc-advantage-lacks-statistics")
 def test_conversations_are_prompts_too():
     transform = MCAdvantage(2)
     opening = [{"role": "user", "content": "hi"}]

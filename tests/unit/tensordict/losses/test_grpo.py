@@ -293,7 +293,7 @@ def test_a_rectangle_without_an_attention_mask_is_not_guessed_at():
             objective(data)
 
 
-@pytest.mark.defect("zero-coefficient")
+@pytest.mark.defect("zero-kl-coefficient-needs-reference")
 def test_a_kl_coefficient_of_zero_needs_no_reference():
     policy = BigramPolicy(4)
     plain = GRPOLoss(policy, entropy_bonus=False)(one_sequence())

@@ -154,7 +154,7 @@ def test_settings_are_checked():
         SFTLoss(policy(), kl_to_ref_coeff=1.0)(as_tensordict(BATCH, "ragged").exclude(("next", "ref_log_probs")))
 
 
-@pytest.mark.defect("zero-coefficient")
+@pytest.mark.defect("zero-kl-coefficient-needs-reference")
 def test_a_kl_coefficient_of_zero_needs_no_reference():
     batch = as_tensordict(BATCH, "ragged").exclude("next")
     plain, off = SFTLoss(policy()), SFTLoss(policy(), kl_to_ref_coeff=0.0)

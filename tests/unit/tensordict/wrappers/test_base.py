@@ -445,7 +445,7 @@ def test_nested_tensors_where_they_are_asked_for(wrap: Any, chats: Any):
         wrap(layout=torch.jagged, pad_output=True)
 
 
-@pytest.mark.defect("settings-unreadable")
+@pytest.mark.defect("wrapper-settings-not-readable")
 def test_settings_can_be_read_and_not_set_behind_the_wrappers_back(wrap: Any):
     wrapper = wrap(generate_kwargs={"max_new_tokens": 3}, prefer_tokens=True, return_text=False)
     assert wrapper.generate_kwargs == {"max_new_tokens": 3}

@@ -245,7 +245,7 @@ def state_of(module: Any) -> list[Any]:
     return [module.config._attn_implementation, layers, [(p.requires_grad, p.dtype) for p in module.parameters()]]
 
 
-@pytest.mark.defect("module-taken-over")
+@pytest.mark.defect("wrapper-modifies-module")
 def test_a_module_stays_as_it_was_under_two_wrappers_and_after_them():
     own: Any = tiny_model()
     own.train()
@@ -267,7 +267,7 @@ def test_a_module_stays_as_it_was_under_two_wrappers_and_after_them():
     assert state_of(own) == before
 
 
-@pytest.mark.defect("module-taken-over")
+@pytest.mark.defect("wrapper-modifies-module")
 def test_a_policy_samples_from_the_weights_that_its_module_has_now():
     own: Any = tiny_model()
     settings: dict[str, Any] = {"tokenizer": TOKENIZER, "inplace": False}
