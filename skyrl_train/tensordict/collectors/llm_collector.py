@@ -54,8 +54,8 @@ class LLMCollector(Delivery):
         track_policy_version: True, or a PolicyVersion: rows get "policy_version".
         async_envs: Must be false: the environments of a batch take their turns together.
         max_staleness: Complete trajectories that contain a turn more than this many updates older than the newest
-            version at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not filtered:
-            only `start` limits their age, by waiting. None: no bound.
+            version at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not
+            filtered: only `start` limits their age, by waiting. None: no bound.
         timeout: Seconds to wait for the current turn, or for room in the queue.
     """
 

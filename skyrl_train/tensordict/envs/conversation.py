@@ -114,8 +114,8 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
     """Return the model's text of this step, or None if the row has no action.
 
     It is read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
-    The end     of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt that the
-    model continued is part of it.
+    The end of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt
+    that the model continued is part of it.
     """
     said, history = _said(row, tokenizer, policy_role), part(row, "history", "prompt")
     continued = history is not None and is_continued(messages_of(history), policy_role)  # opens reasoning itself

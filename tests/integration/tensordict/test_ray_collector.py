@@ -124,7 +124,7 @@ def _until(true: Any) -> None:
 
 def test_what_cannot_travel_is_refused(ray_runtime: None):
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="cannot travel to the actor"):
+    with pytest.raises(ValueError, match="cannot be pickled for the actor"):
         RayLLMCollector(lambda: lock, policy_factory=lambda: lock, dialog_turns_per_batch=1)  # type: ignore[arg-type, return-value]
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_travel_is_refused(ray_runtime: None):
         ({"sync_iter": False, "max_staleness": 0}, ValueError, "max_staleness must be at least 1"),
         ({"frames_per_batch": 1}, TypeError, "frames_per_batch"),
         ({"async_envs": True}, RuntimeError, "give the environment more rows"),
-        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "not to both"),
+        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "give only one of them"),
     ],
 )
 def test_what_cannot_be_had_is_refused(settings: dict[str, Any], error: type[Exception], says: str):

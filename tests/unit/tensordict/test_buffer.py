@@ -37,7 +37,7 @@ def test_the_oldest_rows_make_room():
     assert len(buffer) == 2 and buffer.write_count == 3
     assert numbers(buffer.sample(2)) == [2, 3]
     buffer.empty()
-    with pytest.raises(ValueError, match="1 rows asked for, 0 stored"):
+    with pytest.raises(ValueError, match="batch_size=1, but only 0 rows are stored"):
         buffer.sample(1)
 
 
@@ -194,7 +194,7 @@ def test_torchrls_storage_and_sampler_say_the_same():
         buffer.add(TensorDict(number=torch.tensor(number)))
     assert [batch["number"].tolist() for batch in buffer] == [[1, 2]]
     for size, storage in ((None, None), (3, LazyStackStorage(3))):
-        with pytest.raises(ValueError, match="give one of the two"):
+        with pytest.raises(ValueError, match="give exactly one of the two"):
             ReplayBuffer(size, storage=storage)
     for sampler in (SamplerWithoutReplacement, lambda: SamplerWithoutReplacement(shuffle=True)):
         assert len(ReplayBuffer(3, sampler=sampler)) == 0

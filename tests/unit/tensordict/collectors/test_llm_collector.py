@@ -1,4 +1,4 @@
-"""What a collector yields, and when it ends: plain policies in conversations of given lengths."""
+"""Batches and end of a collector: plain policies in conversations of given lengths."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_queue_gets_batches():
 def test_every_batch_goes_through_the_postproc():
     collects = collector(conversations(1), 2, total_dialog_turns=2)
     collects.set_postproc(lambda batch: batch.set("seen", torch.ones(batch.batch_size)))
-    with pytest.raises(RuntimeError, match="postproc already"):
+    with pytest.raises(RuntimeError, match="already has a postproc"):
         collects.set_postproc(lambda batch: batch)
     (batch,) = collects
     assert batch is not None and batch["seen"].all()
@@ -276,13 +276,17 @@ def test_the_environment_is_closed_where_the_policy_cannot_be():
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "not to both"),
+        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "give only one of them"),
         ({"async_envs": True}, RuntimeError, "give the environment more rows"),
         ({"yield_only_last_steps": True, "flatten_data": True}, TypeError, "rows are flat"),
-        ({"yield_only_last_steps": True, "reset_at_each_iter": True}, TypeError, "would cut"),
-        ({"yield_only_last_steps": True, "yield_completed_trajectories": False}, TypeError, "leave the other one out"),
+        ({"yield_only_last_steps": True, "reset_at_each_iter": True}, TypeError, "would end"),
+        (
+            {"yield_only_last_steps": True, "yield_completed_trajectories": False},
+            TypeError,
+            "needs completed trajectories",
+        ),
         ({"yield_completed_trajectories": True, "flatten_data": False}, TypeError, "differ in length"),
-        ({"turns": None}, ValueError, "dialog_turns_per_batch is needed"),
+        ({"turns": None}, ValueError, "dialog_turns_per_batch is required"),
         ({"turns": 0}, ValueError, "dialog_turns_per_batch=0"),
         ({"total_dialog_turns": 0}, ValueError, "total_dialog_turns=0"),
         ({"policy": None}, ValueError, "exactly one of policy and policy_factory"),

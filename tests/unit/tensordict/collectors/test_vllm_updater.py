@@ -24,7 +24,7 @@ ROWS = [[5, 9, 77, 30], [8, 8, 250]]
 
 
 class Collector:
-    """What an updater asks of a collector."""
+    """A fake collector with the methods that an updater calls."""
 
     def __init__(self, policy: Any):
         self.policy, self.policy_version = policy, 0

@@ -99,7 +99,7 @@ def test_what_does_not_fit_changes_nothing_and_the_next_push_works(collects: LLM
 
 
 class _Collector:
-    """What an updater sees of one."""
+    """A fake collector with the attributes that an updater uses."""
 
     def __init__(self) -> None:
         self.policy_version = 0
@@ -127,9 +127,9 @@ def test_whoever_samples_with_other_weights_has_another_version():
     updater()
     assert [engine.version for engine in engines] == [3, 3]
     assert hooked == [1, 2, 3]
-    with pytest.raises(ValueError, match=r"worker_ids=\[2\] are not among \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"worker_ids=\[2\] are unknown; the workers are \[0, 1\]"):
         updater.push_weights(worker_ids=[2])
-    with pytest.raises(ValueError, match="serves a collector already"):
+    with pytest.raises(ValueError, match="already serves a collector"):
         updater.register_collector(_Collector())
     updater.close()
 
@@ -140,7 +140,7 @@ def test_an_updater_is_found_for_a_policy(policy: TransformersWrapper):
     assert found.engines == [policy.engine]
     assert WeightUpdaterBase.from_policy(lambda td: td) is None
     assert WeightUpdaterBase.from_policy(policy.get_new_version(generate=False)) is None
-    with pytest.raises(ValueError, match="was made without source="):
+    with pytest.raises(ValueError, match="has no source="):
         found.push_weights()
 
 

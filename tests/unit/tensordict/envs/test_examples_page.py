@@ -48,7 +48,7 @@ def sections() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the page says that there is."""
+    """Create the files that the page assumes."""
     made = tmp_path_factory.mktemp("examples")
     save_tiny_model(made / "model")
     for name, rows in (("questions", QUESTIONS), ("instructions", INSTRUCTIONS)):

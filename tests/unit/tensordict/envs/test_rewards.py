@@ -139,7 +139,7 @@ def test_arguments_of_the_scorer_count_or_are_refused(caplog: pytest.LogCaptureF
 
 def test_the_mode_of_a_reward_is_the_environments():
     ChatEnv().append_transform(GSM8KRewardParser(input_mode="history"))
-    with pytest.raises(ValueError, match="input_mode='tokens' in an environment of 'history'"):
+    with pytest.raises(ValueError, match="input_mode='tokens', but the environment has 'history'"):
         ChatEnv().append_transform(GSM8KRewardParser(input_mode="tokens"))
     make_gsm8k_env(ROWS).append_transform(GSM8KRewardParser(input_mode="text"))
 

@@ -201,7 +201,7 @@ def test_a_server_that_cannot_be_reached_is_reported_at_once():
 
 
 class Client:
-    """What the SDK's client of a server does, as far as it is used."""
+    """A fake of the parts of the SDK's client that are used."""
 
     def __init__(self) -> None:
         self.tools = {"add-up": "Adds.", "hang": "Never answers."}

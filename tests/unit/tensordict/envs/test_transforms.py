@@ -216,7 +216,7 @@ def test_a_reward_of_every_token_keeps_its_place_and_others_must_be_one_number()
     env, root = spoken((3, 2), assistant=False)
     env.append_transform(Halves())
     env.append_transform(KLRewardTransform(Scorer("tokens", -1.5)))
-    with pytest.raises(ValueError, match="2 numbers over"):
+    with pytest.raises(ValueError, match="2 values for"):
         env.step(root)
 
 

@@ -182,7 +182,7 @@ def test_every_key_can_be_set_also_that_of_the_reference():
     objective.set_keys(sample_log_prob="old", ref_log_probs="ref", advantage="A")
     assert objective(moved).loss.item() == expected.item()
     assert {"old", "ref", "A"} <= set(objective.in_keys)
-    with pytest.raises(ValueError, match="logits not known; keys are action"):
+    with pytest.raises(ValueError, match="does not know logits; the keys are action"):
         objective.set_keys(logits="x")
 
 
@@ -289,7 +289,7 @@ def test_a_rectangle_without_an_attention_mask_is_not_guessed_at():
     data = twice.exclude(("masks", "all_attention_mask"))
     for strategy in ("sft", "generic"):
         objective = GRPOLoss(TablePolicy(torch.zeros(4)), entropy_bonus=False, masking_strategy=strategy)
-        with pytest.raises(ValueError, match="does not tell tokens from padding"):
+        with pytest.raises(ValueError, match="otherwise padding looks like tokens"):
             objective(data)
 
 

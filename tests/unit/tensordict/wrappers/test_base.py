@@ -1,4 +1,4 @@
-"""What a wrapper reads, asks and writes."""
+"""A wrapper's inputs, requests and outputs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TemplateTransform Tokenizer as_nested_tensor as_padded_tensor
 GRPOLoss DAPO CISPO GRPOLossOutput MCAdvantage SFTLoss SFTLossOutput TopKRewardSelector
 LLMCollector RayLLMCollector WeightUpdaterBase ReplayBuffer
 """
-"""What TorchRL's users look for, release by release: the issue's list."""
+"""Names that TorchRL's users look for, by release."""
 
 NOT_OFFERED = """
 MATHEnv CountdownEnv RetrieveKL KLComputation ExecuteToolsInOrder ToolRegistry XMLBlockParser JSONCallParser
@@ -59,7 +59,7 @@ def test_every_name_that_is_not_offered_has_something_instead():
 
 
 def exported(torchrl: ModuleType) -> dict[str, Any]:
-    """What torchrl's modules for language models export."""
+    """Return the names that torchrl's modules for language models export."""
     modules = [importlib.import_module(f"torchrl.{name}") for name in (*TORCHRL_MODULES, "weight_update.llm")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -240,7 +240,7 @@ def test_stored_log_probs_answer_for_their_own_tokens_only():
 
 
 def state_of(module: Any) -> list[Any]:
-    """What a wrapper might change: attention, mode, gradients, dtypes, classes of layers, hooks."""
+    """Return the state that a wrapper might change: attention, mode, gradients, dtypes, classes of layers, hooks."""
     layers = [(type(layer), layer.training, len(layer._forward_hooks)) for layer in module.modules()]
     return [module.config._attn_implementation, layers, [(p.requires_grad, p.dtype) for p in module.parameters()]]
 

@@ -27,7 +27,7 @@ ROWS = [[5, 9, 77, 30], [8, 8, 250]]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What engines were started with."""
+    """Record the arguments with which engines were started."""
     options: list[dict[str, Any]] = []
 
     def start(model: str, *, enforce_eager: bool, tensor_parallel_size: int, **rest: Any) -> TransformersEngine:
@@ -59,7 +59,7 @@ def test_weights_that_arrive_one_by_one_are_served_as_one_version(worker: vLLMWo
     assert worker.check_weights_changed()
     out = wrapper(TensorDict(tokens=torch.tensor(ROWS[0])))
     torch.testing.assert_close(out["log_probs"].full[1:].tolist(), score(trained, ROWS)[0], atol=1e-4, rtol=0)
-    with pytest.raises(ConfigError, match="no tensor of the model"):
+    with pytest.raises(ConfigError, match="not a tensor of the model"):
         worker.update_weight("other.weight", torch.zeros(1))
     with pytest.raises(RuntimeError, match="init_weight_update_group"):
         worker.update_weight_broadcast(parameters[0][0], "float32", [1])
@@ -100,7 +100,7 @@ def test_devices_count_those_that_were_visible_at_first(no_choice: None, monkeyp
         vllm_workers.choose_devices(vllm_workers.check_devices(chosen))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="torch uses accelerators already"):
+    with pytest.raises(ConfigError, match="torch already uses other accelerators"):
         vllm_workers.choose_devices([0])
 
 

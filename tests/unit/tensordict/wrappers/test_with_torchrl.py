@@ -32,7 +32,7 @@ def quietly() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def theirs(torchrl: Any) -> SimpleNamespace:
-    """What is used of torchrl."""
+    """The parts of torchrl that the tests use."""
     return SimpleNamespace(
         LLMCollector=torchrl.collectors.llm.LLMCollector,
         History=torchrl.data.llm.History,
