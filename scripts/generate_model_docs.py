@@ -236,7 +236,7 @@ def _listed(kinds: Iterable[str]) -> str:
 
 
 def _notes() -> dict[str, int]:
-    """What is missing -> the number of its note."""
+    """Return the texts of the notes, which say what is missing, with their numbers."""
     missing = [_capital(one.missing) for column in TABLE["COLUMNS"] for one in column.refused.values()]
     return {text: number for number, text in enumerate(dict.fromkeys(missing), 1)}
 

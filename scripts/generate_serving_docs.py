@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def render(page: str) -> str:
-    """The page with the table as it must be."""
+    """Return the page with the generated table."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + "\n" + "\n".join(_table()) + "\n\n" + END + rest.partition(END)[2]
 

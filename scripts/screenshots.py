@@ -1,8 +1,8 @@
-"""The pictures of the documentation: `skyrl-train watch` of finished runs, in Chromium.
+"""Take the screenshots of the documentation: `skyrl-train watch` of finished runs in Chromium.
 
     python scripts/screenshots.py QUICKSTART_RUN TOOL_RUN ASYNC_RUN
 
-RUN is a run's folder. Writes docs/images/*.png, each of at most MOST_BYTES.
+Each argument is the folder of a run. Writes docs/images/*.png, each of at most MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from playwright.sync_api import sync_playwright
 from skyrl_train.environments.tools.browser import PROGRAMS
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
-MOST_BYTES = 150_000
+MAX_BYTES = 150_000
 SIZE = {"width": 1200, "height": 760}
 COLORS = 128
 RUNS = ("quickstart", "tools", "async")
@@ -35,14 +35,14 @@ RUNS = ("quickstart", "tools", "async")
 
 @dataclass(frozen=True)
 class Picture:
-    """A view of some runs: what stands behind # in its address, and the keys that are pressed there."""
+    """A screenshot of some runs: the fragment of the page's URL, and the keys to press there."""
 
     name: str
     runs: Sequence[str]
     view: str
     keys: str = ""
     token: int | None = None
-    """The one that is clicked."""
+    """The index of the token to click, or None."""
     dark: bool = False
 
 
@@ -60,24 +60,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     for name in RUNS:
         parser.add_argument(name, type=Path, help="a run's folder")
-    given = vars(parser.parse_args())
+    folders = vars(parser.parse_args())
     IMAGES.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         program = next(filter(None, map(shutil.which, PROGRAMS)), None)
         browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=os.geteuid() != 0)
         for picture in PICTURES:
-            with watching([given[name] for name in picture.runs]) as address:
-                taken = compress_png(take(browser, address, picture))
-            if len(taken) > MOST_BYTES:
-                sys.exit(f"{picture.name}: {len(taken):,} bytes; at most {MOST_BYTES:,} may be committed.")
-            (IMAGES / f"{picture.name}.png").write_bytes(taken)
-            print(f"docs/images/{picture.name}.png: {len(taken) / 1000:.0f} kB")
+            with watching([folders[name] for name in picture.runs]) as address:
+                image = compress_png(take(browser, address, picture))
+            if len(image) > MAX_BYTES:
+                sys.exit(f"{picture.name}: has {len(image):,} bytes: must have at most {MAX_BYTES:,} to be committed.")
+            (IMAGES / f"{picture.name}.png").write_bytes(image)
+            print(f"docs/images/{picture.name}.png: {len(image) / 1000:.0f} kB")
         browser.close()
 
 
 @contextmanager
 def watching(runs: Sequence[Path]) -> Iterator[str]:
-    """The address that `skyrl-train watch` prints."""
+    """Run `skyrl-train watch`, and yield the URL that it prints."""
     command = [sys.executable, "-m", "skyrl_train.entrypoints.watch", *map(str, runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -88,7 +88,7 @@ def watching(runs: Sequence[Path]) -> Iterator[str]:
 
 
 def take(browser: Any, address: str, picture: Picture) -> bytes:
-    """PNG of the view, once it has been drawn."""
+    """Return the screenshot as PNG, image after the page has been drawn."""
     context = browser.new_context(viewport=SIZE, color_scheme="dark" if picture.dark else "light")
     page = context.new_page()
     page.goto(address)
@@ -101,13 +101,13 @@ def take(browser: Any, address: str, picture: Picture) -> bytes:
         page.locator(f"[data-token='{picture.token}']").click()
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(300)
-    taken: bytes = page.screenshot()
+    image: bytes = page.screenshot()
     context.close()
-    return taken
+    return image
 
 
 def compress_png(png: bytes) -> bytes:
-    """With a palette."""
+    """Return the PNG with a color palette, which makes it smaller."""
     target = io.BytesIO()
     Image.open(io.BytesIO(png)).convert("RGB").quantize(COLORS).save(target, "PNG", optimize=True)
     return target.getvalue()

@@ -1,4 +1,4 @@
-"""SkyRL's dataset, by its name."""
+"""SkyRL's import path of its prompt dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,19 @@ __all__ = ["PromptDataset"]
 def PromptDataset(
     datasets: str | Sequence[str], tokenizer: Any, max_prompt_length: int, num_workers: int = 8
 ) -> Prompts:
-    """The prompts of files, folders or names on the hub; rows without an env_class get the configuration's."""
+    """Load prompts as SkyRL's class of this name does.
+
+    Rows without an env_class have an empty one here; the run fills in `environment.env_class`.
+
+    Args:
+        datasets: A file, a folder or a name on the hub, or several of them.
+        tokenizer: The tokenizer whose chat template renders prompts, to measure their length.
+        max_prompt_length: The longest prompt that is kept, in tokens.
+        num_workers: Ignored; accepted for compatibility with SkyRL.
+
+    Returns:
+        The prompts that are not too long.
+    """
     sources = [datasets] if isinstance(datasets, str) else list(datasets)
     return load_prompts(
         sources,

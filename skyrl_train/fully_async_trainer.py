@@ -1,4 +1,4 @@
-"""SkyRL's trainer for rollouts that run ahead, by its name."""
+"""SkyRL's import path of its fully asynchronous trainer."""
 
 from skyrl_train.skyrl.trainer import FullyAsyncRayPPOTrainer
 

@@ -1,4 +1,4 @@
-"""SkyRL's batch, by its name."""
+"""SkyRL's import path of its training batch."""
 
 from skyrl_train.skyrl.batches import TrainingInputBatch
 

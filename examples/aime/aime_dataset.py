@@ -1,10 +1,10 @@
-"""DAPO-Math-17k for training and AIME 2024 for validation, in SkyRL's row format.
+"""Write DAPO-Math-17k (training) and AIME 2024 (validation) in SkyRL's row format.
 
 python examples/aime/aime_dataset.py --output ~/data/aime                    from the hub
 python examples/aime/aime_dataset.py --input FOLDER --output ~/data/aime     from FOLDER/train.parquet, test.parquet
 
-Both repeat their rows (DAPO's file a hundred times): repeated problems are left out, as are those whose answer is
-neither a number nor a fraction. Rows are verl's: prompt (messages that ask for "Answer: ..."),
+Both sources repeat rows (DAPO's file a hundred times). The script omits repeated problems, and problems whose answer is
+neither a number nor a fraction. Source rows have verl's format: prompt (messages that ask for "Answer: ...") and
 reward_model.ground_truth.
 """
 
@@ -22,7 +22,11 @@ SEEN: set[tuple[str, bytes]] = set()
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """A row of the source as one of SkyRL's; None for a repetition, and an answer that is no number or fraction."""
+    """Convert a source row; None for a repeated problem, or if the answer is neither a number nor a fraction.
+
+    Raises:
+        DataError: The row has no messages or no ground truth.
+    """
     prompt, spec = row.get("prompt"), row.get("reward_model") or row.get("reward_spec")
     if not isinstance(prompt, list) or not isinstance(spec, dict) or spec.get("ground_truth") is None:
         raise DataError(f"{where}: needs prompt (messages) and reward_model.ground_truth, got {row!r:.120}.")

@@ -1,4 +1,4 @@
-"""Ranks instead of rewards: how large differences are does not matter, only their order."""
+"""A custom advantage that uses ranks: only the order of rewards matters, not their differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import skyrl_train as sk
 
 @sk.register.advantage("centred_rank")
 def centred_rank(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """(samples with less reward - samples with more) / samples, over the valid samples of the prompt. All [B]."""
+    """Return (samples with a lower reward - samples with a higher one) / samples, over the prompt's valid samples.
+
+    All tensors have the shape [B].
+    """
     comparable = (group_ids[:, None] == group_ids) & valid & valid[:, None]
     order = torch.sign(rewards[:, None] - rewards)
     return torch.where(comparable, order, 0.0).sum(1) / comparable.sum(1).clamp(min=1)

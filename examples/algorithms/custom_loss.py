@@ -10,6 +10,6 @@ import skyrl_train as sk
 
 @sk.register.policy_loss("reinforce")
 def reinforce(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """-A logprobs on every token. All [T]; returns (loss, was_clipped), 0 outside the mask."""
+    """Return the loss -A * logprobs, 0 outside the mask, and "was clipped", always 0. All tensors are [T]."""
     loss = torch.where(mask, -advantages * logprobs, 0.0)
     return loss, torch.zeros_like(loss)

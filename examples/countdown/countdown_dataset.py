@@ -23,7 +23,7 @@ QUESTION = (
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source as one of SkyRL's. Raises DataError for a row without numbers or target."""
+    """Convert a source row to SkyRL's format. Raises DataError for a row without numbers or target."""
     target, numbers = row.get("target"), row.get("nums")
     if not isinstance(target, int) or not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
         raise DataError(f"{where}: needs target (an integer) and nums (a list of them), got {row!r:.120}.")

@@ -1,4 +1,4 @@
-"""SkyRL's FlashRL entry point is refused: it needs a vLLM that FlashRL has patched."""
+"""SkyRL's FlashRL entry point, which exits with an error because it needs a vLLM that FlashRL has patched."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 def main() -> None:
     print(
-        "FlashRL samples with weights of 8 bits through a vLLM that it patches, which this package does not run: "
-        "use examples.tis_correction.main_tis_dapo, whose importance weights correct for any engine.",
+        "FlashRL samples with 8-bit weights through a patched vLLM, which this package does not support. "
+        "Use examples.tis_correction.main_tis_dapo, whose importance weights correct for any engine.",
         file=sys.stderr,
     )
     sys.exit(2)

@@ -18,7 +18,7 @@ FINAL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source (question, answer) as one of SkyRL's. Raises DataError for a row without an answer."""
+    """Convert a source row (question, answer) to SkyRL's format. Raises DataError for a row without an answer."""
     question, answer = row.get("question"), row.get("answer")
     final = FINAL_ANSWER.search(answer) if isinstance(answer, str) else None
     if not isinstance(question, str) or final is None:

@@ -20,7 +20,7 @@ INSTRUCTION = (
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source (question, answer) as one of SkyRL's. Raises DataError for a row without an answer."""
+    """Convert a source row (question, answer) to SkyRL's format. Raises DataError for a row without an answer."""
     question, answer = text_column(where, row, "question"), text_column(where, row, "answer")
     final = parse_number(answer.rpartition("####")[2])
     if final is None or "####" not in answer:

@@ -4,7 +4,8 @@ python examples/ifeval/ifeval_dataset.py --output ~/data/ifeval                 
 python examples/ifeval/ifeval_dataset.py --input FOLDER --output ~/data/ifeval       from FOLDER/train.jsonl, test.jsonl
 
 From the hub, argilla/ifeval-like-data (its filtered rows) is for training and google/IFEval, the benchmark, for
-validation. Rows have prompt, instruction_id_list and kwargs; those with instructions outside IFEval's 25 are left out.
+validation. Rows have prompt, instruction_id_list and kwargs; rows with
+instructions outside IFEval's 25 are omitted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ HUB_CONFIG = {"train": "filtered"}
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """A row of the source as one of SkyRL's; None if an instruction cannot be checked."""
+    """Convert a source row to SkyRL's format; None if an instruction cannot be checked.
+
+    Raises:
+        DataError: A field is missing or has the wrong type.
+    """
     prompt = text_column(where, row, "prompt")
     instructions, kwargs = row.get("instruction_id_list"), row.get("kwargs")
     try:
@@ -30,19 +35,21 @@ def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str
         raise DataError(f"{where}: kwargs are not JSON: {error}.") from error
     if not isinstance(instructions, list) or not isinstance(kwargs, list) or not len(instructions) == len(kwargs) > 0:
         raise DataError(
-            f"{where}: needs instruction_id_list and kwargs, lists of one length, got {instructions!r:.80} and "
+            f"{where}: needs instruction_id_list and kwargs, lists of equal length, got {instructions!r:.80} and "
             f"{kwargs!r:.80}."
         )
     try:
-        given = [parse_instruction_kwargs(id, each, prompt) for id, each in zip(instructions, kwargs, strict=True)]
+        parsed = [
+            parse_instruction_kwargs(name, options, prompt) for name, options in zip(instructions, kwargs, strict=True)
+        ]
     except ValueError:
         return None
-    truth = {"instruction_id_list": instructions, "kwargs": given}
+    truth = {"instruction_id_list": instructions, "kwargs": parsed}
     return {
         "data_source": "ifeval" if split == "test" else "ifeval_like",
         "prompt": [{"role": "user", "content": prompt}],
         "env_class": "ifeval",
-        # JSON: the arguments of different instructions have no common type for a table
+        # JSON, because arguments of different instructions have no common column type
         "reward_spec": {"method": "rule", "ground_truth": json.dumps(truth)},
         "extra_info": {"split": split, "index": index},
     }

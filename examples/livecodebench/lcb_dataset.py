@@ -28,7 +28,7 @@ FUNCTION = "\n\nStart from this code, and keep its names:\n```python\n{}\n```"
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source as one of SkyRL's. Raises DataError for a row without tests that can be run."""
+    """Convert a source row to SkyRL's format. Raises DataError for a row without tests that can run."""
     problem = text_column(where, row, "problem" if row.get("problem") is not None else "question_content")
     try:
         tests = parse_tests(_tests(row))
@@ -66,7 +66,7 @@ def _tests(row: dict[str, Any]) -> Any:
 
 
 def _private(text: str) -> list[Any]:
-    """LiveCodeBench packs hidden tests as base64 of zlib of a pickled JSON text."""
+    """Decode hidden tests, which LiveCodeBench stores as base64 of zlib of a pickled JSON string."""
     if text.lstrip().startswith("["):
         return json.loads(text)
     data = zlib.decompressobj().decompress(base64.b64decode(text), MAX_TESTS_BYTES)
@@ -74,10 +74,10 @@ def _private(text: str) -> list[Any]:
 
 
 class _OnlyText(pickle.Unpickler):
-    """Rejects a pickle that names a class or a function: a text needs neither."""
+    """An unpickler that rejects classes and functions, which a string does not need."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"private_test_cases name {module}.{name}: not a text")
+        raise pickle.UnpicklingError(f"private_test_cases contain {module}.{name}, but must be a pickled string")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python examples/llm_as_a_judge/judge_dataset.py --output ~/data/judge                   GSM8K from the hub
 python examples/llm_as_a_judge/judge_dataset.py --input FOLDER --output ~/data/judge    FOLDER/train.jsonl, test.jsonl
 
-Rows of the source have `question` and `answer`; of an answer with a line "#### 42", as GSM8K's, that is the reference.
+Source rows have `question` and `answer`. If an answer contains "#### 42", as in GSM8K, the reference is what follows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from skyrl_train.data.conversion import conversion_main, text_column
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source as one of SkyRL's. Raises DataError for a row without a question or an answer."""
+    """Convert a source row to SkyRL's format. Raises DataError for a row without a question or an answer."""
     question, answer = text_column(where, row, "question"), text_column(where, row, "answer")
     return {
         "data_source": "llm_as_a_judge",

@@ -1,4 +1,4 @@
-"""SkyRL's entry point of a judge's rewards: main_base, as the environment comes along."""
+"""SkyRL's entry point for rewards by a judge. It equals main_base, because the environment is part of the package."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ python examples/math/math_dataset.py --output ~/data/math                    fro
 python examples/math/math_dataset.py --input FOLDER --output ~/data/math     from FOLDER/train.jsonl, test.jsonl
 
 From the hub, the 7,500 training problems are for training and MATH-500 for validation. Rows have problem, and answer or
-a solution with its answer in \boxed{...}; those without an answer are left out.
+a solution with its answer in \boxed{...}; rows without an answer are omitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """A row of the source as one of SkyRL's; None if there is no answer."""
+    """Convert a source row to SkyRL's format; None if it has no answer."""
     problem = text_column(where, row, "problem")
     answer = row.get("answer")
     if answer is None:

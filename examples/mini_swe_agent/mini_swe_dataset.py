@@ -15,7 +15,7 @@ from skyrl_train.data.conversion import write_split
 
 
 def row(task: Task) -> dict[str, Any]:
-    """Mappings as JSON: rows of a table share their columns."""
+    """Return a task as a row, with mappings as JSON because the rows of a table share their columns."""
     return {
         "data_source": "mini_swe",
         "prompt": [{"role": "user", "content": task.problem}],

@@ -1,6 +1,6 @@
-"""Ten small repositories with a fault each: what is wrong, how it is mended, and the tests that tell.
+"""Ten small repositories with one bug each: the problem, the fix, and the tests.
 
-The tests in a repository are for the agent; those that score are scripts whose output is known, kept elsewhere.
+The tests in a repository are for the agent. The tests that score are scripts with known output outside the repository.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """`module` holds the fault, `mended` is it without."""
+    """A repository with a bug. `buggy` is the text of `module` with the bug, `fixed` the text without it."""
 
     name: str
     problem: str
@@ -18,9 +18,9 @@ class Task:
     buggy: str
     fixed: str
     visible: str
-    """The body of a test that the repository brings."""
+    """The body of the test in the repository."""
     tests: tuple[tuple[str, str], ...]
-    """(script, its output)"""
+    """Scripts that score the submission, each with its expected output."""
 
     @property
     def test_file(self) -> str:

@@ -1,18 +1,18 @@
-"""Asynchronous training beside synchronous, on the same slots: steps a second, and what they cost.
+"""Compare asynchronous with synchronous training on the same cores: time and cost per step.
 
     python scripts/benchmarks/async.py [--backends transformers vllm] [--steps 12] [--json FILE] [key=value ...]
 
-One engine and one learner in slots of their own, a core each; the same prompts, seeds and work for every schedule:
-an optimizer step on each batch. A synchronous run lets one side wait for the other, so
-the most that running both at once can bring is (generation + the rest of a step) / the longer of the two. Short
-synchronous runs therefore first look for the sizes at which both take equally long on this machine: as many tokens in
-fewer and longer answers take longer to generate, and as long to train on. Answers have all the same length, or are
-log-normal (sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is
-what the other core can do for generation while the learner waits.
+One engine and one learner run on one core each. Every schedule has the same prompts, seeds and work: one optimizer step
+on each batch. In a synchronous run one side waits for the other, so running both at once can speed it up by at most
+(generation + the rest of a step) / the longer of the two. Short synchronous runs therefore first search for sizes at
+which both take equally long on this machine: the same number of tokens in fewer and longer responses takes longer to
+generate, but as long to train on. Responses all have the same length, or log-normal lengths (sigma 0.8) with the same
+mean, drawn from the request's seed. The schedule with a second engine shows how much the learner's core can generate
+while the learner waits.
 
-The runs go one after another, each alone. What is measured begins after two steps, when rollouts are as far ahead as
-they may be, and ends with the last step but `max_staleness_steps`: from there on there is nothing left to sample.
-Seconds and CPU-seconds, of whole process trees, are those of this window over its steps.
+The runs execute one after another. The measured window begins after two steps, when rollouts are as far ahead as they
+may be. It ends `max_staleness_steps` before the last step, because from there on there is nothing left to sample.
+Seconds and CPU-seconds are those of the complete process tree in this window, per step.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ SCHEDULES = {
 LOG_NORMAL = "log-normal"
 SIGMAS = {LOG_NORMAL: 0.8, "equal": 0.0}
 LONGEST = 4
-"""Times the mean: where longer answers are cut."""
+"""The maximum response length, as a multiple of the mean."""
 WORK = {
     LOG_NORMAL: Work(prompts=20, samples=2, prompt_tokens=25, new_tokens=128),
     "equal": Work(prompts=12, samples=2, prompt_tokens=25, new_tokens=200),
 }
-"""Where the search for equally long sides begins."""
+"""The sizes with which the search for equal times starts."""
 TRIES, TRIED_STEPS = 4, 3
 NEAR = 0.05
-"""How far generation may be from the rest of a step for the search to end."""
+"""The relative difference between generation and the rest of a step at which the search ends."""
 MICROBATCH = 512
-"""Tokens: what fits a core's cache, as the two processes share the way to memory."""
+"""Tokens per micro-batch that fit into a core's cache, because the processes share the memory bandwidth."""
 PHASES = ("generate", "score", "update", "publish")
 
 
 def balanced(folder: Path, model: Path, backend: str, lengths: str, options: argparse.Namespace) -> Work:
-    """Sizes at which generation takes as long as the rest of a synchronous step, or the nearest that were tried."""
+    """Search for sizes at which generation takes as long as the rest of a synchronous step; return the best ones."""
     first, tried = WORK[lengths], dict[int, float]()
     tokens, rests = first.prompts * first.new_tokens, list[float]()
     prompts = first.prompts
@@ -86,18 +86,21 @@ def balanced(folder: Path, model: Path, backend: str, lengths: str, options: arg
         if abs(row["generate"] / rest - 1) < NEAR:
             break
         prompts = max(1, round(_prompts_for(rest, tried)))
-    nearest = min(tried, key=lambda one: abs(math.log(tried[one] / statistics.fmean(rests))))
+    nearest = min(tried, key=lambda prompts: abs(math.log(tried[prompts] / statistics.fmean(rests))))
     return replace(first, prompts=nearest, new_tokens=round(tokens / nearest))
 
 
 def _prompts_for(seconds: float, tried: dict[int, float]) -> float:
-    """How many prompts take so long: decode steps grow with 1 / prompts, and each costs something, and more by row."""
+    """Estimate the number of prompts whose generation takes `seconds`.
+
+    The number of decode steps is proportional to 1 / prompts, and each step has a fixed cost and a cost per row.
+    """
     (many, least), (few, most) = max(tried.items()), min(tried.items())
     if many == few:
         return many * least / seconds
     a_step = (most - least) / (1 / few - 1 / many)
     a_row = least - a_step / many
-    if a_step <= 0:  # lengths are drawn: what few steps take does not show that longer answers take longer
+    if a_step <= 0:  # lengths are random: a few steps may not show that longer responses take longer
         return few * most / seconds
     return a_step / max(seconds - a_row, a_step / (2 * many))
 
@@ -105,14 +108,14 @@ def _prompts_for(seconds: float, tried: dict[int, float]) -> float:
 def measure(
     folder: Path, model: Path, work: Work, backend: str, lengths: str, schedule: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run one schedule and return what it took."""
+    """Run one schedule, and return its times, costs and metrics per step."""
     folder.mkdir()
     chosen = SCHEDULES[schedule]
     last = WARM_UP + options.steps
     total = last + chosen.staleness
     # Every schedule gets the same prompts in the same order.
-    most = last + max(one.staleness for one in SCHEDULES.values())
-    write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * most, work.prompt_tokens))
+    max_steps = last + max(entry.staleness for entry in SCHEDULES.values())
+    write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * max_steps, work.prompt_tokens))
     gates = PASSIVE | {GATED: f"{WARM_UP},{last}", THREADS: "1"}
     if sigma := SIGMAS[lengths]:
         gates[LENGTHS] = f"{work.new_tokens},{sigma}"
@@ -138,7 +141,7 @@ def measure(
     def mean(name: str) -> float:
         return statistics.fmean(row.get(name, 0.0) for row in rows)
 
-    found = {
+    return {
         "backend": backend,
         "lengths": lengths,
         "schedule": schedule,
@@ -152,7 +155,6 @@ def measure(
         "trainer_idle": mean("async/trainer_idle"),
         "engines_idle": mean("async/engines_idle"),
     }
-    return found
 
 
 def compare(folder: Path, backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -169,14 +171,14 @@ def compare(folder: Path, backend: str, options: argparse.Namespace) -> list[dic
 
 def show(results: list[dict[str, Any]]) -> None:
     print(
-        "\n| engine | lengths | schedule | s a step | times the steps | CPU-s a step "
+        "\n| engine | lengths | schedule | s per step | speedup | CPU-s per step "
         "| generate, score, update, publish: s | mean age | trainer, engines idle |\n" + "| --- " * 9 + "|"
     )
     for row in results:
         (base,) = (
-            one
-            for one in results
-            if (one["backend"], one["lengths"]) == (row["backend"], row["lengths"]) and one["schedule"] == BASE
+            other
+            for other in results
+            if (other["backend"], other["lengths"]) == (row["backend"], row["lengths"]) and other["schedule"] == BASE
         )
         phases = ", ".join(f"{row[phase]:.2f}" for phase in PHASES)
         ahead = SCHEDULES[row["schedule"]].staleness > 0
@@ -195,10 +197,10 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides of the runs")
     options = parser.parse_intermixed_args()
     if options.schedules[0] != BASE:
-        parser.error(f"--schedules: {BASE} comes first, as the others are compared with it")
+        parser.error(f"--schedules: must start with {BASE!r}, with which the others are compared")
     report = environment_info(*(name for name in options.backends if name != "transformers")) | {
         "cores": os.cpu_count()
     }

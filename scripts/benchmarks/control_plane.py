@@ -1,29 +1,29 @@
-"""What the driver takes for a step: rollouts to a batch to the parts of ranks, and many conversations at once.
+"""Measure the driver's cost of a step: from rollouts to the shards of ranks, and many concurrent conversations.
 
     python scripts/benchmarks/control_plane.py [--against COMMIT] [--scored] [--json FILE]
     python scripts/benchmarks/control_plane.py --sizes 2048x4096 1024x16384 --conversations 16384x64 16384x1000
     python scripts/benchmarks/control_plane.py --sizes --conversations --parts 16384x512 131072x4096
 
-Engines are scripted, in this process, and answer after 5 ms, each request with arrays of its own; no model is run.
-Ledger, batches, `ConversationGenerator`, `EngineClient` and `WorkerPool` are a run's own. Token ids are beyond
-1,000, as most are: Python has one object for each integer up to 256, and makes one for each time that a larger one
-occurs. Every measurement is a process of its own.
+Scripted engines in this process answer each request after 5 ms with new arrays; no model runs. `TrajectoryBuilder`,
+batches, `ConversationGenerator`, `EngineClient` and `WorkerPool` are those of a run. Token ids are above 1,000, like
+most real ones, because Python caches small integers and creates an object for each occurrence of a larger one. Every
+measurement runs in a process of its own.
 
-- batch: SEQUENCESxTOKENS, 8 of a prompt: bytes a token that the rollouts hold, and that are held at most, of the
-  process's own memory, until GRPO's advantages are there and through an update by 8 ranks, Ray actors that do
-  nothing; million tokens a CPU-second of `collate` and of the whole way from rollouts to ranks; the longest time for
-  which the event loop stood still.
-- scored, with `--scored`: the same, and old and reference log-probs before the advantages, from those ranks: how much
-  of what is held is theirs, and million tokens a CPU-second of both scores.
-- shards: the same rollouts to the parts of 8 ranks, sequence by sequence, without Ray and advantages: million tokens a
-  CPU-second, the median of seven times.
-- parts, with `--parts SEQUENCESxRANKS`: a batch of short sequences, in 4 mini-batches, to the parts of so many ranks,
-  without Ray: CPU-seconds, which are of sequences and ranks rather than of tokens.
-- conversations: NUMBERxTOKENS of each of 3 turns, all at once over 256 engines: turns a CPU-second of the driver (what
-  the environments' processes take is not in it), the driver's memory at its peak, and the longest time for which the
-  event loop stood still.
+- batch: SEQUENCESxTOKENS, with 8 samples per prompt. Measures the bytes per token of rollouts, the peak of the
+  process's own memory until GRPO's advantages are computed, and the peak through an update by 8 ranks, which are idle Ray actors.
+  Also measures million tokens per CPU-second of `collate` and of the complete path from rollouts to ranks, and the
+  longest stall of the event loop.
+- scored, with `--scored`: the same, with old and reference log-probs of these ranks before the advantages. Also
+  measures the memory of these log-probs, and million tokens per CPU-second of computing both.
+- shards: the same rollouts to the shards of 8 ranks, without Ray and advantages. Measures million tokens per
+  CPU-second, the median of seven repeats.
+- parts, with `--parts SEQUENCESxRANKS`: a batch of short sequences, in 4 mini-batches, to the shards of that many
+  ranks, without Ray. Measures CPU-seconds, which depend on sequences and ranks rather than on tokens.
+- conversations: NUMBERxTOKENS, where each of 3 turns has TOKENS tokens, all at once over 256 engines. Measures turns
+  per CPU-second of the driver (without the environments' processes), the driver's peak memory, and the longest stall of the
+  event loop.
 
-`--against` measures another commit too, in a worktree, by turns with this one.
+`--against` also measures another commit, in a worktree, alternating with this one.
 """
 
 from __future__ import annotations
@@ -130,10 +130,11 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
 async def run_update(
     learner: Any, groups: list[Any], with_arrays: bool, watch: PeakMemoryMonitor | None = None
 ) -> dict[str, float]:
-    """From rollouts to an update, as a run does it.
+    """Run the driver's part of a step, from rollouts to an update.
 
-    `until advantages`: the most memory until they are there, bytes; `scored`: of these log-probs of the learner;
-    `collate` and `score`: CPU-seconds; `stood still`: the longest time for which the event loop did, seconds.
+    Returns:
+        `until advantages`: peak memory until the advantages are computed, in bytes. `scored`: bytes of the learner's
+        log-probs. `collate` and `score`: CPU-seconds. `stood still`: the longest stall of the event loop, in seconds.
     """
     from skyrl_train.algorithms.advantages import AdvantageCalculator, grpo
     from skyrl_train.data import batch as module
@@ -148,7 +149,7 @@ async def run_update(
         begun = time.process_time()
         found = await in_thread(partial(module.collate, **without), groups)
         collated = time.process_time()
-        groups.clear()  # as a run does, which has written them by then
+        groups.clear()  # a run has written them to disk by then
         found = await learner.add_logprobs_and_values(found)
         taken = {"collate": collated - begun, "score": time.process_time() - collated}
         log_probs = [one for one in (found.old_logprobs, found.ref_logprobs) if one is not None]
@@ -166,7 +167,7 @@ async def run_update(
 
 @contextlib.asynccontextmanager
 async def measure_loop_lag() -> AsyncIterator[list[float]]:
-    """By how much a sleep of a few milliseconds was too long at most, in seconds: so long the loop stood still."""
+    """Measure the longest stall of the event loop; yield a list whose only item is that time in seconds."""
     longest = [0.0]
 
     async def tick() -> None:
@@ -183,12 +184,12 @@ async def measure_loop_lag() -> AsyncIterator[list[float]]:
 
 
 async def call_synchronously(function: Any, *args: Any) -> Any:
-    """As it was before."""
+    """Call a function directly, as older commits do."""
     return function(*args)
 
 
 def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
-    """Groups as a ledger writes them, of one turn each."""
+    """Return groups of single-turn trajectories that a TrajectoryBuilder has written."""
     from skyrl_train.data.messages import Prompt
     from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
     from skyrl_train.engines.base import Completion, VersionSpan
@@ -271,7 +272,7 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
     logprobs, with_arrays = np.full(tokens, -1.0, np.float32), hasattr(Trajectory, "empty")
     assert ids.min() >= BEYOND_SMALL and len(ids) == tokens
 
-    def its_own(values: Any) -> Any:
+    def copy_values(values: Any) -> Any:
         return values.copy() if with_arrays else values.tolist()
 
     class Answers(ScriptedEngine):
@@ -279,7 +280,9 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
             await asyncio.sleep(ANSWER_S)
             spans = [VersionSpan(0, tokens, 0)]
             return [
-                Completion(one.request_id, its_own(ids), its_own(logprobs), its_own(logprobs), "stop", spans)
+                Completion(
+                    one.request_id, copy_values(ids), copy_values(logprobs), copy_values(logprobs), "stop", spans
+                )
                 for one in requests
             ]
 
@@ -320,25 +323,27 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
 
 
 def bytes_as_large_ids() -> Any:
-    """A token for each byte, whose ids are no small integers."""
+    """Return a byte tokenizer whose token ids are too large for Python's cache of integers."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     from skyrl_train.testing.tiny_models import byte_tokenizer
 
     small = byte_tokenizer()
-    told = json.loads(small.backend_tokenizer.to_str())
-    told["model"]["vocab"] = {token: index + BEYOND_SMALL for token, index in told["model"]["vocab"].items()}
-    for added in told["added_tokens"]:
+    tokenizer_json = json.loads(small.backend_tokenizer.to_str())
+    tokenizer_json["model"]["vocab"] = {
+        token: index + BEYOND_SMALL for token, index in tokenizer_json["model"]["vocab"].items()
+    }
+    for added in tokenizer_json["added_tokens"]:
         added["id"] += BEYOND_SMALL
     names = {"eos_token": small.eos_token, "pad_token": small.pad_token, "clean_up_tokenization_spaces": False}
-    large = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told)), **names)
+    large = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer_json)), **names)
     large.chat_template = small.chat_template
     return large
 
 
 class PeakMemoryMonitor:
-    """Looks at this process's own memory every few milliseconds: what it shares with Ray's other processes is apart."""
+    """A monitor that reads this process's anonymous memory every 2 ms; memory shared with Ray does not count."""
 
     def __init__(self) -> None:
         self.at_first, self.most = own_memory(), 0
@@ -346,7 +351,7 @@ class PeakMemoryMonitor:
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def begin(self) -> None:
-        """From here on the most counts."""
+        """Reset the peak."""
         self.most = 0
 
     def __enter__(self) -> PeakMemoryMonitor:
@@ -375,7 +380,7 @@ def reset_peak() -> None:
 
 
 def status(name: str) -> int:
-    """Bytes."""
+    """Return a size in /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
@@ -403,25 +408,25 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="SEQUENCESxTOKENS")
     parser.add_argument("--conversations", nargs="*", default=CONVERSATIONS, metavar="NUMBERxTOKENS")
     parser.add_argument("--parts", nargs="*", default=(), metavar="SEQUENCESxRANKS")
-    parser.add_argument("--scored", action="store_true", help="also with old and reference log-probs")
+    parser.add_argument("--scored", action="store_true", help="also measure with old and reference log-probs")
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.only:
-        kind, size = given.only
+    options = parser.parse_args()
+    if options.only:
+        kind, size = options.only
         measures = {"batch": batch, "scored": scored, "shards": shards, "parts": parts, "conversations": conversations}
         print(json.dumps(measures[kind](*map(int, size.split("x")))))
         return
     print(json.dumps(environment_info()))
     rows: list[dict[str, Any]] = []
-    with trees(given.against) as found:
+    with trees(options.against) as found:
         sizes_of = {
-            "batch": given.sizes,
-            "scored": given.sizes if given.scored else (),
-            "shards": given.sizes,
-            "parts": given.parts,
-            "conversations": given.conversations,
+            "batch": options.sizes,
+            "scored": options.sizes if options.scored else (),
+            "shards": options.sizes,
+            "parts": options.parts,
+            "conversations": options.conversations,
         }
         for kind, sizes in sizes_of.items():
             for size in sizes:
@@ -429,12 +434,12 @@ def main() -> None:
                     rows.append({"kind": kind, "size": size, "commit": name, **measured(tree, kind, size)})
                     print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
-    if given.json is not None:
-        given.json.write_text(json.dumps({"about": environment_info(), "rows": rows}, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"about": environment_info(), "rows": rows}, indent=1))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line a figure, a column a commit."""
+    """Return a Markdown table with a row per result and a column per commit."""
     commits = list(dict.fromkeys(row["commit"] for row in rows))
     lines = [f"| size | what | {' | '.join(commits)} |", "| --- " * (2 + len(commits)) + "|"]
     for kind, size in dict.fromkeys((row["kind"], row["size"]) for row in rows):

@@ -1,24 +1,24 @@
-"""Tokens per second of every engine: bare, through the client as a run has it, and behind HTTP. Same work for all.
+"""Measure tokens per second of each engine on the same work: bare, through the client of a run, and over HTTP.
 
     python scripts/benchmarks/engines.py [--engines transformers vllm sglang] [--repeats 5] [--json FILE]
     python scripts/benchmarks/engines.py --hugging-face [--threads N] [--device cuda] [--repeats N] [--json FILE]
 
-64 prompts of 60 tokens, 64 new ones each, a qwen3 of hidden size 256 with 4 layers and random weights, in fp32 on the
-CPU: temperature 1, the log-prob of every sampled token, no early end. Every run has prompts that no prompt cache knows.
-Runs of the three ways alternate, the first round warms up, medians count. All engines compute with the same number of
-threads, and what is not measured is idle. CPU-seconds are those of all processes together, Ray's included: on a busy
-machine they tell more than the time does.
+The work: 64 prompts of 60 tokens with 64 new tokens each, and a qwen3 of hidden size 256 with 4 layers and random
+weights, in fp32 on the CPU. Temperature 1, the log-prob of every sampled token, no early end. Every run has new
+prompts, so that prompt caches do not help. Runs of the three ways alternate, the first round is a warm-up, and results are
+medians. All engines compute with the same number of threads, and only one computes at a time. CPU-seconds are those of
+all processes, Ray's included; on a busy machine they are more reliable than the time.
 
-- bare: `vllm.LLM.generate` and `sglang.Engine.generate`, started with the arguments that our engines start them with;
-  their own samplers, no seeds, no text. Of the transformers engine the object itself. One call with all prompts, in a
-  process of its own.
-- client: an EngineClient over an engine in a Ray actor, as skyrl_train.experiment makes them: a seed for every
-  request, both log-probs, weight versions. Calls of 8 requests, as the samples of a prompt make them.
-- remote: an EngineClient over a RemoteEngine in a process of its own, the same calls. The HTTP endpoint is in the
-  process that started the actor, as in skyrl_train.entrypoints.serve, and leads to the same actor.
+- bare: `vllm.LLM.generate` and `sglang.Engine.generate`, started with the arguments of this package's engines, with
+  their own samplers, without seeds and text; for transformers, the engine object itself. One call with all prompts, in
+  a process of its own.
+- client: an EngineClient over an engine in a Ray actor, as skyrl_train.experiment builds them, with a seed for every
+  request, both log-probs and weight versions. Each call has 8 requests, like the samples of a prompt.
+- remote: an EngineClient over a RemoteEngine in a process of its own, with the same calls. The HTTP endpoint runs in
+  the process that started the actor, as in skyrl_train.entrypoints.serve, and uses the same actor.
 
---hugging-face compares the transformers engine with Hugging Face's generate, which gets its prompts left-padded in one
-batch. There the best of each counts, because a shared machine disturbs single runs.
+--hugging-face compares the transformers engine with Hugging Face's generate, which gets left-padded prompts in one
+batch. The result is the best run of each, because other load on the machine disturbs single runs.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 KINDS = ("transformers", "vllm", "sglang")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 60, 64
 CALL = 8
-"""Requests in one call of the client."""
+"""The number of requests in one call of the client."""
 VOCABULARY = 320
 MAX_MODEL_LEN = 256
 DEADLINE_S = 600.0
 
 Generate = Callable[[list[SampleRequest]], Sequence[int]]
-"""Samples all and returns how many tokens each one got."""
+"""Sample all requests, and return the number of tokens of each."""
 
 
 def requests_of(run: int) -> list[SampleRequest]:
-    """The requests of the `run`-th run."""
+    """Return the requests of a run, which differ from those of other runs."""
     ids = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(run)).tolist()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     return [
@@ -101,12 +101,12 @@ def bare_transformers(model: str, threads: int) -> Iterator[Generate]:
 
 @contextmanager
 def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
-    import skyrl_train.engines.vllm.engine  # noqa: F401, I001  says how vLLM is to be imported
+    import skyrl_train.engines.vllm.engine  # noqa: F401, I001  sets up the import of vLLM
     import vllm
     from skyrl_train.engines.vllm.arguments import configure_threads, engine_arguments
 
-    given = {"dtype": "float32", "max_num_seqs": PROMPTS, "max_model_len": MAX_MODEL_LEN}
-    arguments = engine_arguments(model, True, 0, given)
+    options = {"dtype": "float32", "max_num_seqs": PROMPTS, "max_model_len": MAX_MODEL_LEN}
+    arguments = engine_arguments(model, True, 0, options)
     del arguments["worker_extension_cls"]
     configure_threads(threads, 1, on_cpu=True)
     llm = vllm.LLM(**arguments)
@@ -114,8 +114,8 @@ def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
 
     def generate(requests: list[SampleRequest]) -> list[int]:
         prompts = [{"prompt_token_ids": request.token_ids.tolist()} for request in requests]
-        found: Any = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
-        return [min(len(one.outputs[0].token_ids), len(one.outputs[0].logprobs)) for one in found]
+        outputs: Any = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+        return [min(len(output.outputs[0].token_ids), len(output.outputs[0].logprobs)) for output in outputs]
 
     yield generate
 
@@ -153,8 +153,8 @@ def bare_sglang(model: str, threads: int) -> Iterator[Generate]:
     def generate(requests: list[SampleRequest]) -> list[int]:
         sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
         prompts = [request.token_ids.tolist() for request in requests]
-        found: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
-        return [min(len(one["output_ids"]), len(one["meta_info"]["output_token_logprobs"])) for one in found]
+        outputs: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        return [min(len(output["output_ids"]), len(output["meta_info"]["output_token_logprobs"])) for output in outputs]
 
     yield generate
     engine.shutdown()
@@ -173,7 +173,7 @@ def remote(url: str, token: str) -> Iterator[Generate]:
 
 
 def serve(connection: Connection, way: Callable[..., AbstractContextManager[Generate]], *args: Any) -> None:
-    """Start, say so, then do the runs asked for by their numbers and tell seconds, until told None."""
+    """Start an engine and send None; then execute the runs whose numbers arrive, and send their seconds, until None."""
     with way(*args) as generate:
         connection.send(None)
         while (run := connection.recv()) is not None:
@@ -185,25 +185,25 @@ def serve(connection: Connection, way: Callable[..., AbstractContextManager[Gene
 
 
 class GenerateProcess:
-    """A way to generate in another process."""
+    """Another process that generates in one of the three ways."""
 
     def __init__(self, way: Callable[..., AbstractContextManager[Generate]], *args: Any):
         context = multiprocessing.get_context("spawn")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=serve, args=(there, way, *args))
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(child_end, way, *args))
         self._process.start()
-        there.close()  # so that its end is the end of what can be received
+        child_end.close()  # so that recv raises EOFError when the child ends
 
     async def started(self) -> None:
-        await asyncio.to_thread(self._here.recv)
+        await asyncio.to_thread(self._connection.recv)
 
     async def seconds(self, run: int) -> float:
-        self._here.send(run)
-        return await asyncio.to_thread(self._here.recv)  # type: ignore[no-any-return]
+        self._connection.send(run)
+        return await asyncio.to_thread(self._connection.recv)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         if self._process.is_alive():
-            self._here.send(None)
+            self._connection.send(None)
         self._process.join(30)
         self._process.kill()
 
@@ -213,7 +213,7 @@ class GenerateProcess:
 
 @dataclass(frozen=True)
 class EngineThroughput:
-    """Medians: tokens per second, and the CPU-seconds of a run."""
+    """Medians of tokens per second and of CPU-seconds per run, for one engine."""
 
     engine: str
     threads: int
@@ -239,10 +239,10 @@ HEADER = (
 
 
 def cpu_seconds() -> float:
-    """Of this process and all that live under it."""
-    here = psutil.Process()
-    times = [process.cpu_times() for process in [here, *here.children(recursive=True)]]
-    return sum(one.user + one.system for one in times)
+    """Return the user and system time of this process and its descendants, in seconds."""
+    root = psutil.Process()
+    times = [process.cpu_times() for process in [root, *root.children(recursive=True)]]
+    return sum(cpu.user + cpu.system for cpu in times)
 
 
 async def compare(kind: str, model: str, repeats: int) -> EngineThroughput:
@@ -312,7 +312,7 @@ def compare_all(kinds: Sequence[str], repeats: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One workload on a randomly initialised qwen2."""
+    """One workload on a randomly initialized qwen2."""
 
     name: str
     hidden: int
@@ -320,7 +320,7 @@ class Case:
     prompts: int
     samples: int
     prompt_tokens: tuple[int, int]
-    """Shortest and longest prompt."""
+    """The lengths of the shortest and the longest prompt."""
     new_tokens: int
     vocabulary: int = 128
 

@@ -1,4 +1,4 @@
-"""For `trainer.plugins` of a measured run: an environment that needs no answers."""
+"""Plugin of measured runs (`trainer.plugins`): an environment whose reward needs no reference answers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from skyrl_train.environments.registry import register
 
 
 def even_share(text: str) -> float:
-    """The reward: how much of a text is even digits. Samples of a prompt differ in it."""
+    """Return the fraction of even digits in a text, a reward that differs between samples of a prompt."""
     return sum(character in "02468" for character in text) / max(1, len(text))
 
 
 class EvenDigits(TextEnv):
-    """One turn, rewarded by `even_share`."""
+    """A single-turn environment whose reward is `even_share`."""
 
     def step(self, action: str) -> StepOutput:
         return StepOutput([], even_share(action), done=True)

@@ -1,4 +1,4 @@
-"""`python gated_run.py key=value ...`: the training entrypoint, with a gate before every step."""
+"""Run the training entrypoint with a barrier before every step: `python gated_run.py key=value ...`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
 
 GATED = "BENCHMARK_GATED_STEPS"
-"""In a run's environment: the steps after which it stands still, separated by commas; unset: after each."""
+"""The environment variable with the steps after which the run waits, separated by commas; by default after each."""
 THREADS = "BENCHMARK_THREADS"
-"""In a run's environment: of each rank and engine; unset: as a run has it, all that the others leave."""
+"""The environment variable with the threads of each rank and engine; by default they share all cores, as in a run."""
 LENGTHS = "BENCHMARK_LENGTHS"
-"""In a run's environment: "mean,sigma" of answers' log-normal lengths in tokens; unset: as long as they may be."""
+"""The environment variable with "mean,sigma" of log-normal response lengths in tokens; by default the maximum."""
 
 
 class BarrierTracker:
-    """Stands still between steps. A step lasts from one call of `log` to the next: whatever a run does is in it."""
+    """A tracker that waits at the barrier between steps. A step lasts from one call of `log` to the next."""
 
     def __init__(self) -> None:
         self._gate = StepBarrier()
@@ -37,7 +37,9 @@ class BarrierTracker:
         self._gate.wait()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if step and (not self._steps or step in self._steps):  # before the first step weights are published
+        if step and (
+            not self._steps or step in self._steps
+        ):  # step 0 is the publication of weights before the first step
             self._gate.wait(metrics)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
@@ -48,7 +50,7 @@ class BarrierTracker:
 
 
 class BarrierExperiment(Experiment):
-    """Its trackers first, so that what they do with a step's numbers is counted to the step."""
+    """An experiment with a barrier after its trackers, whose work thereby counts for the step."""
 
     def build_tracker(self, directory: Path) -> Any:
         return Trackers({"run": super().build_tracker(directory), "gate": BarrierTracker()})

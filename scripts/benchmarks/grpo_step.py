@@ -1,29 +1,28 @@
-"""A whole GRPO step, and what it costs, beside TRL's GRPOTrainer on the same work.
+"""Compare the cost of a GRPO step with that of TRL's GRPOTrainer on the same work.
 
     python scripts/benchmarks/grpo_step.py [--vocabulary 480 32000] [--strategy fsdp2] [--steps 5] [--json FILE]
         [--sides skyrl_train trl trl-passive] [--against COMMIT] [key=value ...]
 
 8 prompts x 8 samples, prompts of exactly 121 tokens, exactly 64 new ones each, one optimizer step on all of them, fp32
 on the CPU, a Qwen2 of 2.9 million parameters (hidden size 256, 4 layers) with random weights; a larger vocabulary adds
-its embeddings. Same prompts, same reward function, same learning rate, all cores for both. Both sides' own metrics must
-say that they did this work.
+its embeddings. Both sides have the same prompts, reward function and learning rate, and use all cores. The script
+checks in the metrics of both sides that they did this work.
 
 - skyrl_train: the entrypoint as a user starts it, with its defaults (fsdp2, Ray, transformers engine colocated with the
-  learner, fingerprints of every weight sync) but for a micro-batch that holds the whole batch, as TRL has it, and no
-  gradient checkpointing. More keys of it on the command line. A step lasts from one call of a tracker's `log` to the
+  learner, fingerprints of every weight sync), except for one micro-batch that holds the complete batch, as in TRL, and
+  no gradient checkpointing. The command line accepts more keys. A step lasts from one call of a tracker's `log` to the
   next.
 - trl: no vLLM, beta=0, gradient_checkpointing=False, num_iterations=1. A step lasts from one `on_log` to the next.
-- trl-passive: the same with OMP_WAIT_POLICY=PASSIVE, which the framework sets for its own processes: threads that wait
-  for one another sleep. Without it they spin for a moment, which counts as CPU time.
+- trl-passive: the same with OMP_WAIT_POLICY=PASSIVE, which the framework sets for its own processes: waiting threads
+  sleep. Otherwise they spin for a moment, which counts as CPU time.
 
-`--against` adds a side: the same run with the package of another commit, in a worktree. Without `--sides`, only these
-two are measured.
+`--against` adds a side: the same run with the package of another commit, in a worktree. Without `--sides`, the script
+then measures only skyrl_train and this commit.
 
-The sides take turns step by step, each standing still while the other computes. CPU-seconds are the user and system
-time of all processes that a side started, Ray's included, over the step. Peak MiB, of two steps after those,
-count a page once that several of a side's processes share, such as torch's code; summed RSS counts it in each of them.
-Of skyrl_train, generation and update are those of the engine's and of the learner's process. The first steps do not
-count; medians.
+The sides alternate step by step, and each one waits while the other computes. CPU-seconds are the user and system
+time of all processes of a side, Ray's included, during the step. Peak MiB comes from two further steps and counts a
+page once that several processes share, such as torch's code; summed RSS counts it in each process. For skyrl_train, generation and
+update are the times of the engine's and the learner's process. Results are medians without the first steps.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ from worktrees import trees
 
 WARM_UP = 2
 WATCHED = 2
-"""Steps of which memory is measured and not time: one disturbs the other."""
+"""The number of steps that measure memory instead of time, because measuring one disturbs the other."""
 OURS, THEIRS, SLEEPING = "skyrl_train", "trl", "trl-passive"
 SIDES = (OURS, THEIRS, SLEEPING)
 
 
 def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """Measure the steps of all sides, in turns."""
+    """Measure the steps of all sides in turn."""
     work, total = Work(), options.warm_up + options.steps + WATCHED
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as name, ExitStack() as stack:
         packages = stack.enter_context(trees(options.against))
@@ -70,8 +69,8 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
         model = folder / "model"
         parameters = save_model(model, SMALL.sized(vocabulary))
         write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * total, work.prompt_tokens))
-        given = {"work": asdict(work), "steps": total, "model": str(model), "threads": os.cpu_count()}
-        trl = [sys.executable, str(HERE / "trl_grpo.py"), name, json.dumps(given)]
+        work_options = {"work": asdict(work), "steps": total, "model": str(model), "threads": os.cpu_count()}
+        trl = [sys.executable, str(HERE / "trl_grpo.py"), name, json.dumps(work_options)]
         starts: dict[str, tuple[list[str], dict[str, str]]] = {THEIRS: (trl, {}), SLEEPING: (trl, PASSIVE)}
         for commit, tree in packages.items():
             side = OURS if commit == "now" else commit
@@ -81,7 +80,7 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
             stack.enter_context(BenchmarkProcess(side, starts[side][0], folder, starts[side][1]))
             for side in options.sides
         ]
-        found = interleave_steps(sides, options.warm_up, options.steps, WATCHED)
+        measured = interleave_steps(sides, options.warm_up, options.steps, WATCHED)
         peaks = {
             side.name: {
                 "peak_mib": sum(side.peak.values()) / 2**20,
@@ -90,14 +89,14 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
             }
             for side in sides
         }
-    for side, steps in found.items():
+    for side, steps in measured.items():
         assert_trl_did(work, steps) if side in (THEIRS, SLEEPING) else assert_did(work, steps)
     return {
         "vocabulary": vocabulary,
         "parameters": parameters,
         "tokens": work.tokens,
-        "sides": {name: summary(name, steps) | peaks[name] for name, steps in found.items()},
-        "steps": {name: [asdict(step) for step in steps] for name, steps in found.items()},
+        "sides": {name: summary(name, steps) | peaks[name] for name, steps in measured.items()},
+        "steps": {name: [asdict(step) for step in steps] for name, steps in measured.items()},
     }
 
 
@@ -109,7 +108,7 @@ def assert_trl_did(work: Work, steps: list[Step]) -> None:
 
 
 def summary(name: str, steps: list[Step]) -> dict[str, Any]:
-    """Medians over the steps."""
+    """Return medians over the steps of a side."""
     by_role = medians_by_role(steps)
     cpu = statistics.median(step.total_cpu_s for step in steps)
     if name not in (THEIRS, SLEEPING):
@@ -142,21 +141,24 @@ def show(result: dict[str, Any]) -> None:
     for name in [name for name in sides if name != OURS]:
         keys = ("cpu_s", "generation_cpu_s", "wall_s")
         cpu, generation, wall = (sides[name][key] / sides[OURS][key] for key in keys)
-        # What is not generation is not told apart on the other side: reward, data and reports are in it.
+        # TRL's update includes everything but generation: reward, data and metrics.
         others = [sides[side]["update_cpu_s"] + sides[side]["rest_cpu_s"] for side in (name, OURS)]
         update = f"{others[0] / others[1]:.1f} with the rest"
         print(f"| {name} / {OURS} | {cpu:.1f} | {generation:.1f} | {update} | | {wall:.1f} | |")
     by_role = ", ".join(f"{role} {seconds:.2f}" for role, seconds in sides[OURS]["cpu_s_by_role"].items())
     print(f"CPU-s of skyrl_train's processes: {by_role}")
     memory = ", ".join(f"{role} {value:.0f}" for role, value in sides[OURS]["peak_mib_by_role"].items())
-    print(f"MiB of them at the peak: {memory}")
-    print("seconds of its phases: " + ", ".join(f"{key[7:-2]} {s:.2f}" for key, s in sides[OURS]["timings"].items()))
+    print(f"peak MiB of these processes: {memory}")
+    print(
+        "seconds of skyrl_train's phases: "
+        + ", ".join(f"{key[7:-2]} {s:.2f}" for key, s in sides[OURS]["timings"].items())
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[SMALL.vocabulary])
-    parser.add_argument("--strategy", default="fsdp2", help="trainer.strategy; the default is that of a run")
+    parser.add_argument("--strategy", default="fsdp2", help="the value of trainer.strategy")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=WARM_UP)
     parser.add_argument("--sides", nargs="+", choices=SIDES, help="all by default; with --against only skyrl_train")

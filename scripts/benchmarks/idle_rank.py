@@ -1,4 +1,4 @@
-"""A rank that takes its part of a score or an update and does nothing with it, for control_plane.py."""
+"""A rank that receives its part of a batch and computes nothing, for control_plane.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_train.metrics import Metrics
 
 
 class IdleRank:
-    """The part of a LearnerWorker that a step calls."""
+    """A rank with the methods of a LearnerWorker that a step calls."""
 
     def forward(self, micro_batches: list[Any], num_micro_batches: int, share_prompts: bool = False) -> torch.Tensor:
         return torch.zeros(sum(len(batch.input_ids) for batch in micro_batches))

@@ -1,8 +1,8 @@
-"""What a benchmark says of itself, and sides that do steps in turns, each with the cost of its whole process tree.
+"""Environment info of a benchmark, and processes that run steps in turn, with the cost of their process trees.
 
-A side is a command that starts any number of processes. Its root process passes a `Gate` before every step: the
-benchmark lets one side through at a time, so that whatever else the machine does hits all of them alike, and reads
-processor times while the side stands still at both ends of a step.
+A side is a command that starts any number of processes. Its root process waits at a `StepBarrier` before every step.
+The benchmark lets one side through at a time, so other load on the machine affects all sides alike. It reads CPU times
+while the side waits before and after a step.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ import psutil
 
 HERE = Path(__file__).resolve().parent
 GATE = "BENCHMARK_GATE"
-"""In a side's environment: the file descriptor of its end of the pipe."""
+"""The environment variable with the file descriptor of the side's end of the pipe."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""As the framework's own processes have it: a thread that waits for others sleeps, where it would else spin."""
+"""The setting of the framework's own processes: a waiting thread sleeps instead of spinning."""
 SAMPLED_EVERY_S = 0.2
-"""How often a side's memory is read while it computes."""
+"""The interval at which a side's memory is read during a step."""
 
 
 def environment_info(*packages: str) -> dict[str, Any]:
-    """Commit, machine, and versions of what was measured."""
+    """Return the commit, the machine, and the versions of the packages that are measured."""
 
     def git(*arguments: str) -> str:
-        found = subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=False)
-        return found.stdout.strip()
+        result = subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=False)
+        return result.stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no")
     return {
@@ -57,16 +57,16 @@ def environment_info(*packages: str) -> dict[str, Any]:
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # vLLM's build for CPUs has a name of its own
+    except importlib.metadata.PackageNotFoundError:  # vLLM's CPU build has another name
         return importlib.metadata.version(f"{name}-cpu")
 
 
-def format_environment_info(found: Mapping[str, Any]) -> str:
-    """`about` for people."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+def format_environment_info(info: Mapping[str, Any]) -> str:
+    """Return the environment info as one line of text."""
+    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
     return (
-        f"commit {found['commit']}; {found['cores']} cores of {found['processor']}, {found['memory_gib']} GiB, load "
-        f"{found['load']} before the start; Python {found['python']}, {versions}"
+        f"commit {info['commit']}; {info['cores']} cores of {info['processor']}, {info['memory_gib']} GiB, load "
+        f"{info['load']} before the start; Python {info['python']}, {versions}"
     )
 
 
@@ -79,15 +79,15 @@ def _processor() -> str:
 
 
 class StepBarrier:
-    """In a side's root process: `wait` before the first step, and with what a step was like after each."""
+    """A barrier in a side's root process. Call `wait` before the first step, and with its metrics after each step."""
 
     def __init__(self) -> None:
         self._connection = Connection(int(os.environ[GATE]))
 
-    def wait(self, told: Mapping[str, Any] | None = None) -> None:
-        """Until the benchmark lets this side go on. SystemExit, which nobody catches, where the benchmark is gone."""
+    def wait(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Send the metrics, and block until the benchmark lets this side continue. Exit if the benchmark has ended."""
         try:
-            self._connection.send(dict(told or {}))
+            self._connection.send(dict(metrics or {}))
             self._connection.recv()
         except (EOFError, OSError):
             sys.exit("The benchmark has ended.")
@@ -98,11 +98,10 @@ class Step:
     """One step of a side."""
 
     reported: dict[str, Any]
-    """What the side said of it."""
+    """The metrics that the side sent."""
     wall_s: float
     cpu_s: dict[str, float]
-    """User and system time, by the role of the process; children that ended in between are counted to who reaped them.
-    """
+    """User and system time by process role. The time of a child that ended counts for the process that reaped it."""
 
     @property
     def total_cpu_s(self) -> float:
@@ -110,7 +109,7 @@ class Step:
 
 
 class BenchmarkProcess:
-    """A command under way. A context manager: nothing of it is left behind."""
+    """A running command. As a context manager, it ends all processes of the command on exit."""
 
     def __init__(
         self,
@@ -122,23 +121,23 @@ class BenchmarkProcess:
     ):
         self.name = name
         self.peak_rss = 0
-        """Bytes in all processes together, at most, in steps that were watched; what they share is counted in each."""
+        """The peak of the summed RSS in bytes during watched steps; each process counts shared pages."""
         self.peak: dict[str, int] = {}
-        """Bytes at most, by role; what processes share is counted once (Linux's proportional set size)."""
+        """The peak proportional set size (PSS) in bytes by role; shared pages count once."""
         self._deadline_s = deadline_s
         self._log = folder / f"{name}.log"
-        self._here, there = Pipe()
+        self._connection, child_end = Pipe()
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        given = {GATE: str(there.fileno()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        variables = {GATE: str(child_end.fileno()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                env=os.environ | given | dict(environment or {}),
+                env=os.environ | variables | dict(environment or {}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=[there.fileno()],
+                pass_fds=[child_end.fileno()],
             )
-        there.close()  # so that its end is the end of what can be received
+        child_end.close()  # so that recv raises EOFError when the child ends
         self._root = psutil.Process(self._process.pid)
 
     def __enter__(self) -> BenchmarkProcess:
@@ -147,7 +146,7 @@ class BenchmarkProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._here.close()
+        self._connection.close()
         tree = self._tree()
         try:
             self._process.wait(60 if error is None else 0)
@@ -157,39 +156,42 @@ class BenchmarkProcess:
         psutil.wait_procs(tree, timeout=20)
 
     def start(self) -> dict[str, Any]:
-        """Until it stands before its first step."""
-        return self._received()
+        """Block until the side waits before its first step, and return what it sent."""
+        return self._receive()
 
     def step(self, watch_memory: bool = False) -> Step:
-        """Let it do one. To watch its memory takes a third of a core, and stops the processes that are looked at."""
+        """Let the side run one step and return its cost.
+
+        Watching memory uses a third of a core and briefly stops the processes whose memory is read.
+        """
         before = self._cpu()
         start = time.perf_counter()
-        self._here.send(None)
-        told = self._received(watch_memory)
+        self._connection.send(None)
+        metrics = self._receive(watch_memory)
         wall = time.perf_counter() - start
         after = self._cpu()
         used = {role: after[role] - before.get(role, 0.0) for role in after}
-        return Step(told, wall, used)
+        return Step(metrics, wall, used)
 
     def finish(self) -> None:
-        """Let it go on past its last step, and end."""
-        self._here.send(None)
+        """Let the side continue after its last step, and wait for its end."""
+        self._connection.send(None)
         self._process.wait(self._deadline_s)
 
-    def _received(self, watch_memory: bool = False) -> dict[str, Any]:
+    def _receive(self, watch_memory: bool = False) -> dict[str, Any]:
         end = time.monotonic() + self._deadline_s
         try:
-            while not self._here.poll(SAMPLED_EVERY_S if watch_memory else self._deadline_s):
+            while not self._connection.poll(SAMPLED_EVERY_S if watch_memory else self._deadline_s):
                 if watch_memory:
                     self._read_memory()
                 if time.monotonic() > end:
                     raise TimeoutError(f"{self.name} did not finish a step within {self._deadline_s:g} s")
-            return dict(self._here.recv())
+            return dict(self._connection.recv())
         except (EOFError, TimeoutError) as error:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)  # its last words come after it has closed its end
+                self._process.wait(20)  # its last output comes after it has closed the pipe
             tail = self._log.read_text(encoding="utf-8", errors="replace")[-4000:]
-            raise RuntimeError(f"{self.name} ended too early; the end of what it said:\n{tail}") from error
+            raise RuntimeError(f"{self.name} ended too early. The end of its log:\n{tail}") from error
 
     def _tree(self) -> list[psutil.Process]:
         try:
@@ -198,14 +200,14 @@ class BenchmarkProcess:
             return []
 
     def _cpu(self) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         for process in self._tree():
             try:
                 times = process.cpu_times()
-                found[self._role(process)] += sum(times[:4])  # user, system, and the same of reaped children
+                seconds[self._role(process)] += sum(times[:4])  # user, system, and the same of reaped children
             except psutil.Error:
                 continue
-        return found
+        return seconds
 
     def _role(self, process: psutil.Process) -> str:
         if process == self._root:
@@ -223,7 +225,7 @@ class BenchmarkProcess:
                 pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
                 shared[self._role(process)] += pss * 1024
         self.peak_rss = max(self.peak_rss, rss)
-        self.peak = max(self.peak, dict(shared), key=lambda found: sum(found.values()))
+        self.peak = max(self.peak, dict(shared), key=lambda by_role: sum(by_role.values()))
 
 
 _ROLES = {
@@ -238,19 +240,26 @@ _ROLES = {
     "dashboard": "Ray: agents",
     "runtime_env": "Ray: agents",
 }
-"""Part of a command line -> whose it is; the first that fits."""
+"""Part of a command line -> the role of its process; the first match counts."""
 
 
 def interleave_steps(
     sides: Sequence[BenchmarkProcess], warm_up: int, steps: int, watched: int = 0
 ) -> dict[str, list[Step]]:
-    """`steps` of every side after `warm_up` that do not count, one side at a time.
+    """Run steps of all sides in turn, one side at a time.
 
-    After them come `watched` ones, which are not returned: their memory is looked at, for `Side.peak`.
+    Args:
+        sides: The sides, which have been started as processes.
+        warm_up: The number of first steps that are not returned.
+        steps: The number of measured steps of each side.
+        watched: The number of further steps, which only measure memory, for `BenchmarkProcess.peak`.
+
+    Returns:
+        The measured steps by the name of the side.
     """
     for side in sides:
         side.start()
-    found: dict[str, list[Step]] = {side.name: [] for side in sides}
+    measured: dict[str, list[Step]] = {side.name: [] for side in sides}
     for number in range(warm_up + steps):
         for side in sides:
             step = side.step()
@@ -258,22 +267,22 @@ def interleave_steps(
                 f"  step {number + 1}, {side.name}: {step.wall_s:.2f} s, {step.total_cpu_s:.2f} CPU-s", file=sys.stderr
             )
             if number >= warm_up:
-                found[side.name].append(step)
+                measured[side.name].append(step)
     for _ in range(watched):
         for side in sides:
             side.step(watch_memory=True)
     for side in sides:
         side.finish()
-    return found
+    return measured
 
 
 def median(steps: Sequence[Step], name: str) -> float:
-    """Of what the side told under that name; 0 where it told nothing."""
+    """Return the median of a metric that the side sent; a missing value counts as 0."""
     return statistics.median(float(step.reported.get(name, 0.0)) for step in steps)
 
 
 def medians_by_role(steps: Sequence[Step]) -> dict[str, float]:
-    """CPU-seconds of a step, the largest first, without those that took none."""
+    """Return the median CPU-seconds of a step by role, the largest first, without roles that used none."""
     roles = {role for step in steps for role in step.cpu_s}
-    found = {role: statistics.median(step.cpu_s.get(role, 0.0) for step in steps) for role in roles}
-    return {role: seconds for role, seconds in sorted(found.items(), key=lambda item: -item[1]) if seconds > 0}
+    medians = {role: statistics.median(step.cpu_s.get(role, 0.0) for step in steps) for role in roles}
+    return {role: seconds for role, seconds in sorted(medians.items(), key=lambda item: -item[1]) if seconds > 0}

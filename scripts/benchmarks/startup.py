@@ -1,10 +1,9 @@
-"""Seconds from Enter to the first step of a tiny run, by phase, and under `uv run` and `python` in turn.
+"""Measure the seconds from the command to the first step of a tiny run, with `uv run` and `python`, and by phase.
 
     python scripts/benchmarks/startup.py --repeats 5
 
-Each is started as a user does, in an environment of PATH, HOME and where packages come from; the repository's own
-environment must be there. The phases are those of a program of one's own (`startup_phases.py`), which is the entrypoint
-with a clock.
+Each command runs as a user starts it, with only PATH, HOME and the package indexes in its environment. The repository's
+environment must exist. The phases come from `startup_phases.py`, which is the entrypoint with a clock.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     uv = shutil.which("uv", path=os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")]))
     if uv is None:
-        sys.exit("uv is neither on PATH nor in .uv/bin: run scripts/bootstrap")
+        sys.exit("uv is neither on PATH nor in .uv/bin. Run scripts/bootstrap.")
     commands = {"python -m": [sys.executable, *MODULE], "uv run -m": [uv, "run", *MODULE]}
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     phases: list[dict[str, float]] = []
@@ -42,14 +41,14 @@ def main() -> None:
         for repeat in range(repeats + 1):
             for name, command in commands.items():
                 took = to_first_step([*command, *arguments], Path(folder) / f"{repeat}{name.partition(' ')[0]}")
-                if repeat:  # the first of each fills the caches
+                if repeat:  # the first run of each command fills the caches
                     seconds[name].append(took)
             found = phases_of(arguments, Path(folder) / f"{repeat}phases")
             if repeat:
                 phases.append(found)
-    print("| started by | seconds to the first step: median | least | most |\n| --- | --- | --- | --- |")
-    for name, taken in seconds.items():
-        print(f"| `{name}` | {statistics.median(taken):.2f} | {min(taken):.2f} | {max(taken):.2f} |")
+    print("| started by | seconds to the first step: median | min | max |\n| --- | --- | --- | --- |")
+    for name, times in seconds.items():
+        print(f"| `{name}` | {statistics.median(times):.2f} | {min(times):.2f} | {max(times):.2f} |")
     print("\n| phase | seconds: median |\n| --- | --- |")
     for phase in phases[0]:
         print(f"| {phase} | {statistics.median(found[phase] for found in phases):.2f} |")
@@ -60,7 +59,10 @@ def main() -> None:
 
 
 def tiny_run(folder: Path) -> list[str]:
-    """Overrides of one step: 4 prompts x 4 samples of 16 tokens, a random model of two layers, no evaluation."""
+    """Write the data and model of a tiny run to a folder, and return its overrides.
+
+    The run has one step of 4 prompts x 4 samples of 16 tokens, a random model of two layers, and no evaluation.
+    """
     rows = "".join(json.dumps(row) + "\n" for row in generate(24, 2, 9, 0, "train"))
     (folder / "train.jsonl").write_text(rows)
     return [
@@ -82,7 +84,7 @@ def tiny_run(folder: Path) -> list[str]:
 
 
 def phases_of(arguments: list[str], folder: Path) -> dict[str, float]:
-    """Seconds of every phase of one start."""
+    """Start a run once, and return the seconds of each phase."""
     folders = [f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-exports"]
     script = Path(__file__).with_name("startup_phases.py")
     done = subprocess.run(
@@ -95,14 +97,14 @@ def phases_of(arguments: list[str], folder: Path) -> dict[str, float]:
 
 
 def clean_environment() -> dict[str, str]:
-    """As a user's: PATH and HOME, and where this machine installs packages from."""
+    """Return a user's environment: PATH, HOME, and the package indexes of this machine."""
     index = ("PIP_", "UV_FIND_LINKS", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX", "SSL_CERT_")
-    kept = {name: value for name, value in os.environ.items() if name.startswith(index)}
-    return kept | {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONUNBUFFERED": "1"}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(index)}
+    return variables | {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONUNBUFFERED": "1"}
 
 
 def to_first_step(command: list[str], folder: Path) -> float:
-    """Seconds from the start of the process to the line of its first step."""
+    """Run a command, and return the seconds from its start to the output line of its first step."""
     folders = [f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-exports"]
     began = time.monotonic()
     with subprocess.Popen(
@@ -119,7 +121,7 @@ def to_first_step(command: list[str], folder: Path) -> float:
                 took = time.monotonic() - began
                 process.stdout.read()
                 return took
-    sys.exit(f"{' '.join(command[:4])} ... ended without a step, with status {process.returncode}")
+    sys.exit(f"{' '.join(command[:4])} ... ended with status {process.returncode} before its first step.")
 
 
 if __name__ == "__main__":

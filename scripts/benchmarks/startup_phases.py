@@ -1,6 +1,6 @@
-"""The training entrypoint with a clock: seconds of every phase up to the first step, as JSON on the last line.
+"""Run the training entrypoint, and print the seconds of each phase up to the first step as JSON on the last line.
 
-`startup.py` runs it. Everything before `ray.init` is counted from the start of the process.
+`startup.py` runs this program. Times count from the start of the process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ended: dict[str, float] = {}
 
 
 def mark_phase_end(phase: str) -> None:
-    """The first time only."""
+    """Record the end of a phase; only the first call for a phase counts."""
     _ended.setdefault(phase, time.time() - STARTED)
 
 
 class Timed(Experiment):
-    """Says when its parts are ready."""
+    """An experiment that records when its parts are ready."""
 
     def __init__(self, cfg: Config):
         mark_phase_end("python, configuration")
@@ -43,7 +43,7 @@ class Timed(Experiment):
         mark_phase_end("imports, tokenizer, data")
 
     def build_trainer(self, running: Any, schedule: Any = None) -> Any:
-        """Its start and its first step are the last phases."""
+        """Build the trainer, and record the ends of its start and its first step."""
         mark_phase_end("ranks and engines")
         trainer = super().build_trainer(running, schedule)
         start, step = trainer._start, trainer._step

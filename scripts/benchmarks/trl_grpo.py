@@ -1,4 +1,4 @@
-"""The TRL side of grpo_step.py: `python trl_grpo.py FOLDER '{"prompts": 8, ...}'`; passes a gate before every step."""
+"""Run the TRL side of grpo_step.py, with a barrier before every step: `python trl_grpo.py FOLDER '{"work": ...}'`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ COUNTS = ("num_tokens", "completions/min_length", "completions/max_length")
 
 
 class Measured(GRPOTrainer):
-    """Notes the time that generation takes: all of it is in this process."""
+    """A GRPOTrainer that records the time of generation, all of which runs in this process."""
 
     generation_s = generation_cpu_s = 0.0
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         start, used = time.perf_counter(), time.process_time()
-        found = super()._generate_single_turn(*args, **kwargs)
+        output = super()._generate_single_turn(*args, **kwargs)
         self.generation_s, self.generation_cpu_s = time.perf_counter() - start, time.process_time() - used
-        return found
+        return output
 
 
 class BetweenSteps(TrainerCallback):
-    """A step lasts from one report of metrics to the next."""
+    """A callback that waits at the barrier between steps. A step lasts from one `on_log` to the next."""
 
     def __init__(self) -> None:
         self.gate = StepBarrier()
@@ -43,7 +43,7 @@ class BetweenSteps(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: dict[str, float] = kwargs["logs"]
-        if COUNTS[0] not in logs:  # the summary at the end
+        if COUNTS[0] not in logs:  # the final summary
             return
         assert self.trainer is not None
         times = {"generation_s": self.trainer.generation_s, "generation_cpu_s": self.trainer.generation_cpu_s}

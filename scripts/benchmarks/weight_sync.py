@@ -1,13 +1,14 @@
-"""GB per second of a weight sync by each route, beside a plain memory copy and a bare gloo broadcast of the same bytes.
+"""Measure the speed of a weight sync by each route, compared with a memory copy and a plain gloo broadcast.
 
     python scripts/benchmarks/weight_sync.py [--gb 0.1 1] [--threads N] [--bucket-gb 0.25] [--repeats N] [--json FILE]
     python scripts/benchmarks/weight_sync.py --engines 1 2 4 8 [--gb 0.1] [--routes broadcast ipc checkpoint] ...
 
-Trainer and engine are two processes, as in a run; the engine holds plain tensors. Per route the median of the repeats
-counts, with everything a sync does: manifest, both fingerprints, transfer, load, commit.
+Trainer and engine are two processes, as in a run; the engine holds plain tensors. The result of a route is the median
+of the repeats. It includes everything that a sync does: manifest, both fingerprints, transfer, load, commit.
 
-With --engines, seconds and CPU-seconds of a sync to so many engines, each a process that receives and nothing else;
-what the first sync takes more, which connects them all; and how many times the bytes of the model the trainer sends.
+With --engines, the script measures seconds and CPU-seconds of a sync to that many engines, each a process that only
+receives. It also shows the additional time of the first sync, which connects all engines, and the bytes that the
+trainer sends as a multiple of the model's size.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ Row = dict[str, Any]
 
 
 def tensors(gb: float, count: int, seed: int) -> dict[str, Tensor]:
-    """`count` random fp32 tensors of `gb` GB in all."""
+    """Return `count` random fp32 tensors with a total size of `gb` GB."""
     generator = torch.Generator().manual_seed(seed)
     numel = int(gb * 1e9) // 4 // count
     return {f"layer.{index}.weight": torch.randn(numel, generator=generator) for index in range(count)}
 
 
 def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
-    """The engine's process: calls what it is told to until told None."""
+    """Run the engine's process: execute the calls that it receives until it receives None."""
     torch.set_num_threads(threads)
-    held = tensors(gb, count, seed=1)
-    receiver = WeightReceiver(InPlaceWeightStore(lambda: held), "engine")
+    weights = tensors(gb, count, seed=1)
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: weights), "engine")
     groups: list[BroadcastGroup] = []
-    buffer = torch.zeros(sum(tensor.nbytes for tensor in held.values()), dtype=torch.uint8)
+    buffer = torch.zeros(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
 
     def bare_connect(address: str) -> None:
         groups.append(BroadcastGroup(address, 1, 2, "cpu", 60.0))
@@ -79,19 +80,19 @@ def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
 
 
 class Engine:
-    """The other process as an engine that takes weights."""
+    """An engine in another process that receives weights."""
 
     def __init__(self, gb: float, count: int, threads: int):
         context = multiprocessing.get_context("spawn")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=serve, args=(there, gb, count, threads), daemon=True)
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(child_end, gb, count, threads), daemon=True)
         self._process.start()
         self.capabilities = Capabilities("engine")
         self.version = 0
 
     def call(self, method: str, *arguments: Any) -> Any:
-        self._here.send((method, arguments))
-        error, answer = self._here.recv()
+        self._connection.send((method, arguments))
+        error, answer = self._connection.recv()
         if error is not None:
             raise RuntimeError(error)
         return answer
@@ -120,16 +121,16 @@ class Engine:
         return EngineHealth("engine", self.version)
 
     def close(self) -> None:
-        self._here.send(None)
+        self._connection.send(None)
         self._process.join()
 
 
 class Trainer:
-    """This process as the trainer's one rank."""
+    """The single rank of a trainer, in this process."""
 
-    def __init__(self, held: dict[str, Tensor], bucket_bytes: int):
+    def __init__(self, weights: dict[str, Tensor], bucket_bytes: int):
         def parameters() -> Iterator[tuple[str, Tensor]]:
-            yield from held.items()
+            yield from weights.items()
 
         self.sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=bucket_bytes, rank=0)
 
@@ -146,24 +147,24 @@ class Trainer:
 
 
 def cpu_s(pid: int | None) -> float:
-    """CPU-seconds of a process."""
+    """Return the user and system time of a process in seconds; None is this process."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
 def sent_bytes() -> int:
-    """What this process has sent over the TCP connections that it has now (Linux: tcpi_bytes_sent of TCP_INFO)."""
+    """Return the bytes that this process has sent over its open TCP connections (tcpi_bytes_sent in Linux)."""
     total = 0
-    for one in psutil.Process().net_connections("tcp"):
-        if one.raddr:
-            with socket.socket(fileno=os.dup(one.fd)) as connection:
-                told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-                total += int.from_bytes(told[200:208], sys.byteorder)
+    for endpoint in psutil.Process().net_connections("tcp"):
+        if endpoint.raddr:
+            with socket.socket(fileno=os.dup(endpoint.fd)) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+                total += int.from_bytes(info[200:208], sys.byteorder)
     return total
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
-    """Median seconds; one more run before warms up."""
+    """Return the median seconds of `repeats` calls, after one call as a warm-up."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -173,10 +174,10 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of every way to move the same bytes."""
-    held = tensors(gb, count, seed=0)
-    size = sum(tensor.nbytes for tensor in held.values())
-    flat = torch.cat(list(held.values())).view(torch.uint8)
+    """Measure the seconds of each way to move the same bytes."""
+    weights = tensors(gb, count, seed=0)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    flat = torch.cat(list(weights.values())).view(torch.uint8)
     copy = torch.empty_like(flat)
     engine = Engine(gb, count, options.threads)
     seconds = {"memory copy": timed(lambda: copy.copy_(flat), options.repeats)}
@@ -195,7 +196,7 @@ def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any
     version = 0
     for route in ROUTES:
         with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(held, int(options.bucket_gb * 1e9))
+            trainer = Trainer(weights, int(options.bucket_gb * 1e9))
             weight_sync = WeightSync(trainer, lambda: [engine], route=route, deadline_s=600.0, folder=folder)
 
             with asyncio.Runner() as runner:
@@ -211,32 +212,32 @@ def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any
     return {"tensors": count, "bytes": size, "seconds": seconds}
 
 
-def measure_engines(engines: list[Engine], held: dict[str, Tensor], route: str, options: argparse.Namespace) -> Row:
-    """One route, to all of these engines."""
-    size = sum(tensor.nbytes for tensor in held.values())
+def measure_engines(engines: list[Engine], weights: dict[str, Tensor], route: str, options: argparse.Namespace) -> Row:
+    """Measure syncs by one route to all of these engines."""
+    size = sum(tensor.nbytes for tensor in weights.values())
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        # Each waits in a thread of its own: in the default pool few would, and the others' parts would never begin.
+        # Each engine needs a thread that waits for it. The default pool is too small: some engines would never start.
         runner.get_loop().set_default_executor(ThreadPoolExecutor(len(engines) + 4))
-        trainer = Trainer(held, int(options.bucket_gb * 1e9))
+        trainer = Trainer(weights, int(options.bucket_gb * 1e9))
         weight_sync = WeightSync(trainer, lambda: engines, route=route, deadline_s=600.0, folder=folder)
         seconds, trainers, others, sent = [], [], [], 0
         for _ in range(options.repeats + 1):
             version = engines[0].version + 1
-            start, own, theirs = time.perf_counter(), cpu_s(None), sum(one.cpu_s for one in engines)
+            start, own, theirs = time.perf_counter(), cpu_s(None), sum(engine.cpu_s for engine in engines)
             before = sent_bytes()
             runner.run(weight_sync.sync_all(version))
             seconds.append(time.perf_counter() - start)
             trainers.append(cpu_s(None) - own)
-            others.append(sum(one.cpu_s for one in engines) - theirs)
+            others.append(sum(engine.cpu_s for engine in engines) - theirs)
             sent = sent_bytes() - before
         trainer.sender.disconnect()
-    usual = statistics.median(seconds[1:])
+    median = statistics.median(seconds[1:])
     return {
         "engines": len(engines),
         "route": route,
         "bytes": size,
-        "s": usual,
-        "first_more_s": seconds[0] - usual,
+        "s": median,
+        "first_more_s": seconds[0] - median,
         "trainer_cpu_s": statistics.median(trainers[1:]),
         "engine_cpu_s": statistics.median(others[1:]) / len(engines),
         "sent": sent / size,
@@ -244,10 +245,10 @@ def measure_engines(engines: list[Engine], held: dict[str, Tensor], route: str, 
 
 
 def to_many(options: argparse.Namespace) -> list[Row]:
-    """Every number of engines and route; prints a line each."""
+    """Measure every number of engines with every route, and print a line for each."""
     rows = []
     for gb in options.gb:
-        held = tensors(gb, 100, seed=0)
+        weights = tensors(gb, 100, seed=0)
         engines = [Engine(gb, 100, options.threads) for _ in range(max(options.engines))]
         for engine in engines:
             engine.call("ready")
@@ -255,7 +256,7 @@ def to_many(options: argparse.Namespace) -> list[Row]:
         print(f"  {'route':12}engines        s  CPU-s trainer  CPU-s engine  first sync, more s  sent / model")
         for route in options.routes:
             for number in options.engines:
-                row = measure_engines(engines[:number], held, route, options)
+                row = measure_engines(engines[:number], weights, route, options)
                 rows.append(row)
                 print(
                     f"  {route:12}{number:7d} {row['s']:8.3f} {row['trainer_cpu_s']:14.3f} {row['engine_cpu_s']:13.3f} "
@@ -271,19 +272,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 1.0])
     parser.add_argument(
-        "--threads", type=int, default=max(1, torch.get_num_threads() // 2), help="of each of the two processes"
+        "--threads", type=int, default=max(1, torch.get_num_threads() // 2), help="threads of each of the two processes"
     )
     parser.add_argument("--bucket-gb", type=float, default=0.25)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--engines", type=int, nargs="+", help="numbers of engines, each to be synced together")
-    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES, help="of --engines")
+    parser.add_argument("--engines", type=int, nargs="+", help="numbers of engines to sync to at once")
+    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES, help="routes to measure with --engines")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.engines:
-        found = to_many(options)
+        rows = to_many(options)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
+            options.json.write_text(json.dumps(rows, indent=1))
         return
     cases = [(gb, 100) for gb in options.gb] + [(0.1, 1), (0.1, 1000)]
     results = []

@@ -1,4 +1,4 @@
-"""The work that step benchmarks share: small Qwen2 models with their tokenizer, prompts and runs on them."""
+"""The workload that step benchmarks share: small Qwen2 models with a tokenizer, prompts, and commands of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 LEARNING_RATE = 1e-5
 MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template: a prompt has as many tokens as its text has letters."""
+"""A chat template with which a prompt has one token per letter."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ SMALL = Shape(hidden=256, layers=4, intermediate=640, vocabulary=480)
 
 
 def save_model(folder: Path, shape: Shape, seed: int = 0) -> int:
-    """Random weights and a tokenizer as a Hugging Face folder; returns the number of parameters.
+    """Write a model with random weights and its tokenizer to a folder, and return the number of parameters.
 
-    Runs sample past the end-of-sequence token `<end>`, so that every response is as long as it may be.
+    Runs sample past the end-of-sequence token `<end>`, so every response has the maximum length.
     """
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -68,7 +68,7 @@ def save_model(folder: Path, shape: Shape, seed: int = 0) -> int:
 
 
 def character_tokenizer(vocabulary: int) -> Tokenizer:
-    """Byte-level, as Qwen2's own: a token a character of plain text, and words that only a model can write."""
+    """Return a byte-level tokenizer: one token per ASCII character, and additional tokens up to `vocabulary`."""
     tokens = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += [f"w{index}" for index in range(len(tokens), vocabulary - 1)]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate([*tokens, "<end>"])}, merges=[]))
@@ -78,7 +78,7 @@ def character_tokenizer(vocabulary: int) -> Tokenizer:
 
 
 def prompt_texts(count: int, tokens: int, seed: int = 0) -> list[str]:
-    """Prompts of exactly that many letters, each a token."""
+    """Return `count` random prompts of exactly `tokens` letters, each of which is one token."""
     rng = random.Random(seed)
     return ["".join(rng.choices(ascii_lowercase, k=tokens)) for _ in range(count)]
 
@@ -99,12 +99,12 @@ class Work:
 
     @property
     def sampled(self) -> int:
-        """Tokens."""
+        """The number of sampled tokens."""
         return self.prompts * self.samples * self.new_tokens
 
     @property
     def tokens(self) -> int:
-        """Of all sequences, their prompts included."""
+        """The number of tokens of all sequences, prompts included."""
         return self.prompts * self.samples * (self.prompt_tokens + self.new_tokens)
 
 
@@ -118,12 +118,19 @@ def run_command(
     name: str = "run",
     tree: Path = HERE.parents[1],
 ) -> list[str]:
-    """Training through the entrypoint, on the CPU and colocated, defaults wherever the work does not say otherwise.
+    """Return the command of a colocated training run on the CPU, with defaults for all keys that the work does not set.
 
-    `name` is that of the run's folder in `folder`. The script is the one of the source tree `tree`, because it uses
-    internals of the package.
+    Args:
+        folder: The folder with `prompts.jsonl`, in which the run's folder is created.
+        model: The folder of the model.
+        work: The work of one step.
+        steps: The number of steps.
+        strategy: The value of `trainer.strategy`.
+        overrides: Further `key=value` arguments.
+        name: The name of the run's folder.
+        tree: The source tree whose script runs, because the script uses internals of the package.
     """
-    given = {
+    keys = {
         "device": "cpu",
         "environment.env_class": "even_digits",
         "data.train_data": f"['{folder / 'prompts.jsonl'}']",
@@ -147,17 +154,17 @@ def run_command(
         "generator.n_samples_per_prompt": work.samples,
         "generator.sampling_params.max_generate_length": work.new_tokens,
     }
-    keys = [f"{key}={value}" for key, value in given.items()]
-    return [sys.executable, str(tree / "scripts" / "benchmarks" / "gated_run.py"), *keys, *overrides]
+    arguments = [f"{key}={value}" for key, value in keys.items()]
+    return [sys.executable, str(tree / "scripts" / "benchmarks" / "gated_run.py"), *arguments, *overrides]
 
 
 def assert_did(work: Work, steps: Sequence[Step]) -> None:
-    """A run's own metrics say that each step was exactly this work."""
-    wanted = {
+    """Raise AssertionError unless the run's own metrics show that each step did exactly this work."""
+    expected = {
         "rollouts/tokens": work.sampled,
         "rollouts/trajectories": work.prompts * work.samples,
         "response/max_tokens": work.new_tokens,
     }
     for step in steps:
-        found = {name: step.reported[name] for name in wanted}
-        assert found == wanted, f"{found} instead of {wanted}"
+        actual = {name: step.reported[name] for name in expected}
+        assert actual == expected, f"{actual} instead of {expected}"

@@ -1,4 +1,4 @@
-"""The source trees of two commits, for what measures one beside the other."""
+"""Source trees of two commits, for benchmarks that compare them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from measure import HERE
 
 @contextmanager
 def trees(against: str | None) -> Iterator[dict[str, Path]]:
-    """Name -> source tree: that of the commit `against`, if one is given, and the one that this file is in."""
+    """Yield source trees by name: this one as "now", and a temporary worktree of `against` if it is given."""
     here = HERE.parents[1]
     if against is None:
         yield {"now": here}

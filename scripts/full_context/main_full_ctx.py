@@ -1,10 +1,10 @@
-"""Does the longest step fit? Trains on made-up tokens of full length: prompts of max_prompt_length, responses up to
-generator.max_input_length and a whole turn more.
+"""Check that the longest possible training step fits into memory.
 
 python -m scripts.full_context.main_full_ctx +trainer.num_dummy_steps=5 key=value ...
 
-Engines, trainer and weight syncs are the run's own, so that memory is what a step of full length needs; nothing is
-sampled, and nothing worth keeping is learnt. SkyRL's recipe of that name runs as it is.
+The program trains on random tokens of full length: prompts of trainer.max_prompt_length, and responses up to
+generator.max_input_length and one complete turn more. Engines, trainer and weight syncs are those of a run, so the
+memory is that of a real step. It samples nothing and writes no checkpoints. SkyRL's recipe of this name runs unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_STEPS = 5
 
 
 class FullLengthRollouts:
-    """Groups of made-up samples, the rewards of which differ; every one as long as the configuration allows."""
+    """A generator of groups with random tokens of the maximum length and with unequal rewards."""
 
     def __init__(self, config: Any, tokenizer: Any):
         generator = config.generator
@@ -36,12 +36,12 @@ class FullLengthRollouts:
         self._temperature = generator.sampling_params.temperature or 1.0
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        made = random.Random(position)
-        prompt_ids = made.choices(self._ids, k=self._prompt)
+        rng = random.Random(position)
+        prompt_ids = rng.choices(self._ids, k=self._prompt)
         count = self._longest - self._prompt
         items = []
         for sample in range(self._samples):
-            ids, reward = made.choices(self._ids, k=count), float(sample % 2)
+            ids, reward = rng.choices(self._ids, k=count), float(sample % 2)
             turns = [Turn(0, count, reward, "length", 0, 0)]
             item = Trajectory.empty(prompt, sample, self._temperature)
             item.prompt_ids, item.response_ids, item.loss_spans = (
@@ -55,21 +55,25 @@ class FullLengthRollouts:
 
 
 class FullContextExp(Experiment):
-    """An experiment that is given its rollouts."""
+    """An experiment whose rollouts are random tokens of full length."""
 
     def build_generator(self, client: Any, environments: Any, *, evaluation: bool) -> Any:
         return FullLengthRollouts(self.config, self.tokenizer)
 
 
 def with_steps(arguments: list[str]) -> list[str]:
-    """The command line of a run of `num_dummy_steps` that evaluates and keeps nothing. Raises ConfigError."""
-    kept = [one for one in arguments if one.lstrip("+").partition("=")[0] != KEY]
-    given = [one.partition("=")[2] for one in arguments if one not in kept]
-    steps = given[-1] if given else str(DEFAULT_STEPS)
+    """Return the command line of a run of `num_dummy_steps` steps without evaluations and checkpoints.
+
+    Raises:
+        ConfigError: `trainer.num_dummy_steps` is not an integer of at least 1.
+    """
+    others = [argument for argument in arguments if argument.lstrip("+").partition("=")[0] != KEY]
+    values = [argument.partition("=")[2] for argument in arguments if argument not in others]
+    steps = values[-1] if values else str(DEFAULT_STEPS)
     if not steps.isdecimal() or int(steps) < 1:
-        raise ConfigError(f"{KEY}={steps}: must be a whole number of at least 1.")
-    nothing = ("eval_before_train=false", "eval_interval=0", "ckpt_interval=0", "hf_save_interval=0")
-    return [*kept, f"trainer.max_steps={steps}", *(f"trainer.{one}" for one in nothing), "trainer.resume_mode=none"]
+        raise ConfigError(f"{KEY}={steps}: must be an integer of at least 1.")
+    disabled = ("eval_before_train=false", "eval_interval=0", "ckpt_interval=0", "hf_save_interval=0")
+    return [*others, f"trainer.max_steps={steps}", *(f"trainer.{key}" for key in disabled), "trainer.resume_mode=none"]
 
 
 @exit_with_signal_status()

@@ -1,9 +1,9 @@
-"""Make the recorded runs of tests/unit/report/recorded anew: real tiny runs with and without each illness.
+"""Record the runs in tests/unit/report/recorded again: tiny real runs, healthy and with each problem.
 
     python scripts/recordings/record.py [NAME ...] [--work FOLDER] [--output FOLDER]
 
-Of a run's metrics.jsonl a recording keeps what the rules of skyrl_train/report/diagnosis.py read. With a folder to work
-in, the warm-up of the quickstart is done once, and runs are there to be looked at.
+A recording keeps those rows of a run's metrics.jsonl that the rules of skyrl_train/report/diagnosis.py read. With --work,
+the warm-up of the quickstart runs only once, and the folder keeps the runs for inspection.
 """
 
 from __future__ import annotations
@@ -47,54 +47,56 @@ READ = (
     "rollouts/failed",
     "rollouts/failed/",
 )
-"""Names of metrics that are kept; those that end in a slash stand for all that begin so."""
+"""Names of recorded metrics; a name that ends in a slash is a prefix."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {' '.join(runs.RUNS)}; all of them if none is given"
+        "names", nargs="*", metavar="NAME", help=f"runs to record, by default all: {' '.join(runs.RUNS)}"
     )
-    parser.add_argument("--work", type=Path, help="a folder to keep; without it a temporary one")
-    parser.add_argument("--output", type=Path, default=RECORDED, help="where recordings go, instead of to the tests")
+    parser.add_argument("--work", type=Path, help="working folder to keep; by default a temporary one")
+    parser.add_argument(
+        "--output", type=Path, default=RECORDED, help="folder for the recordings; by default that of the tests"
+    )
     arguments = parser.parse_args()
     names = arguments.names or list(runs.RUNS)
     if unknown := sorted(set(names) - set(runs.RUNS)):
-        parser.error(f"no such runs: {' '.join(unknown)}")
-    # Where ranks and environment processes find what runs name in trainer.plugins.
+        parser.error(f"unknown runs: {' '.join(unknown)}. Choose from: {' '.join(runs.RUNS)}")
+    # Ranks and environment processes import the modules of trainer.plugins from here.
     folders = [str(Path(__file__).resolve().parent), str(runs.PRESETS)]
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     sys.path[:0] = folders
     with tempfile.TemporaryDirectory(prefix="recordings-") as temporary:
-        workshop = RecordingWorkspace(arguments.work.resolve() if arguments.work else Path(temporary))
+        workspace = RecordingWorkspace(arguments.work.resolve() if arguments.work else Path(temporary))
         with Cluster():  # one Ray for all
             for name in names:
-                record(workshop, name, arguments.output)
+                record(workspace, name, arguments.output)
 
 
-def record(workshop: RecordingWorkspace, name: str, folder: Path) -> None:
-    """Make the run and write its recording into a folder."""
-    begun, teacher = time.monotonic(), runs.RUNS[name].teacher_run
-    if teacher and not workshop.trained(teacher):
-        make(workshop, teacher)
-    make(workshop, name)
-    rows = [json.dumps(dict(kept(row))) for row in read_jsonl(workshop.output(name) / METRICS_FILE)]
+def record(workspace: RecordingWorkspace, name: str, folder: Path) -> None:
+    """Execute a run and write its recording to a folder."""
+    start, teacher = time.monotonic(), runs.RUNS[name].teacher_run
+    if teacher and not workspace.trained(teacher):
+        make(workspace, teacher)
+    make(workspace, name)
+    rows = [json.dumps(dict(recorded_metrics(row))) for row in read_jsonl(workspace.output(name) / METRICS_FILE)]
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    print(f"recorded {name}: {len(rows)} rows in {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"recorded {name}: {len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def make(workshop: RecordingWorkspace, name: str) -> None:
+def make(workspace: RecordingWorkspace, name: str) -> None:
     run = runs.RUNS[name]
-    overrides = workshop.overrides(name, run)
-    shutil.rmtree(workshop.output(name), ignore_errors=True)
+    overrides = workspace.overrides(name, run)
+    shutil.rmtree(workspace.output(name), ignore_errors=True)
     launch_experiment(run.experiment, overrides, has_user_code=True)
 
 
-def kept(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What rules read, to five digits; null is what was not finite."""
+def recorded_metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the metrics that rules read, rounded to five digits; null stands for a value that is not finite."""
     for name, value in row.items():
-        if name in READ or _begins(name, (one for one in READ if one.endswith("/"))) or _is_score(name):
+        if name in READ or _begins(name, (prefix for prefix in READ if prefix.endswith("/"))) or _is_score(name):
             yield name, float(f"{value:.5g}") if isinstance(value, float) else value
 
 

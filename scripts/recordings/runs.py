@@ -1,4 +1,4 @@
-"""The runs that are recorded. Ill ones are the well one with something that is changed."""
+"""The runs to record. An unhealthy run is the healthy one with a few changes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Keys = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Run:
-    """A run to record, from the quickstart's model after its warm-up unless it says otherwise."""
+    """A run to record. It starts from the quickstart's model after its warm-up by default."""
 
     keys: Keys
     preset: Path = quickstart.HERE / "grpo.yaml"
     experiment: type[Experiment] = Experiment
     environment: str = "arithmetic"
-    """Of the rows that are trained on. Those of evaluations stay as they are."""
+    """The environment of the training rows. Evaluation rows stay as they are."""
     random_model: bool = False
-    """One that knows nothing, and hardly ever ends an answer."""
+    """True to start from a random model, which rarely ends a response."""
     teacher_run: str = ""
-    """Another run, whose model is the reference."""
+    """The name of another run whose model is the reference; empty for none."""
 
 
 HEALTHY: Keys = {
@@ -49,7 +49,7 @@ ASYNC: Keys = {
     "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
     "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high": 2.0,
 }
-"""As config/async.yaml has it."""
+"""The keys of config/async.yaml."""
 ANSWER_TOKENS = "generator.sampling_params.max_generate_length"
 BATCH, MINI_BATCH = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
 LEARNING_RATE, KL = "trainer.policy.optimizer_config.lr", "trainer.algorithm.kl_loss_coef"
@@ -58,8 +58,8 @@ SAMPLES, STALENESS = "generator.n_samples_per_prompt", "trainer.fully_async.max_
 MAY_FAIL = "trainer.max_failed_fraction"
 
 
-def _changed(steps: int, keys: Keys | None = None, **rest: object) -> Run:
-    """The well one, of so many steps, without evaluations, and with something else that is changed."""
+def _variant(steps: int, keys: Keys | None = None, **rest: object) -> Run:
+    """Return the healthy run with another number of steps, without evaluations, and with further changes."""
     changed = {"trainer.max_steps": steps, EVALUATION: -1, "trainer.eval_before_train": "false", **(keys or {})}
     return Run({**HEALTHY, **changed}, **rest)  # type: ignore[arg-type]
 
@@ -70,21 +70,21 @@ SLOW_LEARNER: Keys = {**ASYNC, "trainer.update_epochs_per_batch": 8, LEARNING_RA
 HUGE: Keys = {BATCH: 64, MINI_BATCH: 64, "trainer.max_tokens_per_microbatch": 65536}
 
 UNHEALTHY = {
-    "no_difference": _changed(6, environment="samereward"),
-    "trainer_starved": _changed(10, SLOW_ENGINE, environment="letters", random_model=True),
-    "engines_starved": _changed(8, SLOW_LEARNER),
-    "truncated": _changed(5, {ANSWER_TOKENS: 16}, environment="letters", random_model=True),
-    "format_never_met": _changed(6, environment="aime"),
-    "entropy_collapse": _changed(16, {LEARNING_RATE: 1e-3, KL: 0.0}, environment="fours"),
-    "kl_runs_away": _changed(12, {LEARNING_RATE: 1e-3, KL: 1e-6}, environment="fours"),
-    "engine_and_trainer_disagree": _changed(8, experiment=MisreportedLogprobs),
-    "gradient_spikes": _changed(26, {"trainer.algorithm.advantage_estimator": "dr_grpo"}, experiment=Outliers),
-    "episodes_fail": _changed(5, {MAY_FAIL: 0.9}, environment="raises"),
-    "long_answers_are_cut": _changed(5, LONG, environment="letters", random_model=True),
-    "evaluation_falls": _changed(14, {LEARNING_RATE: 3e-4, EVALUATION: 2}, environment="endsinfour"),
-    "memory_near_its_limit": _changed(3, HUGE),
+    "no_difference": _variant(6, environment="samereward"),
+    "trainer_starved": _variant(10, SLOW_ENGINE, environment="letters", random_model=True),
+    "engines_starved": _variant(8, SLOW_LEARNER),
+    "truncated": _variant(5, {ANSWER_TOKENS: 16}, environment="letters", random_model=True),
+    "format_never_met": _variant(6, environment="aime"),
+    "entropy_collapse": _variant(16, {LEARNING_RATE: 1e-3, KL: 0.0}, environment="fours"),
+    "kl_runs_away": _variant(12, {LEARNING_RATE: 1e-3, KL: 1e-6}, environment="fours"),
+    "engine_and_trainer_disagree": _variant(8, experiment=MisreportedLogprobs),
+    "gradient_spikes": _variant(26, {"trainer.algorithm.advantage_estimator": "dr_grpo"}, experiment=Outliers),
+    "episodes_fail": _variant(5, {MAY_FAIL: 0.9}, environment="raises"),
+    "long_answers_are_cut": _variant(5, LONG, environment="letters", random_model=True),
+    "evaluation_falls": _variant(14, {LEARNING_RATE: 3e-4, EVALUATION: 2}, environment="endsinfour"),
+    "memory_near_its_limit": _variant(3, HUGE),
 }
-"""By the rule that is to notice."""
+"""Name of the rule that must report the run -> the run."""
 
 
 OF_PRESETS: Keys = {
@@ -121,11 +121,11 @@ def _preset(path: Path) -> Run:
 
 RUNS = {
     "well": Run(HEALTHY),
-    # Three bursts and a little more. Its engines have nothing left to do in the last six steps.
-    "well_async": _changed(28, {**ASYNC, STALENESS: 6}),
+    # A little more than three bursts. The engines have no work in the last six steps.
+    "well_async": _variant(28, {**ASYNC, STALENESS: 6}),
     **{f"{rule}_ill": run for rule, run in UNHEALTHY.items()},
     "quickstart": Run({"trainer.hf_save_interval": 40}),
-    # gsm8k is what the others share.
+    # gsm8k.yaml only holds what the other presets share.
     **{f"preset_{path.stem}": _preset(path) for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "gsm8k"},
 }
-"""By the name of their file."""
+"""Name of the recording's file -> the run."""

@@ -1,4 +1,4 @@
-"""What makes recorded runs ill: environments, for `trainer.plugins`, and experiments with one part of their own."""
+"""Environments (for `trainer.plugins`) and experiments that make recorded runs unhealthy."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv
 from skyrl_train.experiment.base import Experiment
 
 SPIKES = (20, 23)
-"""0-based steps with a reward a thousand times as large."""
+"""Steps, counted from 0, whose rewards are a thousand times as large."""
 
 
 class SameReward(ArithmeticEnv):
-    """Every answer is as good as any other."""
+    """An environment in which every answer has the same reward."""
 
     def step(self, action: str) -> StepOutput:
         return replace(super().step(action), reward=1.0)
 
 
 class Fours(TextEnv):
-    """The share of the answer that is the digit 4: a reward that is met by forgetting the task."""
+    """An environment that rewards the fraction of digits 4, so the policy unlearns the task."""
 
     def step(self, action: str) -> StepOutput:
         return StepOutput([], action.count("4") / max(1, len(action)), done=True)
 
 
 class EndsInFour(TextEnv):
-    """Whether the answer does, right or wrong: a reward of another task than evaluations have."""
+    """An environment that rewards answers that end in 4, a task other than that of evaluations."""
 
     def step(self, action: str) -> StepOutput:
         return StepOutput([], float(action.endswith("4")), done=True)
 
 
 class Letters(TextEnv):
-    """The share of lower-case letters, which differs between samples of a model that knows nothing."""
+    """An environment that rewards the fraction of lower-case letters, which differs between samples of a random model."""
 
     def step(self, action: str) -> StepOutput:
         return StepOutput([], sum(map(str.islower, action)) / max(1, len(action)), done=True)
 
 
 class Raises(ArithmeticEnv):
-    """A bug that three episodes in ten run into."""
+    """An environment with a bug that raises an error in 30% of its steps."""
 
     def step(self, action: str) -> StepOutput:
         if random.random() < 0.3:
@@ -59,7 +59,7 @@ for cls in (SameReward, Fours, EndsInFour, Letters, Raises):
 
 
 class WithAlteredGroups(Experiment):
-    """An experiment whose training rollouts are altered before the trainer sees them."""
+    """An experiment that alters training rollouts before the trainer gets them."""
 
     def alter(self, group: TrajectoryGroup, position: int) -> None:
         raise NotImplementedError
@@ -80,7 +80,7 @@ class WithAlteredGroups(Experiment):
 
 
 class MisreportedLogprobs(WithAlteredGroups):
-    """Log-probs of another temperature than that of the samples, as engines report that forget to scale them."""
+    """An experiment whose log-probs are wrong, like those of an engine that ignores the temperature."""
 
     def alter(self, group: TrajectoryGroup, position: int) -> None:
         for item in group.trajectories:
@@ -88,7 +88,7 @@ class MisreportedLogprobs(WithAlteredGroups):
 
 
 class Outliers(WithAlteredGroups):
-    """A few rewards are in another unit."""
+    """An experiment in which the rewards of a few steps are a thousand times as large."""
 
     def alter(self, group: TrajectoryGroup, position: int) -> None:
         if position // self.config.trainer.train_batch_size in SPIKES:

@@ -1,7 +1,7 @@
-"""The environment interface: it opens a conversation, answers the model's texts, and rewards them.
+"""The environment interface. An environment opens a conversation, answers the model's texts and rewards them.
 
-Environments are plain synchronous Python without torch. The driver never calls one directly: `environments/pool.py`
-runs them in processes it can kill.
+Environments are plain synchronous Python without torch. The driver never calls an environment directly:
+`environments/pool.py` runs environments in processes that it can kill.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from skyrl_train.data.messages import Message, ToolCallRecord, normalize_message
 from skyrl_train.errors import DataError, EnvironmentFailure
 
 BAD_ROW = "bad_row"
-"""The kind of failure of an episode whose row turns out to be unusable only when it starts."""
+"""Failure kind of an episode whose row is found to be unusable only when the episode starts."""
 MAX_REWARD = 1e15
-"""Advantages are computed in float32, in which the square of a much larger reward is infinite."""
+"""Maximum magnitude of a reward. Advantages use float32, in which the square of a much larger reward is infinite."""
 
 
 class AttrDict(dict[str, Any]):
-    """A mapping that is also read by attribute, as environments read an OmegaConf node: `env_config.search_url`."""
+    """A mapping whose items can also be read as attributes, as in an OmegaConf node: `env_config.search_url`.
+
+    Nested mappings are returned as AttrDict. Reading a missing attribute raises AttributeError, which lists the keys.
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,15 +45,15 @@ class StepOutput:
     """The reward of this turn; an episode's reward is the sum over its turns."""
     done: bool
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Anything that JSON can hold; numbers become metrics."""
+    """Values that JSON can represent. Numbers become metrics."""
     postprocessed_action: str | None = None
-    """Accepted from SkyRL-Gym environments but not applied: tokens are trained on exactly as they were sampled."""
+    """Accepted from SkyRL-Gym environments but ignored: training uses the tokens exactly as they were sampled."""
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
-    """The calls that were read from the model's text, for who reads rollouts; the model never sees this list."""
+    """Tool calls that were parsed from the model's text, for the saved rollouts. The model never sees this list."""
 
 
 class BaseTextEnvStepOutput(TypedDict):
-    """SkyRL-Gym's name and shape of `StepOutput`; `step` may return either."""
+    """SkyRL-Gym's dict form of `StepOutput`. `step` may return either."""
 
     observations: list[Message]
     reward: float
@@ -60,16 +63,19 @@ class BaseTextEnvStepOutput(TypedDict):
 
 
 class TextEnv:
-    """One episode. Subclasses override `step`, and `init` or `close` if they need to.
+    """The environment of one episode. Subclasses override `step`, and `init` or `close` if needed.
 
-    `env_config` is this environment's section of `environment.skyrl_gym`. `extras` holds the other columns of the
-    dataset row: a rule-based reward, for example, reads `extras["reward_spec"]["ground_truth"]`.
+    Args:
+        env_config: This environment's section of `environment.skyrl_gym`.
+        extras: The other columns of the dataset row. A rule-based reward, for example, reads
+            `extras["reward_spec"]["ground_truth"]`.
     """
 
     replayable: bool = True
-    """Whether an episode whose process was killed may be rebuilt in another one, by calling the same constructor,
-    `init`, and `step` with the same texts. Set it to False if that would repeat effects on the outside world: the
-    episode then fails as "environment_died"."""
+    """True if an episode may be replayed in another process after its process was killed.
+
+    A replay calls the constructor, `init` and `step` again with the recorded texts. Set this to False if a replay would
+    repeat side effects. The episode then fails with the kind "environment_died"."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         self.env_config = AttrDict(env_config or {})
@@ -77,47 +83,71 @@ class TextEnv:
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
-        """Check the settings and this machine. Called once, before the engines start, if any row uses this environment.
+        """Check the settings and this machine. The default checks nothing.
 
-        Raises ConfigError if the settings cannot work or if this machine lacks something that they need.
+        Called once before the engines start, if any row uses this environment.
+
+        Raises:
+            ConfigError: The settings are invalid, or this machine lacks something that they need.
         """
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> Any:
-        """Return what an episode needs of its row, such as the ground truth; the default needs nothing.
+        """Parse and return the data that an episode needs from its row, such as the ground truth.
 
-        Called for every row before the engines start, and by the constructors of the built-in environments. Raises
-        ValueError for a row that cannot be used.
+        Called for every row before the engines start, and by the constructors of the built-in environments. The default
+        returns None.
+
+        Args:
+            extras: Columns of the row other than the prompt.
+
+        Raises:
+            ValueError: The row is unusable.
         """
 
     @classmethod
     def check_rows(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Parse every row, given as its file and row and its extras. Raises DataError that names file and row."""
-        for where, extras in rows:
+        """Check that `parse_row` accepts every row.
+
+        Args:
+            rows: Pairs of a row's location, such as "file, row N", and its extras.
+
+        Raises:
+            DataError: `parse_row` raised an exception for a row. The message names the row's location.
+        """
+        for location, extras in rows:
             try:
                 cls.parse_row(extras)
             except Exception as error:
                 cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                raise DataError(f"{where}: {cause}; correct the row or remove it.") from error
+                raise DataError(f"{location}: {cause}; correct the row or remove it.") from error
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Return the messages that open the conversation, and metadata. The default returns the row's own messages."""
+        """Return the messages that open the conversation, and metadata.
+
+        The default returns `prompt`, which contains the row's messages, and no metadata.
+        """
         return prompt, {}
 
     def step(self, action: str) -> StepOutput | BaseTextEnvStepOutput:
-        """Answer the model's text. An exception raised here fails this episode only.
+        """Answer and reward one text of the model. An exception raised here fails this episode only.
 
-        The text includes the model's reasoning with its markers; `skyrl_train.final_answer` returns the answer in it.
-        Where the prompt opened a block of reasoning, the text begins with that marker ("<think>").
+        Args:
+            action: The model's text, including its reasoning and the reasoning markers. It begins with the opening
+                marker ("<think>") if the prompt opened a reasoning block. `skyrl_train.final_answer` extracts the
+                answer without the reasoning.
+
+        Raises:
+            NotImplementedError: The subclass does not define `step`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define step")
 
     def close(self) -> None:
-        """Release the episode's resources. Called once, also after a failure."""
+        """Release the episode's resources. Called once, even after a failure."""
 
 
 class BaseTextEnv(TextEnv):
-    """SkyRL-Gym's base class: a TextEnv with turn counters and tool groups."""
+    """SkyRL-Gym's base class, which is a TextEnv with a turn counter and tool groups."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
@@ -126,9 +156,11 @@ class BaseTextEnv(TextEnv):
         self.init_tool_groups([])
 
     def init_tool_groups(self, tool_groups: list[Any]) -> None:
-        """Set the tool groups, each with SkyRL-Gym's interface.
+        """Set the tool groups of this environment.
 
-        That is `name`, `get_tool_to_group_mapping()` and `execute_tool(tool, *arguments)`.
+        Args:
+            tool_groups: Objects with SkyRL-Gym's interface: `name`, `get_tool_to_group_mapping()` and
+                `execute_tool(tool, *arguments)`.
         """
         self.tool_groups = tool_groups
         self.tool_to_toolgroup = {
@@ -139,15 +171,20 @@ class BaseTextEnv(TextEnv):
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
-        known = [group.name for group in self.tool_groups]
-        raise ValueError(f"tool group {tool_group_name!r} is not one of {known}")
+        names = [group.name for group in self.tool_groups]
+        raise ValueError(f"tool group {tool_group_name!r} is not one of {names}")
 
 
 def validate_step_output(output: Any) -> StepOutput:
-    """Convert the value that an environment's `step` returned into a StepOutput.
+    """Validate the value that an environment's `step` returned, and convert it into a StepOutput.
 
-    The reward must be one number from -MAX_REWARD to MAX_REWARD; numpy and torch scalars count as numbers, booleans as
-    0 and 1. Raises EnvironmentFailure "bad_reward" or "bad_step_output".
+    Args:
+        output: A StepOutput or a mapping with its fields. The reward must be a single number from -MAX_REWARD to
+            MAX_REWARD. Numpy and torch scalars count as numbers, and booleans count as 0 and 1.
+
+    Raises:
+        EnvironmentFailure: The reward is invalid (kind "bad_reward"), or any other part of the output is invalid
+            (kind "bad_step_output").
     """
     if isinstance(output, StepOutput):
         fields = {name: getattr(output, name) for name in StepOutput.__slots__}
@@ -175,15 +212,19 @@ def validate_step_output(output: Any) -> StepOutput:
 
 
 def validate_messages(messages: Any) -> list[Message]:
-    """Return messages with content as text, of a list of {"role": str, "content": text or text parts}.
+    """Return normalized copies of messages, in which content is plain text.
 
-    Raises EnvironmentFailure("bad_step_output").
+    Args:
+        messages: A list or tuple of mappings {"role": str, "content": text, text parts or None}.
+
+    Raises:
+        EnvironmentFailure: The messages do not have this form (kind "bad_step_output").
     """
     if not isinstance(messages, list | tuple):
         raise EnvironmentFailure("bad_step_output", f"messages are {_describe_value(messages)}, not a list")
     for message in messages:
-        named = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
-        if not named or not isinstance(message["content"], str | list | None):
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+        if not is_message or not isinstance(message["content"], str | list | None):
             raise EnvironmentFailure(
                 "bad_step_output", f'{_describe_value(message)} is not {{"role": "...", "content": "..."}}'
             )
@@ -194,15 +235,18 @@ def validate_messages(messages: Any) -> list[Message]:
 
 
 def _to_tool_call_records(calls: Any) -> list[ToolCallRecord]:
-    """Those of them that people can be shown, also in OpenAI's form: nothing that is learnt depends on them."""
-    found = []
-    for one in calls if isinstance(calls, list | tuple) else ():
-        inner = one.get("function", one) if isinstance(one, Mapping) else None
+    """Return the tool calls that are well-formed enough to display.
+
+    Accepts this package's form and OpenAI's. Malformed calls are dropped, because training does not read any of them.
+    """
+    records: list[ToolCallRecord] = []
+    for call in calls if isinstance(calls, list | tuple) else ():
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
         if isinstance(inner, Mapping) and isinstance(name := inner.get("name"), str):
             arguments, error = inner.get("arguments", ""), inner.get("error")
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
-            found.append({"name": name, "arguments": text} | ({"error": error} if isinstance(error, str) else {}))
-    return found
+            records.append({"name": name, "arguments": text, **({"error": error} if isinstance(error, str) else {})})
+    return records
 
 
 def _validate_reward(reward: Any) -> float:
@@ -211,15 +255,15 @@ def _validate_reward(reward: Any) -> float:
         value = float(number) if isinstance(number, int | float) else math.nan
     except (ValueError, TypeError, OverflowError, RuntimeError):
         value = math.nan
-    if not abs(value) <= MAX_REWARD:  # NaN is not
+    if not abs(value) <= MAX_REWARD:  # also true for NaN
         raise EnvironmentFailure(
-            "bad_reward", f"reward is {_describe_value(reward)}, not one number of at most {MAX_REWARD:g}"
+            "bad_reward", f"reward is {_describe_value(reward)}, not a single number of at most {MAX_REWARD:g}"
         )
     return value
 
 
 def _scalar(value: Any) -> Any:
-    """Convert numpy and torch scalars to Python's."""
+    """Convert numpy and torch scalars to Python scalars."""
     return value.item() if hasattr(value, "item") else value
 
 

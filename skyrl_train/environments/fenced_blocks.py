@@ -1,4 +1,4 @@
-"""Finds the fenced blocks of code in Markdown, by one rule for graders and tool parsers."""
+"""Finds fenced code blocks in Markdown. Graders and tool parsers share these rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PYTHON_LANGUAGES = ("python", "python3", "py")
-"""Languages of a fence that mean Python."""
+"""Language tags of fenced blocks that contain Python."""
 _LANGUAGE = re.compile(r"\{?\s*\.?([\w+#-]+)")
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
 _BLANK_LINES = re.compile(r"(?:[^\S\n]*+\n)*+")
@@ -16,17 +16,18 @@ _TAG = re.compile(r"\{?\.?[A-Za-z]")
 
 @dataclass(frozen=True, slots=True)
 class FencedBlock:
-    """One fenced block."""
+    """A fenced block of a text."""
 
     language: str
-    """First word of the info string in lower case: "python" of ```` ```Python title="a.py" ````; "" without one."""
+    """First word of the info string in lower case, such as "python" of ```` ```Python title="a.py" ````, or ""."""
     body: str
-    """Without the indentation of the opening fence, where the block's first line has it."""
+    """Lines of the block. The opening fence's indentation is removed if the first line has it."""
     is_closed: bool
-    """False for a block that another one or the end of the text interrupts."""
+    """False if another block or the end of the text interrupts the block."""
     start: int
     """Index of the first character of the opening fence's line, or of the fence itself if text precedes it."""
     end: int
+    """Index after the last character of the block, including its closing fence."""
 
 
 @dataclass(slots=True)
@@ -41,22 +42,25 @@ class _Opening:
 def find_fenced_blocks(text: str) -> list[FencedBlock]:
     """Return the fenced blocks of a text, in order.
 
-    As in CommonMark, a fence consists of three or more backticks or tildes, may be indented and may have any info
-    string; the closing one has at least as many of the same marks. Models deviate from CommonMark in three ways that
-    are accepted here. An opening fence with a language may follow text on its line. Text may follow a closing fence. A
-    fence with a language ends an open block of the same marks, which then counts as not closed.
+    As in CommonMark, a fence consists of three or more backticks or tildes. It may be indented and have an info string.
+    The closing fence has at least as many of the same marks. Models deviate from CommonMark in three ways that are
+    accepted here:
+
+    - An opening fence with a language may follow text on its line.
+    - Text may follow a closing fence.
+    - A fence with a language ends an open block with the same marks. That block counts as not closed.
     """
     return list(_fences(text))
 
 
 def extract_blocks(text: str, languages: Sequence[str]) -> list[str]:
-    """Return the bodies of the closed blocks in one of these languages."""
+    """Return the bodies of the closed blocks whose language is in `languages`, in order."""
     return [fence.body for fence in find_fenced_blocks(text) if fence.is_closed and fence.language in languages]
 
 
-def text_outside(text: str, found: Sequence[FencedBlock]) -> str:
-    """Return the text without its fenced blocks, each of which becomes a line break."""
-    begins, ends = [0, *(fence.end for fence in found)], [*(fence.start for fence in found), len(text)]
+def text_outside(text: str, blocks: Sequence[FencedBlock]) -> str:
+    """Return `text` with each of its fenced `blocks` replaced by a line break."""
+    begins, ends = [0, *(block.end for block in blocks)], [*(block.start for block in blocks), len(text)]
     return "\n".join(text[begin:end] for begin, end in zip(begins, ends, strict=True))
 
 
@@ -80,7 +84,7 @@ def _fences(text: str) -> Iterator[FencedBlock]:
 
 
 def _fence(text: str, opening: _Opening, body_end: int, end: int, *, closed: bool) -> FencedBlock:
-    """The body ends before the line break in front of `body_end`."""
+    """Return the block of `opening`. Its body ends before the line break that precedes `body_end`."""
     body = text[opening.body : max(opening.body, body_end - 1)]
     blank = _BLANK_LINES.match(body)
     if opening.indent and blank and body.startswith(opening.indent, blank.end()):
@@ -89,7 +93,7 @@ def _fence(text: str, opening: _Opening, body_end: int, end: int, *, closed: boo
 
 
 def _mark(line: str, *, anywhere: bool) -> tuple[str, str]:
-    """Return (marks, info string) of a line that has a fence, else ("", "")."""
+    """Return the marks and the info string of a line that has a fence, else two empty strings."""
     stripped = line.strip()
     if stripped.startswith(("```", "~~~")):
         info = stripped.lstrip(stripped[0])
@@ -112,5 +116,5 @@ def _indent(head: str) -> str:
 
 
 def _language(info: str) -> str:
-    found = _LANGUAGE.match(info.strip())
-    return found[1].lower() if found else ""
+    match = _LANGUAGE.match(info.strip())
+    return match[1].lower() if match else ""

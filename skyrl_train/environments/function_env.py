@@ -1,4 +1,4 @@
-"""A function as the reward of an environment of one turn."""
+"""Single-turn environments that are made from a reward function."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ _KEYWORD_ONLY, _VAR_KEYWORD = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.
 
 
 class RewardFunction:
-    """The environment factory of a function (response, *, those of KEYWORDS that it names) -> reward.
+    """An environment factory that makes single-turn environments from a reward function.
 
-    Raises ConfigError, when it is made, for a function that cannot be called so.
+    The function takes the response as its first argument and returns the reward. It also receives each keyword of
+    REWARD_KEYWORDS that its signature names.
+
+    Raises:
+        ConfigError: The function is a class or a coroutine function, or its signature does not fit.
     """
 
     def __init__(self, function: Callable[..., float]):
@@ -34,26 +38,39 @@ class RewardFunction:
 
 
 def accepted_keywords(function: Callable[..., Any], known: Sequence[str]) -> list[str]:
-    """Those of the `known` keywords that a reward function names after its parameter for the response.
+    """Return the keyword arguments that a reward function accepts.
 
-    Raises ConfigError for a function that cannot be called with a response and these.
+    Args:
+        function: Reward function. Its first parameter takes the response.
+        known: Keywords that the caller can pass.
+
+    Returns:
+        The keywords of `known` that appear in the signature after the first parameter.
+
+    Raises:
+        ConfigError: The function has no readable signature, has no parameter for the response, or requires another
+            argument.
     """
-    what = describe_function(function)
+    description = describe_function(function)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what}: {error}; wrap it in a function with a parameter for the response.") from error
+        raise ConfigError(
+            f"{description}: {error}; wrap it in a function with a parameter for the response."
+        ) from error
     if not parameters or parameters[0].kind in (_KEYWORD_ONLY, _VAR_KEYWORD):
-        raise ConfigError(f"{what}: its first parameter must take the response.")
+        raise ConfigError(f"{description}: its first parameter must take the response.")
     after = [p for p in parameters[1:] if p.kind not in (inspect.Parameter.VAR_POSITIONAL, _VAR_KEYWORD)]
     unknown = [p.name for p in after if p.default is p.empty and (p.name not in known or p.kind is _POSITIONAL)]
     if unknown:
-        raise ConfigError(f"{what} asks for {', '.join(unknown)}; after the response it may name {', '.join(known)}.")
+        raise ConfigError(
+            f"{description} requires {', '.join(unknown)}; after the response it may take only {', '.join(known)}."
+        )
     return [p.name for p in after if p.name in known and p.kind is not _POSITIONAL]
 
 
 def describe_function(function: Callable[..., Any]) -> str:
-    """What messages call it."""
+    """Return the description of a reward function for use in messages."""
     return f"the reward function {getattr(function, '__name__', function)!r}"
 
 

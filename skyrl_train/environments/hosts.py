@@ -1,10 +1,11 @@
-"""Environments on other nodes: a pool over Ray actors, the environment hosts, each of which has a pool of workers.
+"""Environments on other nodes: a pool over Ray actors, called environment hosts, each of which is a WorkerPool.
 
-In a host, deadlines, kills and replays of workers are those of a `WorkerPool`. The driver's `HostPool` spreads episodes
-over the hosts, starts a lost host again, and rebuilds its episodes in another one.
+In a host, a `WorkerPool` enforces deadlines, kills workers and replays their episodes. The driver's `HostPool`
+distributes episodes over the hosts, restarts a lost host, and rebuilds its episodes in another one.
 
-Two Ray calls to a host are under way at most, as one costs the driver as much as ten calls in it. `call_episodes` takes
-the calls that came up during the one before it; `answers` waits for answers, and returns all that there are.
+At most two Ray calls to a host are in flight, because a Ray call costs the driver as much as ten environment calls in
+it. `call_episodes` sends the environment calls that accumulated during the previous Ray call. `answers` waits for
+answers and returns all that are available.
 """
 
 from __future__ import annotations
@@ -29,51 +30,58 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 2.0
-"""Maximum time between a host's signs of life."""
+"""Maximum time between the heartbeats of a host."""
 MAX_BATCH = 256
-"""Calls, or answers, that one Ray call carries."""
+"""Maximum number of environment calls or answers in one Ray call."""
 HEARTBEAT_TIMEOUT_S = 60.0
-"""Time without a sign of life after which a host counts as lost: its process is stopped, or its node out of reach."""
+"""Time without a heartbeat after which a host counts as lost, for example because its node is unreachable."""
 MAX_HOST_LOSSES = 3
-"""Calls of one episode that may be under way in a host that is lost: they may be what kills the hosts."""
+"""Number of host losses during an episode's calls after which the episode fails, because it may kill the hosts."""
 _MIN_RESTART_S, _MAX_RESTART_S = 1.0, 30.0
-"""The pause before a restart doubles while a host that is started again is lost before it opens."""
+"""Pause before a restart. It doubles each time that a restarted host is lost before it opens."""
 _POLL_S = 0.25
 _CLOSE_TIMEOUT_S = 3 * CLOSE_TIMEOUT_S
 
 HostCall = tuple[int, int, str, Sequence[bytes], str, bytes]
-"""The number of a call, that of its episode, env_class, history, op, frame."""
+"""Number of the call, id of its episode, env_class, history, op and frame."""
 Reply = dict[str, Any] | EnvironmentFailure | ConfigError
 Answer = tuple[int, Reply] | tuple[None, str]
-"""The number of a call and its reply, or None and a warning."""
+"""Number of a call and its reply, or None and the text of a warning."""
 
 
 class EnvironmentHost(WorkerPool):
-    """A WorkerPool in a Ray actor, whose coroutines a HostPool calls; takes a WorkerPool's arguments."""
+    """A WorkerPool in a Ray actor, whose coroutines a HostPool calls. It takes the arguments of a WorkerPool."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self._episodes: dict[int, Episode] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._answers: list[Answer] = []
-        """Those that the driver has not confirmed."""
+        """Answers whose receipt the driver has not confirmed."""
         self._confirmed = 0
         self._has_answers = asyncio.Event()
 
     async def open(self) -> str:
-        """Begin. Returns the name of this machine."""
+        """Start the pool and return the host name of this machine."""
         await self.__aenter__()
         return socket.gethostname()
 
     async def call_episodes(self, calls: Sequence[HostCall]) -> None:
-        """Begin packed calls. A call's `history` rebuilds an episode that is new to this host."""
+        """Begin encoded calls without waiting for their answers.
+
+        If an episode is new to this host, the call's `history` rebuilds it first.
+        """
         for call in calls:
             task = asyncio.ensure_future(self._answer(*call))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
 
     async def answers(self, num_received: int) -> list[Answer]:
-        """Return answers, as soon as there are any, or none after BEAT_S. The driver has received that many so far."""
+        """Wait for answers and return up to MAX_BATCH of them. Return none after HEARTBEAT_INTERVAL_S.
+
+        Args:
+            num_received: Number of answers that the driver has received so far. The host forgets these.
+        """
         del self._answers[: num_received - self._confirmed]
         self._confirmed = num_received
         if not self._answers:
@@ -83,7 +91,11 @@ class EnvironmentHost(WorkerPool):
         return self._answers[:MAX_BATCH]
 
     async def end(self, num_received: int) -> list[Answer]:
-        """Close all environments; returns the answers that are left."""
+        """Close all environments and return the answers that the driver has not received.
+
+        Args:
+            num_received: Number of answers that the driver has received so far.
+        """
         await self.close()
         return self._answers[num_received - self._confirmed :]
 
@@ -100,7 +112,7 @@ class EnvironmentHost(WorkerPool):
                 reply = await self.send(self._episodes[number], op, frame)
         except (EnvironmentFailure, ConfigError) as failure:
             reply = failure.with_traceback(None)
-        except Exception as error:  # each call is answered, whatever goes wrong with one
+        except Exception as error:  # the driver waits for an answer to every call
             reply = EnvironmentFailure(type(error).__name__, str(error))
         self._add_answer((call, reply))
 
@@ -113,7 +125,11 @@ class EnvironmentHost(WorkerPool):
 
 
 class _HostHandle:
-    """The driver's view of one host."""
+    """The driver's end of one host.
+
+    Args:
+        remote: Proxy of the Ray actor.
+    """
 
     def __init__(self, remote: ActorProxy):
         self.remote = remote
@@ -124,11 +140,21 @@ class _HostHandle:
         self._outbox: list[HostCall] = []
         self._sending: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[Reply]] = {}
-        """Of the calls that are under way, by number."""
+        """Futures of the replies to the calls that are in flight, by the number of the call."""
         self._num_received = 0
 
     async def call(self, episode: Episode, history: Sequence[bytes], op: str, frame: bytes) -> Reply:
-        """Return the host's reply to a packed call. It is cancelled if the host is lost."""
+        """Send an encoded call and return the host's reply.
+
+        Args:
+            episode: Episode of the call.
+            history: Encoded calls that rebuild the episode if it is new to this host.
+            op: Name of the call: "start", "step" or "close".
+            frame: The encoded call.
+
+        Raises:
+            asyncio.CancelledError: The host was lost.
+        """
         if self.is_lost:
             raise asyncio.CancelledError
         number = next(self._numbers)
@@ -146,18 +172,27 @@ class _HostHandle:
                 await self.remote.call_with_deadline(math.inf, "call_episodes", batch)
         except Exception:
             if not self.is_lost:
-                self.remote.kill()  # so that `receive` raises, too
+                self.remote.kill()  # so that `receive` raises too
 
-    async def receive(self, silence_s: float) -> None:
-        """Pass on the host's answers, without end. Raises how the host was lost."""
+    async def receive(self, heartbeat_timeout_s: float) -> None:
+        """Receive the host's answers and deliver them to the waiting calls, until the host is lost.
+
+        Args:
+            heartbeat_timeout_s: Time without a heartbeat after which the host counts as lost, in seconds.
+
+        Raises:
+            DeadlineExceeded: The host sent no heartbeat for `heartbeat_timeout_s`.
+            Exception: The Ray call failed, for example because the actor died.
+        """
         while True:
             answers = asyncio.ensure_future(self.remote.call_with_deadline(math.inf, "answers", self._num_received))
             try:
-                for _ in range(math.ceil(silence_s / _POLL_S)):  # not by the clock: a busy driver hears nobody
+                # counts polls and not seconds, because a busy driver does not receive heartbeats
+                for _ in range(math.ceil(heartbeat_timeout_s / _POLL_S)):
                     if (await asyncio.wait([answers], timeout=_POLL_S))[0]:
                         break
                 else:
-                    raise DeadlineExceeded(f"{self.remote.name}.answers", silence_s)
+                    raise DeadlineExceeded(f"{self.remote.name}.answers", heartbeat_timeout_s)
                 self._take(answers.result())
             finally:
                 answers.cancel()
@@ -165,13 +200,13 @@ class _HostHandle:
     def _take(self, answers: Sequence[Answer]) -> None:
         self._num_received += len(answers)
         for answer in answers:
-            if answer[0] is None:  # the host knows only the secrets of its own node
+            if answer[0] is None:  # the host can redact only the secrets of its own node
                 log.warning("%s: %s", self.remote.name, redact(answer[1]))
-            elif not (reply := self._replies.pop(answer[0])).done():  # else its caller was cancelled
+            elif not (reply := self._replies.pop(answer[0])).done():  # done: its caller was cancelled
                 reply.set_result(answer[1])
 
     async def close(self) -> None:
-        """Close all environments, and end the actor."""
+        """Close all environments and kill the actor. Raises if the actor does not respond in time."""
         try:
             if self.close_tasks:
                 receiving = mark_exception_retrieved(asyncio.ensure_future(self.receive(HEARTBEAT_TIMEOUT_S)))
@@ -182,7 +217,7 @@ class _HostHandle:
             self.abandon()
 
     def close_episode(self, episode: Episode) -> None:
-        """Close an environment after its last call, which may still be under way."""
+        """Start to close an environment after its latest call, which may still be in flight. Return immediately."""
         closing = asyncio.ensure_future(self._close_episode(episode))
         self.close_tasks.add(closing)
         closing.add_done_callback(self.close_tasks.discard)
@@ -193,7 +228,7 @@ class _HostHandle:
         await self.call(episode, (), "close", b"")
 
     def abandon(self) -> None:
-        """Kill the actor, and have each episode that was here start elsewhere."""
+        """Kill the actor, cancel its calls in flight, and detach its episodes, which are rebuilt on their next call."""
         self.is_lost = True
         for episode in self.episodes:
             episode.runner = None
@@ -203,13 +238,13 @@ class _HostHandle:
 
 
 class HostPool(EnvironmentPool):
-    """Runs environments in `count` hosts: Ray actors, each with a WorkerPool, whose failures it passes on.
+    """A pool that runs environments in Ray actors, each of which is a WorkerPool. It passes on their failures.
 
-    A host is lost if its actor or node dies, or if it gives no sign of life for `silence_s`. Its episodes are rebuilt
-    in another host, and nobody is blamed: the calls that were under way are made again, but for episodes that are not
-    `replayable`, and those that have met the loss of MAX_LOST_CALLS hosts, which fail with "environment_died". A lost
-    host is started again, as soon as there is room. While there is no host, calls wait, for `deadline_s` at most: after
-    that they raise EnvironmentHostsLost, which ends the run.
+    A host is lost if its actor or node dies, or if it sends no heartbeat for `heartbeat_timeout_s`. Its episodes are
+    rebuilt in another host, and the calls that were in flight are repeated. Two kinds of episodes fail with
+    "environment_died" instead: those that are not `replayable`, and those whose calls were in flight at
+    MAX_HOST_LOSSES losses of a host. A lost host is restarted as soon as resources are available. While there is no
+    host, calls wait for at most `environment_hosts_s`. Then they raise EnvironmentHostsLost, which ends the run.
 
     Example:
         async with HostPool(2, lambda index: spawn(cluster, "...hosts:EnvironmentHost", settings, ...)) as pool:
@@ -224,7 +259,16 @@ class HostPool(EnvironmentPool):
         environment_hosts_s: float = 180.0,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ):
-        """`spawn` starts the actor with an EnvironmentHost that has the index given, and does not wait for it."""
+        """Configure the pool. Entering it starts the hosts.
+
+        Args:
+            num_hosts: Number of hosts (`environment.hosts`).
+            spawn: Starts an actor with the EnvironmentHost of the given index, without waiting for it, and returns the
+                actor's proxy.
+            environment_hosts_s: Maximum time to wait for the hosts, in seconds
+                (`trainer.timeouts.environment_hosts_s`).
+            heartbeat_timeout_s: Time without a heartbeat after which a host counts as lost, in seconds.
+        """
         super().__init__()
         self.environment_hosts_s = environment_hosts_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
@@ -234,40 +278,41 @@ class HostPool(EnvironmentPool):
         self._spawn = spawn
         self._host_tasks: list[asyncio.Task[None]] = []
         self._last_loss = ""
-        """How the last host was lost."""
+        """Why the last host was lost."""
 
     async def __aenter__(self) -> HostPool:
-        """Start all hosts. Raises EnvironmentHostsLost if they are not there within `deadline_s`."""
+        """Start all hosts. Raises EnvironmentHostsLost if one fails to start or if it takes `environment_hosts_s`."""
         self.loop = asyncio.get_running_loop()
         opened = [self.loop.create_future() for _ in range(self._num_hosts)]
-        self._host_tasks = [self.loop.create_task(self._run_host(index, one)) for index, one in enumerate(opened)]
+        self._host_tasks = [self.loop.create_task(self._run_host(index, done)) for index, done in enumerate(opened)]
         try:
             await with_timeout(self.environment_hosts_s, asyncio.gather(*opened))
         except BaseException as error:
-            there = len(self.hosts)
+            num_started = len(self.hosts)
             await self.close()
             if not isinstance(error, Exception):
                 raise
-            late = isinstance(error, TimeoutError) and not isinstance(error, SkyRLError)
-            how = (
-                f" within trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s" if late else f": {error}"
-            )
-            raise EnvironmentHostsLost(f"environment.hosts={self._num_hosts}: {there} of them started{how}") from error
+            is_late = isinstance(error, TimeoutError) and not isinstance(error, SkyRLError)
+            timeout = f" within trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s"
+            cause = timeout if is_late else f": {error}"
+            raise EnvironmentHostsLost(
+                f"environment.hosts={self._num_hosts}: {num_started} of them started{cause}"
+            ) from error
         return self
 
     async def close(self) -> None:
-        """Close all environments and end all hosts."""
+        """Close all environments and end all hosts. A host that cannot be closed is killed, which logs a warning."""
         self._closing = True
-        for keeper in self._host_tasks:
-            keeper.cancel()
+        for task in self._host_tasks:
+            task.cancel()
         await asyncio.gather(*self._host_tasks, return_exceptions=True)
         for error in await asyncio.gather(*(host.close() for host in self.hosts), return_exceptions=True):
             if isinstance(error, BaseException):
-                log.warning("an environment host was not closed: %s", error)
+                log.warning("an environment host could not be closed and was killed: %s", error)
         self.hosts.clear()
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
-        """Return the environment's answer to a packed call, which is made again if its host is lost."""
+        """Send an encoded call and return the environment's answer. The call is repeated if its host is lost."""
         while True:
             history: Sequence[bytes] = ()
             if episode.runner is None:
@@ -279,7 +324,7 @@ class HostPool(EnvironmentPool):
             host = episode.runner
             call = mark_exception_retrieved(asyncio.ensure_future(self._call(host, episode, history, op, frame)))
             episode.pending_call = call
-            await asyncio.wait([call])  # it goes on if this is cancelled
+            await asyncio.wait([call])  # the call continues if this coroutine is cancelled
             try:
                 reply = call.result()
             except (Exception, asyncio.CancelledError) as error:  # the latter from `_HostHandle.abandon`
@@ -295,7 +340,7 @@ class HostPool(EnvironmentPool):
     async def _call(
         self, host: _HostHandle, episode: Episode, history: Sequence[bytes], op: str, frame: bytes
     ) -> dict[str, Any] | None:
-        """Return the answer of a host, and record it; None if the episode has failed."""
+        """Return a host's answer after recording the call in the episode, or None if the episode has failed."""
         reply = await host.call(episode, history, op, frame)
         if isinstance(reply, EnvironmentFailure):
             episode.fail(self._failure(reply.kind, reply.detail))
@@ -309,25 +354,26 @@ class HostPool(EnvironmentPool):
         return reply
 
     async def _select_host(self, episode: Episode) -> _HostHandle:
-        """Return the host with the fewest episodes. Raises EnvironmentHostsLost if there is none for `deadline_s`."""
-        for _ in range(math.ceil(self.environment_hosts_s / _POLL_S)):  # not by the clock: a busy driver starts nothing
+        """Return the host with the fewest episodes. Raise EnvironmentHostsLost if none opens in the time allowed."""
+        # counts polls and not seconds, because a busy driver does not start hosts
+        for _ in range(math.ceil(self.environment_hosts_s / _POLL_S)):
             self._raise_if_failed(episode)
             if self.hosts:
                 return min(self.hosts, key=lambda host: len(host.episodes))
             await asyncio.sleep(_POLL_S)
         raise EnvironmentHostsLost(
-            f"environment.hosts={self._num_hosts}: all of them are lost, and none could be started again within "
-            f"trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s. The last one: {self._last_loss}"
+            f"environment.hosts={self._num_hosts}: all of them are lost, and none could be restarted within "
+            f"trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s. The last loss: {self._last_loss}"
         )
 
     async def _run_host(self, index: int, opened: asyncio.Future[None]) -> None:
-        """Start host `index`, and start it again whenever it was lost."""
+        """Start a host, and restart it whenever it is lost. `opened` completes when the first start has ended."""
         pause = _MIN_RESTART_S
         while True:
             host = None
             try:
                 host = _HostHandle(self._spawn(index))
-                machine = await host.remote.call_with_deadline(math.inf, "open")  # it may have to wait for room
+                machine = await host.remote.call_with_deadline(math.inf, "open")  # the actor may wait for resources
                 log.info("%s runs on %s", host.remote.name, machine)
                 self.hosts.append(host)
                 pause = _MIN_RESTART_S
@@ -335,11 +381,11 @@ class HostPool(EnvironmentPool):
                     opened.set_result(None)
                 await host.receive(self.heartbeat_timeout_s)
             except asyncio.CancelledError:
-                if host is not None and host not in self.hosts:  # else `close` ends it
+                if host is not None and host not in self.hosts:  # `close` ends the others
                     host.remote.kill()
                 raise
             except Exception as error:
-                if not opened.done():  # what is wrong now is wrong for ever
+                if not opened.done():  # the first start failed, so a restart would fail too
                     if host is not None:
                         host.abandon()
                     opened.set_exception(error)
@@ -350,12 +396,12 @@ class HostPool(EnvironmentPool):
             pause = min(2 * pause, _MAX_RESTART_S)
 
     def _abandon(self, host: _HostHandle, error: BaseException) -> None:
-        """Abandon a host, once; its keeper then starts it again."""
+        """Abandon a host, unless it is already lost or the pool is closing. `_run_host` then restarts it."""
         if host.is_lost or self._closing:
             return
         self._last_loss = str(error)
         log.warning(
-            "%s is lost, with %d episodes, and is started again: %s", host.remote.name, len(host.episodes), error
+            "%s is lost, with %d episodes, and is being restarted: %s", host.remote.name, len(host.episodes), error
         )
         if host in self.hosts:
             self.hosts.remove(host)

@@ -1,12 +1,12 @@
-"""Pools that run environments: what every pool does, and the pool of worker processes on this machine.
+"""The interface of environment pools, and the pool of worker processes on this machine.
 
-An environment is third-party synchronous code: it may hang in C, leak, print, exit or crash. So a `WorkerPool` runs
-environments in worker processes (worker.py, which describes the wire) that it can kill. A `HostPool` (hosts.py)
-spreads episodes over such pools in Ray actors.
+An environment is third-party synchronous code. It may hang in C, leak, print, exit or crash. Therefore a `WorkerPool`
+runs environments in worker processes that it can kill (worker.py describes the wire format). A `HostPool` (hosts.py)
+distributes episodes over such pools in Ray actors.
 
-A worker's oldest unanswered call is the one that it is running: the deadline applies to that call, and it is blamed if
-the process dies. Every reply is checked. One with the number of another call, or one that is not valid for its call,
-costs the process and the episode to blame.
+A worker's oldest unanswered call is the one that it is running. The deadline applies to that call, and its episode
+fails if the process dies. The pool validates every reply. If a reply has the number of another call or is not valid for
+its call, the pool kills the process and fails the episode that caused the reply.
 """
 
 from __future__ import annotations
@@ -47,67 +47,77 @@ from skyrl_train.terminal import escape_control_chars
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""Time for a worker process to start and import the plugins."""
+"""Maximum time for a worker process to start and import the plugins."""
 CLOSE_TIMEOUT_S = 5.0
-"""Time for environments to close at the end, before their processes are killed."""
+"""Time for environments to close when the pool is closed, before their processes are killed."""
 MAX_FAILURE_KINDS = 64
-"""Kinds of failure that environments may introduce."""
+"""Maximum number of failure kinds that environments may introduce. Each becomes a metric."""
 OTHER_FAILURE_KIND = "other"
-"""The kind of failures beyond MAX_KINDS."""
+"""Failure kind that replaces new kinds once there are MAX_FAILURE_KINDS."""
 _NO_ANSWER = "its process wrote something that is not an answer"
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One environment, from `EnvironmentPool.start` to `close`."""
+    """An environment of a pool, from `EnvironmentPool.start` to `close`."""
 
     pool: EnvironmentPool
     episode_id: int
     env_class: str
     messages: list[Message] = field(default_factory=list)
-    """The messages that the environment opened with; render these instead of the row's."""
+    """Messages with which the environment opened the conversation. Render these instead of the row's."""
     metadata: dict[str, Any] = field(default_factory=dict)
     replayable: bool = True
-    """`TextEnv.replayable`; valid once the environment has opened."""
+    """`TextEnv.replayable` of the environment. Valid once the environment has opened."""
     runner: Any = None
-    """The worker or host that has the environment. None: the next call builds it there anew from `history`."""
+    """Worker or host that runs the environment. If None, the next call rebuilds the environment from `history`."""
     history: list[bytes] = field(default_factory=list)
-    """Calls that were answered, as they were sent."""
+    """Encoded calls that were answered, in order."""
     failure: Exception | None = None
-    """What every later call raises."""
+    """Exception that every later call raises."""
     pending_call: asyncio.Task[Any] | None = None
-    """The last call to a host."""
+    """The latest call to a host."""
     num_lost_calls: int = 0
-    """Calls that were under way in a host when it was lost."""
+    """Number of calls that were in flight in a host when that host was lost."""
 
     async def step(self, text: str) -> StepOutput:
-        """Send the model's text to the environment.
+        """Send the model's text to the environment and return its output.
 
-        Raises EnvironmentFailure; every later step then raises the same failure.
+        Raises:
+            EnvironmentFailure: The episode failed. Every later step raises the same failure.
+            ConfigError: A problem concerns the whole run, for example workers that cannot start.
+            EnvironmentHostsLost: All hosts of a HostPool are lost and cannot be restarted.
         """
         return StepOutput(**await self.pool.call(self, "step", text=text))
 
     async def close(self) -> None:
-        """Queue the environment's `close` and return; its errors are logged. Safe to call twice and after a failure."""
+        """Queue the environment's `close` and return without waiting for it.
+
+        Errors of `close` are logged. It is safe to call this twice and after a failure.
+        """
         self.pool.close_episode(self)
 
     def fail(self, failure: Exception) -> None:
-        """Set what every later call raises; the first failure stays."""
+        """Set the exception that every later call raises, unless the episode has already failed."""
         self.failure = self.failure or failure
 
     def fail_if_not_replayable(self, cause: str) -> None:
-        """Fail an episode that has begun and must not be rebuilt."""
+        """Fail the episode with "environment_died" if it has begun and is not replayable.
+
+        Args:
+            cause: Why the episode's process or host was lost.
+        """
         if self.history and not self.replayable:
             detail = f"{self.env_class} is not replayable, and its process was lost: {cause}"
             self.fail(EnvironmentFailure("environment_died", detail))
 
 
 class EnvironmentPool(ABC):
-    """Runs environments that may hang, crash or be lost. Use it as an async context manager.
+    """A pool that runs environments, which may hang or crash. Use it as an async context manager.
 
-    A failure fails one episode: it raises EnvironmentFailure with the kind under which it is counted. Episodes of a
-    worker or host that was lost are rebuilt in another one when they are next used, from their opening and the recorded
-    texts; those that are not `replayable` fail with "environment_died".
+    A failure affects one episode: its calls raise EnvironmentFailure with the kind under which the failure is counted.
+    If a worker or host is lost, its episodes are rebuilt in another one on their next call, by replaying `start` and
+    the recorded texts. Episodes that are not `replayable` fail with "environment_died" instead.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -116,28 +126,45 @@ class EnvironmentPool(ABC):
         self._next_episode_id = 0
         self._closing = False
         self._fatal: ConfigError | None = None
-        """What every call raises."""
+        """Error that every call raises."""
         self._failure_kinds = MetricNameLimit(MAX_FAILURE_KINDS, MAX_KIND_CHARS)
 
     @abstractmethod
     async def __aenter__(self) -> EnvironmentPool:
-        """Begin; a ConfigError or SkyRLError says what cannot be had."""
+        """Start the pool. Raises a SkyRLError, such as ConfigError, if it cannot start."""
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     @abstractmethod
     async def close(self) -> None:
-        """Close all environments; none is left running on return."""
+        """Close all environments, and end or kill the processes that run them."""
 
     @abstractmethod
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
-        """Return the environment's answer to a packed call. Raises EnvironmentFailure, or what ends the run."""
+        """Send an encoded call to an episode's environment and return the answer.
+
+        Args:
+            episode: Episode of the call.
+            op: Name of the call: "start" or "step".
+            frame: The encoded call; see `worker.encode_message`.
+
+        Raises:
+            EnvironmentFailure: The episode failed.
+            SkyRLError: A problem ends the run; see `Episode.step`.
+        """
 
     async def start(self, env_class: str, prompt: Prompt) -> Episode:
-        """Start an episode: construct the environment and call its `init` with the prompt's messages and extras.
+        """Start an episode. Its worker constructs the environment with the prompt's extras and calls `init`.
 
-        Raises EnvironmentFailure, or ConfigError for an unknown environment.
+        Args:
+            env_class: Name of the environment.
+            prompt: Prompt with the messages that `init` receives.
+
+        Raises:
+            EnvironmentFailure: The episode failed.
+            ConfigError: The environment is unknown or cannot work with its settings.
+            EnvironmentHostsLost: All hosts of a HostPool are lost and cannot be restarted.
         """
         episode = Episode(self, self._next_episode_id, env_class)
         self._next_episode_id += 1
@@ -152,32 +179,45 @@ class EnvironmentPool(ABC):
         return episode
 
     async def call(self, episode: Episode, op: str, **arguments: Any) -> dict[str, Any]:
-        """Return the environment's answer. Raises as `send` does."""
+        """Encode a call, send it and return the environment's answer.
+
+        Args:
+            episode: Episode of the call.
+            op: Name of the call: "start" or "step".
+            **arguments: Arguments of the call, which JSON must be able to represent.
+
+        Raises:
+            EnvironmentFailure: The episode failed, or JSON cannot represent the arguments (kind "bad_row").
+            RuntimeError: The pool was not entered with `async with`.
+            SkyRLError: A problem ends the run; see `Episode.step`.
+        """
         if not hasattr(self, "loop"):
-            raise RuntimeError("the pool is used outside `async with`")
+            raise RuntimeError("the environment pool was not entered; use it in `async with`")
         try:
             frame = encode_message({"op": op, "id": episode.episode_id, **arguments})
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # texts always pass
-            raise EnvironmentFailure(BAD_ROW, f"the row holds what JSON cannot carry: {error}") from error
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # never for a text of the model
+            raise EnvironmentFailure(
+                BAD_ROW, f"the row contains a value that JSON cannot represent: {error}"
+            ) from error
         return await self.send(episode, op, frame)
 
     def close_episode(self, episode: Episode) -> None:
-        """Queue the environment's `close`; see Episode.close."""
-        place, episode.runner = episode.runner, None
-        if place is not None and not self._closing:
-            place.episodes.discard(episode)
-            place.close_episode(episode)
+        """Queue the environment's `close` and return without waiting for it; see Episode.close."""
+        runner, episode.runner = episode.runner, None
+        if runner is not None and not self._closing:
+            runner.episodes.discard(episode)
+            runner.close_episode(episode)
         episode.history.clear()
         episode.fail(EnvironmentFailure("closed", "the episode is closed"))
 
     def _raise_if_failed(self, episode: Episode) -> None:
-        if self._closing:  # an answer that arrived during `close` let the episode go on
+        if self._closing:  # an answer that arrived during `close` can make an episode continue
             raise EnvironmentFailure("host_closed", "the environment pool was closed")
         if (failure := self._fatal or episode.failure) is not None:
             raise failure
 
     def _failure(self, kind: str, detail: str) -> EnvironmentFailure:
-        """Return a failure of a kind that an environment has named, or of OTHER_KIND."""
+        """Return a failure of the environment's own kind, or of OTHER_FAILURE_KIND if there are too many kinds."""
         if self._failure_kinds.admits(kind):
             return EnvironmentFailure(kind, detail)
         return EnvironmentFailure(OTHER_FAILURE_KIND, f"{kind:.{MAX_KIND_CHARS}}: {detail}")
@@ -189,22 +229,26 @@ class _PendingCall:
     frame: bytes
     episode: Episode
     answer: asyncio.Future[dict[str, Any]] | None = None
-    """None if nothing waits for the answer: hello, replays and close."""
+    """None if no caller waits for the answer, as for hello, replays and close."""
 
 
 class WorkerHandle(asyncio.SubprocessProtocol):
-    """The pool's end of one worker process. `calls[0]` is the call that it is running."""
+    """The pool's end of one worker process. `calls[0]` is the call that the worker is running.
+
+    Args:
+        pool: Pool that owns the worker.
+        hello: Encoded first call, which configures the worker.
+    """
 
     def __init__(self, pool: WorkerPool, hello: bytes):
         self.pool = pool
         self.calls: deque[_PendingCall] = deque()
         self._sent = 0
-        """Calls sent so far; a call's number is the count before it."""
+        """Number of calls sent so far. A call's number is the value before it was sent."""
         self._last_answered: _PendingCall | None = None
-        """The call that was answered last."""
         self.episodes: set[Episode] = set()
         self.call_started_s = pool.loop.time()
-        """When calls[0] began to run."""
+        """Time of the event loop's clock at which calls[0] began to run, in seconds."""
         self.exited: asyncio.Future[None] = pool.loop.create_future()
         self.is_lost = False
         self._process: asyncio.SubprocessTransport | None = None
@@ -212,19 +256,19 @@ class WorkerHandle(asyncio.SubprocessProtocol):
         self._outbox: list[bytes] = []
         self._inbox = bytearray()
         self.spawning = pool.loop.create_task(pool.spawn(self))
-        self.submit(_PendingCall("hello", hello, Episode(pool, -1, "hello")))  # of no episode that anything else knows
+        self.submit(_PendingCall("hello", hello, Episode(pool, -1, "hello")))  # its episode exists only here
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker's supervisor; None until it has started."""
+        """Process id of the worker's supervisor, or None until the process has started."""
         return None if self._process is None else self._process.get_pid()
 
     def submit(self, call: _PendingCall) -> None:
-        """Send a call after those that were submitted before."""
+        """Queue a call. Calls are sent and answered in the order in which they are submitted."""
         if not self.calls:
             self.call_started_s = self.pool.loop.time()
         self.calls.append(call)
-        if not self._outbox:  # one write for all calls of this turn of the event loop
+        if not self._outbox:  # one write for all calls of this iteration of the event loop
             self.pool.loop.call_soon(self._flush)
         self._outbox.append(encode_frame(self._sent, call.frame))
         self._sent += 1
@@ -235,15 +279,19 @@ class WorkerHandle(asyncio.SubprocessProtocol):
             self._outbox.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._process = cast(asyncio.SubprocessTransport, transport)  # uvloop's, in a Ray task, is of no such class
+        """Send the queued calls now that the process has started, or kill it if it was abandoned before."""
+        self._process = cast(
+            asyncio.SubprocessTransport, transport
+        )  # uvloop's transport, in a Ray task, is not a subclass
         self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
         if self.is_lost:
             self.kill()
         self._flush()
 
     def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        """Read the worker's replies from its output. Abandon the worker if one of them is invalid."""
         assert isinstance(data, bytes)
-        if self.is_lost:  # it may go on writing until it is killed
+        if self.is_lost:  # it may continue to write until it is killed
             return
         inbox = self._inbox
         inbox += data
@@ -252,8 +300,8 @@ class WorkerHandle(asyncio.SubprocessProtocol):
             size, number = HEADER.unpack_from(inbox, at)
             if size > MAX_FRAME_BYTES or not self.calls or number != self._sent - len(self.calls):
                 is_repeated = number == self._sent - len(self.calls) - 1
-                blamed = self._last_answered if is_repeated or not self.calls else None
-                self.pool.abandon(self, "environment_died", _NO_ANSWER, blamed)
+                failed_call = self._last_answered if is_repeated or not self.calls else None
+                self.pool.abandon(self, "environment_died", _NO_ANSWER, failed_call)
                 return
             end = at + HEADER.size + size
             if len(inbox) < end:
@@ -269,28 +317,37 @@ class WorkerHandle(asyncio.SubprocessProtocol):
             self._last_answered = self.calls.popleft()
             self.pool.handle_reply(self, self._last_answered, reply)
         del inbox[:at]
-        if inbox and not self.calls:  # not even the beginning of an answer is due
+        if inbox and not self.calls:  # no answer is expected, so these bytes are not the start of one
             self.pool.abandon(self, "environment_died", _NO_ANSWER, self._last_answered)
 
-    def trace_call_end(self, how: str = "") -> None:
-        """Add the running call, which ends now, to the trace."""
+    def trace_call_end(self, suffix: str = "") -> None:
+        """Add a span for the running call, which ends now, to the trace.
+
+        Args:
+            suffix: Text after the call's name in the span's name, such as why the call failed.
+        """
         if self.calls and self.pid is not None and trace.is_enabled():
             row = f"process {self.pid}"
             trace.add_span(
-                f"{self.calls[0].op}{how}", trace.to_unix_time(self.call_started_s), track=row, process="environments"
+                f"{self.calls[0].op}{suffix}",
+                trace.to_unix_time(self.call_started_s),
+                track=row,
+                process="environments",
             )
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Abandon the worker when its output ends."""
         if fd == 1:
             self.pool.abandon(self, "environment_died", "its process ended")
 
     def process_exited(self) -> None:
-        self._kill_group()  # does something only if the supervisor was killed before it could do so itself
-        # a grandchild that left the group can hold the pipe open, so end-of-file may never come
+        """Kill what is left of the process group after the supervisor's exit, and abandon the worker soon after."""
+        self._kill_group()  # has an effect only if the supervisor was killed before it could do this itself
+        # a grandchild that left the group can keep the pipe open, so end-of-file may never arrive
         self.pool.loop.call_later(0.5, self.connection_lost, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The process has exited, and all of its answers are read."""
+        """Abandon the worker and mark it as exited. Called when the process has exited and its answers are read."""
         self.pool.abandon(self, "environment_died", "its process ended")
         if not self.exited.done():
             self.exited.set_result(None)
@@ -298,9 +355,12 @@ class WorkerHandle(asyncio.SubprocessProtocol):
             self._process.close()
 
     def kill(self) -> None:
-        """Ask the supervisor to kill the worker and its descendants; kill the process group if it does not answer."""
+        """Ask the supervisor to kill the worker and its descendants, without waiting.
+
+        The process group is killed if the supervisor has not exited after KILL_TIMEOUT_S + 1 seconds.
+        """
         if self._process is not None and not self.exited.done():
-            # the transport's send_signal may reap the process, which asyncio then misses and logs on stderr
+            # the transport's send_signal may reap the process; asyncio would then not find it and log that on stderr
             with contextlib.suppress(ProcessLookupError):
                 for number in (signal.SIGTERM, signal.SIGCONT):  # the latter in case the supervisor is stopped
                     if self._process.get_returncode() is None:
@@ -309,29 +369,37 @@ class WorkerHandle(asyncio.SubprocessProtocol):
 
     def _kill_group(self) -> None:
         if self._process is not None and not self.exited.done():
-            # already gone, or (macOS) only zombies are left in the group
+            # the group no longer exists, or (macOS) contains only zombies
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.get_pid(), signal.SIGKILL)
 
     def close_episode(self, episode: Episode) -> None:
-        """Close an environment after the calls that were sent before."""
+        """Submit the `close` of an episode's environment, which runs after the calls submitted before."""
         self.submit(_PendingCall("close", encode_message({"op": "close", "id": episode.episode_id}), episode))
 
     def close_input(self) -> None:
-        """Send no more calls: the worker answers the pending ones and exits at end-of-file."""
+        """Send the queued calls and close the worker's input. The worker answers them and then exits."""
         self._flush()
         if self._stdin is not None:
             self._stdin.close()
 
 
 class WorkerPool(EnvironmentPool):
-    """Runs environments in at most min(max_env_workers, 2 x cores) worker processes, which are started as needed.
+    """A pool that runs environments in worker processes on this machine, and starts workers as needed.
 
-    The kind of a failure is the exception's class name, "bad_row" (JSON cannot carry it), "bad_reward",
-    "bad_step_output", "timeout" (the call ran for longer than `environment_step_s`; its worker is killed) or
-    "environment_died" (the worker ended in the call). Deadlines count from the moment a call begins to run, not from
-    when it is queued. A ConfigError concerns the whole run: an unknown environment, a constructor that raises one, or a
-    plugin that cannot be imported. On Linux all workers are killed when the thread that runs the event loop ends.
+    The number of workers is at most min(max_env_workers, 2 x cores). The kind of a failure is one of these:
+
+    - the class name of the exception that the environment raised
+    - "bad_row": JSON cannot represent the row
+    - "bad_reward", "bad_step_output": the environment returned an invalid value
+    - "too_large": a message is larger than `worker.MAX_FRAME_BYTES`
+    - "timeout": the call ran for longer than `environment_step_s`, and its worker was killed
+    - "environment_died": the worker ended during the call
+    - "host_closed": the pool was closed
+
+    The deadline counts from when a call begins to run, not from when it is queued. A ConfigError concerns the whole
+    run: an unknown environment, a constructor that raises one, or a plugin that cannot be imported. On Linux, all
+    workers are killed when the thread that runs the event loop ends.
 
     Example:
         async with WorkerPool({"search": {"topk": 3}}, max_env_workers=8, environment_step_s=30.0) as pool:
@@ -352,20 +420,26 @@ class WorkerPool(EnvironmentPool):
         module_path: Sequence[str] = (),
         checks: bool = False,
     ):
-        """
+        """Configure the pool. Workers start on the first calls.
+
         Args:
-            log: File for the output of environments; a note on stderr names it. Without one, or where its folder does
-                not exist, output goes to stderr, capped for each worker.
-            own: What `pack_own` returned in the program that registered environments; None: this one.
-            path: Folders in which workers look for modules first, before those of this process.
-            checks: True if workers call `TextEnv.check`, as they are not where the driver checked.
+            env_configs: Settings of each environment, by name.
+            max_env_workers: Maximum number of worker processes.
+            environment_step_s: Deadline of each call, in seconds.
+            plugins: Modules that each worker imports before it runs environments.
+            log_file: File for the output of environments. A note on stderr names it. If it is None or its folder does
+                not exist, output goes to stderr, up to a limit for each worker.
+            registrations: Result of `serialize_user_registrations` in the program that registered environments. If
+                None, the registrations of this process.
+            module_path: Folders that workers search for modules before those in this process's `sys.path`.
+            checks: True if workers call `TextEnv.check` because they do not run on the driver's machine.
         """
         super().__init__()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.max_env_workers = max(1, min(max_env_workers, 2 * cores))
         self.environment_step_s = environment_step_s
         self.workers: list[WorkerHandle] = []
-        """Workers that are in use."""
+        """Workers that accept calls."""
         self._plugins = tuple(plugins)
         self._log_file = log_file if log_file is not None and log_file.parent.is_dir() else None
         self._module_path = tuple(module_path)
@@ -381,7 +455,7 @@ class WorkerPool(EnvironmentPool):
         )
         self._warned: set[tuple[str, str]] = set()
         self._exiting: set[WorkerHandle] = set()
-        """Workers whose processes may still exist, including lost ones."""
+        """Workers whose processes may still exist, including abandoned ones."""
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> WorkerPool:
@@ -390,7 +464,11 @@ class WorkerPool(EnvironmentPool):
         return self
 
     async def close(self) -> None:
-        """Close all environments and end all workers; none is left running on return."""
+        """Close all environments and end all workers.
+
+        Workers that have not ended after CLOSE_TIMEOUT_S (or `environment_step_s` if it is shorter) are killed. A
+        warning is logged if killed workers have not ended after another CLOSE_TIMEOUT_S.
+        """
         self._closing = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -409,14 +487,14 @@ class WorkerPool(EnvironmentPool):
             log.warning("%d environment workers were killed and have not ended", len(self._exiting))
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
-        """Return the environment's answer to a packed call."""
+        """Send an encoded call to the episode's worker and return the answer."""
         self._raise_if_failed(episode)
         answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
         self._dispatch(_PendingCall(op, frame, episode, answer))
         return await answer
 
     def handle_reply(self, worker: WorkerHandle, call: _PendingCall, reply: dict[str, Any]) -> None:
-        """Take a worker's reply."""
+        """Process a worker's reply: record it in the episode and wake up the caller that waits for it."""
         error, episode = reply.get("error"), call.episode
         if call.op == "hello":
             if error is not None:
@@ -440,9 +518,16 @@ class WorkerPool(EnvironmentPool):
             call.answer.set_result(reply)
 
     def abandon(self, worker: WorkerHandle, kind: str, detail: str, failed_call: _PendingCall | None = None) -> None:
-        """Abandon a worker, once: kill it, fail the episode of one call, and send its other pending calls again.
+        """Abandon a worker: kill it, fail the episode of one call, and dispatch its other pending calls again.
 
-        `blamed`: that call; the running call by default.
+        Does nothing if the worker was already abandoned. While the pool is closing, all pending calls fail. If the
+        worker was starting, every call of the pool raises ConfigError from then on.
+
+        Args:
+            worker: Worker to abandon.
+            kind: Failure kind of the episode that fails.
+            detail: Why the worker is abandoned.
+            failed_call: Call whose episode fails. Default: the call that the worker is running.
         """
         if worker.is_lost:
             return
@@ -472,7 +557,7 @@ class WorkerPool(EnvironmentPool):
                 self._dispatch(call)
 
     def _dispatch(self, call: _PendingCall) -> None:
-        """Send a call to its episode's worker; an episode without one is first rebuilt, call by call."""
+        """Send a call to its episode's worker. If the episode has no worker, first replay its history in one."""
         episode = call.episode
         if episode.runner is None:
             episode.runner = self._select_worker()
@@ -482,7 +567,7 @@ class WorkerPool(EnvironmentPool):
         episode.runner.submit(call)
 
     def _select_worker(self) -> WorkerHandle:
-        """Return the worker with the fewest calls; start one if all have some, and another is allowed."""
+        """Return the worker with the fewest calls. Start a worker if all are busy and the limit allows another."""
         best = min(self.workers, key=lambda worker: (len(worker.calls), len(worker.episodes)), default=None)
         if best is not None and (
             len(self.workers) >= self.max_env_workers or all(call.op == "close" for call in best.calls)
@@ -495,8 +580,11 @@ class WorkerPool(EnvironmentPool):
         return worker
 
     async def spawn(self, worker: WorkerHandle) -> None:
-        """Start the process of a worker, which receives its output as an asyncio protocol."""
-        # the driver's own sys.path in the same order: plugin names must refer to the same modules there
+        """Start the process of a worker. `worker` becomes the asyncio protocol that receives the process's output.
+
+        Abandons the worker if the process cannot be started.
+        """
+        # the driver's sys.path in the same order, so that plugin names refer to the same modules in the worker
         path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in (*self._module_path, *sys.path)))
         try:
             await self.loop.subprocess_exec(
@@ -514,27 +602,29 @@ class WorkerPool(EnvironmentPool):
             self.abandon(worker, "environment_died", f"its process could not be started: {error}")
 
     def _warn_close_failed(self, env_class: str, failure: EnvironmentFailure) -> None:
-        """Warn once for each kind: all episodes of a run may end so."""
+        """Warn once for each environment and kind, because every episode of a run may fail to close."""
         if (env_class, failure.kind) not in self._warned:
             self._warned.add((env_class, failure.kind))
-            self._warn(f"closing {env_class}: {escape_control_chars(redact(str(failure)))} (logged once)")
+            self._warn(
+                f"closing an environment {env_class} failed: {escape_control_chars(redact(str(failure)))} (logged once)"
+            )
 
     async def _enforce_deadlines(self) -> None:
-        """Kill the workers whose running call is past its deadline."""
+        """Abandon workers whose running call is past its deadline. Runs until it is cancelled."""
         tick = min(0.25, self.environment_step_s / 4)
         before = self.loop.time()
         while True:
             await asyncio.sleep(tick)
             now = self.loop.time()
             late = now - before - tick
-            late = late if late > tick else 0.0  # the driver was busy, and answers may have been waiting for it
+            late = late if late > tick else 0.0  # the driver was busy, and answers may have waited to be read
             for worker in list(self.workers):
                 worker.call_started_s += late
-                starts = bool(worker.calls) and worker.calls[0].op == "hello"
-                if worker.calls and now - worker.call_started_s > (
-                    START_TIMEOUT_S if starts else self.environment_step_s
-                ):
-                    self.abandon(worker, "timeout", f"no answer within {self.environment_step_s:g} s")
+                if not worker.calls:
+                    continue
+                timeout_s = START_TIMEOUT_S if worker.calls[0].op == "hello" else self.environment_step_s
+                if now - worker.call_started_s > timeout_s:
+                    self.abandon(worker, "timeout", f"no answer within {timeout_s:g} s")
             before = now
 
     def _warn(self, text: str) -> None:
@@ -542,17 +632,17 @@ class WorkerPool(EnvironmentPool):
 
 
 def _validate_reply(op: str, body: bytes | bytearray) -> dict[str, Any]:
-    """Return the reply to a call, with the members of that call's replies only.
+    """Parse the reply to a call, and return only the members that replies to that call have.
 
-    Raises ValueError, RecursionError or EnvironmentFailure for anything else.
+    Raises ValueError, RecursionError or EnvironmentFailure if the reply is not valid.
     """
     reply = json.loads(body)
     if not isinstance(reply, dict) or find_non_json_value(reply):
-        raise ValueError("not an object")
+        raise ValueError("the reply is not a JSON object")
     if "error" in reply:
         kind, detail = reply["error"], reply.get("detail")
         if not isinstance(kind, str) or not isinstance(detail, str):
-            raise ValueError("not an error")
+            raise ValueError("the error reply is malformed")
         fatal = op == "start" and reply.get("fatal") is True
         return {"error": kind, "detail": detail[:MAX_CONFIG_ERROR_CHARS], "fatal": fatal}
     if op == "step":
@@ -561,6 +651,6 @@ def _validate_reply(op: str, body: bytes | bytearray) -> dict[str, Any]:
     if op == "start":
         metadata, replayable = reply.get("metadata"), reply.get("replayable")
         if not isinstance(metadata, dict) or not isinstance(replayable, bool):
-            raise ValueError("not an opening")
+            raise ValueError("the reply to start is malformed")
         return {"messages": validate_messages(reply.get("messages")), "metadata": metadata, "replayable": replayable}
     return {}

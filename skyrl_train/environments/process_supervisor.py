@@ -1,8 +1,9 @@
-"""A supervisor process for each worker process: it caps the output, and kills what environments started.
+"""A supervisor process for each worker process. It limits the output and kills processes that environments started.
 
-`fork_supervised` forks. The child, the worker, returns and runs environments. The parent, the supervisor, copies the
-worker's output to a log, and kills all descendants when the worker ends, when the pool sends SIGTERM, or when the
-pool's process dies. It is a process of its own because a killed driver can do none of this, and a worker may hang in C.
+`fork_supervised` forks. The child is the worker: it returns and runs environments. The parent is the supervisor: it
+copies the worker's output to a log, and it kills all descendants when the worker ends, when the pool sends SIGTERM, or
+when the pool's process dies. It is a separate process because a killed driver can do none of this, and because a worker
+may hang in C.
 """
 
 from __future__ import annotations
@@ -23,39 +24,42 @@ from skyrl_train.log_rotation import MAX_LOG_BYTES
 from skyrl_train.terminal import escape_control_chars
 
 KILL_TIMEOUT_S = 4.0
-"""Time after which a supervisor exits even if the kernel has not ended all processes that it killed."""
+"""Time after which a supervisor exits even if some processes that it killed have not ended."""
 MAX_FILE_BYTES = 2 * MAX_LOG_BYTES
-"""Size at which output to a file is dropped until the run's driver has rotated the file."""
+"""File size above which output is dropped until the run's driver has rotated the file."""
 MAX_STDERR_BYTES = 64 * 2**10
-"""Output that one worker may write to the pool's stderr, where no file takes it."""
+"""Maximum output of one worker to the pool's stderr, which is used if there is no log file."""
 STDERR_TIMEOUT_S = 0.1
-"""Time that output waits for the reader of the pool's stderr before it is dropped."""
+"""Time that output waits until the pool's stderr is writable before it is dropped."""
 STDERR = 2
 _CHUNK_BYTES = 64 * 2**10
 _MIN_BUFFERED_CHARS = 4096
-"""Characters of an unfinished line that wait for more, so that a secret is never written in two halves."""
+"""Characters of an unfinished line that stay buffered, so that a secret is not split and written unredacted."""
 
 
 def fork_supervised(pool_pid: int, log_file: str | None = None) -> None:
-    """Fork, and return in the worker only.
+    """Fork into a supervisor and a worker, and return in the worker only.
+
+    The supervisor exits after it has killed all descendants. Both processes exit with status 1 if their parent has
+    already died.
 
     Args:
-        parent: Process id of the pool's process, which is this one's parent unless it has already died.
-        log: File that receives the output of the worker and its children. Default: the pool's stderr.
+        pool_pid: Process id of the pool's process, which is this process's parent unless it has died.
+        log_file: File that receives the output of the worker and its children. Default: the pool's stderr.
     """
     supervisor = os.getpid()
     source, sink = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # environments may signal their own group
-    # the kernel sends it when the thread that started this process ends: that of the pool's event loop
+    # the kernel sends the signal when the thread that started this process ends, which runs the pool's event loop
     _prctl("PR_SET_PDEATHSIG", signal.SIGTERM)
-    if os.getppid() != pool_pid:  # it died before the line above
+    if os.getppid() != pool_pid:  # the pool died before the line above
         os._exit(1)
-    _prctl("PR_SET_CHILD_SUBREAPER", 1)  # orphans become children of the supervisor, also in sessions of their own
-    gc.freeze()  # keeps memory pages shared
+    _prctl("PR_SET_CHILD_SUBREAPER", 1)  # orphans become children of the supervisor, even in other sessions
+    gc.freeze()  # keeps memory pages shared with the worker
     worker = os.fork()
     if worker == 0:
         _prctl("PR_SET_PDEATHSIG", signal.SIGKILL)
-        if os.getppid() != supervisor:  # it died before the line above
+        if os.getppid() != supervisor:  # the supervisor died before the line above
             os._exit(1)
         os.dup2(sink, STDERR)
         os.close(source)
@@ -69,7 +73,7 @@ def fork_supervised(pool_pid: int, log_file: str | None = None) -> None:
 def _supervise(worker: int, source: int, log: str | None) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal may not wake sigwait
     null = os.open(os.devnull, os.O_RDWR)
-    for pipe_end in (0, 1):  # the pool learns from the end of these pipes that the worker is dead
+    for pipe_end in (0, 1):  # end-of-file on these pipes notifies the pool that the worker is dead
         os.dup2(null, pipe_end)
     copier = threading.Thread(target=copy_output_to_log, args=(source, CappedLog(f"(env {worker}) ", log)), daemon=True)
     copier.start()
@@ -84,19 +88,19 @@ def _supervise(worker: int, source: int, log: str | None) -> None:
 
 
 def _has_ended(worker: int) -> bool:
-    """Reap children, which include orphans, until the worker is among them or no more have ended."""
+    """Reap the children that have ended, including orphans. Return True if the worker is one of them."""
     while (pid := os.waitpid(-1, os.WNOHANG)[0]) not in (0, worker):
         pass
     return pid == worker
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants, repeatedly: one of them may have started another just before it was killed."""
+    """Kill all descendants repeatedly, because one of them may have started another just before it was killed."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     with suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                import psutil  # only here: the import takes a quarter of a worker's start, and most need no kill
+                import psutil  # lazy: it takes a quarter of a worker's start-up time, and few need it
 
                 for process in psutil.Process().children(recursive=True):
                     with suppress(psutil.Error):
@@ -105,7 +109,12 @@ def _kill_descendants() -> None:
 
 
 def copy_output_to_log(source: int, log: CappedLog) -> None:
-    """Copy lines from a pipe to the log until the pipe ends, without the contents of credential variables."""
+    """Copy lines from a pipe to the log until the pipe ends. Redact the values of credential variables.
+
+    Args:
+        source: File descriptor of the pipe's reading end.
+        log: Log that receives the lines.
+    """
     credentials = secret_variables()
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     text = ""
@@ -114,12 +123,19 @@ def copy_output_to_log(source: int, log: CappedLog) -> None:
         end = text.rfind("\n") + 1 or max(0, len(text) - _MIN_BUFFERED_CHARS)
         log.write(text[:end])
         text = text[end:]
-        time.sleep(0.001)  # many lines at once: a wake-up for each would cost more than the lines
+        time.sleep(0.001)  # batches lines, because a wake-up for each costs more than the copying
     log.write(text + decoder.decode(b"", final=True))
 
 
 class CappedLog:
-    """A file that several supervisors append to, or the pool's stderr. Drops output while it is over its cap."""
+    """A size-limited log: a file that several supervisors append to, or the pool's stderr.
+
+    Output is dropped while the log is over its limit.
+
+    Args:
+        prefix: Text before each line.
+        path: Path of the file, or None for stderr. Stderr is also used if the file cannot be opened.
+    """
 
     def __init__(self, prefix: str, path: str | None):
         self._prefix = prefix
@@ -129,7 +145,10 @@ class CappedLog:
         self._is_full = False
 
     def write(self, text: str) -> None:
-        """Append lines, control characters escaped. A full disk or a stopped reader of stderr loses them."""
+        """Append lines with escaped control characters.
+
+        Lines are lost if the log is over its limit, the disk is full, or no process reads stderr.
+        """
         if text:
             with suppress(OSError):
                 self._append(text)
@@ -145,15 +164,15 @@ class CappedLog:
         if is_full and was_full:
             return
         lines = ["... more output is dropped"] if is_full else text.splitlines()
-        shown = "".join(f"{self._prefix}{escape_control_chars(line.expandtabs())}\n" for line in lines).encode()
+        data = "".join(f"{self._prefix}{escape_control_chars(line.expandtabs())}\n" for line in lines).encode()
         if self._file == STDERR:
-            self._sent_to_stderr += len(shown)
-            _write_to_stderr(shown)
+            self._sent_to_stderr += len(data)
+            _write_to_stderr(data)
         else:
-            os.write(self._file, shown)
+            os.write(self._file, data)
 
     def _open(self) -> int:
-        """Open the file; the process that creates it names it on stderr."""
+        """Open the file. The process that creates the file also names it on stderr."""
         if self._path is None:
             return STDERR
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -169,7 +188,7 @@ class CappedLog:
 
 
 def _write_to_stderr(data: bytes) -> None:
-    """Write data to stderr. The rest is lost if nobody reads it: environments must not wait for a reader."""
+    """Write data to stderr. Drop the rest if no process reads it, because environments must not wait for a reader."""
     for start in range(0, len(data), select.PIPE_BUF):  # a pipe that is ready takes this much without blocking
         if not select.select([], [STDERR], [], STDERR_TIMEOUT_S)[1]:
             return
@@ -177,7 +196,7 @@ def _write_to_stderr(data: bytes) -> None:
 
 
 def _prctl(option: str, value: int) -> None:
-    """Set an attribute of this process (Linux only; other systems ignore it)."""
+    """Set an attribute of this process on Linux. Do nothing on other systems."""
     numbers = {"PR_SET_PDEATHSIG": 1, "PR_SET_CHILD_SUBREAPER": 36}
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(numbers[option], value)

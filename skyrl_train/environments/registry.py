@@ -1,9 +1,9 @@
 """The registry of environments.
 
-    register("mine", "my_package.envs:MyEnv")      then environment.env_class=mine, or a row with that env_class
+Example:
+    register("mine", "my_package.envs:MyEnv")  # select it with environment.env_class=mine, or in a row's env_class
 
-Call `register` when a module listed in `trainer.plugins` is imported: plugins are also imported in every environment
-process.
+Call `register` in a module that `trainer.plugins` lists. Every environment process imports these modules too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ environments: Registry[EnvFactory] = Registry("environment", ENVIRONMENTS)
 
 
 def register(id: str, entry_point: str | EnvFactory) -> None:
-    """Register an environment as `id`. `entry_point` is a class, a factory, or "module:Class", imported on first use.
+    """Register an environment.
 
-    Raises ConfigError if something else is registered as `id`.
+    Args:
+        id: Name of the environment in `environment.env_class` and in dataset rows.
+        entry_point: A class, a factory, or a string "package.module:Class", which is imported on first use.
+
+    Raises:
+        ConfigError: Another environment is registered as `id`, or the string does not have this form.
     """
     if not isinstance(entry_point, str):
         environments.register(id)(entry_point)
@@ -36,25 +41,40 @@ def register(id: str, entry_point: str | EnvFactory) -> None:
 
 
 def find(id: str) -> EnvFactory:
-    """Return the class or factory registered as `id`.
+    """Return the class or factory that is registered as `id`.
 
-    Raises ConfigError for an unknown name or an entry point that cannot be loaded.
+    Raises:
+        ConfigError: No environment is registered as `id`, or its entry point cannot be loaded.
     """
     try:
         return environments.get(id)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"environment {id!r} ({environments.table.get(id)}) does not load: {error}") from error
+        raise ConfigError(f"environment {id!r} ({environments.table.get(id)}) cannot be loaded: {error}") from error
 
 
 def make(id: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> Any:
-    """Create environment `id` for one episode, in this process."""
+    """Create an environment for one episode in this process.
+
+    Args:
+        id: Name under which the environment is registered.
+        env_config: Settings of the environment.
+        extras: Columns of the dataset row other than the prompt.
+
+    Raises:
+        ConfigError: No environment is registered as `id`, or its entry point cannot be loaded.
+    """
     return find(id)(env_config=AttrDict(env_config or {}), extras=dict(extras or {}))
 
 
 def check_environments(names: Iterable[str], env_configs: Mapping[str, Any]) -> None:
-    """Load the environments of a run and let each `check` its settings and this machine.
+    """Load the environments of a run, and call the `check` of each that has one.
 
-    Raises ConfigError for an environment that is unknown, cannot be loaded, or cannot run here.
+    Args:
+        names: Names of the environments.
+        env_configs: Settings of each environment, by name.
+
+    Raises:
+        ConfigError: An environment is unknown, cannot be loaded, or its `check` rejects the settings or this machine.
     """
     for name in sorted(set(names)):
         check = getattr(find(name), "check", None)
@@ -63,7 +83,16 @@ def check_environments(names: Iterable[str], env_configs: Mapping[str, Any]) -> 
 
 
 def check_rows(name: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Let environment `name` check the extras of its rows: see `TextEnv.check_rows`. Raises DataError."""
+    """Call the `check_rows` of an environment, if it has one.
+
+    Args:
+        name: Name of the environment.
+        rows: Pairs of a row's location and its extras; see `TextEnv.check_rows`.
+
+    Raises:
+        DataError: A row is unusable.
+        ConfigError: The environment is unknown or cannot be loaded.
+    """
     check = getattr(find(name), "check_rows", None)
     if check is not None:
         check(rows)

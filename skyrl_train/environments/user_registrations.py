@@ -1,7 +1,7 @@
-"""Environments and tools of the user's program, on their way to the processes in which environments run.
+"""Serialization of the user's environments and tools for the processes in which environments run.
 
-A module of `trainer.plugins` is imported there again. What the program itself registered (its main file, a notebook)
-cannot be imported, so it is sent by value.
+Environment processes import the modules of `trainer.plugins` again. Classes and functions that the program itself
+registered (in its main file or a notebook) cannot be imported there, so they are sent by value.
 """
 
 from __future__ import annotations
@@ -18,26 +18,41 @@ from skyrl_train.registry import Registry
 
 _KINDS: Mapping[str, Registry[Any]] = {"environment": environments, "tool": tools}
 MAX_PICKLE_BYTES = 4 * 2**20
-"""Bytes of one class or function with the globals that it refers to; every environment process loads it."""
+"""Maximum size of one pickled class or function with the globals it refers to. Every environment process loads it."""
 
 
 def serialize_user_registrations() -> list[dict[str, str]]:
-    """Everything that is registered and not built in, as JSON: for `register_own` in another process."""
+    """Return all registered environments and tools that are not built in, for `load_user_registrations`.
+
+    Returns:
+        One JSON-serializable entry for each item. An item that cannot be sent has the "reason" in its entry.
+    """
     return [_packed(kind, name) for kind, registry in _KINDS.items() for name in registry.user_items()]
 
 
 def serialization_problem(kind: str, name: str) -> str | None:
-    """What is wrong with an "environment" or "tool" of the user's that cannot be sent; None for all others."""
+    """Return why a user's environment or tool cannot be sent to environment processes, or None if it can.
+
+    Args:
+        kind: "environment" or "tool".
+        name: Name under which the item is registered. A name that is built in or unknown has no problem.
+    """
     return _packed(kind, name).get("reason") if name in _KINDS[kind].user_items() else None
 
 
 def load_user_registrations(packed: list[dict[str, str]]) -> None:
-    """Register what this process does not have from plugins. What cannot be loaded raises ConfigError when used."""
+    """Register environments and tools that another process serialized, and keep those that plugins registered here.
+
+    An item that cannot be loaded is registered too, as a factory that raises ConfigError.
+
+    Args:
+        packed: Result of `serialize_user_registrations`.
+    """
     for entry in packed:
         name, registry = entry["name"], _KINDS[entry["kind"]]
         if name in registry.user_items():
             continue
-        registry.unregister(name)  # the user's replaces a built-in one
+        registry.unregister(name)  # the user's item replaces a built-in one
         if "target" in entry:
             registry.table[name] = entry["target"]
         else:
@@ -45,7 +60,7 @@ def load_user_registrations(packed: list[dict[str, str]]) -> None:
 
 
 def _packed(kind: str, name: str) -> dict[str, str]:
-    import cloudpickle  # late: most environment processes and command lines have no use for it
+    import cloudpickle  # lazy: most environment processes and commands do not need it
 
     item = _KINDS[kind].user_items()[name]
     if isinstance(item, str):
@@ -55,7 +70,7 @@ def _packed(kind: str, name: str) -> dict[str, str]:
     except Exception as error:
         return {"kind": kind, "name": name, "reason": f"{type(error).__name__}: {error}"}
     if len(data) > MAX_PICKLE_BYTES:
-        reason = f"with the globals that it refers to it has {len(data)} bytes, and at most {MAX_PICKLE_BYTES} are sent"
+        reason = f"with the globals it refers to, it has {len(data)} bytes; at most {MAX_PICKLE_BYTES} can be sent"
         return {"kind": kind, "name": name, "reason": reason}
     return {"kind": kind, "name": name, "pickle": base64.b64encode(data).decode("ascii")}
 
@@ -72,7 +87,7 @@ def _unpacked(entry: Mapping[str, str]) -> Any:
         "module that trainer.plugins names."
     )
 
-    def refuse(**settings: Any) -> NoReturn:
+    def raise_error(**settings: Any) -> NoReturn:
         raise ConfigError(message)
 
-    return refuse
+    return raise_error

@@ -1,13 +1,13 @@
-"""A worker process of a `WorkerPool`: it holds environments, and answers one call at a time.
+"""A worker process of a `WorkerPool`. It holds environments and answers one call at a time.
 
-Wire: frames over the worker's original stdin and stdout. A frame is a header of 12 bytes, which holds the length and
-the number of the call (big-endian, 4 and 8 bytes), followed by that many bytes of JSON. Calls are pipelined. A worker
-answers them one at a time and in order, and writes each answer before it begins the next call.
+The wire consists of frames over the worker's original stdin and stdout. A frame is a header of 12 bytes, which holds
+the length of the body and the number of the call (big-endian, 4 and 8 bytes), followed by the body in JSON. Calls are
+pipelined. A worker answers them one at a time and in order, and writes each answer before it begins the next call.
 
-An environment may fork, and it may write to any descriptor of its process. Only the worker itself reads and writes the
-wire: a forked child loses the wire's descriptors, and ends when it would answer. The pool checks every reply.
+An environment may fork, and it may write to any descriptor of its process. Only the worker itself may use the wire. A
+forked child loses the wire's descriptors, and it exits when it tries to answer. The pool validates every reply.
 
-The parent of each worker caps its output and kills what it started: process_supervisor.py.
+The parent process of each worker limits its output and kills the processes that it started: process_supervisor.py.
 """
 
 from __future__ import annotations
@@ -33,61 +33,80 @@ from skyrl_train.environments.user_registrations import load_user_registrations
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 
 HEADER = struct.Struct("!IQ")
-"""Bytes of JSON that follow, and the number of the call."""
+"""Header of a frame: size of the body in bytes, and the number of the call."""
 MAX_FRAME_BYTES = 64 * 2**20
-"""Maximum bytes of one message; a larger observation fails its episode."""
+"""Maximum size of one message. A larger observation fails its episode."""
 MAX_KIND_CHARS = 100
-"""Characters of a kind of failure: each becomes the name of a metric."""
+"""Maximum characters of a failure kind, because each kind becomes the name of a metric."""
 MAX_DETAIL_CHARS = 500
-"""Characters kept of an error message."""
+"""Maximum characters of an error message. The rest is dropped."""
 MAX_CONFIG_ERROR_CHARS = 20 * MAX_DETAIL_CHARS
-"""Characters of a ConfigError that reach the pool: it may list settings or name a long path."""
+"""Maximum characters of a ConfigError, which may list settings or name a long path."""
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def encode_message(message: Mapping[str, Any], default: Callable[[Any], Any] = json_default) -> bytes:
-    """Return a message as JSON in ASCII, so that lone surrogates pass unchanged.
+    """Encode a message as JSON in ASCII, so that lone surrogates are preserved.
 
-    Raises EnvironmentFailure "too_large" for more than MAX_FRAME, and as `json.dumps` does for what JSON cannot carry.
+    Args:
+        message: Message to encode.
+        default: Converts values that JSON cannot represent; see `json.dumps`.
+
+    Raises:
+        EnvironmentFailure: The encoded message is larger than MAX_FRAME_BYTES (kind "too_large").
+        TypeError: The message contains a value that `default` cannot convert.
+        ValueError: The message contains a circular reference.
+        RecursionError: The message is nested too deeply.
     """
     body = json.dumps(message, default=default).encode("ascii")
     if len(body) > MAX_FRAME_BYTES:
-        raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME_BYTES} pass")
+        raise EnvironmentFailure("too_large", f"a message has {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return body
 
 
 def encode_frame(number: int, body: bytes) -> bytes:
-    """Return a message with its header."""
+    """Return the frame of an encoded message: its header followed by `body`.
+
+    Args:
+        number: Number of the call that the message is or answers.
+        body: The encoded message; see `encode_message`.
+    """
     return HEADER.pack(len(body), number) + body
 
 
 class _EpisodeServer:
-    """The environments of this process, by the number of their episode."""
+    """A server that answers calls with the environments of this process.
+
+    Args:
+        env_configs: Settings of each environment, by name.
+        checks: True if environments are checked before their first episode.
+    """
 
     def __init__(self, env_configs: Mapping[str, Any], checks: bool = False):
         self.env_configs = env_configs
         self.environments: dict[int, Any] = {}
         self._checked: set[str] | None = set() if checks else None
-        """The environments that were checked here; None if the driver has."""
+        """Names of the environments that were checked here, or None if the driver checks them."""
 
     def handle_call(self, call: dict[str, Any]) -> bytes:
-        """Return the reply as JSON. An exception of the environment, SystemExit included, becomes an error."""
+        """Run a call and return its encoded reply. Any exception, including SystemExit, becomes an error reply."""
         try:
             reply = getattr(self, call.pop("op"))(**call)
-            if why := find_non_json_value(reply, _to_jsonable):
-                raise EnvironmentFailure("bad_step_output", f"what it returned holds {why}")
+            if problem := find_non_json_value(reply, _to_jsonable):
+                raise EnvironmentFailure("bad_step_output", f"the value that it returned contains {problem}")
             return encode_message(reply, default=_to_jsonable)
         except BaseException as error:
             return encode_message(_error_reply(error))
 
     def start(self, id: int, env_class: str, messages: list[Message], extras: dict[str, Any]) -> dict[str, Any]:
+        """Construct an environment, call its `init` and return its opening messages and metadata."""
         try:
             if self._checked is not None and env_class not in self._checked:
                 registry.check_environments([env_class], self.env_configs)
                 self._checked.add(env_class)
             environment = registry.make(env_class, env_config=self.env_configs.get(env_class), extras=extras)
         except DataError:
-            raise  # of this row
+            raise  # concerns only this row
         except ConfigError as error:
             raise _EnvironmentUnavailable(*error.args) from error
         self.environments[id] = environment
@@ -98,8 +117,8 @@ class _EpisodeServer:
             )
         metadata = opened[1] or {}
         if not isinstance(metadata, Mapping):
-            what = f"init returned metadata that is {type(metadata).__name__}, not a dict"
-            raise EnvironmentFailure("bad_step_output", what)
+            detail = f"init returned metadata that is {type(metadata).__name__}, not a dict"
+            raise EnvironmentFailure("bad_step_output", detail)
         return {
             "messages": validate_messages(opened[0]),
             "metadata": metadata,
@@ -107,13 +126,15 @@ class _EpisodeServer:
         }
 
     def step(self, id: int, text: str) -> dict[str, Any]:
+        """Call an environment's `step` and return its validated output."""
         environment = self.environments[id]
         output = validate_step_output(environment.step(text))
-        if output.done and hasattr(environment, "get_metrics"):  # SkyRL-Gym's
+        if output.done and hasattr(environment, "get_metrics"):  # a method of SkyRL-Gym
             output.metadata |= environment.get_metrics() or {}
         return asdict(output)
 
     def close(self, id: int) -> dict[str, Any]:
+        """Close and forget an environment."""
         environment = self.environments.pop(id, None)
         if environment is not None:
             environment.close()
@@ -121,7 +142,7 @@ class _EpisodeServer:
 
 
 def _to_jsonable(value: Any) -> Any:
-    """Like `jsonable`, with text for anything else: metadata is for people and should not fail an episode."""
+    """Convert a value like `json_default`, or to its repr. Metadata is informational and must not fail an episode."""
     try:
         return json_default(value)
     except TypeError:
@@ -129,11 +150,11 @@ def _to_jsonable(value: Any) -> Any:
 
 
 class _EnvironmentUnavailable(ConfigError):
-    """No episode of this environment can start: its name is unknown, or its settings are wrong."""
+    """An error that prevents every episode of an environment, such as an unknown name or invalid settings."""
 
 
 def _error_reply(error: BaseException) -> dict[str, Any]:
-    """Return an exception as a reply of bounded size, also one whose own `__str__` raises."""
+    """Return an error reply of bounded size for an exception, even if its `__str__` raises."""
     kind, fatal = type(error).__name__, isinstance(error, _EnvironmentUnavailable)
     try:
         if isinstance(error, EnvironmentFailure):
@@ -149,18 +170,18 @@ def _error_reply(error: BaseException) -> dict[str, Any]:
 
 
 def _format_exception(error: BaseException) -> str:
-    """An exception's message and the line it came from: the last one that is no library's, if there is one."""
+    """Return an exception's message and source line: the innermost line outside of libraries, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    place = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (own or frames)[-1:])
-    return f"{str(error)[:MAX_DETAIL_CHARS]}{place}"
+    user_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    location = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (user_frames or frames)[-1:])
+    return f"{str(error)[:MAX_DETAIL_CHARS]}{location}"
 
 
 class _Wire:
-    """The worker's end of the wire. A process that the worker has forked ends instead of using it."""
+    """The worker's end of the wire. A process that the worker has forked exits when it tries to use the wire."""
 
     def __init__(self) -> None:
-        """Take over stdin and stdout; environments that read or print use /dev/null and stderr instead."""
+        """Take over stdin and stdout. Environments that read or print use /dev/null and stderr instead."""
         self._owner = os.getpid()
         self._source, self._sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -168,18 +189,18 @@ class _Wire:
         os.dup2(2, 1)
         os.close(null)
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        sys.stdout.reconfigure(line_buffering=True)  # a killed process flushes nothing
+        sys.stdout.reconfigure(line_buffering=True)  # a killed process does not flush its buffers
         os.register_at_fork(after_in_child=self._disconnect)
 
     def _disconnect(self) -> None:
-        """Replace the wire's descriptors by /dev/null, under the same numbers: the child may use freed numbers."""
+        """Replace the wire's descriptors by /dev/null. The numbers stay in use, so the child cannot reuse them."""
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (self._source.fileno(), self._sink):
             os.dup2(null, descriptor, inheritable=False)
         os.close(null)
 
     def receive(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the next call and its number; None once the pool has closed the wire."""
+        """Return the next call's number and the call, or None once the pool has closed the wire. Blocks."""
         self._end_fork()
         header = self._source.read(HEADER.size)
         if len(header) < HEADER.size:
@@ -188,20 +209,23 @@ class _Wire:
         return number, json.loads(self._source.read(size))
 
     def send(self, number: int, body: bytes) -> None:
-        """Answer the call of this number."""
+        """Send the encoded reply `body` to the call with this number."""
         self._end_fork()
         frame = encode_frame(number, body)
         while frame:
             frame = frame[os.write(self._sink, frame) :]
 
     def _end_fork(self) -> None:
-        """End this process if it is not the worker: a fork in C calls no handler, and an environment may return."""
+        """Exit if this process is a fork of the worker. A fork in C calls no handler and may return here."""
         if os.getpid() != self._owner:
             os._exit(1)
 
 
 def run_worker() -> None:
-    """Run a worker process until the driver closes the wire. Arguments: the pool's process id, and its `log` if any."""
+    """Run a worker process until the pool closes the wire.
+
+    The command-line arguments are the pool's process id and, optionally, the pool's `log_file`.
+    """
     fork_supervised(int(sys.argv[1]), *sys.argv[2:])
     wire = _Wire()
     first = wire.receive()
@@ -225,7 +249,7 @@ def run_worker() -> None:
     while (received := wire.receive()) is not None:
         number, call = received
         wire.send(number, environments.handle_call(call))
-    # skip interpreter shutdown, which an environment's threads or exit handlers could block
+    # skip the interpreter's shutdown, which an environment's threads or exit handlers could block
     os._exit(0)
 
 

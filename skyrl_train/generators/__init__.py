@@ -1,1 +1,1 @@
-"""SkyRL's generators, by its names."""
+"""SkyRL's import paths of its generators."""

@@ -1,4 +1,4 @@
-"""SkyRL's generator interface, by its names."""
+"""SkyRL's import path of its generator interface."""
 
 from skyrl_train.skyrl.interface import (
     BatchMetadata,

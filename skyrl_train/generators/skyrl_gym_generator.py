@@ -1,4 +1,4 @@
-"""SkyRL's own generator, by its name."""
+"""SkyRL's import path of its built-in generator."""
 
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
 

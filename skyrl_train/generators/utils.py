@@ -1,4 +1,4 @@
-"""SkyRL's functions for generators, by its names."""
+"""SkyRL's import path of its helper functions for generators."""
 
 from skyrl_train.skyrl.messages import (
     encode_messages_subset,

@@ -1,1 +1,1 @@
-"""SkyRL's view of the inference engines, by its names; the engines themselves are in `skyrl_train.engines`."""
+"""SkyRL's import paths of its inference engine client. The engines themselves are in `skyrl_train.engines`."""

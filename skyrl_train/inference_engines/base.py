@@ -1,4 +1,4 @@
-"""What SkyRL's client of the engines takes and returns, by its names."""
+"""SkyRL's import path of the types that its inference engine client takes and returns."""
 
 from skyrl_train.skyrl.interface import ConversationType, InferenceEngineInput, InferenceEngineOutput, MessageType
 

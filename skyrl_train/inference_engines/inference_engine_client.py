@@ -1,4 +1,4 @@
-"""SkyRL's client of the engines, by its name."""
+"""SkyRL's import path of its inference engine client."""
 
 from skyrl_train.skyrl.client import InferenceEngineClient
 

@@ -1,4 +1,4 @@
-"""SkyRL's function for sampling parameters, by its name."""
+"""SkyRL's import path of its function that translates sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ __all__ = ["get_sampling_params_for_backend"]
 
 
 def get_sampling_params_for_backend(backend: str, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration's section with the engine's names; `InferenceEngineClient.generate` takes either."""
+    """Return the parameters of `generator.sampling_params` under the names that the engine uses.
+
+    `InferenceEngineClient.generate` accepts vLLM's and SGLang's names.
+
+    Args:
+        backend: The engine, `generator.backend`. Only "sglang" uses other names than vLLM.
+        sampling_params: The parameters, `max_generate_length` (tokens) among them.
+
+    Raises:
+        KeyError: `max_generate_length` is missing.
+    """
     named = to_vllm_sampling_params(dict(sampling_params))
     if backend == "sglang":
         named["max_new_tokens"] = named.pop("max_tokens")

@@ -1,5 +1,5 @@
-"""What programs written to SkyRL's interfaces find here: bridges from its classes to those that run.
+"""Adapters that let programs written for SkyRL run on this package.
 
-Modules at SkyRL's paths (`skyrl_train.generators`, `skyrl_train.utils`, `skyrl_train.trainer`, ...) hand these out by
-its names. docs/from_skyrl.md says what moved, and what has another way here.
+Modules at SkyRL's import paths (`skyrl_train.generators`, `skyrl_train.utils`, `skyrl_train.trainer`, ...) export these
+classes and functions under SkyRL's names. docs/from_skyrl.md lists what has moved and what replaces the rest.
 """

@@ -1,4 +1,4 @@
-"""SkyRL's client of the inference engines, in front of the run's own."""
+"""SkyRL's inference engine client, an adapter over the run's `EngineClient`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from skyrl_train.skyrl.seed_scope import current_seed_scope
 from skyrl_train.skyrl.unsupported import CLIENT_REPLACEMENTS, raise_unsupported_attribute
 
 _NO_EFFECT = frozenset({"skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "detokenize", "logprobs"})
-"""Parameters of vLLM's and SGLang's that say how to decode, or to return what always is returned."""
+"""vLLM's and SGLang's parameters that change only decoding, or request values that are always returned."""
 _OTHER_NAMES = {"min_new_tokens": "min_tokens", "max_completion_tokens": "max_tokens"}
 
 
 class InferenceEngineClient:
-    """What generators call. Its engines sleep, wake and get weights by themselves.
+    """The client that SkyRL's generators call. The run itself puts engines to sleep, wakes them and syncs weights.
 
-    Seeds follow from the run's seed, from the call of `generate` that asks (its step, or its prompt where rollouts run
-    ahead), the session, and the number of the request in it: the same calls give the same tokens.
+    The seed of a request follows from the run's seed, the call of the generator's `generate` (its step, or its prompt
+    with fully asynchronous rollouts), the session, and the index of the request in the session. The same calls
+    therefore give the same tokens. Methods of SkyRL's client that have no counterpart raise AttributeError with advice.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Any, config: Config):
@@ -51,17 +52,23 @@ class InferenceEngineClient:
         return self._client.engines
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Return one completion of each prompt.
+        """Sample one completion for each prompt and return them in the order of the prompts.
 
-        `responses` are what environments grade: they keep the markers of reasoning that are special tokens, and begin
-        with the marker of reasoning that the prompt opened. `response_ids` are only what was sampled.
+        `responses` are the texts that environments grade. They keep reasoning markers that are special tokens, and
+        begin with the reasoning marker that the prompt opened, if any. `response_ids` are only the sampled tokens.
+
+        Args:
+            input_batch: Either `prompts` (messages) or `prompt_token_ids`. `sampling_params` override the configured
+                ones, `session_ids` keep the requests of an episode on one engine.
 
         Raises:
             ValueError: There are neither prompts nor token ids, or both.
+            ConfigError: A sampling parameter is not valid.
+            EngineError: No engine could answer.
         """
         prompts, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
         if (prompts is None) == (token_ids is None):
-            raise ValueError("Give either `prompts` or `prompt_token_ids`, but not both.")
+            raise ValueError("input_batch: must have either `prompts` or `prompt_token_ids`, and not both.")
         if token_ids is None:
             options = dict(self._config.generator.chat_template_kwargs)
             token_ids = [render_prompt(self.tokenizer, messages, options) for messages in prompts or ()]
@@ -71,50 +78,60 @@ class InferenceEngineClient:
         completions = await self._client.generate(requests)
         continued = [continues_last_message(messages) for messages in prompts] if prompts else [False] * len(token_ids)
         openings = [
-            "" if goes_on else get_reasoning_opening(self.tokenizer, list(ids))
-            for goes_on, ids in zip(continued, token_ids, strict=True)
+            "" if continues else get_reasoning_opening(self.tokenizer, list(ids))
+            for continues, ids in zip(continued, token_ids, strict=True)
         ]
-        answered = list(zip(openings, completions, strict=True))
         return InferenceEngineOutput(
-            responses=[start + decode_response(self.tokenizer, one.token_ids) for start, one in answered],
-            response_ids=[one.token_ids.tolist() for one in completions],
-            stop_reasons=[one.stop_reason for one in completions],
-            response_logprobs=[one.full_logprobs.tolist() for one in completions],
+            responses=[
+                opening + decode_response(self.tokenizer, completion.token_ids)
+                for opening, completion in zip(openings, completions, strict=True)
+            ],
+            response_ids=[completion.token_ids.tolist() for completion in completions],
+            stop_reasons=[completion.stop_reason for completion in completions],
+            response_logprobs=[completion.full_logprobs.tolist() for completion in completions],
         )
 
-    def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParams:
-        """Return `given`, or the configured parameters; both also end at the end-of-turn token."""
+    def _sampling(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
+        """Return the parameters of a request, or the configured ones; both also stop at the end-of-turn token."""
         end = find_end_of_turn_token(self.tokenizer, self._config.generator.chat_template_kwargs)
-        if given is None:
+        if overrides is None:
             return with_stop_token(parse_sampling_params(self._config.generator.sampling_params), end)
-        named = {_OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in _NO_EFFECT}
+        named = {_OTHER_NAMES.get(name, name): value for name, value in overrides.items() if name not in _NO_EFFECT}
         lengths = {"max_tokens", "max_generate_length", "max_new_tokens"}
         if not any(named.get(name) for name in lengths):
             named["max_tokens"] = self._config.generator.sampling_params.max_generate_length
         return with_stop_token(parse_sampling_params(named), end)
 
     def _request(self, token_ids: ArrayLike, sampling: SamplingParams, session: Any) -> SampleRequest:
-        where, name = current_seed_scope(), "" if session is None else str(session)
-        number = where.next_request_index(name)
-        id = f"skyrl.{where.name}.{name}.{number}"
+        scope, name = current_seed_scope(), "" if session is None else str(session)
+        index = scope.next_request_index(name)
+        request_id = f"skyrl.{scope.name}.{name}.{index}"
         return SampleRequest(
-            request_id=id,
-            token_ids=parse_token_ids(f"request {id!r}", token_ids),
+            request_id=request_id,
+            token_ids=parse_token_ids(f"request {request_id!r}", token_ids),
             sampling=sampling,
-            seed=request_seed(self._config.trainer.seed, f"{where.name} {name}", number, 0, 0),
-            session=name and f"skyrl.{where.name}.{name}",
+            seed=request_seed(self._config.trainer.seed, f"{scope.name} {name}", index, 0, 0),
+            session=name and f"skyrl.{scope.name}.{name}",
             deadline_s=self._config.trainer.timeouts.rollout_s,
         )
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
-        """OpenAI's chat completion: {"json": BODY, "headers": {}} -> its answer, or {"error": {...}}.
+        """Answer one of OpenAI's chat completion requests.
 
-        A `session_id` in the body keeps the requests of an episode on one engine. Raises EngineError.
+        Args:
+            request_payload: {"json": BODY, "headers": {...}}. Headers are ignored. A `session_id` in the body keeps the
+                requests of an episode on one engine. Streaming is not supported.
+
+        Returns:
+            OpenAI's response, or {"error": {...}} with code 400 if the body is not valid.
+
+        Raises:
+            EngineError: No engine could answer.
         """
         return await self._openai("chat", request_payload)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
-        """OpenAI's text completion, in the same way."""
+        """Answer one of OpenAI's text completion requests; see `chat_completion` for the payload and errors."""
         return await self._openai("text", request_payload)
 
     async def _openai(self, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,13 +146,13 @@ class InferenceEngineClient:
         body = dict(payload.get("json") or {})
         session = body.pop("session_id", None)
         if body.get("stream"):
-            return _error("stream: an answer in this process comes whole; leave it out.", "stream")
+            return _error("stream=true: streaming is not supported here. Remove `stream` from the body.", "stream")
         body.setdefault("model", self.model_name)
         try:
             call = getattr(translator, kind)(read_json(json.dumps(body).encode()), None)
             requests = [
-                self._request(one.token_ids, one.sampling, session) if body.get("seed") is None else one
-                for one in call.requests
+                self._request(request.token_ids, request.sampling, session) if body.get("seed") is None else request
+                for request in call.requests
             ]
             completions: list[Completion] = await self._client.generate(requests)
             return translator.to_response(call, completions)
@@ -145,7 +162,7 @@ class InferenceEngineClient:
             return _error(str(error), None)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prompts."""
+        """Clear the prefix caches of all engines."""
         await self._client.reset_prefix_cache()
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""SkyRL's experiment: its hooks, with its signatures, over the parts of a run."""
+"""SkyRL's experiment: its hooks, with SkyRL's signatures, build the parts of a run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ if TYPE_CHECKING:
 
 
 class BasePPOExp(Experiment):
-    """An experiment whose parts come from SkyRL's hooks. Subclass it, and `run()` it, in a Ray task or not.
+    """An experiment whose parts come from SkyRL's hooks. Subclass it and call `run()`, inside or outside a Ray task.
 
-    `cfg` is what Hydra composed. `self.config` is its checked form, with what was fitted to this machine and with the
-    run's folders, which everything here reads; `self.cfg` is the same as a DictConfig.
+    `self.config` is the validated configuration, adapted to this machine, with the folders of the run. All parts read
+    it. `self.cfg` holds the same values as a DictConfig.
 
-    Overriding a method of SkyRL's experiment that is not called here raises ConfigError when the class is defined.
+    Overriding a method of SkyRL's experiment that is never called here raises ConfigError when the class is defined.
+
+    Args:
+        cfg: The configuration that Hydra composed, or a validated one.
+
+    Raises:
+        ConfigError: The configuration is not valid; the message lists every problem.
     """
 
     components = RunComponents()
@@ -53,6 +59,7 @@ class BasePPOExp(Experiment):
         os.makedirs(resolve_local_folder(config.trainer.export_path), exist_ok=True)
 
     def adopt(self, config: Config) -> None:
+        """Use `config` as the experiment's configuration, and set `self.cfg` to it as a DictConfig."""
         super().adopt(config)
         self.cfg = to_dictconfig(config)
 
@@ -60,10 +67,14 @@ class BasePPOExp(Experiment):
 
     @staticmethod
     def get_cfg_as_str(dict_cfg: DictConfig) -> str:
+        """Return the configuration as YAML."""
         return str(OmegaConf.to_yaml(dict_cfg))
 
     def get_tokenizer(self, padding_side: str = "left") -> Any:
-        """The tokenizer of prompts and completions; with a token for padding, which SkyRL's code expects."""
+        """Return the tokenizer of the policy.
+
+        Its padding token is the end-of-sequence token if it has none, because SkyRL's code expects one.
+        """
         tokenizer = super().get_tokenizer()
         tokenizer.padding_side = padding_side
         if tokenizer.pad_token_id is None:
@@ -71,11 +82,20 @@ class BasePPOExp(Experiment):
         return tokenizer
 
     def get_colocate_pg(self, timeout: int | None = None) -> Any:
-        """None: slots are reserved when everything else is known, and handed to nobody."""
+        """Return None: the run reserves GPUs later, and hooks do not get the placement group. `timeout` is ignored."""
         return None
 
     def get_generator(self, cfg: DictConfig, tokenizer: Any, inference_engine_client: InferenceEngineClient) -> Any:
-        """What turns prompts into trajectories: a GeneratorInterface."""
+        """Return the generator that turns prompts into trajectories. Override this to use another one.
+
+        Args:
+            cfg: The configuration of the run.
+            tokenizer: The tokenizer of `get_tokenizer`.
+            inference_engine_client: The client of the run's engines.
+
+        Returns:
+            An instance of GeneratorInterface; anything else raises ConfigError when the run starts.
+        """
         from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
 
         return SkyRLGymGenerator(
@@ -97,7 +117,21 @@ class BasePPOExp(Experiment):
         generator: Any,
         colocate_pg: Any,
     ) -> RayPPOTrainer:
-        """Called with keywords."""
+        """Return the trainer. The run calls this with keyword arguments; override it to use a subclass.
+
+        Args:
+            cfg: The configuration of the run.
+            tracker: The object that `get_tracker` returned, or one that logs with the metrics of the step.
+            tokenizer: The tokenizer of `get_tokenizer`.
+            train_dataset: The training prompts.
+            eval_dataset: The evaluation prompts, or None.
+            inference_engine_client: The client of the run's engines.
+            generator: The object that `get_generator` returned.
+            colocate_pg: The object that `get_colocate_pg` returned: None.
+
+        Returns:
+            A RayPPOTrainer; anything else raises ConfigError when the run starts.
+        """
         from skyrl_train.skyrl.trainer import RayPPOTrainer
 
         return RayPPOTrainer(
@@ -112,12 +146,15 @@ class BasePPOExp(Experiment):
         )
 
     def get_tracker(self) -> Any:
-        """None: those that trainer.logger names. Another object gets the numbers too: log(data, step, commit)."""
+        """Return a tracker to use in addition to those of `trainer.logger`, or None (the default).
+
+        The run calls its `log(data, step=..., commit=True)` after every step, and `finish()` at the end if it exists.
+        """
 
     def __getattr__(self, name: str) -> NoReturn:
         raise_unsupported_attribute(type(self).__name__, EXPERIMENT_REPLACEMENTS, name)
 
-    # -- the run that they are parts of ------------------------------------------------------------------------------
+    # -- building the run from the hooks -----------------------------------------------------------------------------
 
     def as_prompts(self, dataset: Any) -> Any:
         return None if dataset is None else _prompts(dataset, self.config)
@@ -125,9 +162,9 @@ class BasePPOExp(Experiment):
     def build_tracker(self, directory: Any) -> Any:
         from skyrl_train.report.trackers import Trackers
 
-        usual, self._own_tracker = super().build_tracker(directory), self.get_tracker()
+        configured, self._own_tracker = super().build_tracker(directory), self.get_tracker()
         own = self._own_tracker
-        return usual if own is None else Trackers({"run": usual, "get_tracker": _SkyRLTracker(own)})
+        return configured if own is None else Trackers({"run": configured, "get_tracker": _SkyRLTracker(own)})
 
     def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
         from skyrl_train.experiment.trainer import build_trainer
@@ -136,7 +173,7 @@ class BasePPOExp(Experiment):
 
         client = InferenceEngineClient(running.client, self.tokenizer, self.config)
         generator = self.get_generator(self.cfg, self.tokenizer, client)
-        facade = self.get_trainer(
+        skyrl_trainer = self.get_trainer(
             cfg=self.cfg,
             tracker=StepMetricsTracker() if self._own_tracker is None else self._own_tracker,
             tokenizer=self.tokenizer,
@@ -146,13 +183,13 @@ class BasePPOExp(Experiment):
             generator=generator,
             colocate_pg=self.colocate_pg,
         )
-        self._skyrl_trainer = _validate_trainer(facade, self)
+        self._skyrl_trainer = _validate_trainer(skyrl_trainer, self)
         rollouts = {
             False: self._rollouts(generator, running, False, self._skyrl_trainer.generate_override),
             True: self._rollouts(generator, running, True),
         }
         trainer = build_trainer(
-            _without_overlong_buffer(self.config) if facade.overrides_rewards else self.config,
+            _without_overlong_buffer(self.config) if skyrl_trainer.overrides_rewards else self.config,
             running,
             tokenizer=self.tokenizer,
             train_generator=rollouts[False],
@@ -161,9 +198,9 @@ class BasePPOExp(Experiment):
             eval_dataset=self.eval_dataset,
             schedule=schedule,
         )
-        for one in rollouts.values():
-            if hasattr(one, "connect"):
-                one.connect(trainer)
+        for group_generator in rollouts.values():
+            if hasattr(group_generator, "connect"):
+                group_generator.connect(trainer)
         self._skyrl_trainer.connect(trainer)
         return trainer
 
@@ -174,9 +211,13 @@ class BasePPOExp(Experiment):
         evaluation: bool,
         generate: Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None = None,
     ) -> Any:
-        """What makes the groups of prompts: SkyRL's generator, or our own if that is the one by its name.
+        """Return an adapter that generates groups with SkyRL's generator, or the built-in generator.
 
-        `generate`: that of the trainer, which calls the generator's, if a subclass overrides it.
+        Args:
+            generator: The object that `get_generator` returned.
+            running: The engines and environments of the run.
+            evaluation: True for evaluation, False for training.
+            generate: The trainer's `generate` if a subclass overrides it; it calls the generator's.
         """
         from skyrl_train.experiment.algorithm import needs_rollout_logprobs
         from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
@@ -186,16 +227,16 @@ class BasePPOExp(Experiment):
         if not isinstance(generator, GeneratorInterface):
             raise ConfigError(
                 f"{type(self).__name__}.get_generator returned {type(generator).__name__}: must be a "
-                "GeneratorInterface."
+                "GeneratorInterface. Subclass skyrl_train.generators.base.GeneratorInterface."
             )
-        players = {
-            phase: super(BasePPOExp, self).build_generator(running.client, running.environments, evaluation=of_eval)
-            for phase, of_eval in (("train", False), ("eval", True))
+        builtin_generators = {
+            phase: super(BasePPOExp, self).build_generator(running.client, running.environments, evaluation=evaluates)
+            for phase, evaluates in (("train", False), ("eval", True))
         }
         if isinstance(generator, SkyRLGymGenerator):
-            generator.connect(players)  # type: ignore[arg-type]
+            generator.connect(builtin_generators)  # type: ignore[arg-type]
             if generator.is_builtin and generate is None:
-                return players["eval" if evaluation else "train"]
+                return builtin_generators["eval" if evaluation else "train"]
         needs = needs_rollout_logprobs(self.config.trainer.algorithm)
         settings = generate_settings(self.config, evaluation=evaluation, needs_logprobs=needs)
         return GeneratorInterfaceRollouts(generator, settings, self.tokenizer, generate)
@@ -204,43 +245,49 @@ class BasePPOExp(Experiment):
         await self._skyrl_trainer.run()
 
 
-def _validate_trainer(facade: Any, experiment: Experiment) -> RayPPOTrainer:
+def _validate_trainer(skyrl_trainer: Any, experiment: Experiment) -> RayPPOTrainer:
     from skyrl_train.skyrl.trainer import RayPPOTrainer
 
-    if not isinstance(facade, RayPPOTrainer):
+    if not isinstance(skyrl_trainer, RayPPOTrainer):
         raise ConfigError(
-            f"{type(experiment).__name__}.get_trainer returned {type(facade).__name__}: must be a RayPPOTrainer; a "
-            "loop of another kind is built in Experiment.build_trainer (docs/from_skyrl.md)."
+            f"{type(experiment).__name__}.get_trainer returned {type(skyrl_trainer).__name__}: must be a "
+            "RayPPOTrainer. To build a training loop of another kind, override Experiment.build_trainer "
+            "(docs/from_skyrl.md)."
         )
-    return facade
+    return skyrl_trainer
 
 
 def _prompts(dataset: Any, config: Config) -> PromptDataset:
-    """A dataset of SkyRL's form, whose items are (messages, env_class, extras, uid), as prompts."""
+    """Convert a SkyRL dataset, whose items are (messages, env_class, extras, uid), to prompts."""
     from skyrl_train.data.dataset import PromptDataset
     from skyrl_train.data.messages import Prompt
 
     if isinstance(dataset, PromptDataset):
-        prompts = dataset.prompts
-        named = [replace(one, env_class=one.env_class or config.environment.env_class) for one in prompts]
-        return PromptDataset(tuple(named), dataset.too_long)
+        default = config.environment.env_class
+        loaded = [replace(prompt, env_class=prompt.env_class or default) for prompt in dataset.prompts]
+        return PromptDataset(tuple(loaded), dataset.too_long)
     rows = [dataset[index] for index in range(len(dataset))]
     rows = dataset.collate_fn(rows) if hasattr(dataset, "collate_fn") else [_to_dict_row(row) for row in rows]
-    made = []
+    prompts = []
     for index, row in enumerate(rows):
         try:
             extras = dict(row.get("env_extras") or {})
             env_class = row.get("env_class") or config.environment.env_class
             source = str(extras.get("data_source") or "unknown")
-            made.append(Prompt(str(row["uid"]), [dict(one) for one in row["prompt"]], env_class, extras, source))
+            prompts.append(
+                Prompt(str(row["uid"]), [dict(message) for message in row["prompt"]], env_class, extras, source)
+            )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"item {index} of {type(dataset).__name__}: must be (messages, env_class, extras, uid), or a dict of "
-                f"prompt, env_class, env_extras and uid, got {row!r:.80}."
+                f"item {index} of {type(dataset).__name__}: must be a tuple (messages, env_class, extras, uid), or a "
+                f"dict with the keys prompt, env_class, env_extras and uid; got {row!r:.80}."
             ) from error
-    if len({one.uid for one in made}) < len(made):
-        raise DataError(f"{type(dataset).__name__}: two items have the same uid; seeds and resuming need one for each.")
-    return PromptDataset(tuple(made), 0)
+    if len({prompt.uid for prompt in prompts}) < len(prompts):
+        raise DataError(
+            f"{type(dataset).__name__}: two items have the same uid. "
+            "Seeds and resuming need a different uid for each item."
+        )
+    return PromptDataset(tuple(prompts), 0)
 
 
 def _to_dict_row(row: Any) -> Any:
@@ -249,24 +296,24 @@ def _to_dict_row(row: Any) -> Any:
 
 
 def _without_overlong_buffer(config: Config) -> Config:
-    """SkyRL leaves this penalty to the trainer that changes rewards, which the configuration tells how much it is."""
+    """Disable the overlong penalty: in SkyRL, a trainer that overrides rewards applies it itself."""
     return replace_value(config, "trainer.algorithm.overlong_buffer.len", 0)
 
 
 class _SkyRLTracker:
-    """What get_tracker returned, as a Tracker."""
+    """A tracker that forwards to the object that `get_tracker` returned."""
 
     def __init__(self, own: Any):
         self._own = own
 
     def begin(self, step: int, total_steps: int) -> None:
-        """SkyRL's trackers are not told."""
+        """Do nothing: SkyRL's trackers have no such method."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._own.log(dict(metrics), step=step, commit=True)
 
     def samples(self, rows: Sequence[Any], step: int) -> None:
-        """SkyRL's trackers get none."""
+        """Do nothing: SkyRL's trackers take no samples."""
 
     def close(self) -> None:
         if hasattr(self._own, "finish"):

@@ -1,4 +1,4 @@
-"""Functions on SkyRL's rectangles, (B, L), that losses and estimators written for it import."""
+"""Functions on SkyRL's padded tensors, [B, L], that losses and advantage estimators written for SkyRL import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.skyrl.batches import TrainingInputBatch
 
 
 class AdvantageEstimator(StrEnum):
-    """Names that SkyRL has constants for."""
+    """Advantage estimators that SkyRL has constants for; `trainer.algorithm.advantage_estimator` accepts more."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -20,7 +20,7 @@ class AdvantageEstimator(StrEnum):
 
 
 class PolicyLossType(StrEnum):
-    """Names that SkyRL has constants for."""
+    """Policy losses that SkyRL has constants for; `trainer.algorithm.policy_loss_type` accepts more."""
 
     REGULAR = "regular"
     DUAL_CLIP = "dual_clip"
@@ -32,17 +32,17 @@ class PolicyLossType(StrEnum):
 
 
 class FixedKLController:
-    """A coefficient that stays."""
+    """A KL coefficient that never changes."""
 
     def __init__(self, kl_coef: float):
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
 
 class AdaptiveKLController:
-    """A coefficient that follows the KL towards a target (arXiv:1909.08593, section 2.2)."""
+    """A KL coefficient that is adapted until the KL divergence reaches a target (arXiv:1909.08593, section 2.2)."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float):
         self.value = init_kl_coef
@@ -50,12 +50,26 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current: float, n_steps: int) -> None:
+        """Raise the coefficient if the KL divergence `current` is above the target, and lower it if it is below.
+
+        Args:
+            current: The measured KL divergence, in nats.
+            n_steps: The number of steps since the last update; the change is proportional to n_steps / horizon.
+        """
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
 
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """The mean over places where the mask is 1, 0 if it is nowhere."""
+    """Return the mean of the values whose mask is 1.
+
+    The result is 0 where no mask value is 1. Without a mask, it is the plain mean.
+
+    Args:
+        tensor: The values, of any shape.
+        mask: 0 or 1 for each value, or None.
+        dim: The dimension to reduce; None reduces all.
+    """
     if mask is None:
         return tensor.mean() if dim is None else tensor.mean(dim)
     dims = tuple(range(tensor.ndim)) if dim is None else (dim,)
@@ -63,16 +77,34 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Raises ValueError if the mask has too few places."""
+    """Return the scalar variance of the values whose mask is 1.
+
+    Args:
+        values: The values, of any shape.
+        mask: 0 or 1 for each value.
+        unbiased: True to divide by n - 1 instead of n.
+
+    Raises:
+        ValueError: The mask selects no value, or a single one with `unbiased`.
+    """
     count = mask.sum()
     if count < 1 + unbiased:
-        raise ValueError(f"mask: has {int(count)} places, and a variance needs at least {1 + unbiased}.")
+        raise ValueError(f"mask: selects {int(count)} values, but a variance needs at least {1 + unbiased}.")
     variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
     return variance * count / (count - 1) if unbiased else variance
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Values of mean 0 (or their own, without `shift_mean`) and variance 1 over the mask."""
+    """Normalize values to mean 0 and variance 1 over the places whose mask is 1.
+
+    Args:
+        values: The values, of any shape. Values outside the mask are scaled in the same way.
+        mask: 0 or 1 for each value.
+        shift_mean: False to keep the mean of the values and change only the variance.
+
+    Raises:
+        ValueError: The mask selects fewer than two values.
+    """
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
     return whitened if shift_mean else whitened + mean
@@ -81,10 +113,22 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, loss_mask: Tensor | None = None, kl_estimator_type: str = "k3"
 ) -> Tensor:
-    """KL of a policy from a base at sampled tokens, nats (Schulman, http://joschu.net/blog/kl-approx.html).
+    """Estimate the KL divergence of a policy from a base policy at sampled tokens.
 
-    k1 is the log-ratio, abs its absolute value, k2 half its square, k3 the estimator without bias that is never
-    negative. Raises ValueError for another name.
+    The estimators are described at http://joschu.net/blog/kl-approx.html: k1 is the log-ratio, abs its absolute value,
+    k2 half its square. k3 is unbiased and never negative; its log-ratio is clamped to 20 and its result to 10.
+
+    Args:
+        log_probs: Log-probs of the policy, of any shape.
+        log_probs_base: Log-probs of the base policy, of the same shape.
+        loss_mask: 0 or 1 for each token; None keeps all tokens.
+        kl_estimator_type: k1, abs, k2 or k3.
+
+    Returns:
+        The estimate for each token in nats, 0 outside the mask.
+
+    Raises:
+        ValueError: `kl_estimator_type` is unknown.
     """
     ratio = log_probs - log_probs_base
     if kl_estimator_type == "k1":
@@ -102,8 +146,18 @@ def compute_approx_kl(
 
 
 def reduce_loss(loss: Tensor, loss_mask: Tensor | None, loss_reduction: str, max_seq_len: int | None = None) -> Tensor:
-    """The scalar of a loss (B, L): token_mean, sequence_mean (of means), or seq_mean_token_sum_norm (of sums divided by
-    max_seq_len; Dr. GRPO, arXiv:2503.20783). Raises ValueError for another name, or without that length."""
+    """Reduce a loss to a scalar.
+
+    Args:
+        loss: The loss of each token, [B, L].
+        loss_mask: 0 or 1 for each token, [B, L]; None keeps all tokens.
+        loss_reduction: token_mean is the mean over all tokens, sequence_mean the mean of the sequences' means, and
+            seq_mean_token_sum_norm the mean of the sequences' sums divided by max_seq_len (Dr. GRPO, arXiv:2503.20783).
+        max_seq_len: The divisor of seq_mean_token_sum_norm, in tokens.
+
+    Raises:
+        ValueError: `loss_reduction` is unknown, or is seq_mean_token_sum_norm without `max_seq_len`.
+    """
     mask = torch.ones_like(loss) if loss_mask is None else loss_mask
     if loss_reduction == "token_mean":
         return masked_mean(loss, mask)
@@ -111,7 +165,10 @@ def reduce_loss(loss: Tensor, loss_mask: Tensor | None, loss_reduction: str, max
         return masked_mean(loss, mask, dim=-1).mean()
     if loss_reduction == "seq_mean_token_sum_norm":
         if max_seq_len is None:
-            raise ValueError("max_seq_len: seq_mean_token_sum_norm divides by it; set trainer.algorithm.max_seq_len.")
+            raise ValueError(
+                "max_seq_len=None: loss_reduction=seq_mean_token_sum_norm divides by it. "
+                "Set trainer.algorithm.max_seq_len."
+            )
         return ((loss * mask).sum(-1) / max_seq_len).mean()
     allowed = "token_mean, sequence_mean or seq_mean_token_sum_norm"
     raise ValueError(f"loss_reduction={loss_reduction!r}: must be {allowed}.")
@@ -119,9 +176,9 @@ def reduce_loss(loss: Tensor, loss_mask: Tensor | None, loss_reduction: str, max
 
 @torch.no_grad()
 def normalize_advantages_dict(data: TrainingInputBatch) -> TrainingInputBatch:
-    """Advantages of mean 0 and variance 1 over the batch's responses, in place."""
+    """Normalize `data["advantages"]` in place to mean 0 and variance 1 over all response tokens; return `data`."""
     mask, advantages = data["response_mask"], data["advantages"]
-    centred = advantages - masked_mean(advantages, mask)
-    variance = masked_mean(centred**2, mask).clamp(min=1e-8)
-    data["advantages"] = centred * torch.rsqrt(variance) * mask
+    centered = advantages - masked_mean(advantages, mask)
+    variance = masked_mean(centered**2, mask).clamp(min=1e-8)
+    data["advantages"] = centered * torch.rsqrt(variance) * mask
     return data

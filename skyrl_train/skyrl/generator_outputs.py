@@ -1,4 +1,4 @@
-"""GeneratorOutput -> groups of trajectories and back, with everything checked that SkyRL's generators may get wrong."""
+"""Conversion between GeneratorOutput and groups of trajectories, with checks of what SkyRL's generators return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _PER_ENTRY = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 
 
 class PostprocessedOutput(tuple[GeneratorOutput, list[str]]):
-    """The pair (output, uids) that today's SkyRL returns, whose items are also those of the output, as in SkyRL 0.3."""
+    """A pair (output, uids), as newer versions of SkyRL return it.
+
+    A string index reads or sets a field of the output, for programs written for SkyRL 0.3.
+    """
 
     def __getitem__(self, key: Any) -> Any:
         return self[0][key] if isinstance(key, str) else super().__getitem__(key)  # type: ignore[literal-required]
@@ -29,16 +32,31 @@ class PostprocessedOutput(tuple[GeneratorOutput, list[str]]):
 
 
 def validate_entries(output: Mapping[str, Any], caller: str) -> None:
-    """Raises RolloutsFailed for a field of an output that has not one value for each token, or no finite ones."""
+    """Check the fields of an output that have one value for each response token.
+
+    Args:
+        output: A GeneratorOutput.
+        caller: The name of the function that returned it, for the error message.
+
+    Raises:
+        RolloutsFailed: A prompt or response is empty, a field has a wrong length, or a value is not finite.
+    """
     problem = next(_entry_problems(output, len(output["response_ids"])), None)
     if problem is not None:
         raise RolloutsFailed(f"{caller} returned {problem}. Nothing was trained on it.")
 
 
 def validate_output(output: Any, ids: Sequence[TrajectoryID], caller: str) -> None:
-    """Raises RolloutsFailed, naming field, entry and rule, for an output that is not one of these samples.
+    """Check that an output belongs to the requested samples and that all its fields are valid.
 
-    `by`: who returned it.
+    Args:
+        output: The object that `generate` returned.
+        ids: The requested samples, in order.
+        caller: The name of the generator's class, for the error message.
+
+    Raises:
+        RolloutsFailed: A field is missing or has a wrong length, a value is not finite, or the number or order of
+            samples differs. The message names field, entry and rule.
     """
     problem = next(_problems(output, ids), None)
     if problem is not None:
@@ -61,7 +79,7 @@ def _problems(output: Any, ids: Sequence[TrajectoryID]) -> Iterator[str]:
     optional = ("stop_reasons", "rollout_logprobs", "is_last_step", "trajectory_ids")
     for name in (*_PER_ENTRY, *optional):
         if output.get(name) is not None and len(output[name]) != count:
-            yield f"{len(output[name])} {name} beside {count} response_ids"
+            yield f"{len(output[name])} {name} for {count} response_ids; both must have the same length"
             return
     yield from _entry_problems(output, count)
     if stepwise:
@@ -75,15 +93,18 @@ def _entry_problems(output: Mapping[str, Any], count: int) -> Iterator[str]:
     for entry in range(count):
         length = len(output["response_ids"][entry])
         if not length or not len(output["prompt_token_ids"][entry]):
-            yield f"entry {entry} without a token in its {'prompt' if length else 'response'}"
+            yield f"entry {entry} with no token in its {'prompt' if length else 'response'}"
         for name in fields:
             value = output[name][entry]
             if not isinstance(value, list | tuple) or len(value) != length:
-                have = f"{len(value)}" if isinstance(value, list | tuple) else repr(value)
-                yield f"{name}[{entry}] with {have} instead of {length} values, one for each token of the response"
+                actual = f"{len(value)}" if isinstance(value, list | tuple) else repr(value)
+                yield f"{name}[{entry}] with {actual} instead of {length} values, one for each token of the response"
         logprobs = output["rollout_logprobs"][entry] if "rollout_logprobs" in fields else []
         if isinstance(logprobs, list | tuple) and not all(map(_is_finite, logprobs)):
-            yield f"rollout_logprobs[{entry}]={logprobs!r:.80}, which must be finite: 0.0 on tokens that nobody sampled"
+            yield (
+                f"rollout_logprobs[{entry}]={logprobs!r:.80}, which must be finite; use 0.0 for tokens that were not "
+                "sampled"
+            )
         reward = output["rewards"][entry]
         if not all(map(_is_finite, reward if by_token and isinstance(reward, list | tuple) else [reward])):
             yield f"rewards[{entry}]={reward!r:.80}, which must be finite, {'per token' if by_token else 'one number'}"
@@ -98,21 +119,21 @@ def _is_finite(value: Any) -> bool:
 
 def _step_problems(output: Mapping[str, Any], ids: Sequence[TrajectoryID]) -> Iterator[str]:
     if output.get("trajectory_ids") is None:
-        yield "'is_last_step' without 'trajectory_ids', which say whose steps they are"
+        yield "'is_last_step' without 'trajectory_ids', which tell to which sample a step belongs"
         return
     ended: list[str] = []
     open_id: str | None = None
-    for entry, (one, last) in enumerate(zip(output["trajectory_ids"], output["is_last_step"], strict=True)):
-        name = one.to_string()
+    for entry, (trajectory_id, last) in enumerate(zip(output["trajectory_ids"], output["is_last_step"], strict=True)):
+        name = trajectory_id.to_string()
         if open_id not in (None, name):
-            yield f"trajectory_ids[{entry}]={name!r} before the last step of {open_id!r}: steps of one are adjacent"
+            yield f"trajectory_ids[{entry}]={name!r} before the last step of {open_id!r}; steps must be adjacent"
             return
         open_id = None if last else name
         if last:
             ended.append(name)
-    wanted = [one.to_string() for one in ids]
-    if ended != wanted or open_id is not None:
-        yield f"the last steps of {len(ended)} episodes for {len(wanted)} samples, or in another order than the input"
+    expected = [requested.to_string() for requested in ids]
+    if ended != expected or open_id is not None:
+        yield f"the last steps of {len(ended)} episodes for {len(expected)} samples, or in another order than the input"
 
 
 def to_trajectories(
@@ -123,17 +144,26 @@ def to_trajectories(
     temperature: float,
     versions: tuple[int, int],
 ) -> list[Trajectory]:
-    """A checked output's samples. `versions`: of the weights when they began, and when they were done."""
+    """Convert an output that `validate_output` accepted to trajectories, one for each sample.
+
+    Args:
+        output: The output.
+        prompts: The prompt of each sample.
+        ids: The id of each sample.
+        temperature: The temperature at which the samples were drawn.
+        versions: The weight versions when generation began and when it ended.
+    """
     lasts = output.get("is_last_step") or [True] * len(output["response_ids"])
     steps: list[int] = []
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for entry, last in enumerate(lasts):
         steps.append(entry)
         if last:
-            number = len(found)
-            found.append(_trajectory(output, steps, prompts[number], ids[number].repetition_id, temperature, versions))
+            index = len(trajectories)
+            sample = ids[index].repetition_id
+            trajectories.append(_trajectory(output, steps, prompts[index], sample, temperature, versions))
             steps = []
-    return found
+    return trajectories
 
 
 def _trajectory(
@@ -144,17 +174,17 @@ def _trajectory(
     temperature: float,
     versions: tuple[int, int],
 ) -> Trajectory:
-    """One sample of one step, or of several, each of which is a sequence of its own."""
+    """Build the trajectory of one sample from its entries; each step after the first is a sequence of its own."""
     logprobs = output.get("rollout_logprobs")
     item = Trajectory.empty(prompt, sample, temperature)
-    item.prompt_ids = _own_tokens(output["prompt_token_ids"][steps[0]])
+    item.prompt_ids = _copy_tokens(output["prompt_token_ids"][steps[0]])
     rewards = output["rewards"]
     for step in steps:
         if step != steps[0]:
-            item.restarts.append(Restart(len(item.response_ids), _own_tokens(output["prompt_token_ids"][step])))
+            item.restarts.append(Restart(len(item.response_ids), _copy_tokens(output["prompt_token_ids"][step])))
         start = len(item.response_ids)
-        item.response_ids = append_array(item.response_ids, _own_tokens(output["response_ids"][step]))
-        item.loss_spans += [(start + one, start + other) for one, other in mask_to_spans(output["loss_masks"][step])]
+        item.response_ids = append_array(item.response_ids, _copy_tokens(output["response_ids"][step]))
+        item.loss_spans += [(start + begin, start + end) for begin, end in mask_to_spans(output["loss_masks"][step])]
         if logprobs is not None:
             item.logprobs = append_array(item.logprobs, to_logprob_array(logprobs[step]))
         reward = _total(rewards[step]) if step == steps[-1] else 0.0
@@ -162,9 +192,9 @@ def _trajectory(
         item.stop_reason = "stop" if reasons is None else str(reasons[step])
         stop = len(item.response_ids)
         sampled = sum(map(bool, output["loss_masks"][step]))
-        read = stop - start - sampled if sampled else 0  # a mask without a token is that of a failed episode
+        observed = stop - start - sampled if sampled else 0  # an all-zero mask marks a failed episode
         mean = sum(versions) / 2
-        item.turns.append(Turn(start, stop, reward, item.stop_reason, *versions, mean, observation_tokens=read))
+        item.turns.append(Turn(start, stop, reward, item.stop_reason, *versions, mean, observation_tokens=observed))
         item.reward = reward
     last = rewards[steps[-1]]
     if isinstance(last, list | tuple):
@@ -172,8 +202,8 @@ def _trajectory(
     return item
 
 
-def _own_tokens(ids: Sequence[int]) -> Tokens:
-    """A copy: generators may use their memory again."""
+def _copy_tokens(ids: Sequence[int]) -> Tokens:
+    """Copy the ids, because a generator may reuse its buffers."""
     return np.array(ids, np.int32)
 
 
@@ -184,10 +214,17 @@ def _total(reward: Any) -> float:
 def to_generator_output(
     groups: Sequence[TrajectoryGroup], placeholder_token_id: int
 ) -> tuple[GeneratorOutput, list[str]]:
-    """These groups as SkyRL's output, and the uid of every entry. Failed samples have reward 0 and masks of 0.
+    """Convert groups to SkyRL's output.
 
-    Rewards are numbers if each sample is one turn with one reward, else lists with one for each token. Entries are the
-    rows that `collate` makes: a sample that failed before its first token has one `token`, which is masked.
+    Entries are the rows that `collate` makes. Rewards are numbers if every sample has at most one turn and no token
+    rewards, and lists with one number per token otherwise. Failed samples have loss masks of zeros.
+
+    Args:
+        groups: The groups.
+        placeholder_token_id: The masked token that stands for the response of a sample without tokens.
+
+    Returns:
+        The output, and the prompt's uid of each of its entries.
     """
     items = [_with_placeholder_token(item, placeholder_token_id) for group in groups for item in group.trajectories]
     simple = all(item.token_rewards is None and len(item.turns) <= 1 and not item.restarts for item in items)
@@ -207,7 +244,7 @@ def to_generator_output(
             output["trajectory_ids"].append(TrajectoryID(item.prompt.uid, item.sample))
             uids.append(item.prompt.uid)
             lasts.append(number == len(sequences))
-    if not all(output["rollout_logprobs"]):  # some generator did not tell
+    if not all(output["rollout_logprobs"]):  # some generator returned no log-probs
         output["rollout_logprobs"] = None
     output["is_last_step"] = lasts if not all(lasts) else None
     output["rollout_metrics"] = None
@@ -217,33 +254,44 @@ def to_generator_output(
 def _with_placeholder_token(item: Trajectory, placeholder_token_id: int) -> Trajectory:
     if len(item.response_ids):
         return item
-    one = to_token_array([placeholder_token_id])
-    prompt = item.prompt_ids if len(item.prompt_ids) else one
-    return replace(item, prompt_ids=prompt, response_ids=one, loss_spans=[], logprobs=to_logprob_array([0.0]))
+    placeholder = to_token_array([placeholder_token_id])
+    prompt = item.prompt_ids if len(item.prompt_ids) else placeholder
+    return replace(item, prompt_ids=prompt, response_ids=placeholder, loss_spans=[], logprobs=to_logprob_array([0.0]))
 
 
 def to_token_rewards(item: Trajectory) -> list[float]:
-    """[L] on which token its rewards lie: the last sampled one of each turn, unless it says so itself."""
+    """Return the reward of each response token, [L].
+
+    A turn's reward is on its last sampled token, unless the trajectory has token rewards. A failed trajectory, and one
+    without a sampled token, has its reward on the last token.
+    """
     from skyrl_train.data.batch import token_rewards
 
     if item.status == OK and item.loss_spans:
         return token_rewards(item)
-    return [0.0] * (len(item.response_ids) - 1) + [item.reward]  # 0 of a failed one
+    return [0.0] * (len(item.response_ids) - 1) + [item.reward]  # a failed one has reward 0
 
 
 def update_trajectories(groups: Sequence[TrajectoryGroup], output: GeneratorOutput) -> None:
-    """Give samples the rewards and loss masks of an output that was made of them by `output_of` and then changed."""
+    """Set the rewards and loss masks of samples to those of an output that a program has changed. Changes in place.
+
+    Failed samples and samples without tokens stay as they are.
+
+    Args:
+        groups: The groups from which `to_generator_output` made the output.
+        output: The changed output, with the same entries.
+    """
     entry = 0
     for item in (item for group in groups for item in group.trajectories):
         masks: list[int] = []
         rewards: list[float] = []
         sequences = list(item.sequences())
         for number, (_, start, stop) in enumerate(sequences, 1):
-            given = output["rewards"][entry]
-            if not isinstance(given, list | tuple):  # the last step's is the episode's
-                given = [0.0] * (stop - start - 1) + [given if number == len(sequences) else 0.0]
-            masks += [int(bool(one)) for one in output["loss_masks"][entry]]
-            rewards += map(float, given)
+            entry_rewards = output["rewards"][entry]
+            if not isinstance(entry_rewards, list | tuple):  # the reward of the last step is the episode's
+                entry_rewards = [0.0] * (stop - start - 1) + [entry_rewards if number == len(sequences) else 0.0]
+            masks += [int(bool(value)) for value in output["loss_masks"][entry]]
+            rewards += map(float, entry_rewards)
             entry += 1
         if item.status == OK and len(item.response_ids):
             if rewards != to_token_rewards(item):

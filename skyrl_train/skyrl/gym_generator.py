@@ -1,4 +1,4 @@
-"""SkyRL's own generator by its name: episodes of registered environments, played by this package."""
+"""SkyRL's built-in generator: this package runs the episodes of registered environments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class SkyRLGymGenerator(GeneratorInterface):
-    """Subclasses may override `generate` altogether, or change what goes into it and comes out of it.
+    """A generator that runs episodes of registered environments.
 
-    Overriding another method of SkyRL's generator raises ConfigError when the class is defined, unless the subclass
-    calls it in a `generate` of its own.
+    A subclass may replace `generate`, or change its input and output around `super().generate`. Overriding another
+    method of SkyRL's generator raises ConfigError when the class is defined, unless the subclass's own `generate`
+    calls it.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -48,7 +49,16 @@ class SkyRLGymGenerator(GeneratorInterface):
         model_name: str | None = None,
         policy_model_name: str | None = None,
     ):
-        """Take what SkyRL's generator takes; `policy_model_name` is today's name of `model_name`."""
+        """Create the generator with the arguments of SkyRL's class.
+
+        Args:
+            generator_cfg: The `generator` section of the configuration.
+            skyrl_gym_cfg: The `environment.skyrl_gym` section.
+            inference_engine_client: The client of the run's engines, for subclasses.
+            tokenizer: The tokenizer of the policy.
+            model_name: The name or path of the policy's model.
+            policy_model_name: The same, under the name that newer versions of SkyRL use.
+        """
         self.generator_cfg = generator_cfg
         self.skyrl_gym_cfg = skyrl_gym_cfg
         self.inference_engine_client = inference_engine_client
@@ -61,51 +71,72 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     @property
     def is_builtin(self) -> bool:
-        """Whether no subclass has replaced `generate`: the run then plays episodes without a detour."""
+        """True if no subclass overrides `generate`; the run then runs episodes without this adapter."""
         return type(self).generate is SkyRLGymGenerator.generate
 
     def connect(self, conversation_generators: Mapping[TrainingPhase, ConversationGenerator]) -> None:
-        """Give it what plays episodes, for training and for evaluation."""
+        """Set the generators that run episodes, for "train" and for "eval"."""
         self._conversation_generators = dict(conversation_generators)
 
     @contextmanager
     def bind_rows(self, rows: Sequence[tuple[Prompt, int]]) -> Iterator[list[Trajectory]]:
-        """While inside, `generate` is for these rows, each with its position in the run's order.
+        """Let `generate` run episodes of these rows while the context is open.
 
-        Yields the episodes that it plays, in the order of its output.
+        Args:
+            rows: The prompts, each with its position in the order of the run.
+
+        Yields:
+            The list to which `generate` appends the episodes that it runs, in the order of its output.
         """
         batch = _Batch(list(rows))
-        token = _playing.set(batch)
+        token = _current_batch.set(batch)
         try:
             yield batch.episodes
         finally:
-            _playing.reset(token)
+            _current_batch.reset(token)
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = True) -> GeneratorOutput:
-        """Play an episode for every sample of rows that the run has asked for.
+        """Run an episode for each sample of the rows that the run requests.
 
-        Messages, environments and extras may have been changed; the samples of a row must be adjacent and complete, as
-        they came. Raises ValueError for rows that nobody asked for.
+        A caller may have changed messages, environments and extras of the input. The samples of a row must be complete
+        and adjacent, as in the run's input.
+
+        Args:
+            input_batch: The input of the run.
+            disable_tqdm: Ignored; accepted for compatibility with SkyRL.
+
+        Raises:
+            RuntimeError: The run has not called the generator.
+            ValueError: The input has rows that the run did not request, or incomplete samples or ids.
         """
-        batch, metadata = _playing.get(), input_batch.get("batch_metadata")
+        batch, metadata = _current_batch.get(), input_batch.get("batch_metadata")
         if batch is None:
             raise RuntimeError(
-                "SkyRLGymGenerator.generate: it plays rows that the run asks for; return it, or a subclass of it, from "
-                "get_generator instead of calling it from elsewhere."
+                "SkyRLGymGenerator.generate: only the run can call it. Return the generator, or a subclass of it, from "
+                "get_generator of the experiment."
             )
         ids = input_batch.get("trajectory_ids") or []
         if len(ids) != len(input_batch["prompts"]):
-            raise ValueError(f"trajectory_ids: {len(ids)} of {len(input_batch['prompts'])} prompts; pass them on.")
-        player = self._conversation_generators[metadata.training_phase if metadata is not None else "train"]
-        rows = [(entry, batch.pop_row(one.instance_id)) for entry, one in enumerate(ids) if one.repetition_id == 0]
+            raise ValueError(
+                f"trajectory_ids: {len(ids)} for {len(input_batch['prompts'])} prompts. Keep those of the run's input."
+            )
+        generator = self._conversation_generators[metadata.training_phase if metadata is not None else "train"]
+        rows = [
+            (entry, batch.pop_row(trajectory_id.instance_id))
+            for entry, trajectory_id in enumerate(ids)
+            if trajectory_id.repetition_id == 0
+        ]
         if not rows:
-            raise ValueError("trajectory_ids: no sample 0 of any row; the samples of a row must be complete.")
+            raise ValueError(
+                "trajectory_ids: no row has its sample 0. The samples of a row must be complete, as in the run's input."
+            )
         groups = await gather_all(
-            player.rollout(_changed(prompt, input_batch, entry), position) for entry, (prompt, position) in rows
+            generator.rollout(_with_input_fields(prompt, input_batch, entry), position)
+            for entry, (prompt, position) in rows
         )
-        return self._answer(groups, batch)
+        return self._to_output(groups, batch)
 
-    def _answer(self, groups: Sequence[TrajectoryGroup], batch: _Batch) -> GeneratorOutput:
+    def _to_output(self, groups: Sequence[TrajectoryGroup], batch: _Batch) -> GeneratorOutput:
         items = [item for group in groups for item in group.trajectories]
         batch.episodes += items
         output, _ = to_generator_output(groups, self._placeholder_token_id)
@@ -130,31 +161,46 @@ class _Batch:
     episodes: list[Trajectory] = field(default_factory=list)
 
     def pop_row(self, uid: str) -> tuple[Prompt, int]:
-        """The first row of that name that is left; a batch at the border of two epochs may have one twice."""
+        """Remove and return the first row with that uid. A batch that spans two epochs may have a row twice.
+
+        Raises:
+            ValueError: No row with that uid is left.
+        """
         for index, (prompt, _) in enumerate(self.rows):
             if prompt.uid == uid:
                 return self.rows.pop(index)
-        raise ValueError(f"trajectory_ids: {uid!r} is no row of the input that `generate` got, or was played already.")
+        raise ValueError(
+            f"trajectory_ids: {uid!r} is not a row of the run's input, or `generate` has already run its episodes."
+        )
 
 
-_playing: ContextVar[_Batch | None] = ContextVar("playing", default=None)
+_current_batch: ContextVar[_Batch | None] = ContextVar("current_batch", default=None)
 
 
-def _changed(prompt: Prompt, given: GeneratorInput, entry: int) -> Prompt:
-    """The row with what the input says of it."""
-    extras = given.get("env_extras")
+def _with_input_fields(prompt: Prompt, input_batch: GeneratorInput, entry: int) -> Prompt:
+    """Return the prompt with the messages, environment and extras of its entry in the input."""
+    extras = input_batch.get("env_extras")
     return replace(
         prompt,
-        messages=list(given["prompts"][entry]),
-        env_class=given["env_classes"][entry] or prompt.env_class,
+        messages=list(input_batch["prompts"][entry]),
+        env_class=input_batch["env_classes"][entry] or prompt.env_class,
         env_extras=prompt.env_extras if extras is None else dict(extras[entry]),
     )
 
 
 def copy_episode_fields(item: Trajectory, played: Trajectory) -> None:
-    """Give a sample what an output has no field for: status, texts, metrics and versions of the episode it is."""
+    """Copy the fields of an episode that a GeneratorOutput cannot hold to the sample made from that output.
+
+    These are texts, metrics, turns, routing and, for a failed episode, its status and tokens. Changes in place.
+
+    Args:
+        item: The sample that was made from the output.
+        played: The episode that the built-in generator ran for it.
+    """
     item.env_metrics, item.text, item.messages = played.env_metrics, played.text, played.messages
-    if item.reward != played.reward and item.token_rewards is None:  # else its turns' rewards would be the old ones
+    if (
+        item.reward != played.reward and item.token_rewards is None
+    ):  # otherwise the old rewards of the turns would count
         item.token_rewards = [0.0] * (len(item.response_ids) - 1) + [item.reward]
     if np.array_equal(item.response_ids, played.response_ids):
         item.turns, item.routing, item.restarts = played.turns, played.routing, played.restarts

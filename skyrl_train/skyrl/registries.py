@@ -1,4 +1,4 @@
-"""SkyRL's registries by their names, and how what a program registered reaches the Ray task that its run is in."""
+"""SkyRL's registries, and the transfer of a program's registrations to the Ray task in which its run executes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 from skyrl_train.report.trackers import trackers
 
-_ALL: Mapping[str, Registry[Any]] = {
+_REGISTRIES: Mapping[str, Registry[Any]] = {
     "advantage": advantage_estimators,
     "policy_loss": policy_losses,
     "kl_estimator": kl_estimators,
@@ -36,50 +36,66 @@ _REGISTERED = "registered"
 
 
 class FunctionRegistry:
-    """SkyRL's way to a registry: class methods."""
+    """A base class that gives access to a registry through class methods, as in SkyRL."""
 
     _registry: ClassVar[Registry[Any]]
 
     @classmethod
     def register(cls, name: str, func: Callable[..., Any]) -> None:
-        """Raises ConfigError for a name that is taken."""
+        """Register a function. Tasks of a connected Ray cluster can use it, too.
+
+        Raises:
+            ConfigError: The name is taken, or the function cannot be sent to Ray tasks.
+        """
         cls._registry.register(str(name))(func)
         _publish_if_in_job()
 
     @classmethod
     def get(cls, name: str) -> Callable[..., Any]:
-        """Raises ConfigError for an unknown name."""
-        found: Callable[..., Any] = cls._registry.get(str(name))
-        return found
+        """Return the function of that name.
+
+        Raises:
+            ConfigError: The name is unknown.
+        """
+        function: Callable[..., Any] = cls._registry.get(str(name))
+        return function
 
     @classmethod
     def list_available(cls) -> list[str]:
+        """Return the names of all functions, built-in ones included."""
         return cls._registry.names()
 
     @classmethod
     def unregister(cls, name: str) -> None:
+        """Remove the function of that name."""
         cls._registry.unregister(str(name))
 
 
 class AdvantageEstimatorRegistry(FunctionRegistry):
-    """trainer.algorithm.advantage_estimator"""
+    """The registry of advantage estimators, the choices of `trainer.algorithm.advantage_estimator`."""
 
     _registry = advantage_estimators
 
 
 class PolicyLossRegistry(FunctionRegistry):
-    """trainer.algorithm.policy_loss_type"""
+    """The registry of policy losses, the choices of `trainer.algorithm.policy_loss_type`."""
 
     _registry = policy_losses
 
 
 def register_advantage_estimator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator."""
+    """Return a decorator that registers a function as an advantage estimator.
+
+    The decorator raises ConfigError if the name is taken or the function cannot be sent to Ray tasks.
+    """
     return _publishing(advantage_estimators.register(str(name)))
 
 
 def register_policy_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator."""
+    """Return a decorator that registers a function as a policy loss.
+
+    The decorator raises ConfigError if the name is taken or the function cannot be sent to Ray tasks.
+    """
     return _publishing(policy_losses.register(str(name)))
 
 
@@ -93,37 +109,46 @@ def _publishing(add: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _publish_if_in_job() -> None:
-    """Of what is registered once Ray runs; `initialize_ray` tells of what was before."""
+    """Publish registrations made after Ray has started; `initialize_ray` publishes earlier ones."""
     if is_connected_to_ray():
         sync_registries()
 
 
 def sync_registries() -> None:
-    """Let this program's Ray tasks find what it has registered so far; `initialize_ray` does it too."""
+    """Publish the registrations of this program so that its Ray tasks can load them; `initialize_ray` does so, too.
+
+    Raises:
+        ConfigError: A registered function or class cannot be sent to a Ray task.
+    """
     _import_gym_registrations()
-    put_for_tasks(_REGISTERED, _packed())
+    put_for_tasks(_REGISTERED, _pack_registrations())
 
 
 def load_program_registrations() -> None:
-    """In a Ray task: register what the program that started it has registered. Elsewhere this does nothing."""
+    """Register the functions and classes that the program registered which started this Ray task.
+
+    Outside a Ray task, load only environments that were registered with the `skyrl_gym` package.
+    """
     _import_gym_registrations()
     packed = get_from_driver(_REGISTERED)
     for kind, name, item in pickle.loads(packed) if packed else ():
-        registry = _ALL[kind]
+        registry = _REGISTRIES[kind]
         if name in registry.user_items():
             continue
-        registry.unregister(name)  # the program's replaces a built-in one
+        registry.unregister(name)  # the program's item replaces a built-in one
         if isinstance(item, str):
             registry.table[name] = item
         else:
             registry.register(name)(pickle.loads(item))
 
 
-def _packed() -> bytes:
-    return pickle.dumps([(kind, name, item) for kind, registry in _ALL.items() for name, item in _own(kind, registry)])
+def _pack_registrations() -> bytes:
+    return pickle.dumps(
+        [(kind, name, item) for kind, registry in _REGISTRIES.items() for name, item in _packed_items(kind, registry)]
+    )
 
 
-def _own(kind: str, registry: Registry[Any]) -> Iterator[tuple[str, str | bytes]]:
+def _packed_items(kind: str, registry: Registry[Any]) -> Iterator[tuple[str, str | bytes]]:
     import cloudpickle
 
     for name, item in registry.user_items().items():
@@ -131,16 +156,16 @@ def _own(kind: str, registry: Registry[Any]) -> Iterator[tuple[str, str | bytes]
             yield name, item if isinstance(item, str) else cloudpickle.dumps(item)
         except Exception as error:
             raise ConfigError(
-                f"{kind} {name!r} cannot be sent to the Ray task of the run ({type(error).__name__}: {error}): "
-                "register it in a module that trainer.plugins names."
+                f"{kind} {name!r} cannot be sent to the Ray task of the run ({type(error).__name__}: {error}). "
+                "Register it in a module that trainer.plugins names."
             ) from error
 
 
 def _import_gym_registrations() -> None:
-    """Environments that were registered with the `skyrl_gym` package itself, if it is in use; not those it brings."""
+    """Register environments that were registered with the `skyrl_gym` package, except its built-in ones."""
     registration = sys.modules.get("skyrl_gym.envs.registration")
     for id, spec in getattr(registration, "registry", {}).items():
         entry = spec.entry_point
-        brought = entry.startswith("skyrl_gym.") if isinstance(entry, str) else entry is None
-        if not brought and id not in environments.user_items():
+        is_builtin = entry.startswith("skyrl_gym.") if isinstance(entry, str) else entry is None
+        if not is_builtin and id not in environments.user_items():
             register_environment(id, entry, spec.kwargs)

@@ -1,4 +1,4 @@
-"""A generator of SkyRL's as the run's rollouts: prompts that begin together are one call of `generate`, as in SkyRL."""
+"""Adapter that uses a SkyRL generator for rollouts: prompts that start together become one call of `generate`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from skyrl_train.trainer.trainer import TrainingLoop
 
 @dataclass(frozen=True)
 class GenerateSettings:
-    """What is the same for all batches of training, or of evaluation."""
+    """The settings that all batches of training, or of evaluation, have in common."""
 
     n_samples_per_prompt: int
     sampling_params: Mapping[str, Any]
-    """With vLLM's names, as SkyRL passes them on."""
+    """Sampling parameters under vLLM's names, as SkyRL passes them to generators."""
     temperature: float
     phase: TrainingPhase
     one_prompt_per_call: bool = False
-    """Whether each prompt is a call of its own, as where rollouts run ahead."""
+    """True if `generate` is called once per prompt, as in fully asynchronous training."""
     needs_logprobs: bool = False
-    """Whether the algorithm reads the engine's log-probs."""
+    """True if the algorithm reads the engine's log-probs."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,11 +51,11 @@ class _PendingPrompt:
 
 
 class GeneratorInterfaceRollouts:
-    """`rollout(prompt, position)` for a GeneratorInterface.
+    """An adapter that generates groups with a GeneratorInterface.
 
-    Calls made before the event loop turns are one batch, in the order of the data: all prompts of a synchronous step.
-    With `one_by_one` each is a batch. What `generate` raises ends the run, as nobody knows which sample it concerns; a
-    sample that is to be left out has a loss mask of zeros.
+    All calls of `rollout` in one iteration of the event loop become one batch, in the order of the data. These are the
+    prompts of a synchronous step. With `one_prompt_per_call`, each call is a batch. An exception of `generate` ends the
+    run, because it does not tell which sample failed. A loss mask of zeros excludes a sample instead.
     """
 
     def __init__(
@@ -65,7 +65,14 @@ class GeneratorInterfaceRollouts:
         tokenizer: Any,
         generate: Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None = None,
     ):
-        """`generate`: called in place of the generator's, which it calls."""
+        """Create the adapter.
+
+        Args:
+            generator: The program's generator.
+            settings: The settings of training or of evaluation.
+            tokenizer: The tokenizer of the policy.
+            generate: The trainer's `generate`, to call instead of the generator's; None calls the generator's.
+        """
         self._generator = generator
         self._generate_batch = generate or generator.generate
         self._settings = settings
@@ -74,80 +81,90 @@ class GeneratorInterfaceRollouts:
         self._waiting: list[_PendingPrompt] = []
 
     def connect(self, loop: TrainingLoop) -> None:
-        """Be told of the loop that the rollouts are for: it counts steps and takes `rollout_metrics`."""
+        """Set the training loop, which counts steps and receives `rollout_metrics`."""
         self._loop = loop
 
     def _step(self) -> int:
-        """The number of finished steps."""
+        """Return the number of finished steps."""
         return 0 if self._loop is None else self._loop.step
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        """The group of `prompt`. Raises RolloutsFailed for an output that is not one.
+        """Generate the group of a prompt.
 
-        When this is cancelled for all prompts of a batch, their call has ended.
+        The call of `generate` is cancelled once `rollout` is cancelled for all prompts of its batch. It has ended when
+        the last of these calls of `rollout` returns. Exceptions of `generate` are raised here, for every prompt of the
+        batch.
+
+        Args:
+            prompt: The prompt.
+            position: Its position in the order of the run.
+
+        Raises:
+            RolloutsFailed: The generator's output is not valid for the requested samples, or has no log-probs although
+                the algorithm reads them.
         """
         loop = asyncio.get_running_loop()
-        one = _PendingPrompt(prompt, position, loop.create_future())
+        pending = _PendingPrompt(prompt, position, loop.create_future())
         if self._settings.one_prompt_per_call:
-            return (await self._groups([one]))[0]
+            return (await self._groups([pending]))[0]
         if not self._waiting:
             loop.call_soon(self._begin)
-        self._waiting.append(one)
+        self._waiting.append(pending)
         try:
-            return await one.group
+            return await pending.group
         finally:
-            if one.group.cancelled() and one.batch is not None:
-                await asyncio.wait([one.batch])
+            if pending.group.cancelled() and pending.batch is not None:
+                await asyncio.wait([pending.batch])
 
     def _begin(self) -> None:
-        batch, self._waiting = sorted(self._waiting, key=lambda one: one.position), []
-        batch = [one for one in batch if not one.group.done()]
+        batch, self._waiting = sorted(self._waiting, key=lambda pending: pending.position), []
+        batch = [pending for pending in batch if not pending.group.done()]
         if not batch:
             return
         task = asyncio.get_running_loop().create_task(self._generate(batch))
 
-        def forsaken(_: object) -> None:
-            if all(one.group.cancelled() for one in batch):
+        def cancel_if_unused(_: object) -> None:
+            if all(pending.group.cancelled() for pending in batch):
                 task.cancel()
 
-        for one in batch:
-            one.batch = task
-            one.group.add_done_callback(forsaken)
+        for pending in batch:
+            pending.batch = task
+            pending.group.add_done_callback(cancel_if_unused)
 
     async def _generate(self, batch: list[_PendingPrompt]) -> None:
         try:
             groups = await self._groups(batch)
         except Exception as error:
-            for one in batch:
-                if not one.group.done():
-                    one.group.set_exception(error)
+            for pending in batch:
+                if not pending.group.done():
+                    pending.group.set_exception(error)
             return
         except asyncio.CancelledError:
-            for one in batch:
-                one.group.cancel()
+            for pending in batch:
+                pending.group.cancel()
             raise
-        for one, group in zip(batch, groups, strict=True):
-            if not one.group.done():
-                one.group.set_result(group)
+        for pending, group in zip(batch, groups, strict=True):
+            if not pending.group.done():
+                pending.group.set_result(group)
 
     async def _groups(self, batch: list[_PendingPrompt]) -> list[TrajectoryGroup]:
         count, step = self._settings.n_samples_per_prompt, self._step()
-        prompts = [one.prompt for one in batch for _ in range(count)]
-        ids = [TrajectoryID(one.prompt.uid, sample) for one in batch for sample in range(count)]
-        given, name = self._input(prompts, ids, step), type(self._generator).__name__
-        played: list[Trajectory] = []
-        # Seeds are those of these rollouts whatever else is under way: an evaluation, or other steps' rollouts.
+        prompts = [pending.prompt for pending in batch for _ in range(count)]
+        ids = [TrajectoryID(pending.prompt.uid, sample) for pending in batch for sample in range(count)]
+        input_batch, name = self._input(prompts, ids, step), type(self._generator).__name__
+        episodes: list[Trajectory] = []
+        # Seeds must not depend on what else runs at the same time: an evaluation, or rollouts of other steps.
         with seed_scope(f"{self._settings.phase}.{batch[0].position if self._settings.one_prompt_per_call else step}"):
             if isinstance(self._generator, SkyRLGymGenerator):
-                with self._generator.bind_rows([(one.prompt, one.position) for one in batch]) as played:
-                    output = await self._generate_batch(given)
+                with self._generator.bind_rows([(pending.prompt, pending.position) for pending in batch]) as episodes:
+                    output = await self._generate_batch(input_batch)
             else:
-                output = await self._generate_batch(given)
+                output = await self._generate_batch(input_batch)
         validate_output(output, ids, name)
         if self._settings.needs_logprobs and output.get("rollout_logprobs") is None:
             raise RolloutsFailed(
                 f"{name}.generate returned no rollout_logprobs, which the configured loss or off-policy correction "
-                "reads: return those of the engines, or turn the correction off."
+                "reads. Return the log-probs of the engines, or disable the correction."
             )
         versions = step, self._step()
         items = to_trajectories(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
@@ -157,13 +174,14 @@ class GeneratorInterfaceRollouts:
             text = opened + decode_response(self._tokenizer, item.response_ids)
             item.messages = append_assistant_text(item.prompt.messages, text)
             item.text = str(item.messages[-1]["content"])
-        if len(played) == len(items):
-            for item, episode in zip(items, played, strict=True):
+        if len(episodes) == len(items):
+            for item, episode in zip(items, episodes, strict=True):
                 copy_episode_fields(item, episode)
         self._add_metrics(output.get("rollout_metrics"))
         starts = range(0, len(items), count)
         return [
-            TrajectoryGroup(one.prompt, items[start : start + count]) for one, start in zip(batch, starts, strict=True)
+            TrajectoryGroup(pending.prompt, items[start : start + count])
+            for pending, start in zip(batch, starts, strict=True)
         ]
 
     def _input(self, prompts: list[Prompt], ids: list[TrajectoryID], step: int) -> GeneratorInput:
@@ -186,13 +204,19 @@ class GeneratorInterfaceRollouts:
 
 
 def generate_settings(config: Config, *, evaluation: bool, needs_logprobs: bool) -> GenerateSettings:
-    """Those of training or of evaluation."""
+    """Return the settings of training or of evaluation.
+
+    Args:
+        config: The configuration of the run.
+        evaluation: True for evaluation, False for training.
+        needs_logprobs: True if the algorithm reads the engine's log-probs. Evaluation never needs them.
+    """
     generator = config.generator
     params = generator.eval_sampling_params if evaluation else generator.sampling_params
     return GenerateSettings(
         n_samples_per_prompt=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
         sampling_params=to_vllm_sampling_params(to_dict(params)),
-        temperature=params.temperature or 1.0,  # greedy samples are scored at 1, as there is no log-prob at 0
+        temperature=params.temperature or 1.0,  # log-probs do not exist at temperature 0: greedy samples use 1
         phase="eval" if evaluation else "train",
         one_prompt_per_call=config.trainer.fully_async.enabled and not evaluation,
         needs_logprobs=needs_logprobs and not evaluation,
@@ -200,7 +224,11 @@ def generate_settings(config: Config, *, evaluation: bool, needs_logprobs: bool)
 
 
 def to_vllm_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters as SkyRL passes them to generators: with vLLM's names."""
+    """Return sampling parameters under vLLM's names, as SkyRL passes them to generators.
+
+    Raises:
+        KeyError: `max_generate_length` (tokens) is missing.
+    """
     named = {name: value for name, value in params.items() if name != "max_generate_length"}
     named["max_tokens"] = params["max_generate_length"]
     return named | {"skip_special_tokens": True, "include_stop_str_in_output": True}

@@ -1,4 +1,4 @@
-"""What a script of SkyRL's does before its run: check the configuration that Hydra composed, and start Ray."""
+"""Functions that SkyRL's scripts call before a run: they validate the composed configuration and start Ray."""
 
 from __future__ import annotations
 
@@ -22,43 +22,48 @@ from skyrl_train.experiment.base import worker_imports
 from skyrl_train.terminal import print_stderr
 
 _LOG_FLUSH_S = 1.0
-"""Within which Ray brings what a task printed last."""
+"""Time in which Ray forwards the last output of a task, in seconds."""
 _clusters: list[Any] = []
-"""Ray as this program started it, until the program ends."""
+"""The Ray connection of this program; it stays open until the program ends."""
 
 
 def to_config(cfg: Config | DictConfig, components: RunComponents | None = None) -> Config:
-    """The checked, frozen configuration of one that Hydra composed. Raises ConfigError that lists every problem.
+    """Validate a composed configuration and return it as a frozen Config. A Config is returned unchanged.
 
-    `uses`: the parts that must exist on this machine; None looks for nothing.
+    Args:
+        cfg: The configuration that Hydra composed.
+        components: The parts of the run whose files and packages must exist on this machine; None skips these checks.
+
+    Raises:
+        ConfigError: The configuration is not valid; the message lists every problem.
     """
     if isinstance(cfg, Config):
         return cfg
-    # A task has no accelerator of its own, and where it runs need not be where ranks and engines do.
-    there = True if cluster_has_gpus() else None
-    return prepare_composed(cfg, components, has_accelerator=there).config
+    # A task has no accelerator of its own, and ranks and engines may run on other nodes than the task.
+    has_accelerator = True if cluster_has_gpus() else None
+    return prepare_composed(cfg, components, has_accelerator=has_accelerator).config
 
 
 def to_dictconfig(config: Config) -> DictConfig:
-    """A checked configuration as scripts read it: by attribute, a program's own keys among the others."""
+    """Return a validated configuration as a DictConfig, with the program's own keys merged into their sections."""
     cfg = OmegaConf.create(to_dict(config))
     for section in (cfg.generator, cfg.environment, cfg.environment.skyrl_gym):
-        own = section.pop("own")
-        for name, value in own.items():
+        custom_keys = section.pop("own")
+        for name, value in custom_keys.items():
             section[name] = OmegaConf.merge(section[name], value) if name in section else value
-        section["own"] = own
+        section["own"] = custom_keys
     return cfg
 
 
 class SkyRLTrainConfig:
-    """The name by which today's SkyRL programs compose their configuration."""
+    """The class through which programs for newer versions of SkyRL compose their configuration."""
 
     @staticmethod
     def from_cli_overrides(args: Sequence[str]) -> DictConfig:
-        """Compose the configuration of `key=value` arguments, as `@hydra.main` would.
+        """Compose the configuration from `key=value` arguments, as `@hydra.main` would.
 
-        Keys of the program's own, below `generator` and `environment`, are added with a plus. What is wrong with the
-        arguments is printed, all of it, and the program exits with status 2.
+        The program may add its own keys below `generator` and `environment`, with a leading plus. If arguments are not
+        valid, this prints every problem to stderr and exits the program with status 2.
         """
         line = read_command_line(args)
         try:
@@ -70,16 +75,16 @@ class SkyRLTrainConfig:
         with open_dict(cfg):
             cfg.pop("hydra")
             for section in (cfg.generator, cfg.environment, cfg.environment.skyrl_gym):
-                section.merge_with(section.pop("own", {}))  # where the program reads them
+                section.merge_with(section.pop("own", {}))  # programs read their own keys from the section itself
         return cfg
 
 
 def validate_cfg(cfg: DictConfig) -> None:
-    """Look for everything that is wrong with a configuration; notes and warnings go to stderr.
+    """Validate a configuration, and print notes and warnings to stderr.
 
-    What is wrong is printed, all of it, and the program exits with status 2, as every entrypoint does. Files and models
-    are looked for when the experiment is made, which may have data of its own. Sets trainer.algorithm.max_seq_len if it
-    is null, as losses may read it, and `device`.
+    If the configuration is not valid, this prints every problem to stderr and exits the program with status 2, as every
+    entrypoint does. It does not look for files and models: the experiment does, which may have its own data. Sets
+    `cfg.device`, and `trainer.algorithm.max_seq_len` if it is null, because losses may read it.
     """
     try:
         prepared = prepare_composed(cfg)
@@ -90,7 +95,7 @@ def validate_cfg(cfg: DictConfig) -> None:
         print_stderr(f"note: {text}")
     for text in prepared.warnings:
         print_stderr(f"warning: {redact(text)}")
-    cfg.device = prepared.config.device  # a task may run where there is no accelerator to be seen
+    cfg.device = prepared.config.device  # the run's Ray task may see no accelerator
     if cfg.trainer.algorithm.max_seq_len is None:
         cfg.trainer.algorithm.max_seq_len = max_sequence_length(prepared.config.generator)
 
@@ -101,9 +106,13 @@ def _disconnect(cluster: Any) -> None:
 
 
 def initialize_ray(cfg: DictConfig) -> None:
-    """Start Ray, or join the cluster at RAY_ADDRESS, until this program ends.
+    """Start Ray, or connect to the cluster at RAY_ADDRESS, and disconnect when this program ends.
 
-    Tasks that it starts find what it has registered: losses, estimators, environments. To be called in the main thread.
+    Ray tasks of this program can use the losses, estimators and environments that it has registered. Call this in the
+    main thread. A second call only publishes new registrations.
+
+    Raises:
+        ConfigError: The configuration is not valid, or a registered item cannot be sent to Ray tasks.
     """
     from skyrl_train.cluster.ray_cluster import Cluster
     from skyrl_train.skyrl.registries import sync_registries

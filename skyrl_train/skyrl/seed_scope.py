@@ -1,4 +1,4 @@
-"""Which rollouts a generator's calls belong to: their seeds and names follow from it, not from time."""
+"""The scope of engine requests: their seeds and names follow from the rollouts they belong to, not from time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SeedScope:
-    """One call of `generate`, or (by default) all calls that nobody asked for."""
+    """The requests of one call of a generator's `generate`, or all requests outside such a call."""
 
     name: str
     _calls: Counter[str] = field(default_factory=Counter)
 
     def next_request_index(self, session: str) -> int:
-        """How many requests of that session there were before, within the scope."""
+        """Count a request of the session, and return its index within the scope, from 0."""
         self._calls[session] += 1
         return self._calls[session] - 1
 
@@ -28,7 +28,7 @@ _OUTSIDE = SeedScope("outside")
 
 @contextmanager
 def seed_scope(name: str) -> Iterator[None]:
-    """Requests made inside, also by tasks that begin there, belong to a scope of that name."""
+    """Let requests belong to a new scope while the context is open, also those of tasks that start inside."""
     token = _scope.set(SeedScope(name))
     try:
         yield
@@ -37,4 +37,5 @@ def seed_scope(name: str) -> Iterator[None]:
 
 
 def current_seed_scope() -> SeedScope:
+    """Return the innermost open scope, or that of requests outside any scope."""
     return _scope.get() or _OUTSIDE

@@ -1,8 +1,8 @@
-"""The commands of a shell script, with the variables that it assigns: read, never run.
+"""A parser that extracts commands and variable assignments from a shell script, without running it.
 
-It understands assignments, arrays, `export`, `: "${NAME:=default}"`, arithmetic, line continuations, and `if` that
-compares texts. What only a shell knows, the output of a command or a variable that nobody assigned, stays as it is
-written, between MARKS, and `quoted` leaves it to the shell.
+It understands assignments, arrays, `export`, `: "${NAME:=default}"`, arithmetic, line continuations, and `if` with
+comparisons of strings and integers. It cannot expand the output of a command or a variable that the script never
+assigns: such a part stays as written, between UNEXPANDED_MARKERS, and `quote_word` leaves its expansion to the shell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import takewhile
 from skyrl_train.errors import ConfigError
 
 UNEXPANDED_MARKERS = "\ue000", "\ue001"
-"""Around what is left to the shell; characters that no script has."""
+"""Characters, which no script contains, before and after a part that the shell must expand."""
 _MARKED = re.compile(f"{UNEXPANDED_MARKERS[0]}(.*?){UNEXPANDED_MARKERS[1]}", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _FUNCTION = re.compile(r"[\w-]+\(\)")
@@ -31,11 +31,11 @@ _INSIDE = re.compile(r"\$\{[^{}]*\}|\$\w+")
 _REDIRECTION = re.compile(r"&?\d*(<<?<?|>>?)[&-]?")
 _DECLARES = frozenset({"export", "readonly", "local", "declare", "typeset"})
 _SUCCEEDS = frozenset({":", "true", "cd", "echo", "export", "mkdir", "pushd", "set", "shift"})
-"""Commands that are taken to succeed."""
-_CHANGES = frozenset({"let", "read", "readarray", "mapfile", "unset", "source", ".", "eval"})
-"""Commands that may change variables and are not followed."""
+"""Commands that are assumed to succeed."""
+_CHANGES_VARIABLES = frozenset({"let", "read", "readarray", "mapfile", "unset", "source", ".", "eval"})
+"""Commands that may change variables in a way that the parser does not follow."""
 _SKIPPED = {"for": "done", "while": "done", "until": "done", "case": "esac"}
-"""What begins a part of a script that is not followed, and what ends it."""
+"""First words of constructs that the parser skips -> their last words."""
 _COMPARISONS = {
     "-eq": operator.eq,
     "-ne": operator.ne,
@@ -44,7 +44,7 @@ _COMPARISONS = {
     "-gt": operator.gt,
     "-ge": operator.ge,
 }
-_SUMS = {
+_OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -55,43 +55,53 @@ _SUMS = {
 
 @dataclass
 class ShellScript:
-    """What `commands` has found in a script beside the commands."""
+    """The state of a script during parsing: variables, arguments, and parts that the parser cannot resolve."""
 
     path: str
     variables: dict[str, list[str]] = field(default_factory=dict)
-    """The words of each variable that was assigned: one, unless it is an array."""
+    """Names of assigned variables -> their words; only an array has more or fewer than one word."""
     arguments: list[str] = field(default_factory=list)
-    """What `$@` stands for."""
+    """The positional parameters, `$@`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the caller sets, as in `NUM_GPUS=1 bash recipe.sh`."""
+    """Variables that the caller of the script sets, as in `NUM_GPUS=1 bash recipe.sh`."""
     exported: list[str] = field(default_factory=list)
     """Names of variables that the script exports."""
     unresolved: list[str] = field(default_factory=list)
-    """Assignments in loops, functions, and under conditions that cannot be decided."""
+    """Assignments and expansions that cannot be resolved: in loops, functions or under undecidable conditions."""
 
 
 @dataclass
 class ShellCommand:
-    """A command of a script, without quotes and redirections."""
+    """A command of a script, with expanded words, without quotes and redirections."""
 
     words: list[str]
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that it sets for itself, as in `A=1 python ...`."""
+    """Variables that the command sets for itself, as in `A=1 python ...`."""
 
 
 def parse_commands(text: str, script: ShellScript) -> Iterator[ShellCommand]:
-    """Yield every command. Raises ConfigError for a script that cannot be read."""
+    """Yield the commands that the script would run, in order, and update the state of the script.
+
+    Commands in skipped constructs, and in branches that are not taken or cannot be decided, are not yielded.
+
+    Args:
+        text: The text of the script.
+        script: The state, with the script's path, arguments and environment. Assignments change it.
+
+    Raises:
+        ConfigError: A quote, bracket or brace is not closed. The message names path and line.
+    """
     branches: list[_Branch] = []
     skipped: list[str] = []
-    succeeded: bool | None = True  # the last command; None: unknown
-    for joined, raw in _split(text, script.path):
+    succeeded: bool | None = True  # status of the last command; None if unknown
+    for separator, raw in _split(text, script.path):
         defines = raw[0] == "function" or raw[1:2] == ["()"] or _FUNCTION.fullmatch(raw[0])
         if skipped or defines or raw[0] in _SKIPPED:
             _skip(raw, skipped, script)
             continue
-        if not (words := _of_branch(raw, branches, succeeded)):
+        if not (words := _parse_branch(raw, branches, succeeded)):
             continue
-        runs = {"&&": succeeded, "||": None if succeeded is None else not succeeded}.get(joined, True)
+        runs = {"&&": succeeded, "||": None if succeeded is None else not succeeded}.get(separator, True)
         if runs is False:
             continue
         declares = words[0] in _DECLARES
@@ -109,35 +119,35 @@ def parse_commands(text: str, script: ShellScript) -> Iterator[ShellCommand]:
                 script.exported += [word.partition("=")[0] for word in assigned]
         elif words[0].startswith("(") and not words[0].startswith("(("):
             yield from parse_commands(words[0][1:-1], script)
-        elif words[0] in _CHANGES or words[0].startswith("((") or _ELEMENT.match(words[0]):
+        elif words[0] in _CHANGES_VARIABLES or words[0].startswith("((") or _ELEMENT.match(words[0]):
             script.unresolved.append(" ".join(words))
         if words[0] == "shift":
             count = int(words[1]) if words[1:] and words[1].isdigit() else 1
             script.arguments = script.arguments[count:]
         elif words[:2] == ["set", "--"]:
-            script.arguments = [one for word in words[2:] for one in _expand(word, script)]
+            script.arguments = [part for word in words[2:] for part in _expand(word, script)]
         elif not assigns and words[0] not in ("[", "[["):
-            own = dict(_assigned(word, script) for word in assigned)
+            variables = dict(_parse_assignment(word, script) for word in assigned)
             yield ShellCommand(
-                [one for word in words[len(assigned) :] for one in _expand(word, script)],
-                {name: " ".join(value) for name, value in own.items()},
+                [part for word in words[len(assigned) :] for part in _expand(word, script)],
+                {name: " ".join(value) for name, value in variables.items()},
             )
         succeeded = _status(words, script) if runs else None
 
 
 @dataclass
 class _Branch:
-    """The branch of an `if` that is being read."""
+    """The branch of an `if` that is being parsed."""
 
     is_taken: bool = True
     is_unknown: bool = False
-    """The condition cannot be decided here; the branch is not taken."""
+    """True if the condition cannot be decided; the branch is then not taken."""
     is_decided: bool = False
-    """A branch before it was taken."""
+    """True if an earlier branch of the same `if` was taken."""
 
 
-def _of_branch(raw: list[str], branches: list[_Branch], succeeded: bool | None) -> list[str]:
-    """Return a command without the words of `if` before it; updates `branches`."""
+def _parse_branch(raw: list[str], branches: list[_Branch], succeeded: bool | None) -> list[str]:
+    """Return a command without a keyword of `if` at its start, and update `branches`."""
     first = raw[0]
     if first == "if":
         branches.append(_Branch())
@@ -155,13 +165,18 @@ def _of_branch(raw: list[str], branches: list[_Branch], succeeded: bool | None) 
 
 
 def display_word(word: str, environment: Mapping[str, str] | None = None) -> str:
-    """The word with what is left to the shell as it is written, or as `environment` has it."""
-    known = environment or {}
-    return _MARKED.sub(lambda found: known.get(found[1].removeprefix("$"), found[1]), word)
+    """Return a word without markers.
+
+    Args:
+        word: A word of a ShellCommand.
+        environment: Values of variables that replace unexpanded `$NAME`; other unexpanded parts stay as written.
+    """
+    values = environment or {}
+    return _MARKED.sub(lambda match: values.get(match[1].removeprefix("$"), match[1]), word)
 
 
 def quote_word(word: str) -> str:
-    """The word for a shell, which fills in what was left to it."""
+    """Return a word quoted for a shell, which still expands the word's unexpanded parts."""
     if UNEXPANDED_MARKERS[0] not in word:
         return shlex.quote(word)
     parts = _MARKED.split(word)
@@ -170,7 +185,7 @@ def quote_word(word: str) -> str:
 
 
 def unexpanded_parts(word: str) -> list[str]:
-    """What is left to the shell in a word."""
+    """Return the parts of a word that the shell must expand, as written."""
     return _MARKED.findall(word)
 
 
@@ -193,7 +208,7 @@ def _skip(raw: list[str], skipped: list[str], script: ShellScript) -> None:
 
 
 def _status(words: list[str], script: ShellScript) -> bool | None:
-    """True if the command succeeds, or is a comparison that holds; None if nothing here says so."""
+    """Return True if the command succeeds, False if it fails, and None if the parser cannot know."""
     if words[0] == "!":
         status = _status(words[1:], script) if words[1:] else None
         return None if status is None else not status
@@ -201,8 +216,8 @@ def _status(words: list[str], script: ShellScript) -> bool | None:
         return True
     test = ["[", *words[1:], "]"] if words[0] == "test" else words
     if test[0] == "[[" and any(re.search(r"[*?\[]", word) for word in test[3:-1]):
-        return None  # a pattern
-    expanded = [one for word in test for one in _expand(word, script)]
+        return None  # pattern matching is not supported
+    expanded = [part for word in test for part in _expand(word, script)]
     match expanded:
         case ["[" | "[[", *inner, "]" | "]]"] if not any(UNEXPANDED_MARKERS[0] in word for word in inner):
             return _holds(inner)
@@ -210,7 +225,7 @@ def _status(words: list[str], script: ShellScript) -> bool | None:
 
 
 def _holds(words: list[str]) -> bool | None:
-    """True if a comparison holds; None if it is none of texts or integers."""
+    """Return True if a comparison of strings or integers holds; None if it is another kind of test."""
     match words:
         case ["!", *rest]:
             return None if (holds := _holds(rest)) is None else not holds
@@ -226,21 +241,21 @@ def _holds(words: list[str]) -> bool | None:
 
 
 def _assign(word: str, script: ShellScript) -> None:
-    name, value = _assigned(word, script)
+    name, value = _parse_assignment(word, script)
     script.variables[name] = value
 
 
-def _assigned(word: str, script: ShellScript) -> tuple[str, list[str]]:
-    """Return the variable of an assignment, and the words that it gets."""
-    found = _ASSIGNMENT.fullmatch(word)
-    assert found is not None
-    name, adds, value = found.groups()
+def _parse_assignment(word: str, script: ShellScript) -> tuple[str, list[str]]:
+    """Return the name of the variable that a word assigns, and its new words."""
+    match = _ASSIGNMENT.fullmatch(word)
+    assert match is not None
+    name, adds, value = match.groups()
     before = script.variables.get(name, []) if adds else []
     if value.startswith("(") and value.endswith(")"):
         inner = [word for _, raw in _split(value[1:-1], script.path) for word in raw]
-        return name, [*before, *(one for word in inner for one in _expand(word, script))]
-    home = re.sub(r"^~(?=/|$)", "$HOME", value)
-    return name, ["".join([*before, " ".join(_expand(home, script, splits=False))])]
+        return name, [*before, *(part for word in inner for part in _expand(word, script))]
+    value = re.sub(r"^~(?=/|$)", "$HOME", value)
+    return name, ["".join([*before, " ".join(_expand(value, script, splits=False))])]
 
 
 def _split(text: str, path: str) -> Iterator[tuple[str, list[str]]]:
@@ -248,7 +263,7 @@ def _split(text: str, path: str) -> Iterator[tuple[str, list[str]]]:
 
     The operator is `&&`, `||`, or `;` for any other.
     """
-    joined = ";"
+    separator = ";"
     words: list[str] = []
     here_documents: list[str] = []
     at, begin = 0, None
@@ -261,15 +276,15 @@ def _split(text: str, path: str) -> Iterator[tuple[str, list[str]]]:
                 words.append(text[begin:at])
             if (char == "" or char in "\n;&|") and words:
                 here_documents += [word[2:].strip("-'\"") for word in words if re.match("<<[^<]", word)]
-                if kept := _without_redirections(words):
-                    yield joined, kept
-                words, joined = [], ";"
+                if command := _without_redirections(words):
+                    yield separator, command
+                words, separator = [], ";"
             if (pair := text[at : at + 2]) in ("&&", "||"):
-                joined, at = pair, at + 1
+                separator, at = pair, at + 1
             at, begin = at + 1, None
             while char == "\n" and here_documents:
-                found = re.compile(rf"^\t*{re.escape(here_documents.pop(0))}$", re.MULTILINE).search(text, at)
-                at = found.end() if found else len(text)
+                match = re.compile(rf"^\t*{re.escape(here_documents.pop(0))}$", re.MULTILINE).search(text, at)
+                at = match.end() if match else len(text)
         elif char == "#" and begin is None:
             at = _end_of_line(text, at)
         else:
@@ -278,23 +293,23 @@ def _split(text: str, path: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _without_redirections(words: list[str]) -> list[str]:
-    kept = []
+    remaining = []
     rest = iter(words)
     for word in rest:
         if _REDIRECTION.fullmatch(word):
-            next(rest, None)  # the file
+            next(rest, None)  # skip the file
         elif not _REDIRECTION.match(word):
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def _end_of_line(text: str, at: int) -> int:
-    found = text.find("\n", at)
-    return len(text) if found < 0 else found
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
 
 
 def _end_of_piece(text: str, at: int, path: str) -> int:
-    """The end of the character, quoted text, expansion or array that begins at `at`."""
+    """Return the index after the character, quoted text, expansion or array that begins at `at`."""
     char = text[at]
     if char == "\\":
         return at + 2
@@ -314,7 +329,11 @@ def _end_of_piece(text: str, at: int, path: str) -> int:
 
 
 def _closing(text: str, at: int, end: str, path: str, plain: bool = False) -> int:
-    """The place after `end`. With `plain`, nothing in between is special."""
+    """Return the index after the next `end`; with `plain`, no character before it is special.
+
+    Raises:
+        ConfigError: The text has no such `end`.
+    """
     begin = at
     while at < len(text):
         if text[at] == end:
@@ -326,17 +345,16 @@ def _closing(text: str, at: int, end: str, path: str, plain: bool = False) -> in
         else:
             at = at + 1 if plain or inside_quotes else _end_of_piece(text, at, path)
     line = text.count("\n", 0, begin) + 1
-    raise ConfigError(f"{path}, line {line}: a {end} is missing. Only plain scripts of a shell can be read.")
+    raise ConfigError(f"{path}, line {line}: a closing {end} is missing. Only plain shell scripts can be parsed.")
 
 
 def _expand(word: str, script: ShellScript, splits: bool = True) -> list[str]:
-    """The words that a written word stands for, without quotes, in order."""
+    """Return the words to which a word of the script expands, in order and without quotes."""
     fields, started, at, in_quotes = [""], False, 0, False
 
-    def add(values: list[str], whole: bool) -> None:
-        """`whole`: a quoted value stays one word."""
+    def add(values: list[str], is_quoted: bool) -> None:
         nonlocal started
-        parts = values if whole or not splits else [part for value in values for part in _words_of(value)]
+        parts = values if is_quoted or not splits else [part for value in values for part in _split_words(value)]
         if parts:
             fields[-1] += parts[0]
             fields.extend(parts[1:])
@@ -348,29 +366,29 @@ def _expand(word: str, script: ShellScript, splits: bool = True) -> list[str]:
             in_quotes, started, at = not in_quotes, started or word[at + 1 : at + 2] == '"', at + 1
         elif char == "'" and not in_quotes:
             end = word.index("'", at + 1)
-            add([word[at + 1 : end]], whole=True)
+            add([word[at + 1 : end]], is_quoted=True)
             at = end + 1
         elif word.startswith("\\\n", at):
             at += 2
         elif char == "\\":
-            kept = char if in_quotes and word[at + 1 : at + 2] not in '\\"$`\n' else ""
-            add([kept + word[at + 1 : at + 2]], whole=True)
+            backslash = char if in_quotes and word[at + 1 : at + 2] not in '\\"$`\n' else ""
+            add([backslash + word[at + 1 : at + 2]], is_quoted=True)
             at += 2
         elif char == "`" or (char == "$" and word[at + 1 : at + 2] in ("(", "{", "'")):
             end = _end_of_piece(word, at, script.path)
-            add(_value(word[at:end], script), whole=in_quotes)
+            add(_value(word[at:end], script), is_quoted=in_quotes)
             at = end
         elif char == "$" and (name := _VARIABLE.match(word, at + 1)):
-            add(_variable(name[0], script), whole=in_quotes)
+            add(_variable(name[0], script), is_quoted=in_quotes)
             at = name.end()
         else:
-            add([char], whole=True)
+            add([char], is_quoted=True)
             at += 1
     return fields if started else []
 
 
-def _words_of(value: str) -> list[str]:
-    """A value that stands without quotes, as the shell splits it; what is left to the shell is not split."""
+def _split_words(value: str) -> list[str]:
+    """Split an unquoted value at white space, as a shell does; unexpanded parts are not split."""
     marked = _MARKED.findall(value)
     numbered = iter(marked)
     plain = _MARKED.sub(UNEXPANDED_MARKERS[0], value)
@@ -378,25 +396,25 @@ def _words_of(value: str) -> list[str]:
 
 
 def _value(written: str, script: ShellScript) -> list[str]:
-    """What `$(...)`, `${...}`, `$'...'` or a command in backquotes stands for."""
+    """Expand `$(...)`, `${...}`, `$'...'` or a command in backquotes."""
     if written.startswith("$'"):
         return [written[2:-1].encode().decode("unicode_escape")]
     if written.startswith("$((") and written.endswith("))"):
-        return [_sum(written, script)]
+        return [_evaluate_arithmetic(written, script)]
     if written.startswith("${"):
         return _braced(written, script)
     inner = written[2:-1] if written.startswith("$(") else written[1:-1]
-    command = [one for _, raw in _split(inner, script.path) for word in raw for one in _expand(word, script)]
+    command = [part for _, raw in _split(inner, script.path) for word in raw for part in _expand(word, script)]
     match [word for word in command if not word.startswith("-")]:
         case ["dirname", path] if UNEXPANDED_MARKERS[0] not in path:
             return [os.path.dirname(path) or "."]
         case ["cd", path, "pwd"] | ["realpath", path] if UNEXPANDED_MARKERS[0] not in path:
             return [os.path.abspath(path)]
-    return [_marked(_INSIDE.sub(lambda name: _known(name[0], script), written))]
+    return [_marked(_INSIDE.sub(lambda name: _expand_known(name[0], script), written))]
 
 
-def _known(written: str, script: ShellScript) -> str:
-    """The value of a variable that the script knows, inside a command that is left to the shell."""
+def _expand_known(written: str, script: ShellScript) -> str:
+    """Expand a variable inside a command that the shell must run; unknown variables stay as written."""
     name = written.strip("${}")
     values = _braced(written, script) if written.startswith("${") else _variable(name, script)
     return " ".join(map(display_word, values)) if values or name in script.variables else written
@@ -415,11 +433,14 @@ def _variable(name: str, script: ShellScript) -> list[str]:
 
 
 def _braced(written: str, script: ShellScript) -> list[str]:
-    """`${NAME}`, `${NAME[@]}`, and with a default, an error, an alternative or a pattern; others stay as written."""
-    found = _BRACED.fullmatch(written[2:-1])
-    if found is None:
-        return _not_followed(written, script)
-    name, index, kind, other = found.groups()
+    """Expand `${NAME}`, `${NAME[@]}`, and forms with a default, an error, an alternative or a pattern.
+
+    Other forms stay as written.
+    """
+    match = _BRACED.fullmatch(written[2:-1])
+    if match is None:
+        return _leave_unexpanded(written, script)
+    name, index, kind, other = match.groups()
     if name == "BASH_SOURCE":
         return [script.path]
     if index in ("[@]", "[*]"):
@@ -433,8 +454,8 @@ def _braced(written: str, script: ShellScript) -> list[str]:
         pattern = " ".join(_expand(other, script, splits=False))
         text = "".join(value)
         if UNEXPANDED_MARKERS[0] in text + pattern or (kind[0] == "/" and re.search(r"[*?\[]", pattern)):
-            return _not_followed(written, script)
-        return [_without(text, kind, pattern)]
+            return _leave_unexpanded(written, script)
+        return [_apply_pattern(text, kind, pattern)]
     is_set = name in script.variables or (name.isdigit() and bool(value))
     has_value = is_set and (value != [""] or not (kind or "").startswith(":"))
     if kind in (":+", "+"):
@@ -447,8 +468,8 @@ def _braced(written: str, script: ShellScript) -> list[str]:
     return default
 
 
-def _without(value: str, kind: str, pattern: str) -> str:
-    """The value without a prefix (`#`, `##`) or suffix (`%`, `%%`), or with a text replaced (`/`, `//`)."""
+def _apply_pattern(value: str, kind: str, pattern: str) -> str:
+    """Remove a prefix (`#`, `##`) or suffix (`%`, `%%`) from the value, or replace a text in it (`/`, `//`)."""
     if kind[0] == "/":
         old, _, new = pattern.partition("/")
         return value.replace(old, new, -1 if kind == "//" else 1)
@@ -461,28 +482,28 @@ def _without(value: str, kind: str, pattern: str) -> str:
     return value
 
 
-def _not_followed(written: str, script: ShellScript) -> list[str]:
-    """Leave an expansion to the shell, and name it if it reads a variable that only the script has."""
+def _leave_unexpanded(written: str, script: ShellScript) -> list[str]:
+    """Leave an expansion to the shell; list it as unresolved if it reads a variable of the script."""
     if any(name in script.variables for name in re.findall(r"[A-Za-z_]\w*", written)):
         script.unresolved.append(written)
     return [_marked(written)]
 
 
-def _sum(written: str, script: ShellScript) -> str:
-    """The value of `$((...))`; as written if it is no sum of known numbers."""
+def _evaluate_arithmetic(written: str, script: ShellScript) -> str:
+    """Evaluate `$((...))`; it stays as written if it is not integer arithmetic with known values."""
     text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: "".join(_variable(name[1], script)), written[3:-2])
     try:
-        return str(_evaluated(ast.parse(text.replace("/", "//").strip(), mode="eval").body))
+        return str(_evaluate(ast.parse(text.replace("/", "//").strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError):
         return _marked(written)
 
 
-def _evaluated(node: ast.expr) -> int:
+def _evaluate(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int(value)):
             return value
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _SUMS:
-            return int(_SUMS[type(op)](_evaluated(left), _evaluated(right)))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return int(_OPERATORS[type(op)](_evaluate(left), _evaluate(right)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluated(operand)
-    raise ValueError("not a sum of integers")
+            return -_evaluate(operand)
+    raise ValueError("not integer arithmetic")

@@ -1,4 +1,4 @@
-"""SkyRL's trainer: what published subclasses of it override, as steps of the loop of this package."""
+"""SkyRL's trainer: the methods that its subclasses override become steps of this package's training loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _REWARD_READING_METHODS = (
     "apply_reward_kl_penalty",
     "compute_advantages_and_returns",
 )
-"""Overrides that may read the rewards of tokens, with which a batch is made only where something reads them."""
+"""Overrides that may read token rewards; a batch has token rewards only if something reads them."""
 _IN_STEP_METHODS = ("fwd_logprobs_values_reward", "train_critic_and_policy")
 
 
@@ -64,25 +64,26 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class RayPPOTrainer:
-    """SkyRL's trainer over the loop of this package; made by `BasePPOExp.get_trainer`.
+    """SkyRL's trainer, an adapter over this package's training loop. `BasePPOExp.get_trainer` creates it.
 
-    A subclass may override these methods, each with `super()`. The loop calls them in this order:
+    A subclass may override these methods, and each override calls `super()`. The loop calls them in this order:
 
-    - `train`: around the whole of training.
+    - `train`: around all of training.
     - `load_checkpoints`: when a run may resume.
     - `generate`: for the training rollouts of a step.
     - `postprocess_generator_output`: to change rewards and loss masks.
-    - `convert_to_training_input`: to change the batch before it is scored.
-    - `fwd_logprobs_values_reward`: around the scoring of log-probs and values.
-    - `apply_reward_kl_penalty`: to change the rewards of tokens, if use_kl_in_reward is on.
-    - `compute_advantages_and_returns`.
+    - `convert_to_training_input`: to change the batch before log-probs are computed.
+    - `fwd_logprobs_values_reward`: around the computation of log-probs and values.
+    - `apply_reward_kl_penalty`: to change token rewards, if use_kl_in_reward is on.
+    - `compute_advantages_and_returns`: to change advantages and returns.
     - `dump_data`: if trainer.dump_data_batch is on.
     - `train_critic_and_policy`: around the update.
     - `update_ref_with_policy`, `eval`, `save_models` and `save_checkpoints`: when they are due.
 
-    A method that is not overridden costs nothing: the loop then computes on ragged batches. One TrainingInputBatch goes
-    through a step, so tensors and metadata that one method adds are there in the next ones. Numbers put into
-    `all_metrics` and `all_timings` are logged with the step's.
+    A method that is not overridden costs nothing, because the loop then computes on ragged batches. One
+    TrainingInputBatch passes through a step, so later methods see the tensors and metadata that an earlier one adds.
+    Numbers in `all_metrics` and `all_timings` are logged with the metrics of the step. Overrides that are not
+    coroutines may run in a thread of their own.
 
     Overriding a method that the loop does not call raises ConfigError when the class is defined.
     """
@@ -106,7 +107,11 @@ class RayPPOTrainer:
         eval_dataset: Any = None,
         callbacks: Any = None,
     ):
-        """Take what SkyRL's trainer takes. Raises ConfigError for `callbacks`, which must be None or empty."""
+        """Create the trainer with the arguments of SkyRL's class; `get_trainer` of the experiment describes them.
+
+        Raises:
+            ConfigError: `callbacks` is neither None nor empty.
+        """
         if callbacks:
             raise ConfigError(
                 f"{type(self).__name__}: callbacks must be empty. Instead: {TRAINER_REPLACEMENTS['add_callback']}."
@@ -130,40 +135,47 @@ class RayPPOTrainer:
         self._fit_task: asyncio.Task[None] | None = None
         self._is_cancelled = False
         self._base_eval: Callable[[int], Awaitable[dict[str, float]]] | None = None
-        """What super() of `eval` does."""
+        """The loop's evaluation, which `super().eval()` runs."""
         self._between_steps = False
-        """True during an evaluation, a save and a load, when `loop.step` is the step that they are about."""
+        """True during an evaluation, a save and a load: they concern `loop.step`, not the step after it."""
         self._output: tuple[GeneratorOutput, list[str]] | None = None
-        """What is converted next, if convert_to_training_input is overridden."""
+        """The output to convert next, with its uids, if convert_to_training_input is overridden."""
         self._batch: TrainBatch | None = None
-        """The ragged batch of the step under way."""
+        """The ragged batch of the current step."""
         self._data: TrainingInputBatch | None = None
-        """The same as subclasses see it."""
+        """The same batch in the form that subclasses see."""
         self._super_calls: dict[str, Callable[..., Awaitable[Any]]] = {}
-        """What super() has to do in the override of that name that is running."""
+        """Method name -> the loop's function that super() calls in the override that is running."""
 
-    # -- what subclasses override ------------------------------------------------------------------------------------
+    # -- methods that subclasses override ----------------------------------------------------------------------------
 
     def train(self) -> Any:
-        """Train to the last step. In a coroutine, this returns an awaitable: `await super().train()`.
+        """Train until the last step.
 
-        Raises ConfigError before `run()` of the experiment has been called.
+        In a coroutine of the run's event loop this returns an awaitable: `await super().train()`. In a thread it blocks
+        until training has ended.
+
+        Raises:
+            ConfigError: `run()` of the experiment has not started the run.
         """
         loop = self._thread_loop
         if loop is None:
-            raise ConfigError("RayPPOTrainer.train: it is called by `run()` of the experiment that made the trainer.")
+            raise ConfigError(
+                "RayPPOTrainer.train: the run has not started. Call `run()` of the experiment that created the "
+                "trainer; it calls `train`."
+            )
         if _running_loop() is loop:
             return self._fit()
         return asyncio.run_coroutine_threadsafe(self._fit(), loop).result()
 
     async def eval(self, vllm_metrics_scraper: Any = None) -> dict[str, float]:
-        """Evaluate the weights of the last finished step: numbers by name. The argument is always None."""
+        """Evaluate the weights of the last finished step, and return metrics by name. The argument is always None."""
         step, evaluate = self._attached_loop.step, self._base_eval
         assert evaluate is not None
         return await evaluate(step)
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Return the generator's output for the training rollouts of a step."""
+        """Call the generator for training rollouts and return its output. Evaluations do not call this method."""
         output: GeneratorOutput = await self.generator.generate(input_batch)
         return output
 
@@ -174,10 +186,17 @@ class RayPPOTrainer:
         metrics_generator_output: GeneratorOutput | None = None,
         metrics_uids: list[str] | None = None,
     ) -> PostprocessedOutput:
-        """Turn rewards of responses into rewards of their tokens, on the last one.
+        """Convert rewards of responses to token rewards, with the reward on the last token, in place.
 
-        Returns the pair (output, uids), which can also be indexed like the output alone. An override may return either.
-        The last two arguments are always None: reward metrics are those of all rollouts.
+        Args:
+            generator_output: The rollouts of a step.
+            uids: The prompt's uid for each entry.
+            metrics_generator_output: Always None; reward metrics cover all rollouts.
+            metrics_uids: Always None.
+
+        Returns:
+            The pair (output, uids), which also accepts the output's keys as indices. An override may return the pair or
+            the output alone. It may change only rewards and loss masks; other changes raise ConfigError in the run.
         """
         rewards: list[Any] = list(generator_output["rewards"])
         for entry, response in enumerate(generator_output["response_ids"]):
@@ -187,23 +206,40 @@ class RayPPOTrainer:
         return PostprocessedOutput((generator_output, uids))
 
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingInputBatch:
-        """Return the step's batch, (B, P + R) for sequences and (B, R) for responses, before log-probs are scored.
+        """Return the batch of the step before log-probs are computed.
 
-        Rewards, loss masks and log-probs are those of `generator_output`; an override may change them there, or in
-        what this returns. Raises ConfigError for an output with other rows than the step's.
+        An override may change rewards, loss masks and the engine's log-probs in `generator_output`, or in the result.
+
+        Args:
+            generator_output: The output of the step's rollouts, after postprocessing.
+            uids: The prompt's uid for each entry.
+
+        Returns:
+            The batch: tensors of sequences are [B, P + R], those of responses [B, R].
+
+        Raises:
+            ConfigError: The output has another number of entries than the step has samples.
+            RolloutsFailed: A field of the output has a wrong length or a value that is not finite.
         """
         name = self._name("convert_to_training_input")
         validate_entries(generator_output, name)
         return set_from_output(self._build_training_input(), generator_output, name)
 
     def fwd_logprobs_values_reward(self, training_input: TrainingInputBatch) -> TrainingInputBatch:
-        """Add `action_log_probs`, `base_action_log_probs` and `values`, (B, R): None where nothing reads them."""
+        """Compute `action_log_probs`, `base_action_log_probs` and `values`, [B, R], and add them to the batch.
+
+        A tensor that nothing reads is None. Blocks until the ranks have finished; only the run may call this.
+
+        Raises:
+            ConfigError: The run has not called this method, an override calls `super()` twice, or rows or tokens of
+                `training_input` have changed.
+        """
         name = "fwd_logprobs_values_reward"
         self._batch = self._call_base(name, self._apply_changes(training_input, name, scored=False))
         return self._merge_computed(training_input)
 
     def apply_reward_kl_penalty(self, data: TrainingInputBatch) -> TrainingInputBatch:
-        """Subtract the KL penalty of the configuration from `data["rewards"]`, (B, R)."""
+        """Subtract the configured KL penalty from `data["rewards"]`, [B, R], and return `data`."""
         step, batch = self._advantages, self._batch
         assert step is not None and step.kl is not None and batch is not None
         metrics = Metrics()
@@ -213,49 +249,62 @@ class RayPPOTrainer:
         return data
 
     def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
-        """Add `advantages` and `returns`, (B, R), by the configured estimator from `data["rewards"]`."""
+        """Compute `advantages` and `returns`, [B, R], from `data["rewards"]` with the configured estimator.
+
+        Returns:
+            `data`, with both tensors added. `returns` are the advantages if the estimator has no returns.
+
+        Raises:
+            ConfigError: Rows or tokens of `data` have changed, or its loss mask has new tokens.
+        """
         step, name = self._advantages, "compute_advantages_and_returns"
         assert step is not None
         self._batch = batch = self._apply_changes(data, name, rewards=False)
-        rectangles = PaddedLayout(batch)
-        rewarded = with_token_rewards(batch, rectangles, data["rewards"])
-        done = replace(step, kl=None, advantage_batch_normalize=False)(rewarded, Metrics())
-        advantages = done.token_advantages
+        layout = PaddedLayout(batch)
+        rewarded = with_token_rewards(batch, layout, data["rewards"])
+        computed = replace(step, kl=None, advantage_batch_normalize=False)(rewarded, Metrics())
+        advantages = computed.token_advantages
         assert advantages is not None
-        data["advantages"] = rectangles.to_padded_responses(advantages)
-        data["returns"] = data["advantages"] if done.returns is None else rectangles.to_padded_responses(done.returns)
+        data["advantages"] = layout.to_padded_responses(advantages)
+        data["returns"] = (
+            data["advantages"] if computed.returns is None else layout.to_padded_responses(computed.returns)
+        )
         return data
 
     def dump_data(self, data: TrainingInputBatch, file_name: str) -> None:
-        """Write `data` to dumped_data/<file_name>.pkl in trainer.export_path; read it with `TrainingInputBatch.load`.
+        """Write `data` to dumped_data/<file_name>.pkl in trainer.export_path, which `TrainingInputBatch.load` reads.
 
-        Without an override, a run writes safetensors there instead.
+        The run writes safetensors instead if no subclass overrides this method.
         """
         folder = resolve_local_folder(self.cfg.trainer.export_path) / "dumped_data"
         folder.mkdir(parents=True, exist_ok=True)
         data.save(folder / f"{file_name}.pkl")
 
     def train_critic_and_policy(self, data: TrainingInputBatch) -> dict[str, float]:
-        """Take the optimizer steps of this step on `data`; returns the policy's metrics.
+        """Run the optimizer steps of this training step on `data`, and return the policy's metrics without "policy/".
 
-        An override may change loss_mask, advantages, returns and log-probs before, and must call this exactly once. To
-        skip an update, set the loss_mask to zeros.
+        An override must call this exactly once. Before that, it may change loss mask, advantages, returns and
+        log-probs. A loss mask of zeros skips the update. Blocks until the ranks have finished.
+
+        Raises:
+            ConfigError: The run has not called this method, an override calls `super()` twice, or rows or tokens of
+                `data` have changed.
         """
         name = "train_critic_and_policy"
         values = self._call_base(name, self._apply_changes(data, name))
         return {key.removeprefix("policy/"): one for key, one in values.items() if key.startswith("policy/")}
 
     def save_checkpoints(self) -> str:
-        """Write the checkpoint of step `global_step`; returns its folder once it is complete.
+        """Write the checkpoint of step `global_step`, and return its folder once it is complete.
 
-        A disk that is full costs a warning, and the folder is then missing. Files that an override adds to the folder
-        are kept and deleted with it, but neither verified nor uploaded.
+        If the disk is full, the run logs a warning and the folder does not exist. Files that an override adds to the
+        folder are deleted with it, but they are neither verified nor uploaded.
         """
         self._call_base("save_checkpoints")
         return str(resolve_local_folder(self.cfg.trainer.ckpt_path) / f"global_step_{self.global_step}")
 
     def load_checkpoints(self) -> tuple[int, str | None]:
-        """Resume as trainer.resume_mode says; returns the step and the checkpoint's folder, or (0, None)."""
+        """Resume as trainer.resume_mode says, and return the step and the checkpoint's folder, or (0, None)."""
         step, _ = self._call_base("load_checkpoints")
         folder = self._attached_loop.checkpoint_manager.resumed_from
         return step, None if folder is None else str(folder)
@@ -265,20 +314,20 @@ class RayPPOTrainer:
         self._call_base("save_models")
 
     def update_ref_with_policy(self) -> None:
-        """Copy the policy's weights to the reference: at the end of an epoch with trainer.update_ref_every_epoch."""
+        """Copy the policy's weights to the reference model, after each epoch with trainer.update_ref_every_epoch."""
         self._call_base("update_ref_with_policy")
 
-    # -- how they become steps of the loop ---------------------------------------------------------------------------
+    # -- connecting the overrides to the loop ------------------------------------------------------------------------
 
     def connect(self, loop: Trainer) -> None:
-        """Become part of a loop: only what a subclass overrides changes it."""
+        """Replace the steps of the loop that a subclass overrides; the other steps stay as they are."""
         self._loop = loop
-        after = self._log_numbers
+        transform = self._log_metrics
         if self.overrides_rewards or self._overrides("convert_to_training_input"):
-            after = self._postprocess
-        loop.trajectory_transforms = [*loop.trajectory_transforms, after]
+            transform = self._postprocess
+        loop.trajectory_transforms = [*loop.trajectory_transforms, transform]
         if any(map(self._overrides, _REWARD_READING_METHODS)):
-            loop.batch_transforms = [self._own_advantages(step) for step in loop.batch_transforms]
+            loop.batch_transforms = [self._replace_advantages(transform) for transform in loop.batch_transforms]
         if loop.evaluator is not None:
             self._base_eval = loop.evaluator.run
             if self._overrides("eval"):
@@ -307,44 +356,44 @@ class RayPPOTrainer:
 
     @property
     def overrides_rewards(self) -> bool:
-        """True if a subclass changes rewards before the batch is made."""
+        """True if a subclass overrides `postprocess_generator_output`, which changes rewards."""
         return self._overrides("postprocess_generator_output")
 
     @property
     def generate_override(self) -> Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None:
-        """`generate`, if a subclass overrides it."""
+        """The `generate` of a subclass; None if no subclass overrides it."""
         return self.generate if self._overrides("generate") else None
 
-    def _own_advantages(self, step: Any) -> Any:
-        if not isinstance(step, AdvantageCalculator):
-            return step
-        self._advantages = step
+    def _replace_advantages(self, transform: Any) -> Any:
+        if not isinstance(transform, AdvantageCalculator):
+            return transform
+        self._advantages = transform
         return self._add_advantages
 
-    def _log_numbers(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
-        self._data = None  # that of the step before
+    def _log_metrics(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
+        self._data = None  # forget the batch of the previous step
         self._log_into(metrics)
 
     def _postprocess(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
         output, uids = to_generator_output(groups, self._placeholder_token_id)
         responses = [list(ids) for ids in output["response_ids"]]
         returned: Any = self.postprocess_generator_output(output, list(uids))
-        changed, same = returned if isinstance(returned, tuple) else (returned, uids)
+        changed, returned_uids = returned if isinstance(returned, tuple) else (returned, uids)
         name = self._name("postprocess_generator_output")
-        if changed["response_ids"] != responses or list(same) != uids:
+        if changed["response_ids"] != responses or list(returned_uids) != uids:
             raise ConfigError(
-                f"{name} changed response_ids or uids: only rewards and loss_masks may be changed there. Leave samples "
-                "out by masks of zeros."
+                f"{name} changed response_ids or uids, but it may change only rewards and loss_masks. Exclude samples "
+                "with loss_masks of zeros."
             )
         validate_entries(changed, name)
         if self.overrides_rewards:
             update_trajectories(groups, changed)
         if self._overrides("convert_to_training_input"):
             self._output = changed, uids
-        self._log_numbers(groups, metrics)
+        self._log_metrics(groups, metrics)
 
     async def _score(self, score: Callable[[TrainBatch], Awaitable[TrainBatch]], batch: TrainBatch) -> TrainBatch:
-        """In place of Learner.score."""
+        """Replace `add_logprobs_and_values` of the learner."""
         self._batch = batch
         if self._output is not None:
             output, self._output = self._output, None
@@ -361,7 +410,7 @@ class RayPPOTrainer:
         return self._batch
 
     def _add_advantages(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
-        """In place of the loop's AdvantageStep."""
+        """Replace the loop's AdvantageCalculator."""
         step = self._advantages
         assert step is not None
         if not (self._overrides("apply_reward_kl_penalty") or self._overrides("compute_advantages_and_returns")):
@@ -377,7 +426,7 @@ class RayPPOTrainer:
         advantages, returns = batch.token_advantages, batch.returns
         if advantages is None:
             name = self._name("compute_advantages_and_returns")
-            raise ConfigError(f"{name} returned a batch without data['advantages']: must be a tensor, (B, R).")
+            raise ConfigError(f"{name} returned a batch without data['advantages']: must be a tensor [B, R].")
         if step.advantage_batch_normalize:
             advantages = batch_normalize(advantages, batch.loss_mask)
         batch = replace(batch, sequence_advantages=None)
@@ -387,7 +436,7 @@ class RayPPOTrainer:
         return batch
 
     def _dump(self, step: int, batch: TrainBatch, uids: Sequence[str]) -> None:
-        """In place of BatchDump.write."""
+        """Replace `BatchDump.write`."""
         self._batch = batch
         self._data = self._merge_computed(self._data)
         self.dump_data(self._data, file_name=f"global_step_{step}_training_input")
@@ -395,24 +444,24 @@ class RayPPOTrainer:
     async def _update(
         self, update: Callable[[TrainBatch], Awaitable[dict[str, float]]], batch: TrainBatch
     ) -> dict[str, float]:
-        """In place of Learner.update."""
+        """Replace `update` of the learner."""
         self._batch = batch
         values: dict[str, float] = {}
 
-        async def kept(changed: TrainBatch) -> dict[str, float]:
+        async def update_and_store(changed: TrainBatch) -> dict[str, float]:
             values.update(await update(changed))
             return values
 
         data = self._merge_computed(self._data)
         data.metadata["global_step"] = self.global_step
         name = "train_critic_and_policy"
-        _, called = await self._run_override(name, kept, data)
-        self._require(name, called, "set data['loss_mask'] to zeros before to skip an update")
+        _, called = await self._run_override(name, update_and_store, data)
+        self._require(name, called, "to skip an update, set data['loss_mask'] to zeros before the call")
         self._batch = self._data = None
         return values
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """In place of Evaluator.run."""
+        """Replace `Evaluator.run`."""
         self._between_steps = True
         try:
             return dict(await self.eval())
@@ -423,65 +472,70 @@ class RayPPOTrainer:
     async def _save(
         self, save: Callable[..., Awaitable[None]], step: int, unfinished: PendingActions | None = None
     ) -> None:
-        """In place of RunState.save."""
+        """Replace `CheckpointManager.save`."""
 
-        async def saved() -> None:
+        async def save_and_wait() -> None:
             await save(step, unfinished)
             await self._attached_loop.checkpoint_manager.wait_until_written()
 
-        _, called = await self._run_override("save_checkpoints", saved)
+        _, called = await self._run_override("save_checkpoints", save_and_wait)
         self._require("save_checkpoints", called, "set trainer.ckpt_interval to save less often")
 
     async def _resume(self, resume: Callable[[], Awaitable[tuple[int, PendingActions]]]) -> tuple[int, PendingActions]:
-        """In place of RunState.resume."""
-        found = 0, PendingActions((), {})
+        """Replace `CheckpointManager.resume`."""
+        resumed = 0, PendingActions((), {})
 
-        async def kept() -> tuple[int, PendingActions]:
-            nonlocal found
-            found = await resume()
-            return found
+        async def resume_and_store() -> tuple[int, PendingActions]:
+            nonlocal resumed
+            resumed = await resume()
+            return resumed
 
-        returned, _ = await self._run_override("load_checkpoints", kept)
-        if not isinstance(returned, tuple) or returned[0] != found[0]:
+        returned, _ = await self._run_override("load_checkpoints", resume_and_store)
+        if not isinstance(returned, tuple) or returned[0] != resumed[0]:
             raise ConfigError(
-                f"{self._name('load_checkpoints')} returned {returned!r}: must be (step, folder), with the step "
-                f"{found[0]} that was loaded. Choose a checkpoint with trainer.resume_mode and trainer.resume_path."
+                f"{self._name('load_checkpoints')} returned {returned!r}: must be (step, folder), with the "
+                f"loaded step {resumed[0]}. Choose a checkpoint with trainer.resume_mode and trainer.resume_path."
             )
-        return found
+        return resumed
 
     async def _export(self, export: Callable[[int], Awaitable[Any]], step: int) -> None:
-        """In place of RunState.export."""
+        """Replace `CheckpointManager.export`."""
         await self._run_override("save_models", partial(export, step))
 
     async def _update_reference(self, update: Callable[[], Awaitable[None]]) -> None:
-        """In place of RunState.update_reference."""
+        """Replace `CheckpointManager.update_reference`."""
         await self._run_override("update_ref_with_policy", update)
 
-    async def _run_override(self, name: str, work: Callable[..., Awaitable[Any]], *given: Any) -> tuple[Any, bool]:
-        """Run an override in a thread, whose super() does `work`: what it returns, and whether it called super()."""
+    async def _run_override(self, name: str, work: Callable[..., Awaitable[Any]], *args: Any) -> tuple[Any, bool]:
+        """Run an override in a thread. Its super() runs `work` in the event loop.
+
+        Returns:
+            The override's result, and True if it called super().
+        """
         self._event_loop = asyncio.get_running_loop()
         self._super_calls[name] = work
         between, self._between_steps = self._between_steps, name not in _IN_STEP_METHODS
         try:
-            result = await finish_despite_cancellation(asyncio.to_thread(getattr(self, name), *given))
+            result = await finish_despite_cancellation(asyncio.to_thread(getattr(self, name), *args))
             return result, name not in self._super_calls
         finally:
             self._between_steps = between
             self._super_calls.pop(name, None)
             self._log_into(self._attached_loop.metrics)
 
-    def _call_base(self, name: str, *given: Any) -> Any:
-        """Do what super() has to do in the override that is running."""
+    def _call_base(self, name: str, *args: Any) -> Any:
+        """Run the loop's function for super() of the override that is running, and block until it has finished."""
         work = self._super_calls.pop(name, None)
         if work is None:
             raise ConfigError(
-                f"{self._name(name)}: the run calls it when it is due, and the override calls super().{name}() once."
+                f"{self._name(name)}: only the run calls this method, and an override must call super().{name}() "
+                "exactly once."
             )
 
-        async def done() -> Any:
-            return await work(*given)
+        async def run_work() -> Any:
+            return await work(*args)
 
-        return asyncio.run_coroutine_threadsafe(done(), self._event_loop).result()
+        return asyncio.run_coroutine_threadsafe(run_work(), self._event_loop).result()
 
     def _require(self, name: str, called: bool, advice: str) -> None:
         if not called:
@@ -494,7 +548,7 @@ class RayPPOTrainer:
         )
 
     def _merge_computed(self, data: TrainingInputBatch | None) -> TrainingInputBatch:
-        """Return `data` with what is known now, besides tensors and metadata that subclasses have added."""
+        """Update `data` with the tensors of the current batch; tensors and metadata that subclasses added stay."""
         fresh = self._build_training_input()
         if data is None:
             return fresh
@@ -514,23 +568,25 @@ class RayPPOTrainer:
 
     @property
     def _placeholder_token_id(self) -> int:
-        """For places of a rectangle that have none."""
+        """The token in padded places."""
         return self.tokenizer.pad_token_id or 0
 
     def _log_into(self, metrics: Metrics) -> None:
-        for name in list(self.all_metrics):  # in a thread: rollouts that run ahead may add others meanwhile
+        for name in list(self.all_metrics):  # other threads may add metrics at the same time
             value = self.all_metrics.pop(name)
             if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
                 metrics.add(name, float(value))
         for name in list(self.all_timings):
             metrics.count(f"timing/{name}", self.all_timings.pop(name))
 
-    # -- the run that it drives --------------------------------------------------------------------------------------
+    # -- running the loop --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train. What a subclass does around it runs in a thread of its own if it blocks.
+        """Train until the last step. An overridden `train` that is not a coroutine runs in a thread of its own.
 
-        Raises ConfigError if it has not called `super().train()`.
+        Raises:
+            ConfigError: The trainer is not connected to a loop, or `train` has not called `super().train()`.
+            CancelledError: The run was cancelled. The thread of `train` has then ended.
         """
         if not self._overrides("train"):
             await self._fit()
@@ -550,8 +606,8 @@ class RayPPOTrainer:
                 raise
         if self._fit_task is None:
             raise ConfigError(
-                f"{type(self).__name__}.train ended without a step: it must call super().train(). There is no other "
-                f"loop ({DOCS_PAGE})."
+                f"{type(self).__name__}.train ended without a training step: it must call super().train(), which runs "
+                f"the training loop ({DOCS_PAGE})."
             )
 
     async def _fit(self) -> None:
@@ -564,20 +620,21 @@ class RayPPOTrainer:
     def _attached_loop(self) -> Trainer:
         if self._loop is None:
             raise ConfigError(
-                f"{type(self).__name__}: it is part of a run once `run()` of the experiment has started it; what needs "
-                "a running trainer belongs into its methods, not into its constructor."
+                f"{type(self).__name__}: the trainer is not connected to a run yet. `run()` of the experiment connects "
+                "it; move code that needs the run from the constructor to another method."
             )
         return self._loop
 
     @property
     def global_step(self) -> int:
-        """The step under way, from 1; the finished one during an evaluation and a save; 0 before there is a run."""
+        """The current training step, from 1; the last finished one during an evaluation or a save; 0 before a run."""
         if self._loop is None:
             return 0
         return self._loop.step + (not self._between_steps)
 
     @property
     def total_training_steps(self) -> int:
+        """The number of the run's training steps. Raises ConfigError before the run has started."""
         return self._attached_loop.schedule.total_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -590,23 +647,28 @@ class RayPPOTrainer:
 
 
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
-    """SkyRL's trainer for rollouts that run ahead: the same one, which the configuration tells to."""
+    """SkyRL's fully asynchronous trainer: a RayPPOTrainer whose configuration enables asynchronous rollouts.
+
+    Raises:
+        ConfigError: `trainer.fully_async.enabled` is false.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if not self.cfg.trainer.fully_async.enabled:
             raise ConfigError(
-                "trainer.fully_async.enabled=false: must be true with FullyAsyncRayPPOTrainer; set it, or return a "
+                "trainer.fully_async.enabled=false: must be true with FullyAsyncRayPPOTrainer. Set it, or return a "
                 "RayPPOTrainer from get_trainer."
             )
 
 
 class StepMetricsTracker:
-    """The tracker that a trainer gets: what it logs goes with the numbers of the step under way."""
+    """The tracker of a trainer without a tracker of its own; it logs with the metrics of the current step."""
 
     def __init__(self) -> None:
         self.trainer: RayPPOTrainer | None = None
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool = False) -> None:
+        """Add `data` to the metrics of the current step; `step` and `commit` are ignored."""
         if self.trainer is not None:
             self.trainer.all_metrics |= data

@@ -1,4 +1,4 @@
-"""Names of SkyRL's classes that have no counterpart here, and what to use instead of each."""
+"""Members of SkyRL's classes that have no counterpart here, with the replacement of each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from skyrl_train.errors import ConfigError
 
 DOCS_PAGE = "docs/from_skyrl.md#programs"
 _MODELS = (
-    "the run builds the models of trainer.policy, trainer.critic and trainer.ref before it makes the trainer. Give "
+    "the run builds the models of trainer.policy, trainer.critic and trainer.ref before it creates the trainer. Choose "
     "another model by its path, register another loss with register_policy_loss, and override "
     "fwd_logprobs_values_reward or train_critic_and_policy to work on the batch"
 )
 _SYNC = (
-    "the run sends weights to the engines after every step, and puts engines to sleep and wakes them. Choose how with "
-    "generator.weight_sync_route; what else must happen once belongs into `train`, before super().train()"
+    "the run sends weights to the engines after every step, and puts engines to sleep and wakes them. Choose the "
+    "route with generator.weight_sync_route, and put code that must run once into `train`, before super().train()"
 )
 _ROWS = (
     "return the rows from get_train_dataset and get_eval_dataset of the experiment. Their order follows from "
@@ -56,14 +56,14 @@ TRAINER_REPLACEMENTS: Mapping[str, str] = {
     "_remove_tail_data": _BATCH,
     "handle_dynamic_sampling": _FILTER,
     "_execute_forward_pass": "override fwd_logprobs_values_reward",
-    "_skip_policy_forward": "the run scores log-probs only where something reads them",
-    "_normalize_advantages": f"trainer.algorithm.advantage_batch_normalize and loss_reduction decide it; or {_UPDATE}",
+    "_skip_policy_forward": "the run computes log-probs only if something reads them",
+    "_normalize_advantages": f"set trainer.algorithm.advantage_batch_normalize and loss_reduction, or {_UPDATE}",
     "_execute_training_step": _UPDATE,
     "_cleanup_old_checkpoints": _CHECKPOINTS,
     "init_weight_sync_state": _SYNC,
     "sync_policy_weights_to_inference_engines": _SYNC,
     "async_sync_policy_weights_to_inference_engines": _SYNC,
-    "flush_pending_metrics": "numbers in all_metrics are logged with the step, also with the last one of a run",
+    "flush_pending_metrics": "the run logs the numbers in all_metrics with each step, the last one included",
     "add_callback": _CALLBACKS,
     "_fire": _CALLBACKS,
     "_build_callback_input": _CALLBACKS,
@@ -71,7 +71,7 @@ TRAINER_REPLACEMENTS: Mapping[str, str] = {
     "_profiler_step": _PROFILER,
     "_profiler_stop": _PROFILER,
     "_torch_profiler_enabled": _PROFILER,
-    "has_critic": "self.cfg.trainer.algorithm.advantage_estimator says it: gae has a critic",
+    "has_critic": "read self.cfg.trainer.algorithm.advantage_estimator: gae has a critic",
     "_get_dp_group_models": _MODELS,
     "_get_mesh_rank": _MODELS,
     "_run_training": _AHEAD,
@@ -82,7 +82,7 @@ TRAINER_REPLACEMENTS: Mapping[str, str] = {
     "_should_keep_group": _FILTER,
     "convert_generation_group_mini_batch_to_training_input": "override convert_to_training_input",
 }
-"""Of RayPPOTrainer and FullyAsyncRayPPOTrainer."""
+"""Members of RayPPOTrainer and FullyAsyncRayPPOTrainer -> the replacement of each."""
 
 SYNC_METHODS = (
     "postprocess_generator_output",
@@ -97,15 +97,16 @@ SYNC_METHODS = (
     "save_models",
     "update_ref_with_policy",
 )
-"""Methods of the trainer that an override must not turn into coroutines."""
+"""Methods of the trainer whose overrides must not be coroutines."""
 
 READ_ONLY_ATTRIBUTES: Mapping[str, str] = {"global_step": _STEPS, "total_training_steps": _STEPS}
 """Attributes of the trainer that can be read but not set."""
 
 _OWN_RUN = "override get_trainer, or `train` of the trainer that it returns"
 _OWN_CLIENT = (
-    "the run makes the client of generator.*. For servers that run elsewhere set generator.run_engines_locally=false "
-    "and generator.external_server_urls; a generator of get_generator may also call a client of its own"
+    "the run creates the client from generator.*. For servers that run elsewhere set "
+    "generator.run_engines_locally=false and generator.external_server_urls; the generator of get_generator may also "
+    "call its own client"
 )
 EXPERIMENT_REPLACEMENTS: Mapping[str, str] = {
     "_setup_trainer": _OWN_RUN,
@@ -115,14 +116,14 @@ EXPERIMENT_REPLACEMENTS: Mapping[str, str] = {
     "get_trajectory_logger": "completions go to the trackers of trainer.logger; register another one with "
     "sk.register.tracker",
 }
-"""Of BasePPOExp."""
+"""Members of BasePPOExp -> the replacement of each."""
 
 _OWN_EPISODES = (
-    "write an environment with several turns; or override `generate`, and call it there for every entry of the input"
+    "write a multi-turn environment, or override `generate` and call the method there for every entry of the input"
 )
 GENERATOR_REPLACEMENTS: Mapping[str, str] = {
     "_validate_cfg": "the configuration is checked before the run starts",
-    "_compute_cache_salt": "prompts that were cached with other weights are never reused",
+    "_compute_cache_salt": "engines never reuse prompts that were cached with other weights",
     "agent_loop": _OWN_EPISODES,
     "generate_batched": "override `generate`",
     "_env_init": _OWN_EPISODES,
@@ -130,7 +131,7 @@ GENERATOR_REPLACEMENTS: Mapping[str, str] = {
     "_run_in_executor_if_available": "environments run in processes of their own",
     "_setup_env_extras": "override `generate`, and change input_batch['env_extras'] before super() is called",
     "_post_process_agent_loop_output": "override `generate`, and change what super() returns",
-    "_zero_reward_if_not_stop": "generator.zero_reward_on_non_stop decides it; or override `generate`, and change "
+    "_zero_reward_if_not_stop": "set generator.zero_reward_on_non_stop, or override `generate` and change "
     "the rewards that super() returns",
     "_build_per_token_rewards": "override `generate`, and change the rewards that super() returns",
     "get_obs_ids_from_obs": _OWN_EPISODES,
@@ -139,7 +140,7 @@ GENERATOR_REPLACEMENTS: Mapping[str, str] = {
     "_update_agent_loop_state_with_multiturn_chat_template": _OWN_EPISODES,
     "_update_agent_loop_state_with_singleturn_chat_template": _OWN_EPISODES,
 }
-"""Of SkyRLGymGenerator."""
+"""Members of SkyRLGymGenerator -> the replacement of each."""
 
 CLIENT_REPLACEMENTS: Mapping[str, str] = dict.fromkeys(
     (
@@ -152,29 +153,48 @@ CLIENT_REPLACEMENTS: Mapping[str, str] = dict.fromkeys(
         "update_named_weights",
         "teardown",
     ),
-    "leave the call out: the run itself sends weights to the engines, and puts them to sleep and wakes them",
+    "remove the call: the run itself sends weights to the engines, and puts them to sleep and wakes them",
 )
-"""Of InferenceEngineClient."""
+"""Members of InferenceEngineClient -> the replacement of each."""
 
 
 def reject_overrides(subclass: type, base: type, table: Mapping[str, str]) -> None:
-    """Raise ConfigError if a subclass of `ours` overrides a method of `table`, which nothing would call."""
+    """Reject overrides of methods that the run never calls.
+
+    Args:
+        subclass: The subclass to check, with its bases up to `base`.
+        base: The class of this package.
+        table: Method names -> the advice for the error message.
+
+    Raises:
+        ConfigError: A class between `subclass` and `base` defines a method of `table`.
+    """
     for cls in subclass.__mro__[: subclass.__mro__.index(base)]:
         for name in sorted(table.keys() & vars(cls).keys()):
             raise ConfigError(
-                f"{subclass.__name__}.{name}: the run does not call it, so overriding it has no effect. Instead: "
-                f"{table[name]} ({DOCS_PAGE})."
+                f"{subclass.__name__}.{name}: the run does not call this method, so overriding it has no effect. "
+                f"Instead: {table[name]} ({DOCS_PAGE})."
             )
 
 
 def raise_unsupported_attribute(owner: str, table: Mapping[str, str], name: str) -> NoReturn:
-    """Raise AttributeError that says what replaces `owner.name`."""
-    advice = f"Instead: {table[name]} ({DOCS_PAGE})." if name in table else f"{DOCS_PAGE} lists what it has."
+    """Raise AttributeError for an attribute that the class does not have, with the replacement if there is one.
+
+    Args:
+        owner: The name of the class.
+        table: Attribute names -> the advice for the error message.
+        name: The attribute.
+    """
+    advice = (
+        f"Instead: {table[name]} ({DOCS_PAGE})."
+        if name in table
+        else f"{DOCS_PAGE} lists the attributes that {owner} has."
+    )
     raise AttributeError(f"{owner} of skyrl_train has no {name!r}. {advice}", name=name, obj=None)
 
 
 def referenced_names(subclass: type) -> set[str]:
-    """Return the attributes and globals that the methods of a class body use."""
+    """Return the names of attributes and globals that the methods of the class use, without those of its bases."""
     functions = (getattr(value, "__func__", value) for value in vars(subclass).values())
     return {
         name
@@ -196,27 +216,32 @@ def reject_custom_loop(subclass: type) -> None:
     """Raise ConfigError if a trainer overrides `train` and no method of its class calls super().train()."""
     if inspect.isfunction(vars(subclass).get("train")) and "train" not in referenced_names(subclass):
         raise ConfigError(
-            f"{subclass.__name__}.train has a training loop of its own, and never calls super().train(): there is one "
-            "loop. Override the method of the step that you change, use trainer.fully_async.* for rollouts that run "
-            f"ahead, or drive learner and engines by hand with sk.session(cfg) ({DOCS_PAGE})."
+            f"{subclass.__name__}.train never calls super().train(), but a custom training loop is not supported here. "
+            "Override the method of the step that you change, use trainer.fully_async.* for asynchronous rollouts, or "
+            f"write the loop with sk.session(cfg), which gives access to learner and engines ({DOCS_PAGE})."
         )
 
 
 def reject_coroutines(subclass: type, base: type) -> None:
-    """Raise ConfigError if a subclass of `ours` defines one of PLAIN_METHODS as a coroutine."""
+    """Raise ConfigError if a class from `subclass` up to `base` defines a method of SYNC_METHODS as a coroutine."""
     for cls in subclass.__mro__[: subclass.__mro__.index(base)]:
         for name in SYNC_METHODS:
             if inspect.iscoroutinefunction(vars(cls).get(name)):
-                raise ConfigError(f"{subclass.__name__}.{name} is a coroutine: it must be a plain method, as in SkyRL.")
+                raise ConfigError(
+                    f"{subclass.__name__}.{name} is a coroutine: must be a plain method, as in SkyRL. Remove `async`."
+                )
 
 
 def reject_misspelled_overrides(subclass: type, base: type) -> None:
-    """Raise ConfigError for a method that nothing in the class uses and whose name is almost one of `ours`."""
+    """Raise ConfigError for a method whose name is almost that of a public method of `base`.
+
+    Methods that the subclass itself calls are accepted, and those that override a method of another base.
+    """
     hooks = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]
     for name in sorted(vars(subclass).keys() - vars(base).keys() - referenced_names(subclass)):
         close = difflib.get_close_matches(name, hooks, n=1, cutoff=0.9)
         if close and inspect.isfunction(vars(subclass)[name]) and not hasattr(subclass.__base__, name):
             raise ConfigError(
-                f"{subclass.__name__}.{name}: the run does not call it. Did you mean {close[0]}? Rename it otherwise "
-                f"({DOCS_PAGE})."
+                f"{subclass.__name__}.{name}: the run does not call this method. Did you mean {close[0]}? If not, "
+                f"choose a name that differs more ({DOCS_PAGE})."
             )

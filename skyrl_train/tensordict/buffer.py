@@ -15,27 +15,27 @@ from torch import Tensor
 from skyrl_train.tensordict.ragged import rows_of, stacked
 
 Transform = Any
-"""What data goes through: an object with `inv(tensordict)` for what is written (None: nothing to store yet), with
-`forward(tensordict)` for what is read, or both; or a function, for what is read."""
+"""A transform of a buffer: an object with `inv(tensordict)`, applied on writing (it returns None to store nothing yet),
+`forward(tensordict)`, applied on reading, or both; or a function, applied on reading."""
 
 
 @dataclass(frozen=True)
 class LazyStackStorage:
-    """TorchRL's name for a store of `max_size` ragged rows (None: any number), for `ReplayBuffer(storage=...)`."""
+    """TorchRL's name for the size of a buffer: `ReplayBuffer(storage=...)` keeps `max_size` rows (None: no limit)."""
 
     max_size: int | None = None
 
 
 @dataclass(frozen=True)
 class SamplerWithoutReplacement:
-    """TorchRL's name for what a `ReplayBuffer` does: each row once before any again."""
+    """TorchRL's name for the sampling order of a `ReplayBuffer`: every row once before any row is repeated."""
 
     drop_last: bool = False
     shuffle: bool = True
 
 
 class ReplayBuffer:
-    """The last `max_size` rows, each sampled once before any is sampled again. Thread-safe.
+    """A thread-safe buffer of the last `max_size` rows, each sampled once before any is sampled again.
 
     Rows may be ragged. Sampling copies no tensors; writing entries into a sample does not change the stored rows.
     """
@@ -52,24 +52,30 @@ class ReplayBuffer:
         drop_last: bool = False,
         seed: int | None = None,
     ):
-        """
-        Args:
-            max_size: How many rows are kept; or `storage` says it, as in TorchRL: also an empty one of torchrl's, or a
-                class or function that makes one. Rows are kept here whatever it is.
-            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces; also torchrl's own, and
-                a class or function that makes one.
-            batch_size: Rows per `sample()` and per batch of an iteration.
-            transform: What rows go through when they are written and read; see `append_transform`.
-            drop_last: Drop a smaller last batch.
+        """Create an empty buffer.
 
-        Raises ValueError unless exactly one of `max_size` and `storage` is given, and for other samplers.
+        Args:
+            max_size: Maximum number of rows; older rows are dropped.
+            storage: Alternative to `max_size`, as in TorchRL: a LazyStackStorage, an empty TorchRL storage, or a class
+                or function that makes one. Only its `max_size` is used.
+            sampler: A SamplerWithoutReplacement (ours or TorchRL's), or a class or function that makes one. It replaces
+                `shuffle` and `drop_last`.
+            batch_size: Rows per `sample()` and per batch of an iteration.
+            transform: Applied to rows when they are written and read; see `append_transform`.
+            shuffle: Sample in random order rather than in the order of writing.
+            drop_last: Drop a smaller last batch of an iteration.
+            seed: Seed of the random order.
+
+        Raises:
+            ValueError: If not exactly one of `max_size` and `storage` is given, the size is below 1, the storage is not
+                empty, or the sampler is of another kind.
         """
         if (max_size is None) == (storage is None):
-            raise ValueError(f"max_size={max_size}, storage={storage}: give one of the two.")
+            raise ValueError(f"max_size={max_size}, storage={storage}: give exactly one of the two.")
         if sampler is not None:
             sampler = sampler() if callable(sampler) else sampler
             if type(sampler).__name__ != SamplerWithoutReplacement.__name__:
-                raise ValueError(f"sampler={sampler!r:.80}: only SamplerWithoutReplacement; every row is sampled once.")
+                raise ValueError(f"sampler={sampler!r:.80} is not supported; only SamplerWithoutReplacement is.")
             shuffle, drop_last = sampler.shuffle, sampler.drop_last
         self.max_size = max_size if storage is None else _size_of(storage)
         """None: rows are never dropped."""
@@ -91,19 +97,21 @@ class ReplayBuffer:
         return len(self._rows)
 
     def append_transform(self, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
-        """Add a transform: `inv` for rows that are written, through the one added last first, `forward` for those read.
+        """Add a transform after the existing ones and return the buffer.
 
-        A function is for rows that are read. `invert` exchanges the two. Raises TypeError for something else.
+        Written rows pass through the `inv` methods, the last added first; read rows through the `forward` methods, the
+        first added first. A plain function is applied on reading. `invert` exchanges the two directions. Raises
+        TypeError for an object that is neither a function nor has `inv` or `forward`.
         """
         return self.insert_transform(len(self._transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
-        """Like `append_transform`, at a place among the transforms."""
+        """Insert a transform at `index` among the existing ones; otherwise like `append_transform`."""
         self._transforms.insert(index, _ReadAndWrite.of(transform, invert))
         return self
 
     def add(self, row: TensorDictBase) -> Tensor:
-        """Write one row (batch size ())."""
+        """Write one row (batch size []); return the int64 numbers of the rows that were stored."""
         return self.extend(row.unsqueeze(0))
 
     def extend(self, tensordict: TensorDictBase) -> Tensor:
@@ -125,14 +133,17 @@ class ReplayBuffer:
             return torch.tensor(numbers, dtype=torch.int64)
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """Rows not yet sampled, at random (or in order without `shuffle`); a new pass starts when none is left.
+        """Return rows not yet sampled, in random order (or in order without `shuffle`), as a batch [batch_size].
 
-        Raises ValueError if fewer rows are stored than requested.
+        A new pass over the rows starts when none is left. Raises ValueError if fewer rows are stored than requested, or
+        if neither this call nor the buffer has a batch size.
         """
         size = self._size(batch_size)
         with self._lock:
             if len(self) < size:
-                raise ValueError(f"{size} rows asked for, {len(self)} stored; write more or ask for fewer.")
+                raise ValueError(
+                    f"batch_size={size}, but only {len(self)} rows are stored; write more rows or sample fewer."
+                )
             chosen = self._take(size)
             if len(chosen) < size:  # the rest of this pass, and the start of the next one without repeating a row
                 taken = set(chosen)
@@ -142,7 +153,10 @@ class ReplayBuffer:
         return self._read(stacked(rows))
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows by place, the oldest first: one for an int, several for a slice, list or tensor. A key: of all rows."""
+        """Return rows by position, the oldest first, or an entry of all rows by its key.
+
+        An int gives one row; a slice, list or tensor gives a batch. Raises IndexError if no row is selected.
+        """
         if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
             return self[:][index]
         with self._lock:
@@ -155,11 +169,11 @@ class ReplayBuffer:
         else:
             chosen = rows[index]
         if not chosen:
-            raise IndexError(f"no row at {index!r} of {len(rows)}.")
+            raise IndexError(f"index {index!r} selects none of the {len(rows)} rows.")
         return self._read(stacked(chosen))
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """One pass over the rows stored now, in batches of `batch_size`."""
+        """Iterate once over the rows stored now, in batches of `batch_size`."""
         size = self._size(None)
         with self._lock:
             rows = list(self._rows.values())
@@ -170,7 +184,10 @@ class ReplayBuffer:
                 yield self._read(stacked(rows[start : start + size]))
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Remove all rows, but not the groups that a transform still holds back; `write_count` begins at 0 again."""
+        """Remove all rows, but not the groups that a transform still holds back.
+
+        With `empty_write_count`, also reset `write_count` to 0.
+        """
         with self._lock:
             self._rows.clear()
             self._unseen.clear()
@@ -206,7 +223,7 @@ class _ReadAndWrite:
     def of(cls, transform: Transform, invert: bool) -> _ReadAndWrite:
         read, write = getattr(transform, "forward", None), getattr(transform, "inv", None)
         if isinstance(transform, type) or not (callable(transform) or callable(read) or callable(write)):
-            raise TypeError(f"transform {transform!r:.80} has no `inv` and no `forward`, and is no function.")
+            raise TypeError(f"transform {transform!r:.80} has no `inv` and no `forward`, and is not a function.")
         if read is None:
             read = _unchanged if write is not None else transform
         pair = read, write or _unchanged
@@ -218,11 +235,13 @@ def _unchanged(tensordict: TensorDictBase) -> TensorDictBase:
 
 
 def _size_of(storage: Any) -> int | None:
-    """The size that a storage, or a class or function that makes one, says."""
+    """Return the max_size of a storage, or of the one that a class or function makes."""
     if isinstance(storage, type) or (callable(storage) and not hasattr(storage, "max_size")):
         storage = storage()
     if not hasattr(storage, "max_size"):
         raise ValueError(f"storage={storage!r:.80} has no max_size: give LazyStackStorage(n).")
     if not isinstance(storage, LazyStackStorage) and len(storage):
-        raise ValueError(f"storage={storage!r:.80} holds {len(storage)} rows: write them with extend().")
+        raise ValueError(
+            f"storage={storage!r:.80} already has {len(storage)} rows; give an empty one and write them with extend()."
+        )
     return storage.max_size  # type: ignore[no-any-return]

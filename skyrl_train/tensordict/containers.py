@@ -40,7 +40,10 @@ class LogProbs(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 class Masks(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """bool, as long as Tokens.full: tokens that are not padding, and those of the assistant, end of turn included."""
+    """Boolean masks of the shape of Tokens.full: tokens that are not padding, and tokens of the assistant.
+
+    The end-of-turn token of an answer belongs to the assistant.
+    """
 
     all_attention_mask: Tensor | None = None
     all_assistant_mask: Tensor | None = None
@@ -48,6 +51,8 @@ class Masks(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """Texts: prompt, response, and full (the prompt followed by the response)."""
+
     prompt: str | None = None
     response: str | None = None
     full: str | None = None
@@ -65,8 +70,8 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
             history = getattr(self, name)
             if isinstance(history, History) and history.ndim == self.ndim:
                 warnings.warn(
-                    f"ChatHistory.{name} has batch size {tuple(history.batch_size)}, no dimension of turns: each "
-                    "message is taken as a conversation of one turn.",
+                    f"ChatHistory.{name} has batch size {tuple(history.batch_size)}, without a dimension of turns; "
+                    "each message is treated as a conversation of one turn.",
                     stacklevel=3,
                 )
                 setattr(self, name, lazy_stack([history], -1))
@@ -95,5 +100,5 @@ def nested_stack(rows: Sequence[Any], shape: Sequence[int]) -> Any:
 
 
 def ragged(kind: type, rows: Sequence[dict[str, Any]], shape: Sequence[int]) -> Any:
-    """An unpadded container of `kind`, from rows of fields."""
+    """Return an unpadded container of class `kind` and batch size `shape`, from rows of fields in row-major order."""
     return kind.from_tensordict(nested_stack([TensorDict(row) for row in rows], shape))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Conversations as tensor classes, whose last batch dimension is the turns."""
+"""Tensor classes for conversations; the last batch dimension indexes the turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_train.data.messages import join_text_parts
 from skyrl_train.errors import ConfigError, DataError
 
 NO_MESSAGE = "<none>"
-"""The role of an entry that only pads a stack."""
+"""Role of a padding entry in a stack of conversations."""
 Parser = Callable[[str], list[dict[str, Any]]]
 _OTHER_NAMES = {
     "chatml_format": TEMPLATES["chatml"],
@@ -52,6 +52,8 @@ class ContentBase(TensorClass["nocast", "shadow"]):  # type: ignore[name-defined
 
 
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """A conversation [turns], or a batch of conversations [B, turns]; a History [] is a single message."""
+
     role: str
     content: str
     is_complete: bool = True
@@ -60,9 +62,13 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @classmethod
     def from_chats(cls, chats: Sequence[Any]) -> History:
-        """list[dict] -> [turns]; list[list[dict]] -> [B, turns]. A message has role, content, optionally tool_calls."""
+        """Build a History from messages: [turns] from a list of dicts, [B, turns] from a list of such lists.
+
+        A message has "role" and "content", and optionally "is_complete", "tool_calls" and "tool_responses".
+        Raises DataError for an empty list.
+        """
         if not chats:
-            raise DataError("History.from_chats got no message.")
+            raise DataError("History.from_chats got an empty list; give at least one message.")
         if not isinstance(chats[0], Mapping):
             return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
         turns = []
@@ -78,11 +84,16 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return lazy_stack(turns)  # type: ignore[no-any-return]
 
     def to_chats(self) -> list[Any]:
-        """The inverse of `from_chats`: list[dict], or a list of those, without entries that only pad a stack."""
+        """Return the messages as dicts: the inverse of `from_chats`. Padding entries of a stack are left out.
+
+        Raises RuntimeError for a History without a batch dimension.
+        """
         if self.ndim > 1:
             return [history.to_chats() for history in self.unbind(0)]
         if self.ndim == 0:
-            raise RuntimeError("a History without a batch dimension is one message, not a conversation.")
+            raise RuntimeError(
+                "a History without a batch dimension is a single message, not a conversation; unsqueeze it first."
+            )
         chat: list[dict[str, Any]] = []
         for turn in self._tensordict.unbind(0):  # tensor classes take microseconds for each attribute
             role, complete = _plain(turn.get("role")), _plain(turn.get("is_complete", None))
@@ -98,18 +109,23 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return chat
 
     def append(self, history: History, inplace: bool = True, dim: int = -1) -> History:
-        """Append one message. Raises RuntimeError unless `history` has one dimension less."""
+        """Append one message along `dim` and return the result, which is `self` if `inplace`.
+
+        Raises RuntimeError unless `history` has exactly one dimension fewer than `self`.
+        """
         if history.ndim != self.ndim - 1:
             raise RuntimeError(f"append takes a History of {self.ndim - 1} dimensions, got {history.ndim}.")
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
-        """Append another History, or one of torchrl's, along `dim`.
+        """Append another History (ours or TorchRL's) along `dim` and return the result, which is `self` if `inplace`.
 
         Raises RuntimeError unless both have the same number of dimensions, at least 1.
         """
         if not self.ndim or history.ndim != self.ndim:
-            raise RuntimeError(f"extend: {self.ndim} and {history.ndim} dimensions; both need the same, above 0.")
+            raise RuntimeError(
+                f"extend got {self.ndim} and {history.ndim} dimensions; both need the same number, at least 1."
+            )
         if not isinstance(history, History):
             history = converted(history, History)
         if history.device != self.device:
@@ -136,9 +152,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return_assistant_tokens_mask: bool = False,
         **template_kwargs: Any,
     ) -> Any:
-        """Return text; with `tokenize` or `return_tensors` ids [1, L]; with `return_dict` or a mask a TensorDict.
+        """Render with the chat template: to text, to ids [1, L] (`tokenize`, `return_tensors`) or to a TensorDict.
 
-        The TensorDict has "input_ids", "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
+        `return_dict` and `return_assistant_tokens_mask` give a TensorDict with "input_ids",
+        "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
         [B, turns] a list of texts or ids, or a lazy stack of TensorDicts (padded on the left with `padding`). Control
         tokens come only from the template; if a message spells one, it is encoded as plain characters. Masks need no
         {% generation %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops
@@ -148,13 +165,18 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
         if return_tensors not in (None, "pt"):
-            raise ConfigError(f"return_tensors={return_tensors!r} is not 'pt' or None: ids are tensors of torch.")
+            raise ConfigError(
+                f"return_tensors={return_tensors!r} is not supported; use 'pt' or None: ids are torch tensors."
+            )
         if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
             return _texts(self, tokenizer, add_generation_prompt, continue_final_message, options)
         if truncation:
             raise ConfigError("truncation=True would cut a conversation silently; shorten the messages instead.")
         if continue_final_message and return_assistant_tokens_mask:
-            raise ConfigError("continue_final_message=True: a message that goes on has no mask; leave one of them out.")
+            raise ConfigError(
+                "continue_final_message=True cannot be combined with return_assistant_tokens_mask=True: a message to "
+                "be continued has no mask. Leave one of them out."
+            )
         chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
         if self.ndim > 2:
             raise ConfigError(f"apply_chat_template takes [turns] or [B, turns], got {tuple(self.batch_size)}.")
@@ -180,8 +202,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     ) -> History:
         """Parse a rendered text into a conversation, for inspecting texts; wrappers never need it.
 
-        Without a name the control tokens tell ChatML from Llama 3 and 4. A last turn without an end is not complete.
-        Raises ConfigError for a template without a parser, RuntimeError if nothing is recognised.
+        Without a name, the control tokens determine the format: ChatML, Llama 3 or Llama 4. A last turn without an end
+        token has is_complete=False.
+        Raises ConfigError for a template without a parser, RuntimeError if no turn is recognized.
         """
         if isinstance(text, list):
             return lazy_stack([cls.from_text(one, chat_template_name, chat_template, tokenizer) for one in text])  # type: ignore[no-any-return]
@@ -206,16 +229,24 @@ def add_chat_template(
     guessed from a model's path.
     """
     if model_family_keywords:
-        raise ConfigError("model_family_keywords: a path says nothing about a model; pass chat_template_name instead.")
+        raise ConfigError(
+            "model_family_keywords is not supported: templates are never guessed from a model's path. Pass "
+            "chat_template_name instead."
+        )
     if template_name in {**TEMPLATES, **_OTHER_NAMES} or _ADDED.get(template_name, template) != template:
-        raise ConfigError(f"template_name={template_name!r} stands for another template; choose a new name.")
+        raise ConfigError(
+            f"template_name={template_name!r} is already the name of another template; choose a new name."
+        )
     _ADDED[template_name] = template
     if inverse_parser is not None:
         _PARSERS[template_name] = inverse_parser
 
 
 def template_options(tokenizer: Any, template: str | None, name: str | None) -> dict[str, Any]:
-    """Keywords for rendering: the explicit template, else the named one, else the tokenizer's own, else ConfigError."""
+    """Return rendering keywords for the given template, else for the named one; empty for the tokenizer's own.
+
+    Raises ConfigError for an unknown `name`, or if no template is given and the tokenizer has none.
+    """
     if template is not None:
         return {"chat_template": template}
     if name is not None:
@@ -229,7 +260,7 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
 
 
 def converted(history: Any, kind: type) -> Any:
-    """Convert conversations [..., turns] to another History class, without entries that only pad a stack.
+    """Convert conversations [..., turns] to another History class, leaving out padding entries.
 
     Both classes have role, content, is_complete, tool_calls and tool_responses.
     """
@@ -243,7 +274,7 @@ def converted(history: Any, kind: type) -> Any:
 
 
 def rendered_form(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without the key that only a History has."""
+    """Return the messages without "is_complete", which chat templates do not know."""
     return [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
 
 
@@ -254,7 +285,7 @@ def _plain(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """The content for a chat template: text, or parts; text-only parts are joined, for templates without parts."""
+    """Return the content for a chat template. Parts that are all text are joined, for templates without parts."""
     if isinstance(value, ContentBase) and value.ndim:
         value = list(value.unbind(0))
     parts = value if isinstance(value, list) else [value]
@@ -305,7 +336,7 @@ def _tensors(rows: Any, tokenizer: Any, padding: bool, masked: bool) -> list[Ten
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The id that fills a padded tensor; any id works, because masks mark the padding."""
+    """Return the tokenizer's pad id, else its end-of-sequence id, else 0. Masks mark the padding, so any id works."""
     for name in ("pad_token_id", "eos_token_id"):
         if (found := getattr(tokenizer, name, None)) is not None:
             return int(found)

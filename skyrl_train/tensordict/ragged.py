@@ -23,19 +23,19 @@ Column = Tensor | list[Tensor]
 
 
 def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """Rows (batch size ()) of a tensordict of any batch size, in row-major order."""
+    """Return the rows (batch size []) of a tensordict of any batch size, in row-major order."""
     if tensordict.ndim == 0:
         return [tensordict]
     return [row for part in tensordict.unbind(0) for row in rows_of(part)]
 
 
 def flattened(tensordict: TensorDictBase) -> TensorDictBase:
-    """The same rows with batch size [B]."""
+    """Return the rows of a tensordict of any batch size as a tensordict of batch size [B]."""
     return tensordict if tensordict.ndim == 1 else lazy_stack(rows_of(tensordict))
 
 
 def column(tensordict: TensorDictBase, key: Key) -> Column | None:
-    """An entry of a tensordict of batch size [B], or None if it is missing."""
+    """Return an entry of a tensordict [B], or None if a row lacks it. Raises TypeError for an entry without tensors."""
     value = tensordict.get(key, None, as_list=True)
     if isinstance(value, Tensor) and value.is_nested:
         return list(value.unbind())
@@ -76,19 +76,20 @@ class TokenLayout:
 
     @property
     def sequence_ids(self) -> Tensor:
-        """[T] int64, the row of each token."""
+        """Row index of each token, [T] int64."""
         return self.present.nonzero()[:, 0]
 
     @property
     def first_tokens(self) -> Tensor:
-        """[T] bool: the first token of each row, which has no log-prob."""
+        """Mask of the first token of each row, which has no log-prob, [T] bool."""
         ids = self.sequence_ids
         return torch.cat([ids.new_ones(1), ids.diff()])[: len(ids)].bool()
 
     def rectangle(self, values: Column, name: Key, fill: float = 0) -> Tensor:
-        """[B, L], or rows, to [B, L]; a trailing dimension of 1 is dropped.
+        """Return token-level values as a rectangle [B, L], with `fill` in padding; drop a trailing dimension of 1.
 
-        A row must have either all positions of its tokens' row, or only those that are not padding, else ValueError.
+        A row must have either all positions of its tokens' row, or only those that are not padding. Raises ValueError,
+        naming `name`, for any other shape.
         """
         if isinstance(values, Tensor):
             if values.ndim == 3 and values.shape[-1] == 1:
@@ -110,11 +111,11 @@ class TokenLayout:
         raise ValueError(f"{name!r} has {len(row)} values in row {index}; its tokens have {self.widths[index]}.")
 
     def flat(self, values: Column, name: Key) -> Tensor:
-        """[B, L], or rows, to [T]."""
+        """Return token-level values, given as a rectangle [B, L] or as rows, flat [T]. Raises like `rectangle`."""
         return self.rectangle(values, name)[self.present]
 
     def spread(self, values: Column, name: Key) -> Tensor:
-        """[T] from one value per row ([B], [B, 1], [B, 1, 1]) or one per token."""
+        """Return values [T] from one per row ([B], [B, 1], [B, 1, 1]) or one per token. Raises like `rectangle`."""
         if isinstance(values, list):
             values = [row.reshape(-1) for row in values]
             if all(row.numel() == 1 for row in values):
@@ -124,11 +125,14 @@ class TokenLayout:
         return self.flat(values, name)
 
     def unflat(self, values: Tensor) -> Tensor:
-        """[T] to [B, L], 0 in padding."""
+        """Return flat values [T] as a rectangle [B, L], with 0 in padding."""
         return values.new_zeros(self.present.shape).index_put((self.present,), values)
 
     def after(self, tokens: Column, prompts: Column) -> Tensor:
-        """[T] bool: tokens after the prompt of their row. Raises ValueError if a row does not begin with its prompt."""
+        """Return a mask [T] bool of the tokens after their row's prompt.
+
+        Raises ValueError if a row does not begin with its prompt.
+        """
         whole, result = self.rectangle(tokens, "tokens"), self.present.clone()
         if isinstance(prompts, Tensor) and torch.equal(whole[:, : prompts.shape[1]], prompts):
             result[:, : prompts.shape[1]] = False  # prompts in rectangles are left-padded

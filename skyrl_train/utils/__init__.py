@@ -1,4 +1,4 @@
-"""SkyRL's functions for scripts, by its names."""
+"""SkyRL's import path of its helper functions for scripts."""
 
 from skyrl_train.lazy_imports import lazy_exports
 

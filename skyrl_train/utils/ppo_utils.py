@@ -1,4 +1,4 @@
-"""SkyRL's algorithms as functions and registries, by its names."""
+"""SkyRL's import path of its algorithm functions and registries."""
 
 from skyrl_train.skyrl.functions import (
     AdaptiveKLController,

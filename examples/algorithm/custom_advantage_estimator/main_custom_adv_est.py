@@ -1,4 +1,4 @@
-"""The same program under the name that some of SkyRL's recipes call it by."""
+"""The custom advantage estimator example, under the module name that some of SkyRL's recipes use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An advantage estimator of one's own, registered by the program itself: rewards minus their mean over the batch."""
+"""A program that registers a custom advantage estimator: rewards minus their mean over the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_train.experiment.driver import exit_with_signal_status
 
 @sk.register.advantage("simple_baseline")
 def simple_baseline(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """All [B]; 0 for failed samples, which have no reward."""
+    """Return the rewards minus their mean, and 0 for failed samples, which have no reward. All tensors are [B]."""
     mean = rewards[valid].mean() if valid.any() else rewards.new_zeros(())
     return torch.where(valid, rewards - mean, 0.0)
 

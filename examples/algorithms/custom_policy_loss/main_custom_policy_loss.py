@@ -1,4 +1,4 @@
-"""A policy loss of one's own, registered by the program itself: REINFORCE, by trainer.algorithm.policy_loss_type."""
+"""A program that registers a custom policy loss, REINFORCE, for trainer.algorithm.policy_loss_type."""
 
 from __future__ import annotations
 

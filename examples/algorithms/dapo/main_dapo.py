@@ -1,4 +1,4 @@
-"""SkyRL's DAPO entry point, for its recipes: main_base, as what DAPO needs are keys of the configuration here."""
+"""SkyRL's DAPO entry point, for its recipes. It equals main_base, because DAPO's features are configuration keys here."""
 
 from __future__ import annotations
 

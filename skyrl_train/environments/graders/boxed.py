@@ -1,4 +1,4 @@
-r"""The answer in \boxed{...}, by one rule for every environment that reads it."""
+r"""Extraction of answers in \boxed{...}. Every environment with such answers uses these rules."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from skyrl_train.data.reasoning import final_answer
 
 TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
-"""Models trained on much JSON write \\boxed."""
+"""Matches the start of a box, an escape or a brace. Models trained on much JSON write \\boxed."""
 SPACE = re.compile(r"\s+")
 
 
 def iter_boxed(text: str) -> Iterator[str]:
-    r"""The content of every closed \boxed{...} (or \fbox), outermost ones only, in one pass over the text."""
-    opened: list[bool] = []  # for every open brace: whether it opens a box
+    r"""Yield the content of each closed \boxed{...} or \fbox{...} in order. Nested boxes are not separate."""
+    opened: list[bool] = []  # for each open brace, True if it opens a box
     start, boxes = 0, 0
     for token in TOKEN.finditer(text):
         if token["box"] or token[0] == "{":
@@ -29,10 +29,14 @@ def iter_boxed(text: str) -> Iterator[str]:
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""The content of \boxed{...}, or None if there is no box, an empty one, or several that differ.
+    r"""Return the content of \boxed{...} in a response.
 
-    The rule: only the final answer counts (`reasoning.final_answer`), in which all boxes must have the same content,
-    ignoring white space and dollar signs around it. So several guesses are no answer, but repeating one is.
+    Only the final answer is searched (`reasoning.final_answer`). All boxes must have the same content, so several
+    guesses are not an answer, but a box may be repeated. Dollar signs and white space around the content are removed,
+    and white space in it becomes one space.
+
+    Returns:
+        The content, or None if there is no box, if it is empty, or if several boxes differ.
     """
     answer: str | None = None
     for content in iter_boxed(final_answer(text)):

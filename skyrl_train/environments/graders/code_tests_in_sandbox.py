@@ -1,4 +1,4 @@
-"""Runs inside a grader's sandbox, with the system's Python: solution.py as a program, or one function of it."""
+"""The driver that the system's Python runs inside a grader's sandbox. It runs solution.py or one function of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-# names that the problems' starter code assumes
+# names that the starter code of problems uses without importing them
 IMPORTS = """
 import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, time
 from bisect import *
@@ -21,6 +21,10 @@ from typing import *
 
 
 def main() -> None:
+    """Run solution.py as a program, or call the function that the command line names.
+
+    A function's arguments are read from stdin as JSON, one per line, and its return value is written to stdout as JSON.
+    """
     sys.setrecursionlimit(50_000)
     with open("solution.py", encoding="utf-8") as file:
         code = file.read()

@@ -1,8 +1,9 @@
-"""The 25 verifiable instructions of IFEval (arXiv:2311.07911, table 3): published id -> check of one response.
+"""The 25 verifiable instructions of IFEval (arXiv:2311.07911, table 3), with a check for each published id.
 
-A check is a function of the response and of the instruction's arguments, which have the names of the dataset
-google/IFEval. Every check takes time linear in the response: it uses `str` methods, and patterns in which no repeat can
-start inside another. Words of a row are compared as text, never used as patterns.
+A check takes the response and the instruction's arguments, which have the names in the dataset google/IFEval. It
+returns True if the response follows the instruction. Every check takes time linear in the length of the response: it
+uses `str` methods, and patterns in which no repeat can start inside another. Words of a row are compared as text and
+never used as patterns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 RELATIONS = ("less than", "at least")
 WORD = re.compile(r"\w+")
 COMPOUND_WORD = re.compile(r"\w+(?:[-'’.]\w+)*")
-"""Hyphenated and contracted words are single words."""
+"""Matches a word. Hyphenated and contracted words are single words."""
 SECTION_NUMBER = re.compile(r"\s?\d")
 HIGHLIGHT = re.compile(r"\*[^\n*]*\*")
 DOUBLE_HIGHLIGHT = re.compile(r"\*\*[^\n*]*\*\*")
@@ -31,13 +32,21 @@ PUNCTUATION = re.compile(r"[.,?!'\"]")
 
 
 def compare_count(number: int, relation: str, threshold: int) -> bool:
+    """True if a count satisfies a relation.
+
+    Args:
+        number: The count.
+        relation: "less than" or "at least".
+        threshold: Number with which the count is compared.
+    """
     return number < threshold if relation == "less than" else number >= threshold
 
 
 def count_sentences(text: str) -> int:
-    """Count sentences. They end at . ! ? or … before white space, or at the full stops of other scripts.
+    """Return the number of sentences in a text.
 
-    A sentence without words does not count, and a full stop after a title, an initial or a list's number ends none.
+    A sentence ends at . ! ? or … before white space, or at a full stop of another script. A full stop after a title, an
+    initial or the number of a list item does not end a sentence. Sentences without words do not count.
     """
     count, start = 0, 0
     for end in SENTENCE_END.finditer(text):
@@ -57,24 +66,24 @@ def _is_abbreviated(before: str) -> bool:
 
 
 def existence(text: str, *, keywords: list[str]) -> bool:
-    """Every keyword occurs, also within a word, in any case."""
+    """True if every keyword occurs in any case, even within a word."""
     lower = text.lower()
     return all(keyword.lower() in lower for keyword in keywords)
 
 
 def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """The keyword occurs as often as required, also within words, in any case."""
+    """True if the keyword occurs as often as required in any case, even within words."""
     return compare_count(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 def forbidden(text: str, *, forbidden_words: list[str]) -> bool:
-    """None of the words occurs as a whole word, in any case."""
+    """True if none of the words occurs in any case as an entire word."""
     lower = text.lower()
     return not any(_has_word(lower, word.lower()) for word in forbidden_words)
 
 
 def _has_word(text: str, word: str) -> bool:
-    r"""Whether r"\bword\b" would match."""
+    r"""True if the pattern r"\bword\b" would match."""
     at = text.find(word)
     while at >= 0:
         end = at + len(word)
@@ -90,21 +99,25 @@ def _is_boundary(text: str, at: int) -> bool:
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """The character occurs as often as required, in either case."""
+    """True if the character occurs as often as required, in either case."""
     return compare_count(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def response_language(text: str, *, language: str) -> bool:
-    """The response as a whole is most likely in that language."""
+    """True if the entire response is most likely in the language, an ISO 639-1 code."""
     return detect_language(text) == language
 
 
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
+    """True if the number of sentences satisfies the relation; see `count_sentences`."""
     return compare_count(count_sentences(text), relation, num_sentences)
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """The exact number of paragraphs, divided by ***; a divider may begin or end the response, but not follow one."""
+    """True if *** divides the response into exactly `num_paragraphs` paragraphs.
+
+    A divider may begin or end the response, but it may not follow another divider directly.
+    """
     paragraphs = text.split("***")
     blank = [not paragraph.strip() for paragraph in paragraphs]
     if any(blank[1:-1]):
@@ -113,12 +126,15 @@ def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
 
 
 def number_words(text: str, *, num_words: int, relation: str) -> bool:
-    """Words are runs of letters, digits and underscores."""
+    """True if the number of words satisfies the relation. Words are runs of letters, digits and underscores."""
     return compare_count(sum(1 for _ in WORD.finditer(text)), relation, num_words)
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """The exact number of paragraphs, divided by blank lines; the nth (from 1) begins with the word, in any case."""
+    """True if blank lines divide the response into `num_paragraphs`, and the nth one begins with the word in any case.
+
+    Paragraphs are counted from 1.
+    """
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -127,7 +143,7 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
 
 
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """At least `num_placeholders` [placeholders], each within a line."""
+    """True if there are at least `num_placeholders` [placeholders], each within a line."""
     count = 0
     for line in text.split("\n"):
         at = line.find("[")
@@ -138,13 +154,13 @@ def number_placeholders(text: str, *, num_placeholders: int) -> bool:
 
 
 def postscript(text: str, *, postscript_marker: str) -> bool:
-    """The marker occurs, in any case; P.S. and P.P.S also with a space between their letters."""
+    """True if the marker occurs in any case. P.S. and P.P.S may have spaces between their letters."""
     spaced = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(postscript_marker.strip())
     return bool(re.search(spaced or re.escape(postscript_marker.strip().lower()), text.lower()))
 
 
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
-    """Exactly `num_bullets` lines begin with * (not **) or -."""
+    """True if exactly `num_bullets` lines begin with * (not **) or -."""
     lines = (line.lstrip() for line in text.split("\n"))
     return (
         sum(line.startswith("-") or (line[:1] == "*" and line[1:2] not in ("", "*")) for line in lines) == num_bullets
@@ -152,18 +168,18 @@ def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
 
 
 def constrained_response(text: str) -> bool:
-    """One of the three answers occurs."""
+    """True if one of the three answers of the benchmark occurs."""
     return any(answer in text for answer in ANSWERS)
 
 
 def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
-    """At least `num_highlights` *highlights* or **highlights**, each within a line and not blank."""
-    found = [*HIGHLIGHT.finditer(text), *DOUBLE_HIGHLIGHT.finditer(text)]
-    return sum(bool(match[0].strip("*").strip()) for match in found) >= num_highlights
+    """True if there are at least `num_highlights` *highlights* or **highlights**, each within a line and not blank."""
+    matches = [*HIGHLIGHT.finditer(text), *DOUBLE_HIGHLIGHT.finditer(text)]
+    return sum(bool(match[0].strip("*").strip()) for match in matches) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """The word, in its own case and followed by a number, occurs at least `num_sections` times."""
+    """True if the word, in its exact case and followed by a number, occurs at least `num_sections` times."""
     count, at, word = 0, 0, section_spliter.strip()
     while (at := text.find(word, at)) >= 0:
         at += len(word)
@@ -172,7 +188,7 @@ def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> 
 
 
 def json_format(text: str) -> bool:
-    """The whole response is JSON, or one Markdown block of it."""
+    """True if the entire response is JSON, or a single fenced block that contains JSON."""
     body = text.strip()
     blocks = find_fenced_blocks(body)
     if blocks and blocks[0].start == 0 and blocks[0].end == len(body) and blocks[0].language in ("", "json"):
@@ -188,7 +204,7 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """A <<title>> within a line that is not blank."""
+    """True if a line contains a <<title>> that is not blank."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start:end].strip("<>").strip():
@@ -197,43 +213,46 @@ def title(text: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Two different responses with ****** between them; one may also begin or end the text."""
+    """True if ****** divides the text into two different responses. It may also begin or end the text."""
     parts = [part.strip() for part in text.split("******")]
-    given = [part for part in parts if part]
-    return all(parts[1:-1]) and len(given) == 2 and given[0] != given[1]
+    responses = [part for part in parts if part]
+    return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    """The response begins with the request, in any case."""
+    """True if the response begins with the request, in any case."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 def end_checker(text: str, *, end_phrase: str) -> bool:
-    """The response ends with the phrase, in any case; quotation marks round the response do not count."""
+    """True if the response ends with the phrase in any case. Quotation marks around the response are ignored."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def quotation(text: str) -> bool:
-    """Double quotation marks round the whole response."""
+    """True if double quotation marks enclose the entire response."""
     body = text.strip()
     return len(body) > 1 and body.startswith('"') and body.endswith('"')
 
 
 def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """Count of words all in capitals; "I" and a hyphenated word are one each."""
+    """True if the number of words in capitals satisfies the relation. "I" and hyphenated words count as one each."""
     count = sum(word[0].isupper() for word in COMPOUND_WORD.finditer(text))
     return compare_count(count, capital_relation, capital_frequency)
 
 
 def english_capital(text: str) -> bool:
+    """True if the response is in English and in capital letters only."""
     return text.isupper() and detect_language(text) == "en"
 
 
 def english_lowercase(text: str) -> bool:
+    """True if the response is in English and in lower-case letters only."""
     return text.islower() and detect_language(text) == "en"
 
 
 def no_comma(text: str) -> bool:
+    """True if the response contains no comma."""
     return "," not in text
 
 
@@ -267,25 +286,31 @@ INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {
 
 
 def parse_instruction_kwargs(id: str, kwargs: Mapping[str, Any] | None, prompt: str) -> dict[str, Any]:
-    """The arguments of the instruction's check, from a row's kwargs, in which those of other instructions are null.
+    """Return the keyword arguments of an instruction's check.
 
-    Raises ValueError, naming instruction, argument and value, for one that is unknown, missing or of the wrong kind.
+    Args:
+        id: Published id of the instruction.
+        kwargs: Keyword arguments in the row. Arguments of other instructions may be present and are ignored.
+        prompt: The request, which is the default of `prompt_to_repeat`.
+
+    Raises:
+        ValueError: The instruction is unknown, or one of its arguments is missing or invalid. The message names them.
     """
     if id not in INSTRUCTIONS:
         raise ValueError(f"instruction {id!r:.80} is not one of {', '.join(INSTRUCTIONS)}")
-    given = {"prompt_to_repeat": prompt} | {name: value for name, value in (kwargs or {}).items() if value is not None}
+    values = {"prompt_to_repeat": prompt} | {name: value for name, value in (kwargs or {}).items() if value is not None}
     arguments = {}
     for name, parameter in inspect.signature(INSTRUCTIONS[id]).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
             kind, convert = _KINDS[name] if name in _KINDS else _KINDS[str(parameter.annotation)]
-            arguments[name] = value = convert(given.get(name))
+            arguments[name] = value = convert(values.get(name))
             if value is None:
-                raise ValueError(f"{id}: {name}={given.get(name)!r:.80} is not {kind}")
+                raise ValueError(f"{id}: {name}={values.get(name)!r:.80} is not {kind}")
     return arguments
 
 
 def _count(value: Any) -> int | None:
-    """Accept whole floats too: tables with nulls turn integers into floats."""
+    """Return a count, or None if the value is none. Floats with an integer value come from tables with nulls."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 <= value < 2**31 and value == int(value) else None
 
@@ -314,7 +339,7 @@ def _language(value: Any) -> str | None:
 
 _RELATION = ("'less than' or 'at least'", _relation)
 _KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "int": ("a whole number from 0", _count),
+    "int": ("an integer of at least 0", _count),
     "str": ("a text", _text),
     "list[str]": ("a list of texts", _texts),
     **dict.fromkeys(("relation", "let_relation", "capital_relation"), _RELATION),

@@ -1,4 +1,4 @@
-"""Language identification with py3langid's model, which is part of the package and deterministic."""
+"""Language identification with the model of py3langid, which is deterministic and included in that package."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ LANGUAGES: tuple[str, ...] = (
 )
 """ISO 639-1 codes of the benchmark's languages. With more of them, short texts would be misidentified more often."""
 MAX_CHARACTERS = 20_000
-"""Maximum characters of a text that are examined: half from its beginning, half from its end."""
+"""Maximum characters of a text that are examined: half from its beginning and half from its end."""
 
 
 def detect_language(text: str) -> str | None:
-    """One of LANGUAGES, or None for a text without letters. Capital letters make no difference."""
+    """Return the most likely language of a text, one of LANGUAGES, or None if the text has no letters.
+
+    Case is ignored. Raises ConfigError if py3langid is not installed.
+    """
     if len(text) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
         text = f"{text[:half]}\n{text[-half:]}"
@@ -29,13 +32,15 @@ def detect_language(text: str) -> str | None:
 
 @cache
 def _identifier() -> Any:
-    """Load the model at first use, which takes a second. Raises ConfigError if the package is not installed."""
+    """Load the model on first use, which takes a second."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
         raise ConfigError(
-            "environment.env_class=ifeval needs py3langid to tell languages: pip install 'skyrl-train[ifeval]'."
+            "environment.env_class=ifeval needs py3langid to detect languages: pip install 'skyrl-train[ifeval]'."
         ) from error
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)  # not the package's shared one
+    identifier = LanguageIdentifier.from_model_file(
+        MODEL_FILE
+    )  # not the package's shared instance, whose languages other code may use
     identifier.set_languages(LANGUAGES)
     return identifier

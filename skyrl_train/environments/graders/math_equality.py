@@ -1,8 +1,8 @@
-r"""Decides whether two mathematical answers are equal, with math-verify's parser for the expressions in them.
+r"""Decides if two mathematical answers are equal. math-verify's parser parses the expressions in them.
 
-math-verify alone ignores number bases, takes sets for tuples and all numbers below 1e-6 for 0, and reads no units. So
-`read` takes an answer apart into a `Form`; only the expressions in it go through the parser, and their values at random
-points are compared. math-verify's `verify` decides where there are no values.
+math-verify alone ignores number bases and units, treats sets as tuples, and treats all numbers below 1e-6 as 0. So
+`parse_answer` first splits an answer into the structure of a `ParsedAnswer`. Only its expressions go through the
+parser, and their values at random points are compared. math-verify's `verify` decides if there are no values.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from skyrl_train.environments.graders.math_normalization import normalize_latex
 
 DIGITS = 30
 MAX_DIGITS = 500
-"""Digits after which two constants that agree count as equal."""
+"""Number of digits after which two constants that agree count as equal."""
 SIGNIFICANT = 6
-"""Minimum number of places or significant digits of a decimal that stands for a value it only rounds."""
+"""Minimum number of decimal places or significant digits of a decimal that is accepted as a rounded value."""
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[A-Za-z]+|.", re.DOTALL)
 OPENING = {"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil", r"\begin"}
@@ -41,12 +41,12 @@ NAME = re.compile(
     r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\}|\|[A-Z]{2}\|)(?:\s*\\?[A-Za-z]+\s*)?(?:_(?:\w|\{[^{}]*\}))?'*"
     r"(?:\((?:[^()=]|\([^()]*\))*\))?|\\(?:overline|vec|overrightarrow|hat)\s*\{[A-Za-z]+\}"
 )
-"""The left side of "x = 5", "f(x) = 5", "a_{10} = 5", "\\angle ABC = 5" or "\\text{Area} = 5"."""
+"""Matches the left side of "x = 5", "f(x) = 5", "a_{10} = 5", "\\angle ABC = 5" or "\\text{Area} = 5"."""
 SUM = re.compile(r"[A-Za-z](?:\([^()]*\))?(?:\s*[-+]\s*[A-Za-z](?:\([^()]*\))?)+")
-"""The left side of "m + n = 116" or "f(1) + f(2) = 5"."""
+"""Matches the left side of "m + n = 116" or "f(1) + f(2) = 5"."""
 VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?")
 BASED = re.compile(r"(-?)0*([0-9A-F]+(?:\.[0-9A-F]+)?)(?:_|_?BASE)([0-9]+|[A-Z]{3,5})")
-"""A number and its base, without braces and spaces, in capitals."""
+"""Matches a number and its base, without braces and spaces, in capitals."""
 NUMERALS = ("TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE", "TEN")
 DECIMAL = re.compile(r"([-+]*)\s*([0-9]+\.?[0-9]*|\.[0-9]+)")
 PLAIN_NUMBER = re.compile(r"-?(?:[0-9.]+|\\frac\{-?[0-9]+\}\{[0-9]+\}|[0-9]+\s*/\s*[0-9]+)")
@@ -77,7 +77,7 @@ UNITS = (
     "month,year yr,ml mL milliliter millilitre,l L liter litre,deg degree,rad radian,dollar,euro,cent,mph,"
     "km/h kmh kph,m/s"
 )
-"""Units and their spellings. Values in different ones of them are unequal; any other word after a value is ignored."""
+"""Units and their spellings. Values in different units are unequal. Other words after a value are ignored."""
 SPELLINGS = {spelling: group.split()[0] for group in UNITS.split(",") for spelling in group.split()}
 
 
@@ -88,21 +88,26 @@ class ParsedAnswer:
     kind: str
     """"value", "words", "based" (a number and its base), "relation", "list", "set" or "tuple" (also an interval)."""
     text: str = ""
-    """The LaTeX of a value, the comparison key of words, the digits in a base."""
+    """LaTeX of a value, comparison key of words, or digits of a number with a base."""
     qualifier: str = ""
-    """The unit of a value, the base of digits, the sign of a relation, the brackets of a tuple."""
+    """Unit of a value, base of a number, sign of a relation, or brackets of a tuple."""
     items: tuple[ParsedAnswer, ...] = ()
-    """The members of a list, set or tuple; or the sides of a relation, the value last if there is a name."""
+    """Members of a list, set or tuple, or sides of a relation. The value is the last side if there is a name."""
     name: str = ""
-    """The x of x = 5, and of an interval that was written as an inequality."""
+    """Name of the variable, such as x in x = 5 or in an interval that was written as an inequality."""
 
 
 class AnswerParseError(ValueError):
-    """An answer that cannot be read: unbalanced brackets, or nothing at all."""
+    """An answer that cannot be parsed because it is empty or has unbalanced brackets."""
 
 
 def is_equal(truth: str, answer: str) -> bool:
-    """True if `answer` is as good as `truth`. False too if one of them cannot be read."""
+    """True if an answer equals the ground truth. False if they differ or one of them cannot be parsed.
+
+    Args:
+        truth: The ground truth in LaTeX.
+        answer: The model's answer in LaTeX.
+    """
     truth, answer = normalize_latex(truth), normalize_latex(answer)
     ambiguous = THOUSANDS.fullmatch(truth) or THOUSANDS.fullmatch(answer)  # 100,200 is a number or a list
     try:
@@ -116,31 +121,35 @@ def is_equal(truth: str, answer: str) -> bool:
 
 
 def ground_truth_problem(truth: str) -> str | None:
-    """Return why a ground truth cannot be read, or None if it can be."""
+    """Return why a ground truth in LaTeX cannot be parsed, or None if it can be."""
     try:
         latex = list(_expressions(parse_answer(normalize_latex(truth))))
     except AnswerParseError as error:
         return str(error)
-    unread = [text for text in latex if to_sympy(text) is None]
-    return f"{unread[0]!r} is not an expression that math-verify can parse" if unread else None
+    invalid = [text for text in latex if to_sympy(text) is None]
+    return f"{invalid[0]!r} is not an expression that math-verify can parse" if invalid else None
 
 
 def _expressions(form: ParsedAnswer) -> Iterator[str]:
-    """The LaTeX that must be mathematics."""
+    """Yield the LaTeX of all values, which math-verify must be able to parse."""
     if form.kind == "value":
         yield form.text
     for item in form.items[1:] if form.kind == "relation" and form.name else form.items:
         yield from _expressions(item)
 
 
-# ------------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------------------------ parsing
 
 
 def parse_answer(text: str, has_thousands_separators: bool = True) -> ParsedAnswer:
-    """Return the form of a normalised text (see `math_text.normalise`). Raises Unreadable.
+    """Parse a normalized answer into its structure.
 
     Args:
-        thousands: Whether 1,234 is one number; otherwise it is a list of two.
+        text: The normalized text; see `math_normalization.normalize_latex`.
+        has_thousands_separators: True if 1,234 is one number. Otherwise it is a list of two numbers.
+
+    Raises:
+        AnswerParseError: The text is empty or has unbalanced brackets.
     """
     if has_thousands_separators and not text.startswith(("(", "[", r"\{")):
         text = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
@@ -152,24 +161,27 @@ def parse_answer(text: str, has_thousands_separators: bool = True) -> ParsedAnsw
             form = _element(variant)
             forms += form.items if form.kind == "list" else [form]
     if not forms or not text.strip("{} "):
-        raise AnswerParseError("there is nothing to read")
+        raise AnswerParseError("the answer is empty")
     return forms[0] if len(forms) == 1 else ParsedAnswer("list", items=tuple(forms))
 
 
 def _repeating(match: re.Match[str]) -> str:
-    whole, start, period = match[1] or "0", match[2], match[3] or match[4]
-    above = int(whole + start + period) - int(whole + start)
+    integer, start, period = match[1] or "0", match[2], match[3] or match[4]
+    above = int(integer + start + period) - int(integer + start)
     return rf"\frac{{{above}}}{{{10 ** len(start) * (10 ** len(period) - 1)}}}"
 
 
 def _split(text: str, marks: dict[str, str]) -> list[tuple[str, str]]:
-    """Split at those of `marks` that are in no brackets, into pieces and the mark before each ("" at first)."""
+    """Split a text at those marks that are outside of brackets.
+
+    Return each piece with the value of the mark before it, which is "" for the first piece.
+    """
     depth, start, before = 0, 0, ""
     pieces = []
     for token in TOKEN.finditer(text):
         depth += (token[0] in OPENING) - (token[0] in CLOSING)
         if depth < 0:
-            raise AnswerParseError(f"{token[0]!r} closes nothing")
+            raise AnswerParseError(f"{token[0]!r} has no opening bracket")
         if depth == 0 and token[0] in marks:
             pieces.append((text[start : token.start()].strip(), before))
             before, start = marks[token[0]], token.end()
@@ -179,7 +191,7 @@ def _split(text: str, marks: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _signs(piece: str) -> list[str]:
-    r"""The values of \pm and \mp: signs are chosen separately, or together if there is a \mp."""
+    r"""Expand \pm and \mp into all choices of signs. Signs are chosen separately, or together if there is a \mp."""
     first, *rest = re.split(r"\\([pm][pm])(?![A-Za-z])", piece)
     marks, parts = rest[::2], rest[1::2]
     if not marks or len(marks) > 4:
@@ -195,10 +207,10 @@ def _signs(piece: str) -> list[str]:
 
 
 def _element(text: str) -> ParsedAnswer:
-    """Read one value, group or relation."""
+    """Parse one value, group or relation."""
     text = text.strip()
     if not text:
-        raise AnswerParseError("there is nothing to read")
+        raise AnswerParseError("a part of the answer is empty")
     if based := _based(text):
         return based
     if REALS.fullmatch(text):
@@ -216,7 +228,7 @@ def _element(text: str) -> ParsedAnswer:
 
 
 def _group(text: str) -> ParsedAnswer | None:
-    """Read a set, tuple or interval, or what is in brackets around the whole text; None if there are none."""
+    """Parse a set, tuple or interval, or the content of brackets around the entire text. Return None for other text."""
     tokens = [token[0] for token in TOKEN.finditer(text)]
     first, last = tokens[0], tokens[-1]
     if first not in (r"\{", "(", "[", "{", r"\langle") or last not in (r"\}", ")", "]", "}", r"\rangle"):
@@ -262,7 +274,7 @@ def _relation(sides: list[str], marks: list[str]) -> ParsedAnswer:
 
 
 def _name(side: str) -> str:
-    """The side without spaces and braces if it is a name, such as x, f(x), a_{10} or (x,y); otherwise nothing."""
+    """Return a side without spaces and braces if it is a name such as x, f(x), a_{10} or (x,y), and "" otherwise."""
     if side.startswith("(") and side.endswith(")") and "," in side:
         parts = [part.strip() for part in side[1:-1].split(",")]
         return ",".join(parts) if all(VARIABLE.fullmatch(part) for part in parts) else ""
@@ -272,7 +284,7 @@ def _name(side: str) -> str:
 
 
 def _interval(sides: list[str], marks: list[str]) -> ParsedAnswer | None:
-    """Read a < or <= for one variable as an interval: 5 < x as (5, \\infty)."""
+    """Parse < and <= for a single variable as an interval, such as (5, \\infty) for 5 < x."""
     at = [at for at, side in enumerate(sides) if VARIABLE.fullmatch(side) and side not in (r"\pi", "e", INFINITY)]
     if not set(marks) <= {"<", "<="} or len(sides) > 3 or len(at) != 1 or (len(sides) == 3 and at != [1]):
         return None
@@ -286,7 +298,7 @@ def _interval(sides: list[str], marks: list[str]) -> ParsedAnswer | None:
 
 
 def _based(text: str) -> ParsedAnswer | None:
-    r"""Read a number with its base: 101_2, 101_{\text{two}}, 101 (base 2), FF_{16}."""
+    r"""Parse a number with its base: 101_2, 101_{\text{two}}, 101 (base 2), FF_{16}."""
     match = BASED.fullmatch(re.sub(r"\\text|[{}() ]", "", text).upper())
     if match is None or not (match[3].isdigit() or match[3] in NUMERALS):
         return None
@@ -299,7 +311,7 @@ def _based(text: str) -> ParsedAnswer | None:
 
 
 def _words(text: str) -> ParsedAnswer | None:
-    r"""Read words, such as "ellipse" or "June 20", letters in \text{...}, or a time."""
+    r"""Parse words, such as "ellipse" or "June 20", letters in \text{...}, or a time."""
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip()
     wrapped = re.fullmatch(r"(?:\s*\\text\{[^{}]*\}\s*)+", text) or TIME.match(plain)
     if (choice := re.fullmatch(r"\(?([A-Z])\)?", plain)) and r"\text" in text:
@@ -308,13 +320,13 @@ def _words(text: str) -> ParsedAnswer | None:
 
 
 def _key(text: str) -> str:
-    """Return `text` for a comparison of words: no case, spaces, order of a list, and punctuation other than ":"."""
+    """Return the comparison key of words. It ignores case, spaces, punctuation except ":", and the order of a list."""
     parts = re.split(r"[,;&]|\band\b", text.casefold())
     return "".join(sorted(re.sub(r"[^a-z0-9:]", "", part) for part in parts))
 
 
 def _value(text: str) -> ParsedAnswer:
-    """Read a value with its unit, percent sign or currency."""
+    """Parse a value with its unit, percent sign or currency."""
     unit = ""
     if match := CURRENCY.fullmatch(text):
         text, unit = (match[4], CURRENCIES[match[5]]) if match[5] else (match[1] + match[3], CURRENCIES[match[2]])
@@ -334,12 +346,12 @@ def _value(text: str) -> ParsedAnswer:
 
 
 def _unit(spelling: str, power: str) -> str:
-    """The unit and its power, such as "cm^2"; nothing if it is none of UNITS."""
+    """Return the unit and its power, such as "cm^2", or "" if the unit is not in UNITS."""
     if match := re.fullmatch(r"(sq|cu)[a-z]*\.? +(.+)|(.+?)\^?([23])", spelling):
         power = match[4] or {"sq": "2", "cu": "3"}[match[1]]
         spelling = match[2] or match[3]
-    found = [SPELLINGS.get(text) for text in (spelling, spelling.lower(), spelling.lower().removesuffix("s"))]
-    unit = next(filter(None, found), None)
+    units = [SPELLINGS.get(text) for text in (spelling, spelling.lower(), spelling.lower().removesuffix("s"))]
+    unit = next(filter(None, units), None)
     return f"{unit}^{power}" if unit and power else unit or ""
 
 
@@ -347,7 +359,11 @@ def _unit(spelling: str, power: str) -> str:
 
 
 def answers_match(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
-    """True if the answer equals the truth."""
+    """True if a parsed answer equals the parsed ground truth.
+
+    The arguments are not interchangeable: 5 matches the ground truth x = 5, and a number without a base has the base of
+    the ground truth.
+    """
     kinds = {truth.kind, answer.kind}
     if "relation" in kinds:
         return _same_relation(truth, answer)
@@ -357,7 +373,7 @@ def answers_match(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
         return _same_group(truth, answer)
     if "based" not in kinds:
         return _same_value(truth, answer)
-    if truth.kind == "based":  # a number without a base has the truth's
+    if truth.kind == "based":  # a number without a base has the base of the truth
         digits = answer.text.replace(" ", "").lstrip("0") or "0"
         return truth == answer or (answer.kind == "value" and digits == truth.text)
     return answer.qualifier == "10" and _same_value(truth, ParsedAnswer("value", answer.text))
@@ -399,7 +415,7 @@ def _distinct_names(form: ParsedAnswer) -> list[str]:
 
 
 def _point(form: ParsedAnswer) -> ParsedAnswer:
-    """Return x = 2, y = 3 as the point (2, 3), and any other form as it is."""
+    """Convert x = 2, y = 3 to the point (2, 3). Return any other form unchanged."""
     if not _distinct_names(form):
         return form
     return ParsedAnswer("tuple", qualifier="()", items=tuple(sorted(form.items, key=lambda item: item.name)))
@@ -419,18 +435,18 @@ def _same_relation(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
         return True
     solved = truth.name and not re.fullmatch("[a-z]{2,}", truth.name) and _constant(truth.items[-1])  # not xy = 1
     if solved and "0" not in [item.text for item in answer.items]:
-        return False  # x - 5 = 0 is x = 5; an equation that is still to solve is no answer
+        return False  # x - 5 = 0 is accepted for x = 5, but an unsolved equation is not an answer
     return len(truth.items) == len(answer.items) == 2 and _proportional(truth, answer)
 
 
 def _is_consistent_chain(chain: ParsedAnswer) -> bool:
-    """True if the last side of equations is a value that no other side contradicts, unlike x = 41 = 42."""
+    """True if no other side of an equation chain contradicts the last side, unlike in x = 41 = 42."""
     *others, last = chain.items
     if chain.qualifier != "=":
         return False
     if chain.name:
         return all(answers_match(last, other) for other in others[1:] if _constant(other))
-    sides = [item.text for item in chain.items]  # 1 + 41 = 42 leaves open which side is the answer
+    sides = [item.text for item in chain.items]  # in 1 + 41 = 42 it is unclear which side is the answer
     return all(answers_match(last, other) for other in others) and (
         not _constant(last) or all(map(PLAIN_NUMBER.fullmatch, sides))
     )
@@ -444,7 +460,7 @@ def _constant(form: ParsedAnswer) -> bool:
 
 
 def _proportional(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
-    """True if both relations, with everything on the left side, differ by a factor other than 0 (positive, for <)."""
+    """True if two relations, with all terms on the left side, differ by a nonzero factor, which is positive for <."""
     sides = [[to_sympy(item.text) for item in form.items] for form in (truth, answer)]
     if truth.qualifier != answer.qualifier or not all(isinstance(side, sympy.Expr) for pair in sides for side in pair):
         return False
@@ -465,9 +481,9 @@ def _same_value(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
             replace(form, text=rf"\frac{{{form.text}}}{{100}}") if form.qualifier == "percent" else form
             for form in (truth, answer)
         ]
-        left_out = truth.qualifier == "percent" and _same_latex(truth.text, answer.text)  # 25 for 25%, not the reverse
+        is_sign_omitted = truth.qualifier == "percent" and _same_latex(truth.text, answer.text)  # 25 for 25% only
         return "" in (truth.qualifier, answer.qualifier) and (
-            left_out or _same_latex(*(form.text for form in hundredth))
+            is_sign_omitted or _same_latex(*(form.text for form in hundredth))
         )
     return (not truth.qualifier or not answer.qualifier or truth.qualifier == answer.qualifier) and _same_latex(
         truth.text, answer.text
@@ -484,7 +500,7 @@ def _same_latex(truth: str, answer: str) -> bool:
 
 
 def _rounded(texts: list[str], values: Any) -> bool:
-    """True if the shorter decimal of the two is the other number rounded or cut, and has enough digits for that."""
+    """True if the shorter decimal is the other number rounded or truncated, and has enough digits to be accepted."""
     decimals = [at for at in (0, 1) if DECIMAL.fullmatch(texts[at]) and "." in texts[at]]
     if not decimals or not all(value.is_number and value.is_real for value in values):
         return False
@@ -499,7 +515,10 @@ def _rounded(texts: list[str], values: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def to_sympy(latex: str) -> Any:
-    """The sympy expression that `latex` is, with exact decimals and i as the imaginary unit; None if it is none."""
+    """Return the sympy expression of a LaTeX text, or None if it cannot be parsed.
+
+    Decimals are exact, and i is the imaginary unit.
+    """
     if match := DECIMAL.fullmatch(latex):
         return sympy.Rational(match[2]) * (-1) ** match[1].count("-")
     if re.search(r"[0-9]\s+[0-9]|[0-9]\.[0-9]*\.|\.\.|[0-9]\s*_", latex):
@@ -514,7 +533,7 @@ def to_sympy(latex: str) -> Any:
         return _exact(
             latex2sympy(text, is_real=True, convert_degrees=False, conversion_config=config, normalization_config=None)
         )
-    except Exception:  # the grammar and sympy raise errors of many kinds for what a model writes
+    except Exception:  # the parser and sympy raise many types of errors on a model's text
         return None
 
 
@@ -531,7 +550,10 @@ def _exact(expression: Any) -> Any:
 
 
 def _equal(truth: Any, answer: Any) -> bool:
-    """Compare values at random points: the real ones, or the complex ones if there are no others."""
+    """True if two expressions have equal values at random points.
+
+    Complex values decide only if there are no real ones. math-verify decides if there are no values at all.
+    """
     if isinstance(truth, sympy.MatrixBase) or isinstance(answer, sympy.MatrixBase):
         return type(truth) is type(answer) and truth.shape == answer.shape and all(map(_equal, truth, answer))
     if not isinstance(truth, sympy.Expr) or not isinstance(answer, sympy.Expr):
@@ -552,11 +574,11 @@ def _equal(truth: Any, answer: Any) -> bool:
 
 
 def _points(expressions: list[Any]) -> Iterator[dict[Any, Any]]:
-    """Values for the symbols, two of six negative; no values once if there are no symbols."""
+    """Yield six points with values for all symbols, two of them negative, or one empty point without symbols."""
     symbols = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
-    chosen = random.Random(0)
+    rng = random.Random(0)
     for sign in (1, 1, 1, 1, -1, -1) if symbols else (1,):
-        yield {symbol: sign * sympy.Rational(chosen.randint(101, 397), 97) for symbol in symbols}
+        yield {symbol: sign * sympy.Rational(rng.randint(101, 397), 97) for symbol in symbols}
 
 
 def _evaluated(expression: Any, point: dict[Any, Any]) -> Any:
@@ -568,7 +590,7 @@ def _evaluated(expression: Any, point: dict[Any, Any]) -> Any:
 
 
 def _is_zero(constant: Any) -> bool:
-    """True if no digit other than 0 is found among the first MAX_DIGITS: 2^{100} + 1 is not 2^{100}."""
+    """True if the first MAX_DIGITS digits of a constant are 0, so that 2^{100} + 1 does not equal 2^{100}."""
     if constant.is_Rational:
         return bool(constant == 0)
     try:

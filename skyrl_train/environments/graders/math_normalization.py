@@ -1,6 +1,7 @@
-r"""Normalises the text of a mathematical answer to one LaTeX spelling: unicode, Markdown, decorations, plain-text math.
+r"""Normalizes the text of a mathematical answer to one LaTeX spelling.
 
-It loads no other library, so that every process can use it.
+It converts Unicode characters, Markdown, decorations and plain-text mathematics. It loads no other library, so every
+process can use it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ COMMANDS = (
 SIGNS: dict[str, str | int | None] = {
     sign: f"\\{command} " for sign, command in zip("√∛∞≤⩽≥⩾≠≈≡±∓×✕÷⋅·∙•∪∩∈∨∅ℝ∠→⇒∖⟨⟩⌊⌋⌈⌉", COMMANDS.split(), strict=True)
 }
-"""Characters and the LaTeX for them. Greek letters have their names in unicodedata."""
+"""LaTeX of each character. Greek letters are converted by their names in unicodedata."""
 SIGNS |= dict.fromkeys("−–—‐‑", "-") | dict.fromkeys("′’", "'") | dict.fromkeys("°º˚", r"^{\circ}")
 SPELLINGS = {
     spelling: replacement
@@ -43,7 +44,7 @@ SPELLINGS = {
     }.items()
     for spelling in spellings.split()
 }
-"""Commands without their backslash, and what replaces them."""
+"""Replacement of each command, whose name is written without its backslash."""
 EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*{1,3}|__?)(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
 ENCLOSURES = ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"))
 BOX = re.compile(r"\\{1,2}(?:boxed|fbox)\s*\{")
@@ -83,9 +84,10 @@ ROOT = re.compile(r"\\sqrt(?:\[[^][]*\])?\s*(?=\()")
 
 
 def normalize_latex(text: str) -> str:
-    r"""Return `text` in one spelling of LaTeX, without Markdown, delimiters of mathematics, sizes and layout.
+    r"""Return a mathematical text in one spelling of LaTeX, without Markdown, math delimiters, sizes and layout.
 
-    Letters of \text{...} keep their wrapper, as \text{...}; a single letter in \mathrm or \mathbf loses it.
+    Words in \text{...}, \mathrm{...} and similar commands become \text{...}. Single letters and quantities such as
+    \text{5 cm} lose the command.
     """
     text = text.replace("`", "").strip()
     for _ in range(2):
@@ -112,7 +114,7 @@ def normalize_latex(text: str) -> str:
 
 
 def _outside(text: str) -> str:
-    """Remove the delimiters and the box around the whole text, and one full stop after it."""
+    """Remove the math delimiters and the box around the entire text, and one full stop after it."""
     for _ in range(4):
         before = text
         text = text.strip()
@@ -133,7 +135,7 @@ def _outside(text: str) -> str:
 
 
 def _characters(text: str) -> str:
-    """Replace characters beyond ASCII by LaTeX, where there is one."""
+    """Replace non-ASCII characters that have a LaTeX equivalent."""
     text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"[¼-¾⅐-⅞]", r" \g<0>", text)  # 3½ is 3 1/2
     text = re.sub(r"[⁰¹²³⁴-⁾ⁿⁱ]+", lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
@@ -156,7 +158,10 @@ def _text(match: re.Match[str]) -> str:
 
 
 def closing_at(text: str, start: int) -> int:
-    """The position of the bracket that closes the one at `start`, or -1. Any bracket closes any other."""
+    """Return the index of the bracket that closes the one at index `start`, or -1 if none does.
+
+    The kinds of brackets are not distinguished: any closing bracket closes any opening bracket.
+    """
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] in "([{") - (text[at] in ")]}")

@@ -1,8 +1,8 @@
-"""The number that a field gives as its answer, by one rule for every environment whose answers are numbers.
+"""Parsing of numeric answers. Every environment whose answers are numbers uses these rules.
 
-The rule: the answer is the whole field. A number may have a sign, a currency and thousands separators, may stand in
-parentheses, in a box or in the delimiters of mathematics or emphasis, and may end with a full stop. Beside anything
-else ("42 or 41", "not 42", "42k", "42 million", "42²") it is no answer.
+The answer is the entire field. A number may have a sign, a currency and thousands separators. It may be in parentheses,
+in a box, or between math or emphasis delimiters, and it may end with a full stop. A field with anything else ("42 or
+41", "not 42", "42k", "42 million", "42²") is not an answer.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-# ASCII digits only: \d also matches those of other scripts. No repeat can start inside another: searching is linear.
+# [0-9] because \d also matches digits of other scripts. No repeat can start inside another, so searching is linear.
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = re.compile(rf"(?P<sign>[-\u2212]?)\\?[$€£]?(?P<minus>[-\u2212]?)(?P<digits>{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)")
-"""A number in running text."""
+"""Matches a number in running text."""
 FULL_NUMBER = re.compile(
     rf"(?:(?P<sign>[-+\u2212]?)(?:\\?[$€£] ?)?|\\?[$€£] ?(?P<minus>[-+\u2212]))"
     rf"(?P<digits>{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?: ?[€£])?"
 )
-"""A field that is a number."""
+"""Matches a field that is a number."""
 FRACTION = re.compile(
     r"(?P<sign>[-+\u2212]?)(?:\\[dt]?frac\s*(?:\{\s*(?P<minus>[-\u2212]?)(?P<above>[0-9]{1,40})\s*\}\s*"
     r"\{\s*(?P<below>[0-9]{1,40})\s*\}|(?P<one>[0-9])(?P<other>[0-9]))"
@@ -39,24 +39,24 @@ MINUS = ("-", "\u2212")
 
 
 def canonicalize(match: re.Match[str]) -> str:
-    """A match of NUMBER or WHOLE in canonical form: "$1,234.50" -> "1234.5", "-0.0" -> "0".
+    """Return a match of NUMBER or FULL_NUMBER in canonical form: "1234.5" for "$1,234.50", and "0" for "-0.0".
 
-    It is a string, because a million digits compare in linear time but convert to int in quadratic time.
+    The result is a string, because a million digits take quadratic time to convert to int and linear time to compare.
     """
-    whole, _, fraction = match["digits"].replace(",", "").partition(".")
-    value = (whole.lstrip("0") or "0") + (f".{fraction}" if (fraction := fraction.rstrip("0")) else "")
+    integer, _, fraction = match["digits"].replace(",", "").partition(".")
+    value = (integer.lstrip("0") or "0") + (f".{fraction}" if (fraction := fraction.rstrip("0")) else "")
     negative = (match["sign"] in MINUS) != (match["minus"] in MINUS)
     return f"-{value}" if negative and value != "0" else value
 
 
 def strip_enclosures(field: str) -> str:
-    """A field without emphasis, one closing full stop, and the ENCLOSURES that hold all of it."""
+    """Return a field without emphasis marks, one final full stop, and up to MAX_NESTED_ENCLOSURES around all of it."""
     field = field.strip().strip(EMPHASIS).strip()
     if field.endswith(".") and not field.endswith(".."):
         field = field[:-1]
     for _ in range(MAX_NESTED_ENCLOSURES):
         field = field.strip().strip(EMPHASIS).strip()
-        enclosure = next((one for one in ENCLOSURES if field.startswith(one[0]) and field.endswith(one[1])), None)
+        enclosure = next((pair for pair in ENCLOSURES if field.startswith(pair[0]) and field.endswith(pair[1])), None)
         if enclosure is None or len(field) < len(enclosure[0]) + len(enclosure[1]):
             break
         field = field[len(enclosure[0]) : -len(enclosure[1])]
@@ -64,13 +64,16 @@ def strip_enclosures(field: str) -> str:
 
 
 def parse_number(field: str) -> str | None:
-    """The number that a field is, in canonical form, or None if it is anything else or more than that."""
+    """Return the number that a field consists of, in canonical form, or None if the field is not just a number."""
     match = FULL_NUMBER.fullmatch(strip_enclosures(field))
     return canonicalize(match) if match else None
 
 
 def parse_fraction(field: str) -> Fraction | None:
-    r"""The fraction that a field is ("1/2", "\frac{1}{2}"), or None if it is anything else or more than that."""
+    r"""Return the fraction that a field consists of, such as "1/2" or "\frac{1}{2}".
+
+    The result is None if the field is not just a fraction, or if the denominator is 0.
+    """
     match = FRACTION.fullmatch(strip_enclosures(field))
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Environments on a server that uses OpenEnv's protocol, or answers `POST /reset` and `POST /step` with JSON."""
+"""Environments on a server with OpenEnv's protocol, or with JSON requests `POST /reset` and `POST /step`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,25 @@ SECTION = "environment.skyrl_gym.openenv"
 
 
 class OpenEnvEnv(TextEnv):
-    """An episode on a server. A turn's reward is the server's; a missing one counts as 0 before the last turn.
+    """An environment whose episodes run on a server.
 
-    The action is a turn's final answer (`reasoning.final_answer`): a server does not know the model's reasoning format.
+    The server receives only the final answer of each turn (`reasoning.final_answer`), because it does not know the
+    model's reasoning format. It returns the reward of the turn; a missing reward counts as 0 before the last turn.
 
-    With http(s) the bodies are `{"episode_id", ...}` to /reset and `{"action", "episode_id"}` to /step; with ws(s)
-    every episode is a separate session, as in OpenEnv's servers. Both answer `{"observation", "reward", "done"}`. The
-    opening observation follows the row's messages; a row's column `reset` is a mapping that is also sent to /reset. The
-    server and its token come from the configuration only, never from a row; redirects are not followed.
+    With http(s), the request bodies are `{"episode_id", ...}` to /reset and `{"action", "episode_id"}` to /step. With
+    ws(s), every episode is a separate session, as on OpenEnv's servers. Both return `{"observation", "reward",
+    "done"}`. The first observation follows the row's messages. A row's column `reset` is a mapping that is also sent
+    to /reset. The server and its token come from the configuration only, never from a row. Redirects are not followed.
 
-    Fails with "timeout", "server" (unreachable, or an error of its own), "too_large" or "bad_response".
+    `init` and `step` raise EnvironmentFailure of the kinds "timeout", "server" (unreachable, or an error on the
+    server), "too_large" and "bad_response".
+
+    Args:
+        env_config: The section `environment.skyrl_gym.openenv`.
+        extras: The other columns of the row.
+
+    Raises:
+        ConfigError: The section names no server, or its token is not set.
     """
 
     replayable = False
@@ -47,10 +56,16 @@ class OpenEnvEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of /reset."""
+        """Return the row's arguments of /reset.
+
+        Raises:
+            ValueError: The row's column `reset` is not a mapping.
+        """
         arguments = extras.get("reset") or {}
         if not isinstance(arguments, Mapping):
-            raise ValueError(f"the row's column reset is {arguments!r:.80}, not a mapping")
+            raise ValueError(
+                f"The row's column reset is {arguments!r:.80}; it must be a mapping of arguments for /reset, or null."
+            )
         return dict(arguments)
 
     @classmethod
@@ -59,7 +74,7 @@ class OpenEnvEnv(TextEnv):
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         answer = self._call(self._server.reset(self.parse_row(self.extras)))
-        return [*prompt, *self._shown(answer)], _metadata(answer)
+        return [*prompt, *self._to_messages(answer)], _metadata(answer)
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
@@ -69,28 +84,33 @@ class OpenEnvEnv(TextEnv):
         reward: Any = answer.get("reward")
         if reward is None and not done:
             reward = 0.0
-        return StepOutput([] if ended else self._shown(answer), reward, ended, _metadata(answer))  # checked by the host
+        # The worker checks the type of the reward.
+        return StepOutput([] if ended else self._to_messages(answer), reward, ended, _metadata(answer))
 
     def close(self) -> None:
         with self._runner:
-            self._runner.run(_within(self._server.timeout, self._server.close()))
+            self._runner.run(_with_deadline(self._server.timeout, self._server.close()))
 
     def _call(self, request: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         import aiohttp
 
         try:
-            return self._runner.run(_within(self._server.timeout, request))
+            return self._runner.run(_with_deadline(self._server.timeout, request))
         except TimeoutError as error:
-            raise EnvironmentFailure("timeout", f"no answer of the server within {self._server.timeout:g} s") from error
+            raise EnvironmentFailure(
+                "timeout", f"no response of the server within {self._server.timeout:g} s"
+            ) from error
         except aiohttp.ClientError as error:
             raise EnvironmentFailure("server", f"{type(error).__name__}: {error}") from error
 
-    def _shown(self, answer: dict[str, Any]) -> list[Message]:
+    def _to_messages(self, answer: dict[str, Any]) -> list[Message]:
         observation = answer.get("observation")
         key = self.env_config.get("observation_key")
         if key is not None and isinstance(observation, Mapping):
             if key not in observation:
-                raise EnvironmentFailure("bad_response", f"observation has no {key!r} among {sorted(observation)}")
+                raise EnvironmentFailure(
+                    "bad_response", f"the observation has no key {key!r}, only {sorted(observation)}"
+                )
             observation = observation[key]
         if observation is None or observation == "":
             return []
@@ -98,36 +118,40 @@ class OpenEnvEnv(TextEnv):
         return [{"role": "user", "content": text}]
 
 
-async def _within(seconds: float, request: Coroutine[Any, Any, T]) -> T:
+async def _with_deadline(seconds: float, request: Coroutine[Any, Any, T]) -> T:
     async with asyncio.timeout(seconds):
         return await request
 
 
 def _metadata(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer's "info" or "metadata", whichever name the server uses."""
+    """Return the response's "info" or "metadata": servers use either name."""
     parts = [answer[name] for name in ("info", "metadata") if isinstance(answer.get(name), Mapping)]
     return {key: value for part in parts for key, value in part.items()}
 
 
 async def _refuse_redirect(session: Any, context: Any, details: Any) -> None:
-    raise EnvironmentFailure("server", f"it redirects to {details.response.headers.get('Location')!r:.200}")
+    raise EnvironmentFailure(
+        "server", f"the server redirects to {details.response.headers.get('Location')!r:.200}, which is not followed"
+    )
 
 
 def _connection(settings: Mapping[str, Any]) -> _HttpConnection | _WebSocketConnection:
     url, variable = settings.get("base_url"), settings.get("token_variable")
     if not url or urlsplit(url).scheme not in SCHEMES or not urlsplit(url).hostname:
-        raise ConfigError(f"{SECTION}.base_url={url!r}: name the server, e.g. http://127.0.0.1:8000 or ws://HOST/ws.")
+        raise ConfigError(
+            f"{SECTION}.base_url={url!r} is not a server's URL; set it to one, e.g. http://127.0.0.1:8000 or ws://HOST/ws."
+        )
     if variable and not os.environ.get(variable):
-        raise ConfigError(f"{SECTION}.token_variable={variable!r}: that environment variable is not set; export it.")
+        raise ConfigError(f"{SECTION}.token_variable={variable!r}: this environment variable is not set; export it.")
     headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
     http = urlsplit(url).scheme in ("http", "https")
     if not http and settings.get("action_key", "message") is None:
-        raise ConfigError(f"{SECTION}.action_key=null: OpenEnv's actions are mappings; name the key of the text.")
+        raise ConfigError(f"{SECTION}.action_key=null: OpenEnv's actions are mappings; set it to the key of the text.")
     return (_HttpConnection if http else _WebSocketConnection)(url.rstrip("/"), headers, settings)
 
 
 class _Connection:
-    """One episode's connection to the server."""
+    """The connection of one episode to the server."""
 
     def __init__(self, url: str, headers: dict[str, str], settings: Mapping[str, Any]):
         self.url = url
@@ -138,6 +162,7 @@ class _Connection:
         self._client: aiohttp.ClientSession | None = None
 
     def client(self) -> aiohttp.ClientSession:
+        """Return the HTTP session, which the first call creates inside the running event loop."""
         import aiohttp
 
         if self._client is None:
@@ -145,8 +170,8 @@ class _Connection:
             trace.on_request_redirect.append(_refuse_redirect)
             self._client = aiohttp.ClientSession(
                 headers=self.headers | {"Accept-Encoding": "identity"},
-                auto_decompress=False,  # a compressed answer could be larger than its stated size
-                timeout=aiohttp.ClientTimeout(total=None),  # `_within` sets the deadline
+                auto_decompress=False,  # a compressed response could be larger than its stated size
+                timeout=aiohttp.ClientTimeout(total=None),  # `_with_deadline` sets the deadline
                 trace_configs=[trace],
             )
         return self._client
@@ -154,13 +179,13 @@ class _Connection:
     def action(self, text: str) -> Any:
         return text if self.action_key is None else {self.action_key: text}
 
-    def parsed(self, data: bytes | str) -> dict[str, Any]:
+    def parse(self, data: bytes | str) -> dict[str, Any]:
         try:
             answer = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise EnvironmentFailure("bad_response", f"not JSON: {data[:80]!r}") from error
         if not isinstance(answer, dict):
-            raise EnvironmentFailure("bad_response", f"{type(answer).__name__}, not an object: {data[:80]!r}")
+            raise EnvironmentFailure("bad_response", f"JSON {type(answer).__name__}, not an object: {data[:80]!r}")
         return answer
 
     async def close(self) -> None:
@@ -169,7 +194,7 @@ class _Connection:
 
 
 class _HttpConnection(_Connection):
-    """`POST /reset` and `POST /step`; `episode_id` identifies the episode on a server that has many."""
+    """A connection with `POST /reset` and `POST /step`; `episode_id` tells the server which episode is meant."""
 
     def __init__(self, url: str, headers: dict[str, str], settings: Mapping[str, Any]):
         super().__init__(url, headers, settings)
@@ -177,9 +202,9 @@ class _HttpConnection(_Connection):
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
         answer = await self._post("/reset", arguments | self.episode)
-        given = answer.get("episode_id")
-        if isinstance(given, str):
-            self.episode = {"episode_id": given}
+        episode_id = answer.get("episode_id")
+        if isinstance(episode_id, str):
+            self.episode = {"episode_id": episode_id}
         return answer
 
     async def step(self, text: str) -> dict[str, Any]:
@@ -192,15 +217,15 @@ class _HttpConnection(_Connection):
                 data += chunk
                 if len(data) > self.max_response_bytes:
                     raise EnvironmentFailure(
-                        "too_large", f"an answer of more than {self.max_response_bytes} bytes to {path}"
+                        "too_large", f"a response of more than {self.max_response_bytes} bytes to {path}"
                     )
             if response.status != 200:
                 raise EnvironmentFailure("server", f"status {response.status} of {path}: {bytes(data[:200])!r}")
-            return self.parsed(bytes(data))
+            return self.parse(bytes(data))
 
 
 class _WebSocketConnection(_Connection):
-    """A WebSocket: `{"type", "data"}` in both directions."""
+    """A connection over a WebSocket, with messages `{"type", "data"}` in both directions."""
 
     _socket: aiohttp.ClientWebSocketResponse | None = None
 
@@ -219,9 +244,9 @@ class _WebSocketConnection(_Connection):
         reply = await self._socket.receive()
         if reply.type is not aiohttp.WSMsgType.TEXT:
             if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
-                raise EnvironmentFailure("too_large", f"an answer of more than {self.max_response_bytes} bytes")
+                raise EnvironmentFailure("too_large", f"a response of more than {self.max_response_bytes} bytes")
             raise EnvironmentFailure("server", f"the session ended ({reply.type.name})")
-        answer = self.parsed(reply.data)
+        answer = self.parse(reply.data)
         data = answer.get("data")
         if answer.get("type") == "error" or not isinstance(data, dict):
             raise EnvironmentFailure("server", f"{answer.get('type')}: {data!r:.200}")

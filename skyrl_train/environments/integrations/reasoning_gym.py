@@ -1,6 +1,6 @@
-"""Tasks of the `reasoning_gym` library: its generators make the rows, its scorers score the answers.
+"""Tasks of the `reasoning_gym` library: its generators create the rows, and its scorers score the answers.
 
-No other module imports the library.
+Only this module imports the library.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 
 SECTION = "environment.skyrl_gym.reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer, and nothing else, between <answer> and </answer>."
-ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # stops at the next <answer>: linear time
+# A match stops at the next <answer>, which keeps the search linear in the length of the text.
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 MAX_ANSWER_CHARS = 20_000
-"""Maximum characters; a longer answer scores 0."""
+"""Maximum characters of an answer; a longer answer scores 0."""
 
 ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[0-9+\-*/().\s]*", re.DOTALL)
 LITERAL = re.compile(r"[^(*@%<{]*")
@@ -35,8 +36,8 @@ SAFE_ANSWERS_FOR_EVAL = {
     "spiral_matrix": LITERAL,
     "string_insertion": LITERAL,
 }
-"""Datasets whose scorer passes the answer to `eval` -> pattern of the answers that are safe there: numbers and signs
-without powers, or literals without calls and multiplications. Any other answer scores 0."""
+"""Datasets whose scorer passes the answer to `eval`, with the pattern of the answers that are safe there: numbers and
+operators without powers, or literals without calls and multiplications. Any other answer scores 0."""
 UNSUPPORTED_DATASETS = {
     "bitwise_arithmetic": "its scorer runs what the row says as code",
     "composite": "it is a mixture; name its datasets",
@@ -48,29 +49,43 @@ UNSUPPORTED_DATASETS = {
 
 
 class ReasoningGymEnv(TextEnv):
-    """One turn. The reward is the library's own score, 0 to 1, of the text between <answer> and </answer>.
+    """An environment with one turn, whose reward is the library's score of the text between <answer> and </answer>.
 
-    It is 0 without such a block in the final answer (`reasoning.final_answer`), or with several that differ. With
-    `partial_credit=false`, every score below 1 becomes 0: many scorers give some credit to a text that contains the
-    answer. If the scorer raises, the answer is worth 0 rather than masked as a failure. A row names a dataset of the
-    library that `environment.skyrl_gym.reasoning_gym.tasks` allows, and contains the entry that the scorer needs.
+    The score is between 0 and 1. It is 0 if the final answer (`reasoning.final_answer`) has no such block, or several
+    that differ. With `partial_credit=false`, every score below 1 becomes 0, because many scorers give some credit to a
+    text that contains the answer. If the scorer raises, the reward is 0; the rollout does not count as failed.
+
+    Args:
+        env_config: The section `environment.skyrl_gym.reasoning_gym`.
+        extras: The other columns of the row. `reasoning_gym` names a dataset of the library, and contains the entry
+            that the scorer needs.
+
+    Raises:
+        ValueError: The row lacks this column, or the configuration does not allow its dataset.
+        ConfigError: The library is not installed, or the configuration allows a dataset that cannot be used.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.task, self.entry = self.parse_row(self.extras)
         if self.task not in allowed_datasets(self.env_config.get("tasks")):
-            raise ValueError(f"the row's task {self.task!r:.80} is not one that {SECTION}.tasks allows")
+            raise ValueError(
+                f"The row's task {self.task!r:.80} is not in {SECTION}.tasks; add it there, or leave the row out."
+            )
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[str, Any]:
-        """Return the name of the row's dataset in the library, and its entry."""
-        given = extras.get("reasoning_gym")
-        if not isinstance(given, Mapping) or not isinstance(given.get("entry"), str):
+        """Return the name of the row's dataset in the library, and its decoded entry.
+
+        Raises:
+            ValueError: The row's column `reasoning_gym` is missing or has another form.
+        """
+        column = extras.get("reasoning_gym")
+        if not isinstance(column, Mapping) or not isinstance(column.get("entry"), str):
             raise ValueError(
-                'the row needs reasoning_gym={"task": "...", "entry": "{...}"}: see examples/reasoning_gym'
+                'The row needs a column reasoning_gym={"task": "...", "entry": "{...}"}: see examples/reasoning_gym.'
             )
-        return str(given.get("task")), decode(json.loads(given["entry"]))
+        return str(column.get("task")), decode(json.loads(column["entry"]))
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -84,19 +99,26 @@ class ReasoningGymEnv(TextEnv):
         return StepOutput([], score, done=True, metadata={self.task: score})
 
     def _score(self, answer: str) -> float:
-        harmless = SAFE_ANSWERS_FOR_EVAL.get(self.task)
-        if len(answer) > MAX_ANSWER_CHARS or (harmless is not None and not harmless.fullmatch(answer)):
+        safe_pattern = SAFE_ANSWERS_FOR_EVAL.get(self.task)
+        if len(answer) > MAX_ANSWER_CHARS or (safe_pattern is not None and not safe_pattern.fullmatch(answer)):
             return 0.0
         scorer = _scorer(self.task)
         try:
             return float(scorer.score_answer(answer, self.entry))
-        except Exception as error:  # caused by the model's text: the row's own answer was scored when the row was made
+        except Exception as error:  # the model's text caused it: `make_rows` scored the row's own answer
             log.debug("%s cannot score %.200r: %r", self.task, answer, error)
             return 0.0
 
 
 def allowed_datasets(tasks: Sequence[str] | None) -> frozenset[str]:
-    """The datasets that rows may name. Raises ConfigError for one that the library lacks or that is refused."""
+    """Return the datasets that rows may name.
+
+    Args:
+        tasks: The value of `environment.skyrl_gym.reasoning_gym.tasks`; None allows all supported datasets.
+
+    Raises:
+        ConfigError: A dataset does not exist or is not supported, or the library is not installed.
+    """
     known = _library().factory.DATASETS.keys()
     for task in tasks or ():
         if task in UNSUPPORTED_DATASETS:
@@ -107,25 +129,34 @@ def allowed_datasets(tasks: Sequence[str] | None) -> frozenset[str]:
 
 
 def make_rows(task: str, count: int, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Generate `count` rows in SkyRL's format; equal arguments (and library versions) give equal rows.
+    """Generate rows in SkyRL's format. Equal arguments and library versions give equal rows.
 
     Args:
+        task: Name of a dataset of the library.
+        count: Number of rows.
+        seed: Seed of the library's generator.
         settings: Settings of the library's dataset, e.g. {"max_terms": 3} for chain_sum.
 
-    Raises ConfigError for arguments that the library rejects, or for an entry that a row cannot hold.
+    Raises:
+        ConfigError: The dataset is unknown or not supported, the library rejects the settings, or an entry gets
+            another score after it was saved in a row.
     """
     allowed_datasets([task])
     try:
         dataset = _library().create_dataset(task, seed=seed, size=count, **(settings or {}))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(f"reasoning_gym: {task} does not take {dict(settings or {})}: {error}") from error
+        raise ConfigError(
+            f"reasoning_gym: {task} does not accept the settings {dict(settings or {})}: {error}"
+        ) from error
     for index in range(count):
         entry = dataset[index]
         text = json.dumps(encode(entry))
         answer = entry["answer"]
-        own = 0.0 if answer is None else dataset.score_answer(answer, entry)
-        if answer is not None and _scorer(task).score_answer(answer, decode(json.loads(text))) != own:
-            raise ConfigError(f"reasoning_gym: an entry of {task} scores otherwise out of a row; leave {task} out.")
+        expected_score = 0.0 if answer is None else dataset.score_answer(answer, entry)
+        if answer is not None and _scorer(task).score_answer(answer, decode(json.loads(text))) != expected_score:
+            raise ConfigError(
+                f"reasoning_gym: an entry of {task} gets another score after saving it in a row; leave {task} out."
+            )
         yield {
             "data_source": f"reasoning_gym/{task}",
             "prompt": [{"role": "user", "content": f"{entry['question']}\n\n{INSTRUCTION}"}],
@@ -137,7 +168,11 @@ def make_rows(task: str, count: int, seed: int, settings: Mapping[str, Any] | No
 
 
 def encode(value: Any) -> Any:
-    """Encode as JSON, preserving tuples and non-string keys; values of other types become text."""
+    """Return a value that JSON can represent and `decode` restores.
+
+    Tuples and mappings with keys of other types than str are preserved; arrays become lists; values of other types
+    become text.
+    """
     if isinstance(value, tuple):
         return {"__tuple__": [encode(item) for item in value]}
     if isinstance(value, list):
@@ -152,7 +187,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+    """Return the value that `encode` encoded."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -171,7 +206,7 @@ def _scorer(task: str) -> Any:
 
 @cache
 def _library() -> Any:
-    """Import the library, which takes some seconds: it loads all of its hundred generators."""
+    """Import the library, which takes several seconds because it loads all of its generators."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # compiling its dependencies emits syntax warnings
@@ -179,7 +214,7 @@ def _library() -> Any:
             import reasoning_gym.factory
     except ImportError as error:
         raise ConfigError(
-            f"environment 'reasoning_gym' needs the library of that name ({error}); "
+            f"The environment 'reasoning_gym' needs the library of the same name ({error}); "
             "install it: uv sync --extra reasoning_gym."
         ) from error
     return reasoning_gym

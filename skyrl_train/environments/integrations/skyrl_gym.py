@@ -1,4 +1,4 @@
-"""The names of the `skyrl_gym` package, so that an environment written for it only needs another import line.
+"""The names of the `skyrl_gym` package: an environment written for that package only needs another import line.
 
     from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 becomes
@@ -29,29 +29,40 @@ Env = TextEnv
 
 
 class BaseTextEnv(base.BaseTextEnv):
-    """SkyRL-Gym's base class. The result of `get_metrics` at the end of the episode becomes its metrics."""
+    """A base class of environments with SkyRL-Gym's interface; `get_metrics` provides the metrics of an episode."""
 
     def get_metrics(self) -> dict[str, Any]:
+        """Return the metrics of the episode; called once, when it ends. Subclasses override this."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """SkyRL-Gym's default. Overriding it has no effect: runs average every number over episodes."""
+        """Return `default_aggregate_metrics(metrics)`.
+
+        Overriding this method has no effect on a run, which averages every metric over episodes.
+        """
         return default_aggregate_metrics(metrics)
 
 
 def register(
     id: str, entry_point: str | Callable[..., Any] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Register a class, a factory or "module:Class" as environment `id`; `kwargs` are further constructor arguments.
+    """Register an environment. If `id` is the name of a built-in environment (multiply), replace it with a warning.
 
-    If this package has a built-in environment of that name (multiply), yours replaces it, with a warning. Raises
-    ConfigError if `id` was registered before.
+    Args:
+        id: Name of the environment.
+        entry_point: Class, factory, or "package.module:Class".
+        kwargs: Further keyword arguments of the constructor; the arguments that a run passes take precedence.
+
+    Raises:
+        ConfigError: `entry_point` is None, or `id` is already registered for something else.
     """
     if entry_point is None:
-        raise ConfigError(f"environment {id!r}: entry_point=None must be a class or 'package.module:Class'.")
+        raise ConfigError(
+            f"environment {id!r}: entry_point=None is not allowed; pass a class or 'package.module:Class'."
+        )
     if id in ENVIRONMENTS and registry.environments.table.get(id) == ENVIRONMENTS[id]:
-        log.warning("environment %r is %s now, no longer the one that comes along", id, entry_point)
+        log.warning("environment %r is now %s; it replaces the built-in environment of that name", id, entry_point)
         registry.environments.unregister(id)
     if kwargs:
         registry.register(id, _with_arguments(id, entry_point, dict(kwargs)))
@@ -64,21 +75,27 @@ def _with_arguments(id: str, entry_point: str | Callable[..., Any], kwargs: dict
         factory = load_object(entry_point) if isinstance(entry_point, str) else entry_point
         return factory(**kwargs | arguments)
 
-    make.__name__ = f"{entry_point} with {kwargs}"  # registering twice is allowed only if both make the same
+    # The registry compares names, so that registering twice is allowed only with equal arguments.
+    make.__name__ = f"{entry_point} with {kwargs}"
     return make
 
 
 def deregister(id: str) -> None:
+    """Remove environment `id` from the registry."""
     registry.environments.unregister(id)
 
 
 def make(id: str, **kwargs: Any) -> Any:
-    """Create environment `id` in this process. Raises ConfigError for an unknown id."""
+    """Create environment `id` in this process, with `kwargs` for its constructor.
+
+    Raises:
+        ConfigError: The id is unknown, or its class cannot be imported.
+    """
     return registry.find(id)(**kwargs)
 
 
 def default_aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of every number over the episodes that have it."""
+    """Return the mean of every numeric metric over the episodes that have it; ignore other values."""
     values: dict[str, list[float]] = {}
     for episode in metrics:
         for name, value in episode.items():
@@ -88,12 +105,21 @@ def default_aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def aggregate_for_environment(env_name: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Aggregate metrics with the environment's own `aggregate_metrics`, or with the default if it has none.
+
+    Args:
+        env_name: Id of a registered environment.
+        metrics: The metrics of each episode.
+
+    Raises:
+        ConfigError: The id is unknown, or its class cannot be imported.
+    """
     aggregate = getattr(registry.find(env_name), "aggregate_metrics", default_aggregate_metrics)
     return aggregate(metrics)
 
 
 class tool:
-    """Decorator that marks a method of a ToolGroup as a tool."""
+    """A decorator that marks a method of a ToolGroup as a tool."""
 
     def __init__(self, func: Callable[..., Any]):
         self.func = func
@@ -104,7 +130,7 @@ class tool:
 
 
 class ToolGroup:
-    """Tools that share resources. Subclasses set these up, then call `super().__init__(name)`."""
+    """A group of tools that share resources. Subclasses create the resources, then call `super().__init__(name)`."""
 
     def __init__(self, name: str):
         self.name = name
@@ -115,21 +141,30 @@ class ToolGroup:
         }
 
     def get_name(self) -> str:
+        """Return the name of the group."""
         return self.name
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
+        """Return the method that is the tool `name`, or None."""
         return self._tool_registry.get(name)
 
     def get_tool_names(self) -> list[str]:
+        """Return the names of the group's tools."""
         return list(self._tool_registry)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        found = self.get_tool(name)
-        if found is None:
-            raise ValueError(f"tool {name!r} is not one of group {self.name!r}: {self.get_tool_names()}")
-        return found(*args, **kwargs)
+        """Call the tool `name` with the further arguments and return its result.
+
+        Raises:
+            ValueError: The group has no such tool.
+        """
+        method = self.get_tool(name)
+        if method is None:
+            raise ValueError(f"tool {name!r} is not in group {self.name!r}; choose one of {self.get_tool_names()}.")
+        return method(*args, **kwargs)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
+        """Return a mapping from the name of each tool to the name of the group."""
         return dict.fromkeys(self._tool_registry, self.name)
 
 
@@ -142,4 +177,4 @@ tools = SimpleNamespace(tool=tool, ToolGroup=ToolGroup)
 metrics = SimpleNamespace(
     default_aggregate_metrics=default_aggregate_metrics, aggregate_for_environment=aggregate_for_environment
 )
-"""For `skyrl_gym.envs.register(...)` and the like."""
+"""Namespaces that make `skyrl_gym.envs.register(...)` and similar names work."""

@@ -1,4 +1,4 @@
-r"""Competition problems whose answer is an integer (AIME, DAPO-Math-17k): one turn, "Answer: 204" or \boxed{204}."""
+r"""Single-turn competition problems with numeric answers (AIME, DAPO-Math-17k): "Answer: 204" or \boxed{204}."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from skyrl_train.environments.graders.numbers import parse_fraction, parse_numbe
 from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
 
 MAX_TAIL_CHARS = 300
-"""Number of final characters that are examined, as in SkyRL-Gym: a solution tries many values before it answers."""
+"""Number of final characters that are examined, as in SkyRL-Gym. A solution may mention many values before them."""
 ANSWER_LINE = re.compile(r"answer[*_]{0,2}[ \t]*:([^\n]+)", re.IGNORECASE)
 
 
 class AIMEEnv(TextEnv):
-    r"""Rewards the right number with 1 and anything else with -1, as SkyRL-Gym does; the metric `acc` is the accuracy.
+    r"""An environment that rewards the right number with 1 and anything else with -1, as SkyRL-Gym does.
 
-    Only the last 300 characters of the final answer (`reasoning.final_answer`) are examined: the rest of every line
-    after "Answer:" and every \boxed{...} that have digits are answers. Each must be a number and nothing else (see
-    graders/numbers.py), and all must be the same. So "Answer: 41 or 42", "Answer: not 42", "Answer: 41" and later
-    "Answer: 42", or another number in a box are no answer. 042 equals 42. If the expected answer is a fraction, answers
-    are fractions: \frac{2}{4} equals 1/2.
+    Only the last 300 characters of the final answer (`reasoning.final_answer`) are examined. The rest of each line
+    after "Answer:" and the content of each \boxed{...} are answers if they have a digit. Each answer must be a number
+    and nothing else (see graders/numbers.py), and all must be equal. So "Answer: 41 or 42" and "Answer: not 42" are
+    wrong, and so is a response with "Answer: 41" and "Answer: 42", or with another number in a box. 042 equals 42. If
+    the ground truth is a fraction, answers are parsed as fractions: \frac{2}{4} equals 1/2. The metric `acc` is the
+    accuracy.
 
-    The expected answer is the row's `reward_spec.ground_truth`, or `reward_model.ground_truth` as in DAPO's files.
+    The ground truth is the row's `reward_spec.ground_truth`, or `reward_model.ground_truth` as in DAPO's files.
     """
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[Callable[[str], Any], Any]:
-        """Return how answers are read, and the expected one."""
+        """Return the function that parses answers, and the expected answer."""
         spec = extras.get("reward_spec") or extras.get("reward_model")
-        if (
-            isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int
-        ):  # as some files of AIME have it
+        if isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int:  # the form in some AIME files
             spec = {"ground_truth": str(truth)}
         text = parse_ground_truth({"reward_spec": spec})
-        read: Callable[[str], Any] = parse_number if parse_number(text) is not None else parse_fraction
-        if read(text) is None:
+        parse_answer: Callable[[str], Any] = parse_number if parse_number(text) is not None else parse_fraction
+        if parse_answer(text) is None:
             raise ValueError(f"ground truth {text!r:.80} is neither a number nor a fraction")
-        return read, read(text)
+        return parse_answer, parse_answer(text)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
@@ -55,14 +54,22 @@ class AIMEEnv(TextEnv):
 
 
 def _without_boxes(field: str) -> str:
-    """A field without the contents of its boxes, which are answers of their own."""
+    """Remove the contents of boxes from a field, because they are separate answers."""
     for content in iter_boxed(field):
         field = field.replace(content, "", 1)
     return field
 
 
 def extract_answer(text: str, parse_answer: Callable[[str], Any] = parse_number) -> Any:
-    """What the end of `text` gives as its answer, as `read` reads a field; None if it gives none, or several."""
+    """Extract the answer from the last MAX_TAIL_CHARS characters of a response's final answer.
+
+    Args:
+        text: The model's response, including reasoning.
+        parse_answer: Parses one field and returns None if the field is not an answer.
+
+    Returns:
+        The parsed answer, or None if there is no answer, if several answers differ, or if one cannot be parsed.
+    """
     tail = reasoning.final_answer(text)[-MAX_TAIL_CHARS:]
     fields = [*(_without_boxes(field) for field in ANSWER_LINE.findall(tail)), *iter_boxed(tail)]
     values = {parse_answer(field) for field in fields if any(map(str.isnumeric, field))}

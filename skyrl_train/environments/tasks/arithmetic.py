@@ -1,12 +1,12 @@
-"""Generated word problems in GSM8K's style, with adjustable difficulty: a task that needs no download.
+"""Generated word problems in GSM8K's style with adjustable difficulty. The task needs no download.
 
     Mia has 7 shells. Mia finds 5 more. Mia gives away 3. How many shells does Mia have now?
     7 + 5 = 12
     12 - 3 = 9
     #### 9
 
-The vocabulary is small and numbers are written in digits, so that a tokenizer of words and digits needs fewer than 150
-tokens for the whole task.
+The vocabulary is small and numbers are written in digits, so a tokenizer of words and digits needs fewer than 150
+tokens for the entire task.
 """
 
 from __future__ import annotations
@@ -26,25 +26,31 @@ SENTENCES = {
     "*": ("{name} multiplies them by {n}.",),
 }
 VALIDATION_ONE_IN = 10
-"""One expression in ten is for validation."""
+"""One expression in this many is for validation."""
 
 
 class ArithmeticEnv(GSM8KEnv):
-    """Scored exactly like gsm8k; see `gsm8k.strict_answer` for the rule."""
+    """An environment that scores like gsm8k; see `gsm8k.score`."""
 
 
 def generate(count: int, operations: int, max_value: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """Generate `count` different problems as rows in SkyRL's format; equal arguments give equal rows.
+    """Generate different problems as rows in SkyRL's format. Equal arguments give equal rows.
 
     Args:
-        operations: Number of steps (+, - or *), 1 to 5.
+        count: Number of rows.
+        operations: Number of steps (+, - or *) of each problem, 1 to 5.
         max_value: The largest number in a problem, at least 2. Running totals stay between 0 and 10 * max_value + 9, so
             with 9 every number has one digit and every total at most two.
-        split: "train" or "validation". They are disjoint by construction, whatever the seeds: a hash of the expression
-            (the numbers and operations, not the names and words) decides to which split a problem belongs.
+        seed: Seed of the random generator.
+        split: "train" or "validation". The splits are disjoint for all seeds, because a hash of the expression (the
+            numbers and operations, without names and words) assigns each problem to a split.
 
-    Each row's `extra_info` has demonstrations in two styles: `answer` (steps, then "#### N") and `direct` ("#### N").
-    Raises ConfigError for arguments out of range, or if they allow too few different problems.
+    Returns:
+        Rows whose `extra_info` has demonstrations in two styles: `answer` (steps, then "#### N") and `direct`
+        ("#### N").
+
+    Raises:
+        ConfigError: An argument is out of range, or the arguments allow too few different problems.
     """
     for key, value, low, high in (
         ("operations", operations, 1, 5),
@@ -66,8 +72,8 @@ def generate(count: int, operations: int, max_value: int, seed: int, split: str)
             misses += 1
             if misses > 1000:
                 raise ConfigError(
-                    f"arithmetic: found only {len(rows)} different {split} problems of the {count} asked for with "
-                    f"operations={operations}, max_value={max_value}; ask for fewer or raise one of them."
+                    f"arithmetic: found only {len(rows)} different {split} problems of count={count} with "
+                    f"operations={operations}, max_value={max_value}; reduce count, or raise one of the others."
                 )
             continue
         misses = 0
@@ -76,17 +82,21 @@ def generate(count: int, operations: int, max_value: int, seed: int, split: str)
 
 
 def assign_split(expression: str) -> str:
-    """The split of an expression like "7+5-3" (read left to right), by a hash that is the same in every Python."""
+    """Return "train" or "validation" for an expression such as "7+5-3", by a hash of its text.
+
+    The result is the same in every process and Python version.
+    """
     digest = hashlib.sha256(expression.encode()).digest()
     return "validation" if int.from_bytes(digest[:8], "big") % VALIDATION_ONE_IN == 0 else "train"
 
 
 def apply_operation(sign: str, total: int, n: int) -> int:
+    """Return `total` + `n`, `total` - `n` or `total` * `n`, as the sign "+", "-" or "*" says."""
     return {"+": total + n, "-": total - n, "*": total * n}[sign]
 
 
 def _expression(rng: random.Random, operations: int, max_value: int) -> tuple[int, list[tuple[str, int]]]:
-    """A start and steps whose totals stay in range. Signs are equally likely whenever all three are possible."""
+    """Draw a start value and steps whose totals stay in range. All signs that are possible are equally likely."""
     limit = 10 * max_value + 9
     total = start = rng.randint(1, max_value)
     steps: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""One answer to the row's prompt, without a reward of its own: for runs with a reward model."""
+"""Single-turn answers without a reward from the environment, for runs with a reward model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from skyrl_train.environments.base import StepOutput, TextEnv
 
 
 class ChatEnv(TextEnv):
-    """One turn with reward 0; the reward model of `trainer.reward` adds the answer's score."""
+    """A single-turn environment with reward 0. The reward model of `trainer.reward` adds the answer's score."""
 
     def step(self, action: str) -> StepOutput:
         return StepOutput([], 0.0, done=True)

@@ -1,4 +1,4 @@
-"""The numbers game (TinyZero's task): reach a target with + - * / from given numbers, answer in <answer></answer>."""
+"""The countdown game (TinyZero's task): combine given numbers with + - * / into a target value, in a single turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 
 MAX_EXPRESSION_CHARS = 200
-"""Maximum characters of an expression; this also bounds its numbers, nesting and products."""
+"""Maximum characters of an expression. This also bounds its numbers, nesting and products."""
 ANSWER = re.compile(r"<answer>([^<]*)</answer>")
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
@@ -26,24 +26,25 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class CountdownEnv(TextEnv):
-    """Rewards an expression that uses each given number once and equals the target with 1, another with `format_score`.
+    """An environment that rewards an arithmetic expression that uses each given number once and equals the target.
 
-    The expression is the content of all <answer>...</answer> in the final answer (`reasoning.final_answer`), without an
-    "= target" at its end. No answer, answers that differ, and anything besides numbers, + - * / and parentheses give 0.
-    The expression is calculated in exact fractions, without eval; after a division by zero it has no value. The row's
-    `reward_spec.ground_truth` is of the form {"target": 24, "numbers": [3, 3, 8, 8]}.
+    Such an expression gets 1, and any other expression gets `format_score` (0.1 by default). The expression is the
+    content of <answer>...</answer> in the final answer (`reasoning.final_answer`), without an "= target" at its end. A
+    response gets 0 if it has no answer, if its answers differ, or if the answer contains anything other than numbers,
+    + - * / and parentheses. The expression is evaluated in exact fractions, without eval. One that divides by zero has
+    no value. The row's `reward_spec.ground_truth` has the form {"target": 24, "numbers": [3, 3, 8, 8]}.
     """
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[int, list[int]]:
-        """Return the target and the numbers, in order of size."""
+        """Return the target and the sorted numbers."""
         spec = extras.get("reward_spec")
         truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
         known = truth if isinstance(truth, Mapping) else {}
         target, numbers = known.get("target"), known.get("numbers")
         if not isinstance(numbers, list) or not numbers or not all(map(_is_integer, [target, *numbers])):
             raise ValueError(
-                'the row needs reward_spec.ground_truth={"target": .., "numbers": [..]}, whole numbers, '
+                'the row needs reward_spec.ground_truth={"target": .., "numbers": [..]}, all integers, '
                 f"got {truth!r:.80}"
             )
         return int(known["target"]), sorted(map(int, numbers))
@@ -72,14 +73,16 @@ class CountdownEnv(TextEnv):
 
 
 def _is_integer(value: Any) -> bool:
-    """True for integers, and for whole floats, into which tables with nulls turn integers."""
+    """True for integers and for floats with an integer value, which integers become in tables with nulls."""
     return isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction | None, list[int]] | None:
-    """Return (value, its numbers) of an expression of integers, + - * / and parentheses, or None for anything else.
+    """Evaluate an expression that consists of integers, + - * / and parentheses.
 
-    The value is None if the expression divides by zero.
+    Returns:
+        The exact value and the numbers in the expression, in order. The value is None if the expression divides by
+        zero. The result is None if the text is not such an expression or has more than MAX_EXPRESSION_CHARS.
     """
     expression = expression.translate(SIGNS).strip()
     if len(expression) > MAX_EXPRESSION_CHARS or not ALLOWED.fullmatch(expression):
@@ -92,7 +95,7 @@ def evaluate_expression(expression: str) -> tuple[Fraction | None, list[int]] | 
             return Fraction(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
             return OPERATIONS[type(node.op)](value(node.left), value(node.right))
-        raise SyntaxError("not of this game")
+        raise SyntaxError("not an arithmetic expression")
 
     try:
         return value(ast.parse(expression, mode="eval").body), numbers

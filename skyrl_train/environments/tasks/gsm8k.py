@@ -1,4 +1,4 @@
-"""Grade-school mathematics (arXiv:2110.14168): one turn, the answer is the number after "####"."""
+"""Grade-school mathematics (arXiv:2110.14168) in a single turn. The answer is the number after "####"."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from skyrl_train.environments.graders.numbers import NUMBER, canonicalize, parse
 
 ANSWER_LINE = re.compile(r"(?<!#)####(?!#)(?P<field>[^\n]*)")
 HEADING = re.compile(r"[^0-9A-Za-z\\]*[A-Za-z](?!\s*=)")
-"""Of a field that begins with a word, as "Step 1" does; LaTeX and "x = 42" are no headings."""
+"""Matches the start of a heading such as "#### Step 1". LaTeX and assignments such as "x = 42" do not match."""
 ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps|possibly)*", re.IGNORECASE)
 
 
 def extract_strict_answer(text: str) -> str | None:
-    """The number after "####", or None if there is none or more than one.
+    """Return the number after "####" in canonical form, or None if there is no number or there are different ones.
 
-    The rule: every line of the final answer (`reasoning.final_answer`) with "####" and a digit behind it is an answer,
-    from the marker to the end of the line, but for headings such as "#### Step 1". An answer must be a number and
-    nothing else (see graders/numbers.py), and all answers must be equal. So "#### 41 or 42", "#### 41" followed by
-    "#### 42" below, "#### 42k" and "#### 42 is wrong" are no answer; repeating one answer is allowed.
+    Each line of the final answer (`reasoning.final_answer`) that has a digit after "####" is an answer, which extends
+    from the marker to the end of the line. Headings such as "#### Step 1" are excluded. An answer must be a number and
+    nothing else (see graders/numbers.py), and all answers must be equal. So the result is None for "#### 41 or 42", for
+    "#### 41" and "#### 42" on two lines, for "#### 42k" and for "#### 42 is wrong". An answer may be repeated.
     """
     values: set[str | None] = set()
     for field in _answers(text):
@@ -33,26 +33,28 @@ def extract_strict_answer(text: str) -> str | None:
 
 
 def _answers(text: str) -> Iterator[str]:
-    """What stands behind the first "####" of every line, if it has a digit and is no heading."""
+    """Yield the text after the first "####" of each line, if it contains a digit and is not a heading."""
     for line in final_answer(text).splitlines():
-        marked = ANSWER_LINE.search(line)
-        if marked and any(map(str.isnumeric, marked["field"])) and not HEADING.match(marked["field"]):
-            yield marked["field"]
+        match = ANSWER_LINE.search(line)
+        if match and any(map(str.isnumeric, match["field"])) and not HEADING.match(match["field"]):
+            yield match["field"]
 
 
 def extract_flexible_answer(text: str) -> str | None:
-    """The strict answer if a line has one (see there), else the last number; None for no number or for several guesses.
+    """Return the answer of a response that may lack the marker "####".
 
-    The rule: the last two numbers are guesses if they differ and only spaces, punctuation other than ".:=#", "or",
-    "and", "either", "maybe", "perhaps" or "possibly" are between them: "41 or 42", "41, 42", "41 (42?)".
+    If a line of the final answer has an answer after "####", the result is that of `extract_strict_answer`. Otherwise
+    it is the last number, in canonical form, or None if there is no number or if the last two numbers are alternatives.
+    Two numbers are alternatives if they differ and only spaces, punctuation other than ".:=#" and the words "or",
+    "and", "either", "maybe", "perhaps" and "possibly" are between them: "41 or 42", "41, 42", "41 (42?)".
     """
     if any(True for _ in _answers(text)):
         return extract_strict_answer(text)
     text = final_answer(text)
     last: re.Match[str] | None = None
     before: re.Match[str] | None = None
-    for found in NUMBER.finditer(text):
-        last, before = found, last
+    for match in NUMBER.finditer(text):
+        last, before = match, last
     if last is None:
         return None
     value = canonicalize(last)
@@ -65,7 +67,18 @@ ANSWER_EXTRACTORS = {"strict": extract_strict_answer, "flexible": extract_flexib
 
 
 def score(text: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
-    """Return 1.0 for the right number, `format_score` for one wrong one, 0.0 for none or several. 18 equals 18.00."""
+    """Return the reward of a response: 1.0 if its answer equals the ground truth. 18 equals 18.00.
+
+    Args:
+        text: The model's response, including reasoning.
+        ground_truth: The expected number.
+        method: "strict" or "flexible"; see `extract_strict_answer` and `extract_flexible_answer`.
+        format_score: Reward of a wrong number. A response without an answer gets 0.0.
+
+    Raises:
+        ValueError: The ground truth is not a number.
+        KeyError: The method is unknown.
+    """
     truth = parse_number(ground_truth)
     if truth is None:
         raise ValueError(f"ground truth {ground_truth!r:.80} is not a number")
@@ -76,7 +89,7 @@ def score(text: str, ground_truth: str, method: str = "strict", format_score: fl
 
 
 def parse_ground_truth(extras: Mapping[str, Any]) -> str:
-    """Return a row's reward_spec.ground_truth. Raises ValueError unless it is a string with more than white space."""
+    """Return a row's reward_spec.ground_truth. Raise ValueError if it is not a string or is blank."""
     reward_spec = extras.get("reward_spec")
     truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
     if not isinstance(truth, str) or not truth.strip():
@@ -88,7 +101,7 @@ def parse_ground_truth(extras: Mapping[str, Any]) -> str:
 
 
 def parse_numeric_ground_truth(extras: Mapping[str, Any]) -> str:
-    """Return a row's ground truth, as text. Raises ValueError unless it is a number."""
+    """Return the text of a row's ground truth. Raise ValueError if it is not a number."""
     truth = parse_ground_truth(extras)
     if parse_number(truth) is None:
         raise ValueError(f"ground truth {truth!r:.80} is not a number")
@@ -96,9 +109,10 @@ def parse_numeric_ground_truth(extras: Mapping[str, Any]) -> str:
 
 
 class GSM8KEnv(TextEnv):
-    """One question, one answer. Settings: `method` (strict or flexible) and `format_score`; see `score`.
+    """A single-turn environment that rewards the right number.
 
-    An empty or truncated response is scored by the same rule: 0 unless it already contains the answer.
+    Its settings are `method` ("strict" by default) and `format_score` (0.0 by default); see `score`. An empty or
+    truncated response is scored by the same rules, so it gets 0 unless it already contains the answer.
     """
 
     parse_row = staticmethod(parse_numeric_ground_truth)

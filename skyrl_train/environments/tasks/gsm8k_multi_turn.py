@@ -1,4 +1,4 @@
-"""GSM8K in several turns: the model learns that its answer is wrong or missing, and may try again."""
+"""Multi-turn GSM8K. The model gets feedback that its answer is wrong or missing, and may try again."""
 
 from __future__ import annotations
 
@@ -9,25 +9,34 @@ from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import extract_strict_answer, parse_numeric_ground_truth, score
 
 DEFAULT_MAX_TURNS = 5
-"""SkyRL's default, used if neither the row nor generator.max_turns sets a number."""
+"""SkyRL's default, which is used if neither the row nor generator.max_turns sets a number."""
 
 
 def resolve_max_turns(extras: Mapping[str, Any]) -> int:
-    """The smaller of a row's `max_turns` (by default generator.max_turns) and its `extra_info.max_turns`."""
+    """Return the maximum number of turns of an episode.
+
+    Args:
+        extras: Columns of the row. The result is the smaller one of `max_turns`, which defaults to generator.max_turns,
+            and `extra_info.max_turns`. It is DEFAULT_MAX_TURNS if neither is set.
+
+    Raises:
+        ValueError: The result is below 1.
+    """
     info = extras.get("extra_info")
-    said = [extras.get("max_turns"), info.get("max_turns") if isinstance(info, Mapping) else None]
-    turns = min((int(number) for number in said if number is not None), default=DEFAULT_MAX_TURNS)
+    limits = [extras.get("max_turns"), info.get("max_turns") if isinstance(info, Mapping) else None]
+    turns = min((int(limit) for limit in limits if limit is not None), default=DEFAULT_MAX_TURNS)
     if turns < 1:
         raise ValueError(f"max_turns={turns}: an episode has at least one turn")
     return turns
 
 
 class GSM8KMultiTurnEnv(TextEnv):
-    """Up to `max_turns` answers by gsm8k's strict rule; the rewards of all turns sum to at most 1.
+    """An environment with up to `max_turns` answers by gsm8k's strict rules. The rewards of all turns sum to at most 1.
 
-    A turn with a wrong number after "####" gives `format_score` / max_turns (SkyRL's 0.2 over all turns); one without a
-    number, or with several that differ, gives 0. The right number ends the episode and gives the remainder to 1, so
-    that success is worth 1 however many tries it took; SkyRL-Gym adds 1 to the rewards of earlier wrong turns.
+    A turn with a wrong number after "####" gives `format_score` / max_turns, where `format_score` is 0.2 by default as
+    in SkyRL. A turn without a number, or with different numbers, gives 0. The right number ends the episode and gives
+    the remainder to 1, so a successful episode is worth 1 after any number of tries. SkyRL-Gym instead adds 1 to the
+    rewards of earlier wrong turns.
     """
 
     parse_row = staticmethod(parse_numeric_ground_truth)

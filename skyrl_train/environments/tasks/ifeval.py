@@ -1,4 +1,4 @@
-"""Instruction following (IFEval, arXiv:2311.07911): one turn, scored by the instructions that it follows."""
+"""Single-turn instruction following (IFEval, arXiv:2311.07911). The score counts the instructions that are followed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ REWARDS = ("fraction", "all")
 
 @dataclass(frozen=True, slots=True)
 class IFEvalScores:
-    """Which instructions a response follows, in the prompt's order: strictly, and loosely (see `score`)."""
+    """The instructions that a response follows, in the prompt's order."""
 
     strict: tuple[bool, ...]
+    """True for each instruction that the response itself follows."""
     loose: tuple[bool, ...]
+    """True for each instruction that the response or one of its variants follows; see `score`."""
 
     def metrics(self) -> dict[str, float]:
-        """Accuracies of this response. The benchmark's instruction level weights prompts by their instructions."""
+        """Return the accuracies of this response under the benchmark's names.
+
+        The benchmark weights instruction-level accuracies by each prompt's number of instructions.
+        """
         return {
             "prompt_level_strict_acc": float(all(self.strict)),
             "inst_level_strict_acc": sum(self.strict) / len(self.strict),
@@ -37,21 +42,30 @@ class IFEvalScores:
 def score(
     instructions: Sequence[str], kwargs: Sequence[Mapping[str, Any] | None], prompt: str, text: str
 ) -> IFEvalScores:
-    """Check a response against a prompt's instructions, given the benchmark's ids and keyword arguments (null: unset).
+    """Check which instructions of a prompt a response follows.
 
-    Only the final answer is checked (`reasoning.final_answer`): instructions do not apply to reasoning.
+    Only the final answer is checked (`reasoning.final_answer`), because instructions do not apply to reasoning. An
+    instruction is followed loosely if a variant of the answer follows it: without the first line, the last line, both
+    or neither, and with or without asterisks. A blank answer follows no instruction.
 
-    An instruction is followed loosely if the response follows it after removing the first line, the last line, both or
-    neither, with or without all asterisks. A blank response follows nothing. Raises ValueError for instructions that
-    are not in the benchmark.
+    Args:
+        instructions: The benchmark's ids of the instructions.
+        kwargs: Keyword arguments of each instruction. Those that are None are unset.
+        prompt: The request, which some instructions require to be repeated.
+        text: The model's response, including reasoning.
+
+    Raises:
+        ValueError: There are no instructions, the two sequences differ in length, or an instruction or its arguments
+            are not in the benchmark.
     """
     if not instructions or len(instructions) != len(kwargs):
         raise ValueError(
-            f"{len(instructions)} instructions with {len(kwargs)} kwargs: at least one, and as many of both"
+            f"{len(instructions)} instructions with {len(kwargs)} kwargs: there must be at least one instruction, and "
+            "one entry of kwargs for each"
         )
     checks = [
-        (INSTRUCTIONS[id], parse_instruction_kwargs(id, given, prompt))
-        for id, given in zip(instructions, kwargs, strict=True)
+        (INSTRUCTIONS[id], parse_instruction_kwargs(id, arguments, prompt))
+        for id, arguments in zip(instructions, kwargs, strict=True)
     ]
     text = final_answer(text)
     variants = [variant for variant in _loose_variants(text) if variant.strip()]
@@ -65,26 +79,28 @@ def score(
 
 def _loose_variants(text: str) -> list[str]:
     lines = text.split("\n")
-    cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
-    return [*cut, *(variant.replace("*", "") for variant in (text, *cut))]
+    shortened = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return [*shortened, *(variant.replace("*", "") for variant in (text, *shortened))]
 
 
 class IFEvalEnv(TextEnv):
-    """One prompt, one response. The reward is the share of the prompt's instructions that the response follows.
+    """A single-turn environment that rewards a response for the instructions that it follows.
 
-    Settings: `reward`: "fraction", or "all" (1.0 for a response that follows every instruction, else 0.0); `loose`:
-    whether to count instructions that are followed loosely (see `score`). Both kinds of accuracy are metrics in any
-    case. An empty response follows nothing; a truncated one is scored as it is.
+    The setting `reward` is "fraction" (the fraction of the prompt's instructions that the response follows) or "all"
+    (1.0 if it follows every instruction, else 0.0). The setting `loose` is true to count instructions that are followed
+    loosely (see `score`). The metrics always include both kinds of accuracy. An empty response follows no instruction,
+    and a truncated one is scored as it is.
 
-    The row's ground truth is google/IFEval's {"instruction_id_list": [...], "kwargs": [...]}, as JSON or as columns.
+    The row's ground truth has the form of google/IFEval, {"instruction_id_list": [...], "kwargs": [...]}, as JSON text
+    or as columns.
     """
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
         """Return the instructions' ids and their keyword arguments."""
         instructions, kwargs = _ground_truth(extras)
-        for id, given in zip(instructions, kwargs, strict=True):
-            parse_instruction_kwargs(id, given, "the request")
+        for id, arguments in zip(instructions, kwargs, strict=True):
+            parse_instruction_kwargs(id, arguments, "the request")
         return instructions, kwargs
 
     @classmethod
@@ -101,8 +117,8 @@ class IFEvalEnv(TextEnv):
         self.prompt = ""
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        asked = [message["content"] for message in prompt if message["role"] == "user"]
-        self.prompt = asked[-1] if asked and isinstance(asked[-1], str) else ""
+        requests = [message["content"] for message in prompt if message["role"] == "user"]
+        self.prompt = requests[-1] if requests and isinstance(requests[-1], str) else ""
         return prompt, {}
 
     def step(self, action: str) -> StepOutput:
@@ -121,6 +137,6 @@ def _ground_truth(extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     known = truth if isinstance(truth, Mapping) else {}
     instructions, kwargs = known.get("instruction_id_list"), known.get("kwargs")
     if not isinstance(instructions, list) or not isinstance(kwargs, list) or not len(instructions) == len(kwargs) > 0:
-        columns = '{"instruction_id_list": [...], "kwargs": [...]}, lists of one length'
+        columns = '{"instruction_id_list": [...], "kwargs": [...]}, lists of equal length'
         raise ValueError(f'the row needs reward_spec={{"ground_truth": ...}} with {columns}, got {truth!r:.80}')
     return instructions, kwargs

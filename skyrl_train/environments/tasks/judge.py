@@ -1,4 +1,4 @@
-"""Answers that another language model compares with a reference."""
+"""Answers that another language model, the judge, compares with a reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 OPENAI_URL = "https://api.openai.com/v1"
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 MAX_ANSWER_CHARS = 20_000
-"""Maximum characters of an answer that the judge reads; the middle of a longer one is replaced by a note."""
+"""Maximum characters of an answer in the judge's prompt. The middle of a longer answer is replaced by a note."""
 VERDICT = re.compile(r"^(?:[^\S\n]|[*_#>])*+VERDICT:[\s*_]*(CORRECT|WRONG)[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
 RULES = """You compare an answer to a question with a reference answer.
 
@@ -33,7 +33,14 @@ Reason briefly, then end with one line: "VERDICT: CORRECT" or "VERDICT: WRONG"."
 
 
 def build_judge_prompt(question: str, reference: str, answer: str, delimiter: str) -> list[Message]:
-    """The judge's prompt. The answer must have no way to know `mark`."""
+    """Return the messages of the judge's prompt.
+
+    Args:
+        question: Question of the row.
+        reference: Reference answer of the row.
+        answer: The model's answer. Its middle is removed if it has more than MAX_ANSWER_CHARS.
+        delimiter: Text that marks where each part begins and ends. It must be unpredictable for the model.
+    """
     parts = {
         "question": question,
         "reference": reference,
@@ -46,25 +53,31 @@ def build_judge_prompt(question: str, reference: str, answer: str, delimiter: st
 
 
 def parse_verdict(text: str) -> float:
-    """Return 1.0 or 0.0. The rule: all lines of the form "VERDICT: ..." after the judge's reasoning must agree.
+    """Return 1.0 if the judge's verdict is CORRECT, or 0.0 if it is WRONG.
 
-    Raises EnvironmentFailure("judge_failed") if there is none or two differ: a quoted answer must not decide.
+    Args:
+        text: The judge's response. All lines of the form "VERDICT: ..." after its reasoning must agree, because one of
+            them may quote the answer.
+
+    Raises:
+        EnvironmentFailure: There is no verdict, or verdicts differ (kind "judge_failed").
     """
-    found = {match[1].upper() for match in VERDICT.finditer(final_answer(text))}
-    if len(found) != 1:
-        raise EnvironmentFailure("judge_failed", f"no one verdict in the judge's {text[-300:]!r}")
-    return float(found == {"CORRECT"})
+    verdicts = {match[1].upper() for match in VERDICT.finditer(final_answer(text))}
+    if len(verdicts) != 1:
+        raise EnvironmentFailure("judge_failed", f"the judge gave no single verdict: {text[-300:]!r}")
+    return float(verdicts == {"CORRECT"})
 
 
 class LLMJudgeEnv(TextEnv):
-    """One turn; a model behind an OpenAI-compatible endpoint decides if the answer means the same as the reference.
+    """A single-turn environment in which a model behind an OpenAI-compatible endpoint judges the answer.
 
-    Reward: 1 if the judge's verdict is CORRECT, else 0 (see `verdict_of` for the rule). The judge reads only the final
-    answer (`reasoning.final_answer`); an empty one is worth 0 and not judged. An episode without an answer or a verdict
-    of the judge is masked, as "judge_failed".
+    The reward is 1 if the judge decides that the answer means the same as the reference, else 0 (see `parse_verdict`).
+    The judge reads only the final answer (`reasoning.final_answer`). An empty answer gets 0 without a request. An
+    episode is masked with the kind "judge_failed" if the judge does not respond or gives no verdict.
 
-    The row's `reward_spec.ground_truth` is the reference; the question is its last user message. Settings:
-    `config.environment.JudgeConfig`. The key is read from OPENAI_API_KEY, never from a configuration or a row.
+    The reference is the row's `reward_spec.ground_truth`. The question is the row's last user message. The settings are
+    those of `config.environment.JudgeConfig`. The API key is read from the environment variable OPENAI_API_KEY, never
+    from the configuration or a row.
     """
 
     parse_row = staticmethod(parse_ground_truth)
@@ -83,16 +96,15 @@ class LLMJudgeEnv(TextEnv):
         key, url = "environment.skyrl_gym.llm_as_a_judge.base_url", env_config.get("base_url")
         if url is None and not os.environ.get(API_KEY_VARIABLE):
             raise ConfigError(
-                f"{key}=null is OpenAI's server: set {API_KEY_VARIABLE} in the environment, or the address of your own."
+                f"{key}=null means OpenAI's server: set its API key in the environment variable {API_KEY_VARIABLE}, "
+                "or set this key to the URL of another server."
             )
         if url is not None and not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"{key}={url!r}: must be an http:// or https:// address, such as http://127.0.0.1:8000/v1."
-            )
+            raise ConfigError(f"{key}={url!r}: must be an http:// or https:// URL, such as http://127.0.0.1:8000/v1.")
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        asked = [message for message in prompt if message.get("role") == "user"]
-        self.question = str(asked[-1]["content"]) if asked else ""
+        user_messages = [message for message in prompt if message.get("role") == "user"]
+        self.question = str(user_messages[-1]["content"]) if user_messages else ""
         return prompt, {}
 
     def step(self, action: str) -> StepOutput:
@@ -102,8 +114,8 @@ class LLMJudgeEnv(TextEnv):
         return StepOutput([], parse_verdict(asyncio.run(self._ask(answer))), done=True)
 
     async def _ask(self, answer: str) -> str:
-        mark = f"=={secrets.token_hex(16)}=="
-        messages = build_judge_prompt(self.question, self.reference, answer, mark)
+        delimiter = f"=={secrets.token_hex(16)}=="
+        messages = build_judge_prompt(self.question, self.reference, answer, delimiter)
         body = {**self.sampling, "model": self.model, "messages": messages}
         key = os.environ.get(API_KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -114,6 +126,6 @@ class LLMJudgeEnv(TextEnv):
             raise EnvironmentFailure("judge_failed", str(error)) from error
         except (KeyError, IndexError, TypeError) as error:
             raise EnvironmentFailure(
-                "judge_failed", f"{self.base_url} answered with {redact(repr(reply)):.300}"
+                "judge_failed", f"{self.base_url} sent an invalid reply: {redact(repr(reply)):.300}"
             ) from error
         return str(text or "")

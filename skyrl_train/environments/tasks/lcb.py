@@ -1,4 +1,4 @@
-"""Programming problems with tests, in LiveCodeBench's form: one turn, the answer is the last ```python block."""
+"""Single-turn programming problems with tests in LiveCodeBench's format. The answer is the last ```python block."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.code_tests import CodeTest, grade, last_python_block, parse_tests
+from skyrl_train.environments.graders.code_tests import (
+    CodeTest,
+    GradingFailure,
+    grade,
+    last_python_block,
+    parse_tests,
+)
 from skyrl_train.environments.tools.sandbox import Sandbox
 
 
 class LCBEnv(TextEnv):
-    """One problem, one program. The reward is 1.0 if the program passes every test that is run, else 0.0.
+    """An environment that rewards a program with 1.0 if it passes every test that is run, else with 0.0.
 
     The first `max_tests` tests of the row are run. A program passes a test if it exits with status 0 within
-    `test_timeout_s` and the sandbox's limits, and gives the expected answer (graders/programs.py). All tests share
-    `timeout_s`; those that have not run by then fail. The program is the last closed ```python block of the final
-    answer, else one that is never closed (`programs.last_python_block`); without one the reward is 0.0.
+    `test_timeout_s` and the sandbox's limits, and gives the expected answer (graders/code_tests.py). All tests together
+    may take `timeout_s`; tests that have not run by then count as failed. The program is the last closed ```python
+    block of the final answer, or else a last block that is not closed (`code_tests.last_python_block`). Without a
+    program the reward is 0.0.
     """
 
     @classmethod
@@ -46,6 +53,6 @@ class LCBEnv(TextEnv):
             "has_code": True,
             "tests_passed": verdict.passed / verdict.total,
             "failure": verdict.failure,
-            "hit_limit": verdict.failure in ("limit", "out_of_time"),
+            "hit_limit": verdict.failure in (GradingFailure.LIMIT, GradingFailure.OUT_OF_TIME),
         }
         return StepOutput([], float(verdict.failure is None), done=True, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Mending a repository by shell commands, as mini-swe-agent does it: one command a turn, until the agent submits."""
+"""Software engineering tasks in mini-swe-agent's style: one shell command per turn until the agent submits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.terminal import escape_control_chars
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""What the last command prints first: mini-swe-agent's marker."""
+"""Mini-swe-agent's marker. A command whose output begins with it submits the repository."""
 _INSIDE = Path(__file__).with_name("mini_swe_in_sandbox.py")
 _OVERHEAD_S = 10.0
-"""Time for what is around a command."""
+"""Time that the sandbox may take in addition to a command."""
 _MAX_FILES, _MAX_BYTES = 500, 1 << 20
-"""Of a row's repository, and of what a submission may have more."""
+"""Maximum number of files and bytes in a row's repository. A submission may have this many more."""
 _SYSTEM = """You mend programs by shell commands. Answer every time with a thought and exactly one command:
 
 ```bash
@@ -62,29 +62,33 @@ log = logging.getLogger(__name__)
 
 
 class MiniSWEEnv(TextEnv):
-    """One task. The reward is 1.0 if the agent submits a repository that passes every test of the row, else 0.0.
+    """An environment that rewards a submitted repository with 1.0 if it passes every test of the row, else with 0.0.
 
-    A row has `repository`, {path: text}, of at most 500 files and 1 MiB; `protected`, the paths of its own tests, which
-    count as they were; and `tests`, a list of {"script", "output"}: a script that imports from the repository must
-    print exactly that output. Scripts and outputs are never where the agent works, and outputs are compared outside of
-    the sandbox. But submitted code runs in the script's own process and can print what it likes: an output must be a
-    value that only a right program computes, never "OK", "True" or a count.
+    A row has these columns:
 
-    A submission may have 500 files and 1 MiB more than the row. A new file that would be imported instead of a
-    protected one or of the standard library is left out.
+    - `repository`: {path: text}, with at most 500 files and 1 MiB.
+    - `protected`: paths of the repository's own tests. Grading uses the row's version of these files.
+    - `tests`: a list of {"script", "output"}. A script that imports from the repository must print exactly this output.
 
-    Tests run in order until one fails, each for at most `test_timeout_s` and all for at most `grading_timeout_s`: a
-    program that hangs has failed. The metric `tests_passed` is the share before the first failure.
+    Scripts and outputs are never in the agent's sandbox, and outputs are compared outside of the sandbox. However,
+    submitted code runs in the script's process and can print anything. Therefore an output must be a value that only a
+    correct program computes, and never "OK", "True" or a count.
 
-    Commands run in `bash` in the repository, which has one commit, each for at most `command_timeout_s`; in bubblewrap
-    all that they started ends with them, in unsafe_local what did not leave their process group. Files stay. A turn
-    with another number of closed ```bash blocks than one is told so, and counts. Blocks in reasoning are not commands
-    (`reasoning.final_answer`).
-    Templates are Jinja, with `task`, `output.returncode`, `output.output` and `actions`.
+    A submission may have 500 files and 1 MiB more than the row. A new file is excluded if Python would import it
+    instead of a protected file or a module of the standard library.
+
+    Tests run in order until one fails. Each may take `test_timeout_s`, and all together `grading_timeout_s`. A program
+    that hangs fails. The metric `tests_passed` is the fraction of tests before the first failure.
+
+    Commands run in `bash` in the repository, which has one commit. Each may take `command_timeout_s`. In bubblewrap,
+    all processes that a command started end with it; in unsafe_local, those that did not leave its process group. Files
+    are kept between commands. A turn must have exactly one closed ```bash block. Otherwise the model is informed of the
+    error, and the turn counts. Blocks in reasoning are not commands (`reasoning.final_answer`). Templates are Jinja
+    templates with the variables `task`, `output.returncode`, `output.output` and `actions`.
     """
 
     replayable = False
-    """Commands give other results the second time (dates, $RANDOM): files would not be those of the transcript."""
+    """False because a replayed command may give another result (dates, $RANDOM) than the transcript has."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
@@ -122,7 +126,7 @@ class MiniSWEEnv(TextEnv):
         setup = _INSIDE.read_text(encoding="utf-8")
         made = self._session.execute(f"{setup}\ncreate_repository({self.files!r})")
         if made.stdout.strip() != "made":
-            raise EnvironmentFailure("sandbox", f"no repository could be made: {made.stderr.strip()[-500:]}")
+            raise EnvironmentFailure("sandbox", f"the repository could not be created: {made.stderr.strip()[-500:]}")
         task = "\n".join(str(message.get("content") or "") for message in prompt)
         return [
             {"role": "system", "content": self._render("system_template", task=task)},
@@ -141,23 +145,23 @@ class MiniSWEEnv(TextEnv):
         return output
 
     def _step_after_command(self, action: str, command: str) -> StepOutput:
-        """Run the command of an answer."""
-        answer = self._run_command(command)
-        self._steps.append({"answer": action, "command": command, **(answer or {})})
-        if answer is None:  # a limit on everything inside: the repository is gone
+        """Run the command of an answer and return the step's output."""
+        outcome = self._run_command(command)
+        self._steps.append({"answer": action, "command": command, **(outcome or {})})
+        if outcome is None:  # the sandbox hit a limit, and the repository is lost with it
             return self._finish_episode(0.0, session_lost=True)
-        first, _, _ = answer["output"].lstrip().partition("\n")
-        if first.strip() == SUBMIT and answer["returncode"] == 0:
+        first, _, _ = outcome["output"].lstrip().partition("\n")
+        if first.strip() == SUBMIT and outcome["returncode"] == 0:
             passed = self._count_passed_tests()
             return self._finish_episode(
                 float(passed == len(self.tests)), submitted=True, tests_passed=passed / len(self.tests)
             )
-        return self._continue_episode(self._render("action_observation_template", output=answer))
+        return self._continue_episode(self._render("action_observation_template", output=outcome))
 
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
-        if self._steps and not self._is_saved:  # it was cut
+        if self._steps and not self._is_saved:  # the episode was truncated
             self._save_trajectory(None)
 
     def _continue_episode(self, text: str) -> StepOutput:
@@ -166,14 +170,14 @@ class MiniSWEEnv(TextEnv):
         return StepOutput([{"role": "user", "content": text}], 0.0, done=False)
 
     def _finish_episode(self, reward: float, **metadata: Any) -> StepOutput:
-        told = {
+        defaults = {
             "submitted": False,
             "tests_passed": 0.0,
             "session_lost": False,
             "format_errors": self._num_format_errors,
         }
         self._save_trajectory(reward)
-        return StepOutput([], reward, done=True, metadata=told | {"commands": self._turns} | metadata)
+        return StepOutput([], reward, done=True, metadata=defaults | {"commands": self._turns} | metadata)
 
     def _run_command(self, command: str) -> dict[str, Any] | None:
         assert self._session is not None
@@ -181,7 +185,7 @@ class MiniSWEEnv(TextEnv):
         return _last_line(outcome.stdout) if self._session.alive else None
 
     def _count_passed_tests(self) -> int:
-        """How many tests the submitted repository passes before the first that it fails, or that is out of time."""
+        """Return the number of tests that the submission passes before it fails one or the time is over."""
         deadline = time.monotonic() + self.grading_timeout_s
         files = self._read_submission()
         if not files:
@@ -189,17 +193,17 @@ class MiniSWEEnv(TextEnv):
         files = {name: files[name] for name in _graded_files(files, self.files, self.protected)}
         files |= {name: base64.b64encode(self.files[name].encode()).decode() for name in self.protected}
         for passed, (script, output) in enumerate(self.tests):
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._passes(files, script, output, min(self.test_timeout_s, left)):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not self._passes(files, script, output, min(self.test_timeout_s, remaining_s)):
                 return passed
         return len(self.tests)
 
     def _read_submission(self) -> dict[str, str]:
-        """All files of the repository, {path: base64}; none if they are too many or too large."""
+        """Return the repository's files, {path: base64}, or an empty dict if they exceed the limits."""
         assert self._session is not None
-        most = len(self.files) + _MAX_FILES, _size(self.files) + _MAX_BYTES
-        told = _last_line(self._session.execute(f"print_files{most!r}", self.grading_timeout_s).stdout)
-        files = (told or {}).get("files")
+        limits = len(self.files) + _MAX_FILES, _size(self.files) + _MAX_BYTES
+        reply = _last_line(self._session.execute(f"print_files{limits!r}", self.grading_timeout_s).stdout)
+        files = (reply or {}).get("files")
         return files if isinstance(files, dict) and self._session.alive else {}
 
     def _passes(self, files: Mapping[str, str], script: str, output: str, timeout_s: float) -> bool:
@@ -230,7 +234,7 @@ class MiniSWEEnv(TextEnv):
 
 
 def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(settings.get(name) or own) for name, own in TEMPLATES.items()}
+    return {name: str(settings.get(name) or default) for name, default in TEMPLATES.items()}
 
 
 def _limits(wall_s: float) -> Limits:
@@ -241,23 +245,23 @@ def _rendered(name: str, template: str, **values: Any) -> str:
     try:
         return ImmutableSandboxedEnvironment().from_string(template).render(**values)
     except TemplateError as error:
-        raise ConfigError(f"environment.skyrl_gym.mini_swe.{name}: is no Jinja template: {error}.") from error
+        raise ConfigError(f"environment.skyrl_gym.mini_swe.{name}: is not a valid Jinja template: {error}.") from error
 
 
 def _last_line(text: str) -> dict[str, Any] | None:
-    """The JSON on the last line: whatever else was written came before."""
+    """Parse the JSON object on the last line, which other output may precede. Return None if there is none."""
     try:
-        found = json.loads(text.rstrip("\n").rpartition("\n")[2])
+        reply = json.loads(text.rstrip("\n").rpartition("\n")[2])
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return reply if isinstance(reply, dict) else None
 
 
 def _graded_files(submitted: Iterable[str], repository: Iterable[str], protected: frozenset[str]) -> Iterator[str]:
-    """The submitted files that are tested: those that were there and are not protected, and most new ones."""
-    own, library = frozenset(repository), sys.stdlib_module_names - set(map(_module, repository))
+    """Yield the submitted files that are graded: unprotected files of the row, and new files that shadow nothing."""
+    original, library = frozenset(repository), sys.stdlib_module_names - set(map(_module, repository))
     for name in submitted:
-        if name in own:
+        if name in original:
             counts = name not in protected
         else:
             counts = _module(name) not in library and not any(_shadows(name, path) for path in protected)
@@ -266,15 +270,15 @@ def _graded_files(submitted: Iterable[str], repository: Iterable[str], protected
 
 
 def _shadows(name: str, protected: str) -> bool:
-    """Whether a new file is in the place of a protected one, or is imported instead of it."""
-    for other, own in zip(PurePosixPath(name).parts, PurePosixPath(protected).parts, strict=False):
-        if other != own:  # tests.py beside tests/, or a package beside a module
-            return protected.endswith(".py") and _module(other) == _module(own)
-    return True  # one of them would be a folder of the other
+    """True if a new file would replace a protected one, or would be imported instead of it."""
+    for new, original in zip(PurePosixPath(name).parts, PurePosixPath(protected).parts, strict=False):
+        if new != original:  # tests.py next to tests/, or a package next to a module
+            return protected.endswith(".py") and _module(new) == _module(original)
+    return True  # one path would be a folder of the other
 
 
 def _module(name: str) -> str:
-    """What Python would import as from a path's first part."""
+    """Return the name under which Python would import the first component of a path."""
     return name.partition("/")[0].partition(".")[0]
 
 
@@ -287,46 +291,46 @@ def _size(files: Mapping[str, str]) -> int:
     return sum(len(text.encode()) for text in files.values())
 
 
-def _parsed(given: Any) -> Any:
-    """A column of a row, which may be JSON; None for text that is not."""
-    if not isinstance(given, str):
-        return given
+def _parsed(column: Any) -> Any:
+    """Return a column of a row, parsed if it is JSON text. Return None for other text."""
+    if not isinstance(column, str):
+        return column
     try:
-        return json.loads(given)
+        return json.loads(column)
     except ValueError:
         return None
 
 
-def _repository(given: Any) -> dict[str, str]:
-    """Raises ValueError for what is no mapping of paths below a folder to text, or is too large."""
-    found = _parsed(given)
-    good = isinstance(found, Mapping) and found and all(isinstance(text, str) for text in found.values())
-    if not good or not all(map(_is_relative_path, found)):
-        raise ValueError(f'the row needs repository={{"path": "text", ...}}, got {given!r:.80}')
-    if len(found) > _MAX_FILES or _size(found) > _MAX_BYTES:
+def _repository(column: Any) -> dict[str, str]:
+    """Parse a row's repository. Raise ValueError if it does not map relative paths to text, or is too large."""
+    files = _parsed(column)
+    is_valid = isinstance(files, Mapping) and files and all(isinstance(text, str) for text in files.values())
+    if not is_valid or not all(map(_is_relative_path, files)):
+        raise ValueError(f'the row needs repository={{"path": "text", ...}}, got {column!r:.80}')
+    if len(files) > _MAX_FILES or _size(files) > _MAX_BYTES:
         raise ValueError(
-            f"the row's repository has {len(found)} files and {_size(found)} bytes: at most {_MAX_FILES} files and "
-            f"{_MAX_BYTES} bytes can be judged. Leave out what no test needs"
+            f"the row's repository has {len(files)} files and {_size(files)} bytes; at most {_MAX_FILES} files and "
+            f"{_MAX_BYTES} bytes can be graded. Remove files that no test needs"
         )
-    return {str(PurePosixPath(name)): text for name, text in found.items()}
+    return {str(PurePosixPath(name)): text for name, text in files.items()}
 
 
-def _protected(given: Any, repository: Mapping[str, str]) -> frozenset[str]:
-    """Raises ValueError for what are no paths of the repository."""
-    found = [] if given is None else _parsed(given)
-    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
-        names = frozenset(str(PurePosixPath(name)) for name in found)
+def _protected(column: Any, repository: Mapping[str, str]) -> frozenset[str]:
+    """Parse a row's protected paths. Raise ValueError if they are not paths of files in the repository."""
+    paths = [] if column is None else _parsed(column)
+    if isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths):
+        names = frozenset(str(PurePosixPath(path)) for path in paths)
         if names <= repository.keys():
             return names
-    raise ValueError(f'protected={given!r:.80} must be ["path", ...], files of the row\'s repository')
+    raise ValueError(f'protected={column!r:.80} must be ["path", ...], files of the row\'s repository')
 
 
-def _tests(given: Any) -> list[tuple[str, str]]:
-    """Raises ValueError unless there is one at least."""
+def _tests(column: Any) -> list[tuple[str, str]]:
+    """Parse a row's tests. Raise ValueError if there are none or one is malformed."""
     try:
-        found = [(str(test["script"]), str(test["output"])) for test in _parsed(given)]
+        tests = [(str(test["script"]), str(test["output"])) for test in _parsed(column)]
     except (TypeError, KeyError) as error:
-        raise ValueError(f'the row needs tests=[{{"script": ..., "output": ...}}], got {given!r:.80}') from error
-    if not found:
-        raise ValueError("the row has no tests: every repository would pass")
-    return found
+        raise ValueError(f'the row needs tests=[{{"script": ..., "output": ...}}], got {column!r:.80}') from error
+    if not tests:
+        raise ValueError("the row has no tests, so every repository would pass")
+    return tests

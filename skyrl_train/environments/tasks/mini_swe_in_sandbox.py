@@ -1,4 +1,4 @@
-"""Runs inside the sandbox of a mini_swe episode, with the system's Python: the repository, and commands in it."""
+"""Code that the system's Python runs inside the sandbox of a mini_swe episode: it runs commands in the repository."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ OUTPUT = os.path.abspath(".output")
 
 
 def create_repository(files: dict[str, str]) -> None:
-    """Write the files and commit them."""
+    """Write the files, commit them to a new git repository, and print "made".
+
+    Args:
+        files: Text of each file, by its path relative to the repository.
+    """
     for name, text in files.items():
         _write(name, text.encode())
     for command in (
         ["-c", "init.defaultBranch=main", "init", "-q"],
-        ["config", "user.name", "agent"],  # the agent may commit and stash too
+        ["config", "user.name", "agent"],  # so that the agent can commit and stash
         ["config", "user.email", "agent@localhost"],
         ["add", "-A"],
         ["commit", "-q", "-m", "The repository as it was found"],
@@ -30,9 +34,9 @@ def create_repository(files: dict[str, str]) -> None:
 
 
 def unpack() -> None:
-    """Write the files of repository.json, {path: base64}, and become check.py.
+    """Write the files of repository.json ({path: base64}), and replace this process by check.py.
 
-    Whatever cannot be written fails the test, and not the making of the sandbox.
+    The files are written here so that a file that cannot be written fails the test and not the sandbox's creation.
     """
     with open("repository.json", encoding="utf-8") as source:
         files = json.load(source)
@@ -49,9 +53,14 @@ def _write(name: str, content: bytes) -> None:
 
 
 def run_command(command: str, timeout_s: float, max_bytes: int) -> None:
-    """Run a command; print its status, 124 if it took too long, and the beginning and end of what it printed.
+    """Run a command in bash, and print its exit status and output as a line of JSON.
 
-    What it left running in its process group is killed, which matters where no sandbox does it.
+    Processes that it leaves in its process group are killed, which matters where no sandbox does this.
+
+    Args:
+        command: Command to run.
+        timeout_s: Time after which the command is killed, in seconds. Its status is then 124.
+        max_bytes: Maximum size of the output. The middle of longer output is replaced by a note.
     """
     timed_out = False
     with open(OUTPUT, "w+b") as output:
@@ -84,8 +93,15 @@ def run_command(command: str, timeout_s: float, max_bytes: int) -> None:
 
 
 def print_files(max_files: int, max_bytes: int) -> None:
-    """Print all files but git's own; links and what is not a plain file are left out. Nothing if it is too much."""
-    found: dict[str, str] = {}
+    """Print the repository's files as a line of JSON, {"files": {path: base64}}.
+
+    Files of git, bytecode caches, links and special files are excluded. No file is printed if a limit is exceeded.
+
+    Args:
+        max_files: Maximum number of files.
+        max_bytes: Maximum total size of the files.
+    """
+    contents: dict[str, str] = {}
     size = 0
     for folder, folders, names in os.walk(REPOSITORY):
         folders[:] = [name for name in folders if name not in (".git", "__pycache__")]
@@ -94,9 +110,9 @@ def print_files(max_files: int, max_bytes: int) -> None:
             if os.path.islink(path) or not os.path.isfile(path):
                 continue
             size += os.path.getsize(path)
-            if len(found) >= max_files or size > max_bytes:
+            if len(contents) >= max_files or size > max_bytes:
                 print("\n" + json.dumps({"files": {}}))
                 return
             with open(path, "rb") as file:
-                found[os.path.relpath(path, REPOSITORY)] = base64.b64encode(file.read()).decode("ascii")
-    print("\n" + json.dumps({"files": found}))
+                contents[os.path.relpath(path, REPOSITORY)] = base64.b64encode(file.read()).decode("ascii")
+    print("\n" + json.dumps({"files": contents}))

@@ -1,4 +1,4 @@
-r"""Multiplication in several turns, SkyRL's example of an environment: the answer is the number in \boxed{...}."""
+r"""Multi-turn multiplication, SkyRL's example of an environment. The answer is the number in \boxed{...}."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ INSTRUCTION = r"Multiply the two numbers step by step and put the final answer i
 
 
 class MultiplyEnv(TextEnv):
-    r"""Up to `max_turns` answers; the last one is rewarded: 1 for the right number, `format_score` (0.5) for another.
+    r"""An environment with up to `max_turns` answers, of which the last one is rewarded.
 
-    The answer is the content of all \boxed{...} in the turn's final answer (`boxed.boxed_answer`); none, several that
-    differ, or something other than a number gives 0. The right number ends the episode; after any other answer the
-    model gets feedback, until the turns are used up.
+    The reward is 1 for the right number and `format_score` (0.5 by default) for another number. The answer is the
+    content of \boxed{...} in the turn's final answer (`boxed.extract_boxed_answer`). It gives 0 if there is no box, if
+    several boxes differ, or if the content is not a number. The right number ends the episode. After any other answer
+    the model gets feedback, until it has used all turns.
     """
 
     parse_row = staticmethod(parse_numeric_ground_truth)
@@ -49,13 +50,16 @@ class MultiplyEnv(TextEnv):
 
 
 def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """Generate `count` different problems as rows in SkyRL's format; equal arguments give equal rows.
+    """Generate different problems as rows in SkyRL's format. Equal arguments give equal rows.
 
     Args:
+        count: Number of rows.
         digits: Number of digits of each factor, 1 to 12.
-        split: "train" or "validation"; disjoint whatever the seeds, as in `arithmetic.assign_split`.
+        seed: Seed of the random generator.
+        split: "train" or "validation". The splits are disjoint for all seeds; see `arithmetic.assign_split`.
 
-    Raises ConfigError for arguments out of range, or if there are too few different problems.
+    Raises:
+        ConfigError: `digits` or `split` is out of range, or there are too few different problems.
     """
     if not 1 <= digits <= 12:
         raise ConfigError(f"multiply: digits={digits} is not in 1..12.")
@@ -70,7 +74,9 @@ def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, A
         if assign_split(expression) != split or expression in rows:
             misses += 1
             if misses > 1000:
-                raise ConfigError(f"multiply: found only {len(rows)} {split} problems of {count} with digits={digits}.")
+                raise ConfigError(
+                    f"multiply: found only {len(rows)} {split} problems of count={count} with digits={digits}."
+                )
             continue
         misses = 0
         rows[expression] = {

@@ -1,4 +1,4 @@
-"""Questions answered with the help of searches, in SkyRL-Gym's and Search-R1's format (arXiv:2503.09516)."""
+"""Questions that the model answers with the help of searches (Search-R1, arXiv:2503.09516), as in SkyRL-Gym."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.errors import EnvironmentFailure
 
 SEARCH_TOOL_SETTINGS = ("search_url", "topk", "timeout", "log_requests", "corpus")
 DEFAULT_MAX_TURNS = 2
-"""SkyRL-Gym's default, used if neither the row nor the run sets a number."""
+"""SkyRL-Gym's default, which is used if neither the row nor the run sets a number."""
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 QUERY = re.compile(r"<search>((?:(?!<search>).)*?)</search>", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -26,22 +26,23 @@ HINT = "Write <search>a query</search> to search, or <answer>the answer</answer>
 
 
 def normalize_answer(text: str) -> str:
-    """Remove case, punctuation, articles and repeated spaces: "The  Eiffel Tower!" -> "eiffel tower".
+    """Return text in lower case without punctuation, articles and repeated spaces.
 
-    From a text that consists only of these ("A", "+"), only case and repeated spaces are removed.
+    "The  Eiffel Tower!" becomes "eiffel tower". If nothing else would be left, as for "A" or "+", punctuation and
+    articles are kept.
     """
     plain = ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
     return " ".join(plain or text.lower().split())
 
 
 def extract_answer(text: str) -> str | None:
-    """The normalised answer in `text`; None if there is none, or if there are several that differ."""
-    found = {normalize_answer(match[1]) for match in ANSWER.finditer(final_answer(text))}
-    return found.pop() if len(found) == 1 else None
+    """Return the normalized <answer> in a response, or None if there is no answer or if answers differ."""
+    answers = {normalize_answer(match[1]) for match in ANSWER.finditer(final_answer(text))}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def score(text: str, targets: Sequence[str]) -> float:
-    """Return 1.0 if the single answer in `text` exactly matches one of `targets` after normalisation, else 0.0."""
+    """Return 1.0 if the answer in `text` equals one of `targets` after normalization, else 0.0."""
     answer = extract_answer(text)
     return float(bool(answer) and answer in [normalize_answer(target) for target in targets])
 
@@ -52,9 +53,13 @@ def _information(text: str, *calls: ToolCallRecord) -> StepOutput:
 
 
 def parse_targets(extras: Mapping[str, Any]) -> list[str]:
-    """The targets of a row: reward_spec.ground_truth, as {"target": [...]} (SkyRL's data), a list or one text.
+    """Return the accepted answers of a row from its reward_spec.ground_truth.
 
-    Raises ValueError for anything else.
+    Args:
+        extras: Columns of the row. The ground truth is {"target": [...]} as in SkyRL's data, a list, or one string.
+
+    Raises:
+        ValueError: The ground truth has another form, has no targets, or has a blank one.
     """
     reward_spec = extras.get("reward_spec")
     truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
@@ -73,20 +78,27 @@ def parse_targets(extras: Mapping[str, Any]) -> list[str]:
 
 
 def make_search_tool(env_config: Mapping[str, Any]) -> SearchTool:
+    """Return a search tool with those settings of an environment that concern searches."""
     return SearchTool(**{name: env_config[name] for name in SEARCH_TOOL_SETTINGS if name in env_config})
 
 
 def check_search(env_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an invalid address, or for a corpus that does not exist or cannot be searched here."""
+    """Check the search settings of an environment.
+
+    Raises:
+        ConfigError: The URL of the search server is invalid, or the corpus does not exist or cannot be searched here.
+    """
     tool = make_search_tool(env_config)
     if tool.corpus is not None:
         bm25.check(tool.corpus)
 
 
 def to_observation(result: ToolResult) -> str:
-    """The model's observation. A search that failed through no fault of the model fails the episode.
+    """Return the text of a search result that the model observes.
 
-    Such an episode would teach nothing.
+    Raises:
+        EnvironmentFailure: The search failed through no fault of the model (kind "search_failed"). Training on such an
+            episode would be useless.
     """
     if result.error not in (None, "tool_error", "bad_arguments", "unknown_tool"):
         raise EnvironmentFailure("search_failed", result.text)
@@ -94,15 +106,16 @@ def to_observation(result: ToolResult) -> str:
 
 
 class SearchEnv(TextEnv):
-    """`<search>query</search>` is answered with `<information>...</information>`; `<answer>...</answer>` ends it.
+    """An environment in which the model may search before it answers.
 
-    Reward: 1 in the turn with the answer if it exactly matches one of the row's targets after normalisation (case,
-    punctuation, articles and spaces do not count), else 0. Only the final answer of that turn is read
-    (`reasoning.final_answer`): drafts in reasoning are neither answers nor queries. Several answers that differ are no
-    answer. An episode whose turns run out without an answer is worth 0. The format does not affect the reward.
+    The environment answers `<search>query</search>` with `<information>...</information>`. `<answer>...</answer>` ends
+    the episode. The reward is 1 if the answer equals one of the row's targets after normalization (case, punctuation,
+    articles and spaces are ignored), else 0. Only the final answer of a turn is read (`reasoning.final_answer`), so
+    drafts in reasoning are neither answers nor queries. Answers that differ get 0, and so does an episode that runs out
+    of turns without an answer. The format does not affect the reward.
 
-    Settings: `config.environment.SearchConfig`. An episode whose search fails (see `observation_of`) is
-    masked, as "search_failed".
+    The settings are those of `config.environment.SearchConfig`. An episode whose search fails (see `to_observation`) is
+    masked with the kind "search_failed".
     """
 
     parse_row = staticmethod(parse_targets)

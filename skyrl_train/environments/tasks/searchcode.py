@@ -1,4 +1,4 @@
-"""Questions answered with the help of searches and programs, in SkyRL-Gym's format."""
+"""Questions that the model answers with the help of searches and programs, in SkyRL-Gym's format."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ HINT = (
 
 
 class SearchCodeEnv(TextEnv):
-    """`<tool><search>query</search></tool>` and `<tool><python>code</python></tool>`, until `<solution>...</solution>`.
+    """An environment in which the model may search and run programs before it answers.
 
-    Reward: gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42"), applied to the solutions in a turn's final answer
-    (`reasoning.final_answer`), in the first turn that has one; solutions that differ are no answer. An episode whose
-    turns run out is worth 0.
+    The model writes `<tool><search>query</search></tool>` or `<tool><python>code</python></tool>`, and at last
+    `<solution>...</solution>`. The first turn with a solution in its final answer (`reasoning.final_answer`) ends the
+    episode. Its reward follows gsm8k's strict rules (`gsm8k.extract_strict_answer`: "#### 42"), applied to all
+    solutions of that turn, so solutions that differ get 0. An episode that runs out of turns gets 0.
 
-    Each program runs separately in the sandbox. Settings: `config.environment.SearchCodeConfig`, and the sandbox's. An
-    episode whose search fails (see `search.observation_of`) is masked, as "search_failed".
+    Each program runs separately in the sandbox. The settings are those of `config.environment.SearchCodeConfig` and of
+    the sandbox. An episode whose search fails (see `search.to_observation`) is masked with the kind "search_failed".
     """
 
     parse_row = staticmethod(parse_numeric_ground_truth)
@@ -69,8 +70,8 @@ class SearchCodeEnv(TextEnv):
         self.calls[tool] += 1
         result = self.toolbox.call(tool, arguments)
         content = to_observation(result) if tool == "search" else result.text
-        made = tool_call_record(tool, arguments, result.error)
-        return StepOutput([{"role": "user", "content": content}], 0.0, done=False, tool_calls=[made])
+        record = tool_call_record(tool, arguments, result.error)
+        return StepOutput([{"role": "user", "content": content}], 0.0, done=False, tool_calls=[record])
 
     def close(self) -> None:
         self.toolbox.close()

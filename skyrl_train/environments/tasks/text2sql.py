@@ -1,4 +1,4 @@
-"""Questions answered in SQL (SkyRL-SQL): the model explores the database turn by turn, then answers with one query."""
+"""Questions answered in SQL (SkyRL-SQL). The model explores the database turn by turn, then answers with one query."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryRes
 from skyrl_train.errors import ConfigError, DataError
 
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
-"""A row's `data` -> its databases' folder in SkyRL-SQL's archive; other databases are in db_path itself."""
+"""Folder of the databases in SkyRL-SQL's archive, by a row's `data`. Other databases are in db_path itself."""
 DEFAULT_MAX_TURNS = 5
 MAX_OBSERVATION = 9000
 """Maximum characters of an observation."""
@@ -27,17 +27,17 @@ SQL_TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*
 
 
 def extract_tagged(text: str, tag: str) -> list[str]:
-    """The contents of all <tag>...</tag>, each from an opening tag to the next closing one."""
-    found, at = [], 0
+    """Return the stripped contents of all <tag>...</tag>, each from an opening tag to the next closing tag."""
+    contents, at = [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
     while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
-        found.append(text[start + len(opening) : end].strip())
+        contents.append(text[start + len(opening) : end].strip())
         at = end + len(closing)
-    return found
+    return contents
 
 
 def has_top_level_order_by(sql: str) -> bool:
-    """Whether the statement itself has an ORDER BY, not only a part of it in brackets."""
+    """True if a SQL statement has an ORDER BY outside of parentheses, comments and quotes."""
     depth, words = 0, [""]
     for token in SQL_TOKEN.finditer(sql):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
@@ -46,16 +46,21 @@ def has_top_level_order_by(sql: str) -> bool:
     return any(pair == ("order", "by") for pair in pairwise(words))
 
 
-def results_match(found: QueryResult, wanted: QueryResult, ordered: bool) -> bool:
-    """Whether both have the same number of columns and the same rows equally often; if `ordered`, in the same order.
+def results_match(result: QueryResult, expected: QueryResult, ordered: bool) -> bool:
+    """True if two query results have the same number of columns, and the same rows the same number of times.
 
     Column names are ignored. 1 equals 1.0, and numbers that agree in 10 digits are equal, because sums depend on the
-    order of rows.
+    order of rows. A truncated `result` does not match.
+
+    Args:
+        result: Result of the model's query.
+        expected: Result of the gold query.
+        ordered: True if the rows must also have the same order.
     """
-    if found.more or len(found.columns) != len(wanted.columns) or len(found.rows) != len(wanted.rows):
+    if result.more or len(result.columns) != len(expected.columns) or len(result.rows) != len(expected.rows):
         return False
-    rows, others = ([tuple(map(_comparable, row)) for row in result.rows] for result in (found, wanted))
-    return rows == others if ordered else Counter(rows) == Counter(others)
+    rows, expected_rows = ([tuple(map(_comparable, row)) for row in table.rows] for table in (result, expected))
+    return rows == expected_rows if ordered else Counter(rows) == Counter(expected_rows)
 
 
 def _comparable(value: Any) -> Any:
@@ -63,18 +68,20 @@ def _comparable(value: Any) -> Any:
 
 
 class Text2SQLEnv(TextEnv):
-    """One question about one database. The last turn is rewarded:
+    """An environment that rewards a SQL query with the same result as the row's gold query.
 
-    1.0 if the only <solution>query</solution> gives the same result as the row's gold query: the same rows equally
-    often, and in the same order if the gold query orders them (see `same_result`); 0.0 if its result differs or it
-    fails; -1.0 unless there is exactly one solution: several in a turn are no answer, and neither is none when the
-    turns end or the response is truncated. Only a turn's final answer (`reasoning.final_answer`) contains queries and
-    solutions.
+    A turn with a <solution>query</solution> ends the episode, as does the last turn. The reward is
 
-    In earlier turns, the first <sql>query</sql> is run; its rows, or SQLite's error, are the observation. Queries can
-    only read a single database, and each has a deadline. The row names the database by `db_id`, and also by `data` if
-    it is in SkyRL-SQL's archive; it must be within the folder `db_path`. The number of turns is `max_turns` of the row
-    or of the generator.
+    - 1.0 if the only solution gives the same rows as the gold query, in the same order if the gold query orders them
+      (see `results_match`),
+    - 0.0 if its result differs or the query fails,
+    - -1.0 if the turn does not have exactly one solution, for example because the response is truncated.
+
+    In earlier turns, the first <sql>query</sql> is run. Its rows or SQLite's error are the observation. Queries can
+    read only a single database, and each has a deadline. Queries and solutions are read from a turn's final answer only
+    (`reasoning.final_answer`). The row names the database by `db_id`, and also by `data` if it is in SkyRL-SQL's
+    archive. The database must be in the folder `db_path`. The maximum number of turns is the row's or the generator's
+    `max_turns`.
     """
 
     @classmethod
@@ -89,7 +96,9 @@ class Text2SQLEnv(TextEnv):
     def check(cls, env_config: Mapping[str, Any]) -> None:
         if not Path(str(env_config.get("db_path"))).expanduser().is_dir():
             key = "environment.skyrl_gym.text2sql.db_path"
-            raise ConfigError(f"{key}={env_config.get('db_path')!r} is no folder; name the one with the databases.")
+            raise ConfigError(
+                f"{key}={env_config.get('db_path')!r} is not a folder; set it to the folder of the databases."
+            )
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
@@ -120,29 +129,29 @@ class Text2SQLEnv(TextEnv):
         return StepOutput([{"role": "user", "content": observation}], 0.0, done=False, tool_calls=calls)
 
     def _explore(self, sql: str) -> tuple[str, str | None]:
-        """What the model is told of the query, and the kind of its failure."""
+        """Run a query and return the observation, and the kind of error if the query failed."""
         try:
-            found = query(self.database, sql, EXPLORATION_LIMITS)
+            result = query(self.database, sql, EXPLORATION_LIMITS)
         except QueryError as error:
             self.failed_queries += 1
             return f"Error: {error}", "query_error"
-        lines = [" | ".join(found.columns), *(" | ".join(map(_cell, row)) for row in found.rows)]
-        count = f"first {len(found.rows)} rows; there are more" if found.more else f"{len(found.rows)} rows"
+        lines = [" | ".join(result.columns), *(" | ".join(map(_cell, row)) for row in result.rows)]
+        count = f"first {len(result.rows)} rows; there are more" if result.more else f"{len(result.rows)} rows"
         return "\n".join([*lines, f"({count})"]), None
 
     def _score(self, sql: str) -> float:
         try:
-            wanted = query(self.database, self.gold, SCORING_LIMITS)
+            expected = query(self.database, self.gold, SCORING_LIMITS)
         except QueryError as error:
             raise DataError(f"the gold query of {self.database.name} fails: {error}") from error
-        if wanted.more:
+        if expected.more:
             raise DataError(f"the gold query of {self.database.name} has too many rows to compare")
         try:
-            found = query(self.database, sql, SCORING_LIMITS)
+            result = query(self.database, sql, SCORING_LIMITS)
         except QueryError:
             self.failed_queries += 1
             return 0.0
-        return float(results_match(found, wanted, has_top_level_order_by(self.gold)))
+        return float(results_match(result, expected, has_top_level_order_by(self.gold)))
 
     def _metrics(self, has_solution: bool) -> dict[str, Any]:
         return {"turns": self.turns, "failed_queries": self.failed_queries, "has_solution": has_solution}

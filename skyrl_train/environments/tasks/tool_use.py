@@ -17,22 +17,26 @@ from skyrl_train.environments.tools.registry import check_tool, make_tool, tools
 from skyrl_train.errors import ConfigError
 
 DEFAULT_MAX_TURNS = 5
-"""Used if neither the row nor the run sets a number."""
+"""Maximum number of turns if neither the row nor the run sets a number."""
 CALL_START_TIMEOUT_S = 20.0
-"""Seconds after which no further call of a message is started: several slow calls in sequence would take the step past
-trainer.timeouts.environment_step_s, which kills the process and so interrupts its other episodes."""
+"""Time after which no further call of a message is started.
+
+Several slow calls in sequence could exceed trainer.timeouts.environment_step_s. The process would then be killed, which
+interrupts its other episodes.
+"""
 NOT_RUN = f"Not run: the calls of one message must begin within {CALL_START_TIMEOUT_S:g} s."
 
 
 class ToolUseEnv(TextEnv):
-    """The model calls tools until it writes a message without a call: its answer.
+    """An environment in which the model calls tools until it writes a message without a call, which is its answer.
 
-    Reward: gsm8k's strict rule for the answer (`gsm8k.strict_answer`: "#### 42") in the turn that gives it, and 0 in
-    every other turn. With `tools_required`, a right answer is worth 0 unless an earlier call succeeded. A message with
-    a call is never an answer, even if `max_turns` leaves no turn for the call's result.
+    The answer is rewarded by gsm8k's strict rules (`gsm8k.extract_strict_answer`: "#### 42"). Every other turn gets 0.
+    With `tools_required`, a right answer gets 0 unless an earlier call succeeded. A message with a call is never an
+    answer, even if `max_turns` leaves no turn for the call's result.
 
-    A row has `reward_spec.ground_truth`, and may have `tool_settings` (tool -> settings) with those settings that the
-    tool allows a row to choose (`Tool.from_row`). Settings: `config.environment.ToolUseConfig`, and the sandbox's.
+    A row has `reward_spec.ground_truth`. It may have `tool_settings` (tool -> settings) with settings that the tool
+    allows a row to override (`Tool.from_row`). The environment's settings are those of
+    `config.environment.ToolUseConfig` and of the sandbox.
     """
 
     parse_row = staticmethod(parse_numeric_ground_truth)
@@ -43,9 +47,13 @@ class ToolUseEnv(TextEnv):
         self.settings, self.sandbox = _settings(self.env_config)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = self.num_succeeded = self.num_failed = 0
-        given = self.extras.get("tool_settings") or {}
-        made = [_made_with(name, self.settings, self.sandbox, given.get(name)) for name in self.settings.tools]
-        self.toolbox = ToolBox([make_tool(name, of_it) for name, of_it in zip(self.settings.tools, made, strict=True)])
+        overrides = self.extras.get("tool_settings") or {}
+        self.toolbox = ToolBox(
+            [
+                make_tool(name, _tool_arguments(name, self.settings, self.sandbox, overrides.get(name)))
+                for name in self.settings.tools
+            ]
+        )
         self.schemas = self.toolbox.schemas()
         self.tags = tool_tags(self.schemas)
 
@@ -54,11 +62,11 @@ class ToolUseEnv(TextEnv):
         settings, sandbox = _settings(env_config)
         if unused := sorted(settings.tool_settings.keys() - set(settings.tools)):
             raise ConfigError(
-                f"environment.skyrl_gym.tool_use.tool_settings has settings of {unused[0]!r}, which is not one of "
+                f"environment.skyrl_gym.tool_use.tool_settings has settings for {unused[0]!r}, which is not one of "
                 f"tool_use.tools={list(settings.tools)}."
             )
         for name in settings.tools:
-            check_tool(name, _made_with(name, settings, sandbox))
+            check_tool(name, _tool_arguments(name, settings, sandbox))
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         if not self.settings.describe_tools:
@@ -72,24 +80,25 @@ class ToolUseEnv(TextEnv):
         self.turns += 1
         calls = parse_calls(action, self.settings.style, self.tags)
         if not calls:
-            counted = self.num_succeeded > 0 or not self.settings.tools_required
-            reward = score(action, self.ground_truth) if counted else 0.0
+            is_eligible = self.num_succeeded > 0 or not self.settings.tools_required
+            reward = score(action, self.ground_truth) if is_eligible else 0.0
             return StepOutput([], reward, done=True, metadata=self._counts(answered=True))
         if self.turns >= self.max_turns:  # the model would not see the results
-            unseen = [_called(call, "no_turn_left") for call in calls]
+            unseen = [_tool_call_record(call, "no_turn_left") for call in calls]
             return StepOutput([], 0.0, done=True, metadata=self._counts(answered=False), tool_calls=unseen)
-        late = time.monotonic() + CALL_START_TIMEOUT_S
-        results = [self._result(call, late) for call in calls]
-        made = [_called(call, result.error) for call, result in zip(calls, results, strict=True)]
-        return StepOutput(self._observations([one.text for one in results]), 0.0, done=False, tool_calls=made)
+        deadline = time.monotonic() + CALL_START_TIMEOUT_S
+        results = [self._result(call, deadline) for call in calls]
+        records = [_tool_call_record(call, result.error) for call, result in zip(calls, results, strict=True)]
+        observations = self._observations([result.text for result in results])
+        return StepOutput(observations, 0.0, done=False, tool_calls=records)
 
     def close(self) -> None:
         self.toolbox.close()
 
-    def _result(self, call: ToolCall | ParseError, late: float) -> ToolResult:
+    def _result(self, call: ToolCall | ParseError, deadline: float) -> ToolResult:
         if isinstance(call, ParseError):
             result = ToolResult(call.reason, "unreadable")
-        elif time.monotonic() > late:
+        elif time.monotonic() > deadline:
             result = ToolResult(NOT_RUN, "not_run")
         else:
             result = self.toolbox.call(call.name, call.arguments)
@@ -98,7 +107,7 @@ class ToolUseEnv(TextEnv):
         return result
 
     def _observations(self, texts: list[str]) -> list[Message]:
-        """One tool message per result, or one user message with all of them: templates require roles to alternate."""
+        """Return one tool message per result, or one user message with all results so that roles alternate."""
         if self.settings.observation_role == "tool":
             return [{"role": "tool", "content": text} for text in texts]
         blocks = [f"<tool_response>\n{text}\n</tool_response>" for text in texts]
@@ -108,29 +117,29 @@ class ToolUseEnv(TextEnv):
         return {"answered": answered, "tool_calls": self.num_succeeded, "tool_errors": self.num_failed}
 
 
-def _called(call: ToolCall | ParseError, error: str | None) -> ToolCallRecord:
+def _tool_call_record(call: ToolCall | ParseError, error: str | None) -> ToolCallRecord:
     if isinstance(call, ParseError):
         return tool_call_record("", call.raw, "unreadable")
     try:
         return tool_call_record(call.name, call.arguments, error)
-    except RecursionError:  # JSON is written a little less deep than it is read
+    except RecursionError:  # the JSON encoder reaches its depth limit before the decoder does
         return tool_call_record(call.name, call.raw, error)
 
 
 def _settings(env_config: Mapping[str, Any]) -> tuple[ToolUseConfig, Mapping[str, Any]]:
-    """Return the environment's own settings and the sandbox's."""
-    own = {name: value for name, value in env_config.items() if name != "sandbox"}
+    """Return the settings of the environment and those of the sandbox."""
+    settings = {name: value for name, value in env_config.items() if name != "sandbox"}
     known = {item.name for item in fields(ToolUseConfig)}
-    if unknown := sorted(own.keys() - known):
+    if unknown := sorted(settings.keys() - known):
         raise ConfigError(f"environment.skyrl_gym.tool_use has no {unknown[0]!r}; it has {sorted(known)}.")
-    return ToolUseConfig(**own), env_config.get("sandbox") or {}
+    return ToolUseConfig(**settings), env_config.get("sandbox") or {}
 
 
-def _made_with(
-    name: str, settings: ToolUseConfig, sandbox: Mapping[str, Any], given: Mapping[str, Any] | None = None
+def _tool_arguments(
+    name: str, settings: ToolUseConfig, sandbox: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A tool's constructor arguments: the configuration's, and those of the row's that the tool allows rows to set."""
+    """Return a tool's constructor arguments: the configured ones, and the row's overrides that the tool allows."""
     factory = tools.get(name)
-    made = dict(settings.tool_settings.get(name) or {})
-    made |= {key: value for key, value in (given or {}).items() if key in getattr(factory, "from_row", ())}
-    return made | ({"sandbox": sandbox} if getattr(factory, "sandboxed", False) else {})
+    arguments = dict(settings.tool_settings.get(name) or {})
+    arguments |= {key: value for key, value in (overrides or {}).items() if key in getattr(factory, "from_row", ())}
+    return arguments | ({"sandbox": sandbox} if getattr(factory, "sandboxed", False) else {})

@@ -1,7 +1,7 @@
-"""Checks the arguments of a tool call against the tool's JSON schema, and describes a mistake to the model.
+"""Validation of a tool call's arguments against the tool's JSON schema, with a description of a mistake for the model.
 
-A model writes the arguments. A check therefore has a limit of CPU time, which regular expressions share, because an
-ordinary recursive schema with `anyOf` already takes time exponential in the nesting of the arguments.
+A model writes the arguments, so every check has a limit of CPU time, which includes its regular expressions. Even an
+ordinary recursive schema with `anyOf` can take time that is exponential in the nesting of the arguments.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_CHECK_CPU_S = 2.0
 MAX_VALUE_CHARS = 60
 """Maximum characters of a value in a message."""
 MAX_LIST_CHARS = 300
-"""Maximum characters of a list of allowed values in a message, and of a library's message."""
+"""Maximum characters of a list of allowed values in a message, and of the library's own message."""
 OPEN_KEYWORDS = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "dependentSchemas"}
 ) | {*("allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef")}
-"""Keywords with which a schema itself determines, or leaves to other schemas, which further names are allowed."""
+"""Keywords with which a schema itself, or a schema that it includes, decides about further argument names."""
 KEYWORD_MESSAGES = {
     "const": "must be {}",
     "minimum": "must be at least {}",
@@ -41,22 +41,23 @@ KEYWORD_MESSAGES = {
     "oneOf": "must fit exactly one of {}",
     "uniqueItems": "must not contain an item twice",
 }
-"""Keyword -> its requirement in words. Other keywords are described by the library's own message."""
+"""Requirement of each keyword in words. For other keywords, the library's own message is used."""
 
 
 class SchemaError(Exception):
-    """A JSON schema that is invalid; the message says why."""
+    """An error in a JSON schema that makes it unusable; the message says why."""
 
 
 class ArgumentValidator:
-    """A check of the arguments that a tool takes.
+    """A validator of the arguments of a tool.
 
     Args:
         schema: JSON schema of an object: draft 4, 6, 7, 2019-09 or 2020-12, which is the default.
-        closed: True to refuse names that `schema` does not know where the schema leaves that open.
+        reject_unknown: True to reject arguments that the schema does not name, unless the schema itself decides about
+            them with one of `OPEN_KEYWORDS`.
 
     Raises:
-        Unusable: The schema is invalid or refers to another document.
+        SchemaError: The schema is invalid or refers to another document.
     """
 
     def __init__(self, schema: Mapping[str, Any], *, reject_unknown: bool = True):
@@ -67,7 +68,11 @@ class ArgumentValidator:
         self._validator = _validator(text, reject_unknown)
 
     def find_problem(self, arguments: Any) -> str | None:
-        """Return a sentence about the most relevant mistake, or None if the arguments fit the schema."""
+        """Return a sentence about the most relevant mistake, or None if the arguments match the schema.
+
+        It never raises, whatever the arguments are. Arguments that take more than `MAX_CHECK_CPU_S` CPU-seconds to
+        check, or are nested too deeply, count as a mistake.
+        """
         from jsonschema.exceptions import best_match
 
         if not isinstance(arguments, dict):
@@ -81,7 +86,7 @@ class ArgumentValidator:
             return f"the arguments take too long to check ({limit}); give fewer or shorter ones."
         except RecursionError:
             return "the arguments are nested too deeply."
-        except Exception as error:  # the library raises many kinds of errors for numbers such as 1e400
+        except Exception as error:  # the library raises errors of many classes for numbers such as 1e400
             return f"the arguments cannot be checked: {type(error).__name__}: {str(error)[:MAX_VALUE_CHARS]}."
         finally:
             _deadline.reset(token)
@@ -100,15 +105,16 @@ def _validator(text: str, reject_unknown: bool) -> Any:
     validator_class = _validator_class(schema.pop("$schema", "https://json-schema.org/draft/2020-12/schema"))
     for mistake in validator_class(validator_class.META_SCHEMA).iter_errors(schema):
         place = "/".join(map(str, mistake.absolute_path))[:MAX_LIST_CHARS] or "its root"
-        raise SchemaError(f"it is no JSON schema: at {place}: {mistake.message[:MAX_LIST_CHARS]}")
+        raise SchemaError(f"it is not a valid JSON schema: at {place}: {mistake.message[:MAX_LIST_CHARS]}")
     if reject_unknown and not OPEN_KEYWORDS & schema.keys():
         schema["additionalProperties"] = False
     _check_parts(schema, validator_class.META_SCHEMA["$schema"])
-    return validator_class(schema, registry=Registry())  # the default registry fetches what a schema refers to
+    # The default registry would fetch the documents that a schema refers to.
+    return validator_class(schema, registry=Registry())
 
 
 def _check_parts(schema: dict[str, Any], dialect: str) -> None:
-    """Raise Unusable for a reference that cannot be resolved and for an invalid regular expression."""
+    """Raise SchemaError for a reference that cannot be resolved and for an invalid regular expression."""
     import regex
     from referencing import Registry
     from referencing.jsonschema import specification_with
@@ -125,7 +131,7 @@ def _check_parts(schema: dict[str, Any], dialect: str) -> None:
                 regex.compile(pattern)
         except regex.error as error:
             raise SchemaError(
-                f"it has {error.pattern!r:.{MAX_LIST_CHARS}}, which is no regular expression: {error}"
+                f"it has {error.pattern!r:.{MAX_LIST_CHARS}}, which is not a valid regular expression: {error}"
             ) from error
         for keyword in {"$ref", "$dynamicRef"} & node.keys():
             _check_reference(node[keyword], resolver)
@@ -134,17 +140,20 @@ def _check_parts(schema: dict[str, Any], dialect: str) -> None:
 
 
 def _prepare(schema: dict[str, Any], specification: Any) -> None:
-    """Rewrite what the libraries treat differently from other schemas, in the whole schema and in place."""
+    """Rewrite, in place, the parts of a schema that the libraries would otherwise not handle correctly."""
     parts: list[Any] = [schema]
-    for node in parts:  # which grows
+    for node in parts:  # the loop appends to `parts`
         if isinstance(node, bool):
             continue
-        node.pop("$schema", None)  # the library would check such a part without our keywords
-        if "unevaluatedProperties" in node:  # it has no timeouts, so _pattern_properties must come first
+        # With "$schema", the library would check this part without the keywords of `_validator_class`.
+        node.pop("$schema", None)
+        # This keyword has no timeouts, so it must come after _pattern_properties, which has them.
+        if "unevaluatedProperties" in node:
             node["unevaluatedProperties"] = node.pop("unevaluatedProperties")
-        for name, needed in node.get("dependencies", {}).items():
-            if isinstance(needed, list):  # `referencing` takes all of them for schemas if the first one is one
-                node["dependencies"][name] = {"required": needed}
+        for name, dependency in node.get("dependencies", {}).items():
+            # `referencing` treats all dependencies as schemas if the first one is a schema.
+            if isinstance(dependency, list):
+                node["dependencies"][name] = {"required": dependency}
         parts.extend(specification.subresources_of(node))
 
 
@@ -152,40 +161,40 @@ def _check_reference(reference: Any, resolver: Any) -> None:
     from referencing.exceptions import Unresolvable
 
     try:
-        found = resolver.lookup(reference).contents
+        target = resolver.lookup(reference).contents
     except Unresolvable as error:
         raise SchemaError(
-            f"it refers to {error.ref!r:.{MAX_LIST_CHARS}}, which is not in it, and nothing is fetched"
+            f"it refers to {error.ref!r:.{MAX_LIST_CHARS}}, which is not in it, and other documents are not fetched"
         ) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise SchemaError(f"it refers to {_shown(reference)}, which cannot be read: {error}") from error
-    if not isinstance(found, dict | bool):
-        raise SchemaError(f"it refers to {_shown(reference)}, which is not a schema: {_shown(found)}")
+    if not isinstance(target, dict | bool):
+        raise SchemaError(f"it refers to {_shown(reference)}, which is not a schema: {_shown(target)}")
 
 
 # -- bounded validation ----------------------------------------------------------------------------------------------
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=1e9)
-"""CPU time of the thread at which the current check of arguments must end. The check of a schema has no deadline."""
+"""CPU time of this thread at which the current check of arguments must end. Checks of schemas have no deadline."""
 
 
 @cache
 def _validator_class(dialect: Any) -> Any:
-    """Return the draft's validator with finite numbers, timeouts for regular expressions, and a deadline."""
+    """Return the draft's validator class, extended to require finite numbers and to respect the deadline."""
     from jsonschema import validators
 
     draft: Any = validators.validator_for({"$schema": dialect}, default=None)
     if draft is None:
         raise SchemaError(
-            f"$schema={_shown(dialect)} is none of draft-04, 06, 07, 2019-09 and 2020-12 of json-schema.org"
+            f"$schema={_shown(dialect)} is not supported; use draft-04, 06, 07, 2019-09 or 2020-12 of json-schema.org"
         )
-    own = {
+    bounded = {
         "pattern": _pattern,
         "patternProperties": _pattern_properties,
         "additionalProperties": _additional_properties,
         "uniqueItems": _unique_items,
     }
-    keywords = {name: _with_deadline(own.get(name, check)) for name, check in draft.VALIDATORS.items()}
+    keywords = {name: _with_deadline(bounded.get(name, check)) for name, check in draft.VALIDATORS.items()}
     return validators.extend(draft, keywords, type_checker=draft.TYPE_CHECKER.redefine("number", _is_finite))
 
 
@@ -242,7 +251,7 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
 
 
 def _unique_items(validator: Any, unique: bool, instance: Any, schema: Any) -> Iterator[Any]:
-    """Compare items by hash: the library compares objects pair by pair, in quadratic time."""
+    """Compare items by hash, because the library compares objects pair by pair, in quadratic time."""
     from jsonschema.exceptions import ValidationError
 
     seen = set()
@@ -256,7 +265,7 @@ def _unique_items(validator: Any, unique: bool, instance: Any, schema: Any) -> I
 
 
 def _hashable(value: Any) -> Any:
-    """Return keys that are equal if the values are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    """Return a key that is equal for values that are equal in JSON: 1 and 1.0 are, 1 and true are not."""
     if isinstance(value, list):
         return "array", tuple(map(_hashable, value))
     if isinstance(value, dict):
@@ -268,11 +277,16 @@ def _hashable(value: Any) -> Any:
 
 
 def _message(error: Any) -> str:
-    """Return a sentence that names the argument, what is allowed, and what was given."""
-    place, keyword, value, given = _place(error.absolute_path), error.validator, error.validator_value, error.instance
+    """Return a sentence that names the argument, the allowed values, and the actual value."""
+    place, keyword, value, instance = (
+        _place(error.absolute_path),
+        error.validator,
+        error.validator_value,
+        error.instance,
+    )
     subject = f"the argument {place!r}" if place else "the arguments"
     if keyword == "required":
-        missing = next(name for name in value if name not in given)
+        missing = next(name for name in value if name not in instance)
         return f"the argument {_place([*error.absolute_path, missing])!r} is missing."
     if keyword == "additionalProperties":
         known = ", ".join(error.schema.get("properties", {})) or "none"
@@ -281,16 +295,16 @@ def _message(error: Any) -> str:
         keyword, value = _alternatives(error)
     if keyword == "type":
         kinds = " or ".join(value if isinstance(value, list) else [str(value)])
-        return f"{subject} must be of type {kinds}, not {_kind(given)}: {_shown(given)}."
+        return f"{subject} must be of type {kinds}, not {_kind(instance)}: {_shown(instance)}."
     if keyword == "enum":
-        return f"{subject} must be one of {_shown(value, MAX_LIST_CHARS)}, not {_shown(given)}."
+        return f"{subject} must be one of {_shown(value, MAX_LIST_CHARS)}, not {_shown(instance)}."
     if keyword in KEYWORD_MESSAGES:
-        return f"{subject} {KEYWORD_MESSAGES[keyword].format(_shown(value, MAX_LIST_CHARS))}, not {_shown(given)}."
+        return f"{subject} {KEYWORD_MESSAGES[keyword].format(_shown(value, MAX_LIST_CHARS))}, not {_shown(instance)}."
     return f"{subject} cannot be accepted: {_without_middle(error.message, MAX_LIST_CHARS)}."
 
 
 def _alternatives(error: Any) -> tuple[str, Any]:
-    """Return one `type` or `enum` that stands for alternatives that are all types or all values, if they are."""
+    """Return one `type` or `enum` for alternatives that are all types or all values, else the error's own keyword."""
     keywords = {inner.validator for inner in error.context}
     if keywords and not any(inner.path for inner in error.context):
         for keyword, covered in (("type", {"type"}), ("enum", {"const", "enum"})):

@@ -1,4 +1,4 @@
-"""The tool interface, and the ToolBox of an episode, which contains every error that a model's calls can cause."""
+"""The tool interface, and the ToolBox of an episode, which turns every error of a model's call into a text."""
 
 from __future__ import annotations
 
@@ -17,74 +17,90 @@ from skyrl_train.environments.tools.argument_validation import ArgumentValidator
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 CLOSE_TIMEOUT_S = 5.0
-"""Time for all tools of a box to close."""
+"""Time that all tools of a ToolBox together have to close."""
 CANCEL_TIMEOUT_S = 1.0
-"""Time for a cancelled call to release the event loop, before the loop is abandoned."""
+"""Time that a canceled call has to release the event loop, before the loop is abandoned."""
 MAX_ERROR_CHARS = 500
-"""Number of characters of an exception's message that the model sees."""
+"""Maximum number of characters of an exception's message that the model sees."""
 UNSAFE_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters other than tab and line feed, which terminals obey; lone surrogates, which tokenizers reject."""
+"""Control characters that terminals obey (all but tab and line feed), and lone surrogates, which tokenizers reject."""
 
 
 class ToolError(Exception):
-    """A call that cannot be answered; the model sees the message."""
+    """An error that ends a tool call; the model sees its message as the call's result."""
 
 
 class BadArguments(ToolError):
-    """A call whose arguments are found wrong in `Tool.call` itself."""
+    """An error in a call's arguments that `Tool.call` itself finds, beyond what the JSON schema checks."""
 
 
 class Tool(ABC):
     """A tool that a model may call in an episode. One object serves one episode, one call at a time.
 
-    `parameters` is the JSON schema of an object. `call` runs on the episode's own event loop; blocking code must go
-    through `asyncio.to_thread`. Arguments are untrusted, but fit `parameters`, which is checked whole; names that it
-    does not know are refused unless it says otherwise (`additionalProperties`).
+    `parameters` is the JSON schema of the arguments, which form an object. `call` runs on the episode's own event
+    loop, so blocking code must go through `asyncio.to_thread`. The model writes the arguments, so they are untrusted,
+    but they have been validated against all of `parameters`. Arguments that the schema does not name are rejected,
+    unless the schema allows them (`additionalProperties`).
     """
 
     name: str
     description: str
     parameters: dict[str, Any]
     deadline_s: float = 30.0
-    """Deadline of one call, in seconds of wall time."""
+    """Maximum duration of one call, in seconds of wall time."""
     max_output: int = 8192
-    """Maximum characters of a result that reach the model; the middle of a longer one is cut out."""
+    """Maximum number of characters of a result; the middle of a longer result is left out."""
     from_row: tuple[str, ...] = ()
-    """Settings that a dataset row may override; all others come only from the configuration."""
+    """Names of the settings that a dataset row may override; all others come only from the configuration."""
     sandboxed: bool = False
-    """Whether the constructor also gets `sandbox=environment.skyrl_gym.sandbox`, besides the tool's own settings."""
+    """True if the constructor also takes `sandbox`, which gets the value of `environment.skyrl_gym.sandbox`."""
 
     @classmethod  # noqa: B027 (most tools need nothing)
     def check(cls, **settings: Any) -> None:
-        """Check settings and this machine. Called once when a run starts, with the constructor's arguments.
+        """Check the settings and this machine before a run starts.
 
-        Raises ConfigError if the settings cannot work or if this machine lacks something that they need.
+        Args:
+            settings: The arguments that the constructor will get.
+
+        Raises:
+            ConfigError: The settings cannot work, or this machine lacks something that they need.
         """
 
     @abstractmethod
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the result as text for the model. Raises ToolError, whose message the model sees."""
+        """Run the tool and return its result as text for the model.
+
+        Raises:
+            ToolError: The call failed; the model sees the message.
+        """
 
     async def close(self) -> None:  # noqa: B027 (most tools hold nothing)
-        """Release the tool's resources. Called once, at the end of the episode."""
+        """Release the tool's resources. The ToolBox calls this once, when the episode ends, if the tool was called."""
 
     def schema(self) -> dict[str, Any]:
-        """The tool's description in the format of OpenAI's API and of chat templates."""
+        """Return the tool's name, description and parameters in the format of OpenAI's API and of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a call: always a text for the model."""
+    """The result of a call: a text for the model, also when the call failed."""
 
     text: str
     error: str | None = None
-    """None, "unknown_tool", "bad_arguments", "timeout", "tool_error" (ToolError), or an exception's class name."""
+    """The kind of failure: "unknown_tool", "bad_arguments", "timeout", "tool_error" (a ToolError), or the class name of
+    another exception. None if the call succeeded."""
 
 
 def tool_call_record(name: str, arguments: Any, error: str | None = None) -> ToolCallRecord:
-    """A call for `StepOutput.tool_calls`."""
+    """Return the record of a call for `StepOutput.tool_calls`.
+
+    Args:
+        name: Name of the tool.
+        arguments: The call's arguments; a value that is not a string is written as JSON.
+        error: Kind of failure (`ToolResult.error`), or None if the call succeeded.
+    """
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": name, "arguments": text} | ({} if error is None else {"error": error})
 
@@ -93,14 +109,22 @@ class ToolBox:
     """The tools of one episode, with a synchronous interface for environments.
 
     Calls run on an event loop in a daemon thread, which the first call starts. If a tool blocks this loop past its
-    deadline, both the tool and the loop are abandoned; the other tools continue on a new loop.
+    deadline, both the tool and the loop are abandoned, and the other tools continue on a new loop.
+
+    Args:
+        tools: The episode's tools.
+
+    Raises:
+        ConfigError: Two tools have the same name.
     """
 
     def __init__(self, tools: Sequence[Tool]):
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self._tools:
-                raise ConfigError(f"two tools are called {tool.name!r}; give one of them another name.")
+                raise ConfigError(
+                    f"Two tools of the episode have the name {tool.name!r}; give one of them another name."
+                )
             self._tools[tool.name] = tool
         self._used: set[str] = set()
         self._stuck: set[str] = set()
@@ -109,35 +133,46 @@ class ToolBox:
         self._closed = False
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Every tool's `schema()`, in the order in which the tools were given."""
+        """Return the `schema()` of every tool, in the order of the constructor's argument."""
         return [tool.schema() for tool in self._tools.values()]
 
     def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Run one call. A model's mistakes and a tool's exceptions also become texts for the model.
+        """Run one call and block until it ends or exceeds the tool's deadline.
 
-        Only EnvironmentFailure and ConfigError propagate: a model cannot cause them and should not learn from them.
+        A model's mistakes (an unknown tool, bad arguments), timeouts and exceptions of the tool become texts for the
+        model.
+
+        Args:
+            name: Name of the tool, as the model wrote it.
+            arguments: The call's arguments; they are validated against the tool's schema first.
+
+        Raises:
+            EnvironmentFailure: The tool failed for a reason that the model did not cause. The model must not be
+                trained on such a failure, so this error is not turned into a text.
+            ConfigError: The tool's settings or its schema cannot work.
+            RuntimeError: `close` was called before.
         """
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
             known = ", ".join(self._tools) or "none"
             return ToolResult(sanitize(f"There is no tool {name!r:.100}; known tools: {known}."), "unknown_tool")
-        if wrong := argument_validator(tool).find_problem(arguments):
-            return ToolResult(sanitize(f"{tool.name}: {wrong}"), "bad_arguments")
+        if problem := argument_validator(tool).find_problem(arguments):
+            return ToolResult(sanitize(f"{tool.name}: {problem}"), "bad_arguments")
         if tool.name in self._stuck:
             return ToolResult(f"{tool.name} timed out before and is not available any more.", "timeout")
         if self._closed:
-            raise RuntimeError("the tool box is closed")
+            raise RuntimeError("this ToolBox is closed; no tool can be called after close().")
         self._used.add(tool.name)
         return self._within_deadline(tool, arguments)
 
     def _within_deadline(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
-        running = self._submit(_call_tool(tool, arguments))
+        future = self._submit(_call_tool(tool, arguments))
         try:
-            return running.result(tool.deadline_s)
-        except CancelledError:  # by the tool itself, or a library under it
+            return future.result(tool.deadline_s)
+        except CancelledError:  # the tool itself, or a library that it uses, canceled the call
             return ToolResult(f"{tool.name} failed: it was cancelled.", "CancelledError")
         except TimeoutError:
-            running.cancel()
+            future.cancel()
         try:
             self._submit(asyncio.sleep(0)).result(CANCEL_TIMEOUT_S)
         except TimeoutError:
@@ -146,7 +181,7 @@ class ToolBox:
         return ToolResult(f"{tool.name} timed out after {tool.deadline_s:g} s.", "timeout")
 
     def close(self) -> None:
-        """Close the tools that were used. Tools that fail or hang while closing are ignored."""
+        """Close the tools that were called, and stop the event loop. Ignore errors and timeouts of closing tools."""
         if self._loop is not None and not self._closed:
             tools = [self._tools[name] for name in self._used - self._stuck]
             closing = self._submit(_close_all(tools))
@@ -168,22 +203,26 @@ class ToolBox:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _abandon_loop(self) -> None:
-        """Stop using the loop. Its thread ends when the blocking call does, without anything waiting for it."""
+        """Stop using the loop. Its thread ends when the call that blocks it returns; nothing waits for that."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = self._thread = None
 
 
 def argument_validator(tool: Tool) -> ArgumentValidator:
-    """The arguments that a tool takes. Raises ConfigError if its `parameters` are no JSON schema."""
+    """Return the validator of a tool's arguments.
+
+    Raises:
+        ConfigError: The tool's `parameters` are not a valid JSON schema.
+    """
     try:
         return ArgumentValidator(tool.parameters)
     except SchemaError as error:
-        raise ConfigError(f"the tool {tool.name!r} has parameters that cannot be checked: {error}.") from error
+        raise ConfigError(f"The parameters of the tool {tool.name!r} are not a usable JSON schema: {error}.") from error
 
 
 async def _call_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
-    """A call's result. SystemExit is caught too: it would end the loop that the other tools share."""
+    """Call a tool and return its result, also for SystemExit, which would end the loop of all tools."""
     try:
         text = await tool.call(arguments)
         if not isinstance(text, str):
@@ -204,7 +243,7 @@ async def _close_all(tools: Sequence[Tool]) -> None:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop of a box in its thread until it is stopped, then cancel the tasks that are left."""
+    """Run the loop of a ToolBox in its thread until it is stopped, then cancel the tasks that are left."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
@@ -219,12 +258,12 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def sanitize(text: str) -> str:
-    """Replace control characters, so that `text` can be tokenised, logged and shown on a terminal."""
+    """Return `text` with control characters replaced by U+FFFD, so that it can be tokenized, logged and displayed."""
     return UNSAFE_CHARACTERS.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def truncate_middle(text: str, limit: int) -> str:
-    """If `text` is longer than `limit` characters, replace its middle by a note that says how much was left out."""
+    """Return `text`, with a note of the number of characters left out in place of its middle if it exceeds `limit`."""
     if len(text) <= limit:
         return text
     head = limit - limit // 2

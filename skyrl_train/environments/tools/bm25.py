@@ -1,9 +1,9 @@
-"""BM25 over a corpus of one's own (Robertson & Zaragoza 2009; bm25s does the work).
+"""BM25 search in a local corpus (Robertson & Zaragoza 2009), with the library bm25s.
 
     python -m skyrl_train.environments.tools.bm25 corpus.jsonl index/
 
-writes an index once, which processes then map into memory together. A corpus file itself works too: every environment
-process indexes it at its first search, which is for up to some 100,000 short documents.
+writes an index, which all processes then share by mapping it into memory. A corpus file works without this step: every
+environment process indexes it at its first search. That is fast enough for up to about 100,000 short documents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ _opening = threading.Lock()
 
 
 class Index:
-    """Documents and their BM25 statistics, in memory or mapped from a folder."""
+    """A set of documents and their BM25 statistics, in memory or mapped from a folder.
+
+    Args:
+        retriever: A `bm25s.BM25` object that has indexed the documents.
+        documents: The documents: strings, or mappings with the key "contents".
+    """
 
     def __init__(self, retriever: Any, documents: Sequence[Any]):
         self._retriever = retriever
@@ -37,19 +42,23 @@ class Index:
         return len(self._documents)
 
     def search(self, query: str, k: int) -> list[tuple[str, float]]:
-        """The `k` best (contents, score) pairs, best first; fewer if fewer documents share a word with the query."""
+        """Return the `k` best (contents, score) pairs, best first; fewer if few documents share a word with `query`."""
         words = _library().tokenize([query], stopwords=STOPWORDS, return_ids=False, show_progress=False)
         if not words[0]:
             return []
         count = min(k, len(self))
         numbers, scores = self._retriever.retrieve(words, k=count, show_progress=False)
-        found = zip(numbers[0].tolist(), scores[0].tolist(), strict=True)
-        return [(self._contents(number), score) for number, score in found if score > 0]
+        matches = zip(numbers[0].tolist(), scores[0].tolist(), strict=True)
+        return [(self._contents(number), score) for number, score in matches if score > 0]
 
     def save(self, folder: Path) -> None:
-        """Write the index to a folder for `open_index` to map; the folder must be empty or absent."""
+        """Write the index and its documents to a folder, which `open_index` can map.
+
+        Raises:
+            ConfigError: The folder exists and is not empty.
+        """
         if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder}: is not empty; name a new folder for the index.")
+            raise ConfigError(f"{folder}: the folder for the index is not empty; name a new or an empty folder.")
         self._retriever.save(str(folder), corpus=[{"contents": text} for text in self._documents], show_progress=False)
 
     def _contents(self, number: int) -> str:
@@ -58,70 +67,87 @@ class Index:
 
 
 def build_index(documents: Sequence[str]) -> Index:
-    """Build an index in memory. Raises DataError if no document contains a word."""
+    """Index documents in memory and return the index.
+
+    Raises:
+        DataError: No document contains a word.
+        ConfigError: bm25s is not installed.
+    """
     library = _library()
     words = library.tokenize(list(documents), stopwords=STOPWORDS, show_progress=False)
     if not words.vocab:
-        raise DataError("the corpus has no document with a word in it.")
+        raise DataError("The corpus has no document that contains a word; check the file's text columns.")
     retriever = library.BM25()
     retriever.index(words, show_progress=False)
     return Index(retriever, documents)
 
 
 def open_index(path: str) -> Index:
-    """Open the index saved in a folder, or index a corpus file. A process does so once, until the file changes.
+    """Return the index that a folder holds, or index a corpus file. Thread-safe.
 
-    Raises DataError for an unusable corpus, ConfigError if there is none at `path`.
+    The process caches the index; it opens the path again only after the file changed.
+
+    Raises:
+        DataError: The corpus or the saved index cannot be read.
+        ConfigError: Nothing usable is at `path`, or bm25s is not installed.
     """
-    where, stat = _found(path)
-    key = (str(where.resolve()), stat.st_mtime_ns, stat.st_size)
+    location, stat = _locate(path)
+    key = (str(location.resolve()), stat.st_mtime_ns, stat.st_size)
     with _opening:  # several episodes may make their first search at the same time
         if key not in _open:
-            _open[key] = _mapped(where) if where.is_dir() else build_index(list(read_documents(str(where))))
+            _open[key] = (
+                _load_index(location) if location.is_dir() else build_index(list(read_documents(str(location))))
+            )
         return _open[key]
 
 
 def check(path: str) -> None:
     """Raise ConfigError if the corpus does not exist or bm25s is not installed. Neither is loaded."""
-    _found(path)
+    _locate(path)
     if importlib.util.find_spec("bm25s") is None:
         raise ConfigError(NOT_INSTALLED)
 
 
-def _found(path: str) -> tuple[Path, os.stat_result]:
-    where = Path(path).expanduser()
+def _locate(path: str) -> tuple[Path, os.stat_result]:
+    location = Path(path).expanduser()
     try:
-        return where, (where / "params.index.json" if where.is_dir() else where).stat()
+        return location, (location / "params.index.json" if location.is_dir() else location).stat()
     except OSError as error:
         raise ConfigError(
-            f"corpus={path!r}: {error.strerror}; a .jsonl or .parquet file, or a folder made by "
+            f"corpus={path!r}: {error.strerror}; name a .jsonl or .parquet file, or a folder made by "
             "`python -m skyrl_train.environments.tools.bm25 CORPUS FOLDER`."
         ) from error
 
 
 def read_documents(path: str) -> Iterator[str]:
-    """The documents of a corpus: its column `contents`, or `title` and `text`. Raises DataError naming the row."""
-    for where, row in read_rows(path):
+    """Yield the documents of a corpus file: the column `contents`, or `title` and `text` joined by a line feed.
+
+    Raises:
+        DataError: A row has no text, or the file cannot be read; the message names the row.
+    """
+    for location, row in read_rows(path):
         text = row.get("contents", row.get("text"))
         if not isinstance(text, str):
-            raise DataError(f"{where}: needs text in `contents` or `text`, got {text!r:.80}; columns: {sorted(row)}.")
+            raise DataError(
+                f"{location}: needs text in `contents` or `text`, got {text!r:.80}; columns: {sorted(row)}."
+            )
         title = row.get("title")
         yield f"{title}\n{text}" if isinstance(title, str) and "contents" not in row else text
 
 
-def _mapped(folder: Path) -> Index:
+def _load_index(folder: Path) -> Index:
     try:
         retriever = _library().BM25.load(str(folder), load_corpus=True, mmap=True, allow_pickle=False)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise DataError(f"{folder}: is no whole index ({error}); make it again.") from error
+        raise DataError(f"{folder}: the saved index is incomplete or corrupt ({error}); make it again.") from error
     documents, retriever.corpus = retriever.corpus, None  # so that `retrieve` returns document numbers
     return Index(retriever, documents)
 
 
 def _library() -> Any:
-    """Import bm25s at the first search, without numba, which it would load for a backend that is not used here.
+    """Import bm25s without numba, which it would load for a backend that is not used here.
 
-    That halves the import time, and vLLM does not start in a process that loaded numba differently than it does itself.
+    That halves the import time. Also, vLLM does not start in a process in which another library configured numba.
     """
     hidden = "numba" not in sys.modules
     if hidden:
@@ -137,6 +163,7 @@ def _library() -> Any:
 
 
 def main() -> None:
+    """Index the corpus file of the first argument and save the index to the folder of the second."""
     if len(sys.argv) != 3:
         sys.exit(f"usage: python -m skyrl_train.environments.tools.bm25 CORPUS FOLDER\n\n{__doc__}")
     try:

@@ -1,4 +1,4 @@
-"""A browser for a model: Chromium, driven by Playwright, which reaches the network only through a checking proxy."""
+"""The browser tool: Chromium, driven by Playwright, which reaches the network only through a filtering proxy."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # names are the proxy's to look up
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # only the proxy resolves names
     "--js-flags=--max-old-space-size=512",
 )
 MAX_TABS = 5
 CLOSE_TIMEOUT_S = 1.5
 SETTLE_MS = 100
 PAGE_TIMEOUT_S = 5.0
-"""Time for a page's process to answer on a busy machine; one that does not is stuck in a script."""
+"""Time that a page's process has to respond on a busy machine; a page that does not respond is stuck in a script."""
 PAGE_CRASHED_MESSAGE = "the page did not answer any more, so it was closed; goto opens another one."
 NEW_TAB_TIMEOUT_S = 5.0
 ATTEMPTS = 10
@@ -57,7 +57,7 @@ READ_PAGE_SCRIPT = """() => {
         elements: shown.map(e => [e.tagName.toLowerCase(), named(e), String(e.href || '').slice(0, 300)]),
     };
 }"""
-"""Page -> title, text and elements. It runs in the page, so its result is untrusted."""
+"""Script that returns a page's title, text and elements. It runs in the page, so its result is untrusted."""
 OPENS_TAB_SCRIPT = """e => {
     const link = e.closest('a[href],area[href]');
     const form = ['submit', 'image'].includes(e.type) ? e.form : null;
@@ -68,19 +68,26 @@ OPENS_TAB_SCRIPT = """e => {
     const frames = [...document.querySelectorAll('iframe[name],frame[name]')];
     return !['', '_self', '_parent', '_top', ...frames.map(frame => frame.name.toLowerCase())].includes(name);
 }"""
-"""Element -> whether a click on it should open a tab."""
+"""Script that returns true if a click on an element should open a tab."""
 
 
 class BrowserTool(Tool):
-    """Visits pages: goto, click, type, read, back. Returns the page's text and its numbered elements.
+    """A tool that visits web pages (goto, click, type, read, back) and returns their text and numbered elements.
 
-    Settings: `domains` and `allow_private` (see `Guard`), `executable` (Chromium; by default the one on PATH),
-    `timeout` seconds for a call, `max_bytes` of traffic in an episode.
+    Every episode has its own browser with one context, which the first call starts. A call that exceeds its deadline
+    ends the browser, and the next call starts a new one. A page whose script does not end, or whose process crashed, is
+    closed. Every connection, including redirects and everything that a page loads, goes through a `FilteringProxy`.
+    Downloads, service workers and URLs other than http(s) are disabled.
 
-    Every episode has its own browser with one context, started by the first call. A call that exceeds its deadline ends
-    the browser, and the next call starts a new one. A page whose script does not end, or whose process crashed, is
-    closed. Every connection, including redirects and everything that a page loads, goes through `CheckingProxy`.
-    Downloads, service workers and non-http(s) addresses are disabled.
+    Args:
+        domains: Domains that may be visited (see `UrlPolicy`).
+        allow_private: Entries `host:port` that may be visited at any IP address (see `UrlPolicy`).
+        executable: Chromium's path or name; None for the first of `PROGRAMS` that is on PATH.
+        timeout: Maximum seconds of a call.
+        max_bytes: Maximum bytes of network traffic in an episode.
+
+    Raises:
+        ConfigError: Chromium or Playwright is not installed, or an entry of `domains` or `allow_private` is wrong.
     """
 
     name = "browser"
@@ -116,7 +123,7 @@ class BrowserTool(Tool):
         self._context: Any = None
         self._open: AsyncExitStack | None = None
         self._interrupted = False
-        """Whether a call was cut off, which ends the browser's processes."""
+        """True while a call runs, and after it was canceled; then the browser must be ended before the next call."""
 
     async def call(self, arguments: dict[str, Any]) -> str:
         if self._interrupted or (self._context is not None and not self._context.browser.is_connected()):
@@ -127,9 +134,9 @@ class BrowserTool(Tool):
                 raise ToolError(PAGE_CRASHED_MESSAGE)
             page = await self._page()
             await self._act(page, arguments)
-            shown = await self._render_page()
+            rendered = await self._render_page()
             self._interrupted = False
-            return shown
+            return rendered
         except _library().Error as error:  # Playwright's own errors, including timeouts
             reason = PAGE_CRASHED_MESSAGE if await self._close_crashed_tabs() else str(error).splitlines()[0][:300]
             self._interrupted = self._context is None
@@ -145,7 +152,7 @@ class BrowserTool(Tool):
         action = arguments["action"]
         if action == "goto":
             url = _required_argument(arguments, "url").strip()
-            self.url_policy.check_url(url)  # for a clear message: the proxy would refuse it too
+            self.url_policy.check_url(url)  # the proxy would deny the URL, too, but with a less clear message
             response = await _retried(page, lambda: page.goto(url))
             if response is not None and response.headers.get(DENIED_HEADER):
                 raise ToolError((await response.text())[:500])
@@ -159,9 +166,9 @@ class BrowserTool(Tool):
             await page.close()
 
     async def _click(self, element: Any) -> None:
-        """Click and wait for the document that this opens, in this tab or in a new one, if it opens any.
+        """Click, and wait for the document that the click opens, if any, in this tab or in a new tab.
 
-        What there is after 0.7 of the deadline is shown.
+        Stop waiting after 0.7 of the deadline, so that the page can be returned as it is.
         """
         opens_tab = await element.evaluate(OPENS_TAB_SCRIPT)
         loop = asyncio.get_running_loop()
@@ -179,34 +186,34 @@ class BrowserTool(Tool):
 
     async def _render_page(self) -> str:
         page = await self._page()
-        seen = await _retried(page, lambda: page.evaluate(READ_PAGE_SCRIPT))
+        content = await _retried(page, lambda: page.evaluate(READ_PAGE_SCRIPT))
         elements = [
             f"[{number}] {tag} {name}{f' -> {link}' if link else ''}"
-            for number, (tag, name, link) in enumerate(seen["elements"], 1)
+            for number, (tag, name, link) in enumerate(content["elements"], 1)
         ]
         listing = "\n".join(["", "Elements:", *elements]) if elements else ""
-        return f"{seen['title']}\n{page.url}\n\n{seen['text']}{listing}"
+        return f"{content['title']}\n{page.url}\n\n{content['text']}{listing}"
 
     async def _close_crashed_tabs(self) -> bool:
-        """Close tabs that no navigation can leave, and return whether the newest was one."""
+        """Close the tabs that do not respond or have crashed; return True if the newest tab was one of them."""
         tabs = list(self._context.pages) if self._context is not None else []
-        answers = await asyncio.gather(*map(self._answers, tabs))
+        responsive = await asyncio.gather(*map(self._responds, tabs))
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await asyncio.gather(*(tab.close() for tab, answer in zip(tabs, answers, strict=True) if not answer))
-        return bool(tabs) and not answers[-1]
+            await asyncio.gather(*(tab.close() for tab, alive in zip(tabs, responsive, strict=True) if not alive))
+        return bool(tabs) and not responsive[-1]
 
-    async def _answers(self, page: Any) -> bool:
+    async def _responds(self, page: Any) -> bool:
         try:
             async with asyncio.timeout(min(PAGE_TIMEOUT_S, 0.2 * self.deadline_s)):
                 await page.evaluate("0")
         except TimeoutError:
             return False
-        except _library().Error as error:  # or it is on its way to another document
+        except _library().Error as error:  # other errors mean that the tab is navigating to another document
             return "crashed" not in str(error)
         return True
 
     async def _page(self) -> Any:
-        """The newest tab: a link may have opened it."""
+        """Return the newest tab, which a link may have opened; start the browser if necessary."""
         if self._context is None:
             await self._start()
         return self._context.pages[-1] if self._context.pages else await self._context.new_page()
@@ -219,7 +226,7 @@ class BrowserTool(Tool):
         browser = await playwright.chromium.launch(
             executable_path=self.executable,
             args=[*FLAGS],
-            # Chromium's own sandbox does not start as root: run training as another user to have it.
+            # Chromium's own sandbox does not start as root. Users who want it must train as another user.
             chromium_sandbox=not root,
             proxy={"server": f"http://127.0.0.1:{self._proxy.port}", "bypass": "<-loopback>"},
             env={name: value for name, value in os.environ.items() if not is_credential_name(name)},
@@ -237,7 +244,7 @@ class BrowserTool(Tool):
             self._closing = asyncio.ensure_future(page.close())
 
     async def close(self) -> None:
-        """End the browser and its driver, whatever state they are in."""
+        """End the browser and its driver, and ignore errors. The next call starts a new browser."""
         opened, proxy, context = self._open, self._proxy, self._context
         self._open = self._proxy = self._context = None
         self._interrupted = False
@@ -246,21 +253,21 @@ class BrowserTool(Tool):
         with contextlib.suppress(Exception):
             if context is not None:
                 await with_timeout(CLOSE_TIMEOUT_S, context.browser.close())
-        _kill(proxy)  # if it did not close
+        _kill(proxy)  # in case it did not close
         with contextlib.suppress(Exception):
             await with_timeout(CLOSE_TIMEOUT_S, opened.aclose())
 
 
 class _Navigations:
-    """Requests for top-level documents in any tab of a context, while entered.
+    """A context manager that tracks the requests for top-level documents in all tabs of a browser context.
 
-    Playwright's click waits for a navigation of its own tab alone. A new tab joins the context's pages only when its
+    Playwright's click waits only for a navigation of its own tab, and a new tab joins the context's pages only when its
     document has arrived.
     """
 
     def __init__(self, context: Any):
         self.begun = asyncio.Event()
-        self._under_way: set[Any] = set()
+        self._pending: set[Any] = set()
         self._context = context
         self._handlers = {"request": self._began, "requestfinished": self._ended, "requestfailed": self._ended}
 
@@ -274,28 +281,28 @@ class _Navigations:
             self._context.remove_listener(event, handler)
 
     async def finish(self) -> None:
-        """Wait until none is under way. A redirect's next request follows within `SETTLE_MS`."""
-        while self._under_way:
+        """Wait until no request is pending. The next request of a redirect follows within `SETTLE_MS`."""
+        while self._pending:
             await asyncio.sleep(SETTLE_MS / 1000)
 
     def _began(self, request: Any) -> None:
         if request.is_navigation_request() and _top_level(request):
             self.begun.set()
-            self._under_way.add(request)
+            self._pending.add(request)
 
     def _ended(self, request: Any) -> None:
-        self._under_way.discard(request)
+        self._pending.discard(request)
 
 
 def _top_level(request: Any) -> bool:
     try:
         return request.frame.parent_frame is None
-    except _library().Error:  # a new tab, which has no frame before its document arrives
+    except _library().Error:  # a new tab has no frame before its document arrives
         return True
 
 
 async def _retried(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
-    """Retry `attempt` while another navigation interrupts it, and return its result.
+    """Return the result of `attempt`, and retry it while another navigation interrupts it.
 
     After a failed navigation, Chromium may still be loading its error page when the next call comes.
     """
@@ -310,7 +317,7 @@ async def _retried(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def _kill(proxy: FilteringProxy) -> None:
-    """Kill the browser among this process's descendants that uses `proxy`."""
+    """Kill the browser that uses `proxy`, among the descendants of this process."""
     mark = f"127.0.0.1:{proxy.port}"
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -325,17 +332,25 @@ def _required_argument(arguments: dict[str, Any], name: str) -> Any:
 
 
 def find_browser() -> tuple[bool, str | None]:
-    """Whether the library is installed, and where a browser is that it could drive."""
-    found = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
-    return importlib.util.find_spec("playwright") is not None, found
+    """Look for Playwright and for a browser that it can drive.
+
+    Returns:
+        True if Playwright is installed, and the path of the first browser of `PROGRAMS` on PATH, or None.
+    """
+    path = next((program for name in PROGRAMS if (program := shutil.which(name))), None)
+    return importlib.util.find_spec("playwright") is not None, path
 
 
 def _chromium(executable: str | None) -> str:
     for name in (executable,) if executable else PROGRAMS:
-        if found := shutil.which(name):
-            return found
-    what = f"executable={executable!r} is no program" if executable else f"none of {', '.join(PROGRAMS)} is on PATH"
-    raise ConfigError(f"browser: {what}; scripts/browser_tools installs Debian's Chromium.")
+        if path := shutil.which(name):
+            return path
+    problem = (
+        f"executable={executable!r} is not a program" if executable else f"none of {', '.join(PROGRAMS)} is on PATH"
+    )
+    raise ConfigError(
+        f"The browser tool finds no browser: {problem}. Run scripts/browser_tools, which installs Debian's Chromium."
+    )
 
 
 def _library() -> Any:

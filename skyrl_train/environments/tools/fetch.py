@@ -1,4 +1,4 @@
-"""Web pages over HTTP for a model: every hop and address is checked, and every answer has a bounded size."""
+"""The fetch tool: web pages over HTTP, with a check of every redirect and IP address and a limit on their size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INVISIBLE_ELEMENTS = {
     name: re.compile(f"</{name}" if name != "head" else "</head|<body", re.IGNORECASE)
     for name in ("script", "style", "noscript", "template", "svg", "head")
 }
-"""Elements whose content is invisible -> pattern of their end."""
+"""Elements whose content is invisible, with the pattern of their end."""
 CHARSETS = re.compile(r"utf|iso|cp\d|koi8|gb|big5|euc|shift_jis|ascii|mac")
 TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
 HREF = re.compile(r"\shref\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s\"'>]+)", re.IGNORECASE)
@@ -40,7 +40,7 @@ BLOCK_ELEMENTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The response after the last redirect."""
+    """A response after the last redirect: its URL, status, content type (in lower case) and decompressed body."""
 
     url: str
     status: int
@@ -48,16 +48,19 @@ class Page:
     body: bytes
 
     def text(self) -> str:
-        """The body as text; for HTML its visible text, with the targets of links."""
+        """Return the body as text; for HTML, return the visible text, with the targets of links in parentheses."""
         content = self.body.decode(_charset(self.content_type), errors="replace")
         if "html" not in self.content_type:
             return content
-        shown = "".join(_visible_text(content))
-        return re.sub(r"[ \t]*\n\s*", "\n", re.sub(r"[ \t]+", " ", shown)).strip()
+        visible = "".join(_visible_text(content))
+        return re.sub(r"[ \t]*\n\s*", "\n", re.sub(r"[ \t]+", " ", visible)).strip()
 
 
 def _charset(content_type: str) -> str:
-    """The charset that the server names, if it is one of the web's: some of Python's others take quadratic time."""
+    """Return the charset that the server names if it is common on the web, else "utf-8".
+
+    Decoding some of Python's other charsets takes quadratic time.
+    """
     named = re.search(r"charset=[\"']?([\w-]+)", content_type)
     with contextlib.suppress(LookupError, ValueError):
         if named and CHARSETS.match(name := codecs.lookup(named[1]).name):
@@ -66,46 +69,49 @@ def _charset(content_type: str) -> str:
 
 
 def _visible_text(page: str) -> Iterator[str]:
-    """The visible text of HTML, with the targets of links. Every search continues where the last one ended, and the
-    page ends at a search that finds nothing: `html.parser` takes quadratic time, hours for a hostile page."""
+    """Yield the visible text of HTML, with the targets of links, in linear time.
+
+    Every search continues where the last search ended, and the page ends at a search that finds nothing.
+    `html.parser` would take quadratic time, which is hours for a malicious page.
+    """
     links: list[str] = []
     at = 0
-    while (begun := page.find("<", at)) >= 0:
-        yield unescape(page[at:begun])
-        if (tag := TAG.match(page, begun)) is None and not page.startswith(("<!", "<?"), begun):  # 1 < 2
+    while (tag_start := page.find("<", at)) >= 0:
+        yield unescape(page[at:tag_start])
+        if (tag := TAG.match(page, tag_start)) is None and not page.startswith(("<!", "<?"), tag_start):  # 1 < 2
             yield "<"
-            at = begun + 1
+            at = tag_start + 1
             continue
-        end = "-->" if page.startswith("<!--", begun) else ">"
-        if (ends := page.find(end, begun + 1)) < 0:
+        end = "-->" if page.startswith("<!--", tag_start) else ">"
+        if (end_at := page.find(end, tag_start + 1)) < 0:
             return
-        at = ends + len(end)
+        at = end_at + len(end)
         if tag is None:
             continue
         closes, name = bool(tag[1]), tag[2].lower()
         if name in BLOCK_ELEMENTS:
             yield "\n"
         elif name == "a" and not closes:
-            href = HREF.search(page, begun, at)
+            href = HREF.search(page, tag_start, at)
             links.append(unescape(href[1].strip("\"'")) if href else "")
         elif name == "a" and links and (link := links.pop()):
             yield f" ({link[:300]})"
         elif name in INVISIBLE_ELEMENTS and not closes:
-            over = INVISIBLE_ELEMENTS[name].search(page, at)
-            if over is None:
+            end_tag = INVISIBLE_ELEMENTS[name].search(page, at)
+            if end_tag is None:
                 return
-            at = over.start()
+            at = end_tag.start()
     yield unescape(page[at:])
 
 
 class _PolicyResolver(AbstractResolver):
-    """Gives aiohttp the addresses to connect to: the guard's, looked up once per connection."""
+    """A resolver that makes aiohttp connect only to the addresses that the URL policy returns, once per connection."""
 
     def __init__(self, url_policy: UrlPolicy):
         self.url_policy = url_policy
 
     async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[ResolveResult]:
-        # The scheme does not matter here: `target` has already accepted the host and the port.
+        # The scheme does not matter here: `check_url` has already accepted the host and the port.
         addresses = await self.url_policy.resolve(Target("http", host.lower().removesuffix("."), port))
         return [
             ResolveResult(
@@ -124,10 +130,18 @@ class _PolicyResolver(AbstractResolver):
 
 
 async def fetch(url: str, url_policy: UrlPolicy, max_bytes: int = MAX_BYTES, deadline_s: float = 20.0) -> Page:
-    """GET `url`, following at most 5 redirects.
+    """Send a GET request, follow at most `MAX_REDIRECTS` redirects, and return the last response.
 
-    Raises Refused if the guard refuses any hop, or if the body has more than `max_bytes` after decompression, which
-    stops there; ToolError if the server gives no HTTP answer within `deadline_s`.
+    Args:
+        url: URL, which may come from a model.
+        url_policy: Policy that must allow the URL, every redirect and every IP address.
+        max_bytes: Maximum bytes of the decompressed body.
+        deadline_s: Maximum seconds for everything.
+
+    Raises:
+        UrlNotAllowed: The policy does not allow a URL or an address, there are too many redirects, the body is larger
+            than `max_bytes`, or its content encoding is neither gzip nor deflate.
+        ToolError: The server sends no valid HTTP response within `deadline_s`.
     """
     connector = aiohttp.TCPConnector(
         resolver=_PolicyResolver(url_policy), use_dns_cache=False, force_close=True, limit=1, happy_eyeballs_delay=None
@@ -155,18 +169,18 @@ async def _follow(session: aiohttp.ClientSession, url: str, url_policy: UrlPolic
     for _ in range(MAX_REDIRECTS + 1):
         target = url_policy.check_url(url)
         if target.host.strip("[]").replace(".", "").isdigit() or ":" in target.host:
-            await url_policy.resolve(target)  # aiohttp asks no resolver about a numeric address
+            await url_policy.resolve(target)  # aiohttp does not ask the resolver about an IP address
         async with session.get(url, allow_redirects=False) as response:
-            where = response.headers.get("Location")
-            if response.status not in REDIRECTS or where is None:
+            location = response.headers.get("Location")
+            if response.status not in REDIRECTS or location is None:
                 body = await _read(response, max_bytes)
                 return Page(url, response.status, response.headers.get("Content-Type", "").lower(), body)
-            url = urljoin(url, where)
+            url = urljoin(url, location)
     raise UrlNotAllowed(f"more than {MAX_REDIRECTS} redirects")
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body, decompressed as far as `max_bytes`."""
+    """Return the decompressed body; stop decompressing and raise UrlNotAllowed after `max_bytes`."""
     coding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if coding != "identity" and coding not in WINDOW_BITS:
         raise UrlNotAllowed(f"the content encoding {coding!r:.50} is not read")
@@ -180,9 +194,16 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 class FetchTool(Tool):
-    """Reads one web page as text, without running any script in it.
+    """A tool that returns a web page as text, without running its scripts.
 
-    Settings: `domains` and `allow_private` (see `Guard`), `max_bytes` and `timeout` (seconds).
+    Args:
+        domains: Domains that may be visited (see `UrlPolicy`).
+        allow_private: Entries `host:port` that may be visited at any IP address (see `UrlPolicy`).
+        max_bytes: Maximum bytes of the decompressed page.
+        timeout: Maximum seconds of a call.
+
+    Raises:
+        ConfigError: An entry of `domains` or `allow_private` has a wrong form.
     """
 
     name = "fetch"

@@ -1,4 +1,4 @@
-"""One request to a server that the configuration names (a retriever, a judge): JSON in both directions, a deadline."""
+"""A JSON request, with retries and a deadline, to a server that the configuration names (a retriever or a judge)."""
 
 from __future__ import annotations
 
@@ -15,36 +15,47 @@ from skyrl_train.config.redaction import redact
 log = logging.getLogger(__name__)
 
 MAX_RESPONSE_BYTES = 8 * 2**20
-"""Maximum bytes of an answer."""
+"""Maximum size of a response, in bytes."""
 MIN_RETRY_DELAY_S = 0.25
 MAX_RETRY_DELAY_S = 4.0
 
 
 class RequestFailed(Exception):
-    """The server gave no usable answer, for reasons that the model did not cause."""
+    """An error of a request to a server: no usable response, for a reason that the model did not cause."""
 
 
 async def post_json(url: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
-    """POST `body` and return the parsed answer. Raises NoAnswer after `timeout` seconds or for a refusal (4xx).
+    """POST `body` as JSON and return the parsed JSON of the response.
 
-    Retries at growing intervals while the server is unreachable or fails itself (5xx, 429).
+    Retry with growing delays while the server is unreachable, busy (429) or failing (5xx). Redirects are not followed,
+    and proxies of the environment are ignored.
+
+    Args:
+        url: URL of the server.
+        body: Value that JSON can represent.
+        timeout: Maximum seconds for all attempts together.
+        headers: HTTP headers to add.
+
+    Raises:
+        RequestFailed: The time is over, the server responded with another status than 200, or the response is not JSON
+            or has more than `MAX_RESPONSE_BYTES` bytes.
     """
-    reason = "nothing came back"
-    pause = MIN_RETRY_DELAY_S
+    reason = "no response"
+    delay = MIN_RETRY_DELAY_S
     try:
         async with asyncio.timeout(timeout), aiohttp.ClientSession(trust_env=False, headers=headers) as session:
             while True:
                 try:
                     async with session.post(url, json=body, allow_redirects=False) as response:
-                        status, answer = response.status, await _read(response)
+                        status, data = response.status, await _read(response)
                     if status < 500 and status != 429:
-                        return _parsed(url, status, answer)
+                        return _parsed(url, status, data)
                     reason = f"status {status}"
                 except aiohttp.ClientError as error:
                     reason = f"{type(error).__name__}: {str(error)[:200]}"
-                log.warning("%s: %s; asking again", url, reason)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_RETRY_DELAY_S)
+                log.warning("%s: %s; retrying", url, reason)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, MAX_RETRY_DELAY_S)
     except TimeoutError as error:
         raise RequestFailed(f"{url} did not answer within {timeout:g} s; last: {reason}") from error
 
@@ -58,11 +69,11 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _parsed(url: str, status: int, answer: bytes) -> Any:
+def _parsed(url: str, status: int, data: bytes) -> Any:
     try:
         if status == 200:
-            return json.loads(answer)
+            return json.loads(data)
     except (ValueError, RecursionError):
         pass
-    shown = redact(answer.decode(errors="replace"))  # a server that refuses a key may repeat it
+    shown = redact(data.decode(errors="replace"))  # a server that refuses a key may repeat it
     raise RequestFailed(f"{url} answered with status {status} and {shown[:200]!r}")

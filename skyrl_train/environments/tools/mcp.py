@@ -1,4 +1,7 @@
-"""Tools of Model Context Protocol servers, through the official SDK. Only the configuration chooses the servers."""
+"""The mcp tool: tools of Model Context Protocol (MCP) servers, through the official SDK.
+
+Only the configuration names the servers; neither rows nor models can.
+"""
 
 from __future__ import annotations
 
@@ -24,50 +27,67 @@ from skyrl_train.environments.tools.base import BadArguments, Tool, ToolError
 from skyrl_train.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 30.0
-"""Time for a server to start and list its tools, at the start of an episode."""
+"""Time that a server has to start and list its tools when a process uses it for the first time."""
 MAX_PAGES = 20
+"""Maximum number of pages of a server's list of tools."""
 MAX_MESSAGE = 128 * 2**20
-"""Maximum bytes of a server's message; a longer one ends the connection. The model gets `max_output` characters."""
+"""Maximum bytes of a server's message; a longer one ends the connection. The model sees `max_output` characters."""
 CONNECTION_CLOSED = -32000
-"""The SDK's code for a connection that has ended: the next call connects anew."""
+"""The SDK's error code for a connection that has ended; the next call connects again."""
 STOP_TIMEOUT_S = 1.0
-"""Time for a program to exit before it is killed."""
+"""Time that a program has to exit before it is killed."""
 MAX_DESCRIPTION = 2000
+"""Maximum characters of the description and schema of one tool that the model sees."""
 SERVER_KEYS = ("command", "args", "env", "cwd", "url", "tools", "sha256")
 
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """One entry of `servers`: either a program that communicates over its stdin and stdout, or a URL."""
+    """One entry of the setting `servers`: either a program that communicates over stdin and stdout, or a URL."""
 
     name: str
     tools: tuple[str, ...]
-    """The tools that may be called."""
+    """Names of the tools that may be called."""
     command: str | None = None
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    """Added to PATH, HOME and the like; a server inherits nothing else of this process's environment."""
+    """Environment variables that are added to PATH, HOME and a few others; the program inherits no further variables of
+    this process."""
     cwd: str | None = None
     url: str | None = None
     sha256: str | None = None
-    """The expected `fingerprint`; None accepts the list that the first connection of this process shows."""
+    """The expected `fingerprint` of the server's tools; None accepts the tools that the first connection lists."""
 
     @staticmethod
     def from_config(name: str, entry: Any) -> McpServer:
-        """Parse and check an entry of the configuration. Raises ConfigError."""
+        """Parse and check one entry of the setting `servers`.
+
+        Args:
+            name: The server's name, which is the entry's key.
+            entry: The entry: a mapping with keys of `SERVER_KEYS`.
+
+        Raises:
+            ConfigError: The entry has unknown keys, not exactly one of command and url, no list of tools, a URL that is
+                not HTTP, or a command that is not on PATH.
+        """
         key = f"servers.{name}"
-        if not isinstance(entry, Mapping) or (strange := set(entry) - set(SERVER_KEYS)):
-            what = sorted(strange) if isinstance(entry, Mapping) else entry
-            raise ConfigError(f"{key}: {what!r:.200} is unknown; an entry has {', '.join(SERVER_KEYS)}.")
+        if not isinstance(entry, Mapping) or (unknown := set(entry) - set(SERVER_KEYS)):
+            if not isinstance(entry, Mapping):
+                raise ConfigError(f"{key}={entry!r:.200} is not a mapping; allowed keys: {', '.join(SERVER_KEYS)}.")
+            raise ConfigError(
+                f"{key}: the keys {sorted(unknown)!r:.200} are unknown; allowed keys: {', '.join(SERVER_KEYS)}."
+            )
         if (entry.get("command") is None) == (entry.get("url") is None):
-            raise ConfigError(f"{key}: needs either command (a program) or url (a streamable HTTP server).")
+            raise ConfigError(f"{key}: set exactly one of command (a program) and url (a streamable HTTP server).")
         if not isinstance(entry.get("tools"), Sequence) or isinstance(entry["tools"], str) or not entry["tools"]:
-            raise ConfigError(f"{key}.tools={entry.get('tools')!r}: name the tools that may be called, as a list.")
+            raise ConfigError(
+                f"{key}.tools={entry.get('tools')!r} is not a list; list the names of the tools that may be called."
+            )
         url, command = entry.get("url"), entry.get("command")
         if url is not None and not str(url).startswith(("http://", "https://")):
-            raise ConfigError(f"{key}.url={url!r} is not an http:// or https:// address.")
+            raise ConfigError(f"{key}.url={url!r} is not an http:// or https:// URL.")
         if command is not None and shutil.which(str(command)) is None:
-            raise ConfigError(f"{key}.command={command!r} is no program on PATH.")
+            raise ConfigError(f"{key}.command={command!r} is not a program on PATH; install it or set its path.")
         return McpServer(
             name,
             tuple(map(str, entry["tools"])),
@@ -81,21 +101,27 @@ class McpServer:
 
 
 ToolListing = dict[str, dict[str, Any]]
-"""A server's tools: name -> {"description", "parameters"}."""
+"""The tools of a server: name -> {"description", "parameters"}."""
 
 
 def fingerprint(listing: ToolListing) -> str:
-    """SHA-256 of the names, descriptions and schemas of a server's tools, independent of their order."""
+    """Return the SHA-256 of the names, descriptions and schemas of a server's tools, independent of their order."""
     return hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()
 
 
 class McpTool(Tool):
-    """Calls `server.tool` of the configured servers; the model can choose only among their allowed tools.
+    """A tool through which a model calls the allowed tools of the configured servers, as `server.tool`.
 
-    Settings: `servers` (name -> `Server`'s fields), `timeout` seconds for a call. The list of tools is read when the
-    episode begins and again before every call: a tool whose description or schema changed is refused.
+    The first use of a server in a process reads its list of tools. Every call reads the list again and is rejected if
+    the server's tools, descriptions or schemas have changed.
 
-    The constructor raises ConfigError for wrong settings, or if a server lists no tools within CONNECT_S.
+    Args:
+        servers: Name -> entry with the fields of `McpServer`.
+        timeout: Maximum seconds of a call.
+
+    Raises:
+        ConfigError: The settings are wrong, the MCP SDK is not installed, a server does not list its tools within
+            `CONNECT_TIMEOUT_S`, or its tools are not the configured ones.
     """
 
     name = "mcp"
@@ -120,8 +146,8 @@ class McpTool(Tool):
 
     def _line(self, full_name: str) -> str:
         server, _, tool = full_name.partition(".")
-        shown = self.pinned[server][tool]
-        text = f"- {full_name}: {shown['description']} Arguments: {json.dumps(shown['parameters'])}"
+        listed = self.pinned[server][tool]
+        text = f"- {full_name}: {listed['description']} Arguments: {json.dumps(listed['parameters'])}"
         return text[:MAX_DESCRIPTION]
 
     async def call(self, arguments: dict[str, Any]) -> str:
@@ -129,8 +155,8 @@ class McpTool(Tool):
         server = self.servers.get(name)
         if server is None or tool not in server.tools:
             raise ToolError(f"{arguments['tool']!r:.100} is not an allowed tool.")
-        if wrong := self._arguments[name][tool].find_problem(arguments["arguments"]):
-            raise BadArguments(f"{arguments['tool']}: {wrong}")
+        if problem := self._arguments[name][tool].find_problem(arguments["arguments"]):
+            raise BadArguments(f"{arguments['tool']}: {problem}")
         connection = self._connections.setdefault(name, _Connection(server))
         try:
             client = await connection.client()
@@ -140,9 +166,8 @@ class McpTool(Tool):
         except (ToolError, asyncio.CancelledError):
             raise
         except Exception as error:
-            if (
-                getattr(error, "code", CONNECTION_CLOSED) == CONNECTION_CLOSED
-            ):  # the connection ended, or the error is not the server's
+            # The connection has ended, or the error has no code because it does not come from the server.
+            if getattr(error, "code", CONNECTION_CLOSED) == CONNECTION_CLOSED:
                 self._connections.pop(name, None)
                 await connection.close()
             raise ToolError(f"{arguments['tool']} failed: {root_cause(error)}") from error
@@ -156,7 +181,7 @@ class McpTool(Tool):
 
 
 class _Connection:
-    """A client that one task enters and leaves, as its cancel scopes require, and that any task may call."""
+    """A connection to a server. One task opens and closes it, as its cancel scopes require; any task may use it."""
 
     def __init__(self, server: McpServer):
         self._server = server
@@ -165,7 +190,7 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
 
     async def client(self) -> Any:
-        """The connected client. If a caller is cancelled, the connection stays open for the next one."""
+        """Return the connected client. If a caller is canceled, the connection stays open for the next caller."""
         if self._client is None:
             self._client = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._hold(self._client))
@@ -179,7 +204,7 @@ class _Connection:
         except Exception as error:
             if not ready.done():
                 ready.set_exception(error)
-                ready.exception()  # retrieved, whether or not a task still waits for it
+                ready.exception()  # marks it as retrieved even if no task waits for it any longer
 
     async def close(self) -> None:
         self._stop.set()
@@ -191,7 +216,11 @@ class _Connection:
 
 @asynccontextmanager
 async def connect(server: McpServer) -> AsyncIterator[Any]:
-    """An SDK client of `server` for the duration of the block; the server's process, if any, ends with the block."""
+    """Connect to a server, and yield a client of the SDK. After the block, disconnect and end the server's program.
+
+    Raises:
+        ConfigError: The MCP SDK is not installed.
+    """
     library = _library()
     if server.url is not None:
         from mcp.client.streamable_http import streamable_http_client
@@ -207,10 +236,10 @@ async def connect(server: McpServer) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _stdio_streams(server: McpServer) -> AsyncIterator[Any]:
-    """Streams between the SDK and a program, one JSON message a line.
+    """Start a program, and open the streams between it and the SDK, with one JSON message per line.
 
-    Replaces the SDK's own: that takes time quadratic in the length of a line, and an unresponsive server blocks it for
-    four seconds.
+    This replaces the SDK's own streams, which take time quadratic in the length of a line and wait four seconds for an
+    unresponsive server.
     """
     import anyio
     from mcp.client.stdio import get_default_environment
@@ -219,7 +248,8 @@ async def _stdio_streams(server: McpServer) -> AsyncIterator[Any]:
 
     assert server.command is not None
     command = [server.command, *server.args]
-    if setpriv := shutil.which("setpriv"):  # with it, the kernel ends a server whose episode was killed
+    # With setpriv, the kernel kills a server whose environment process was killed.
+    if setpriv := shutil.which("setpriv"):
         command = [setpriv, "--pdeathsig", "KILL", "--", *command]
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -231,16 +261,16 @@ async def _stdio_streams(server: McpServer) -> AsyncIterator[Any]:
         start_new_session=True,
         limit=MAX_MESSAGE,
     )
-    sends, receives = process.stdin, process.stdout
-    assert sends is not None and receives is not None
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
     incoming_end, incoming = anyio.create_memory_object_stream[Any](0)
     outgoing, outgoing_end = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, anyio.BrokenResourceError):
-            async with incoming_end:  # closing it tells the session that the server is gone
+            async with incoming_end:  # closing it tells the session that the server has exited
                 while True:
-                    line = await receives.readuntil(b"\n")
+                    line = await stdout.readuntil(b"\n")
                     message: Any
                     try:
                         message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
@@ -252,8 +282,8 @@ async def _stdio_streams(server: McpServer) -> AsyncIterator[Any]:
         with contextlib.suppress(OSError):
             async with outgoing_end:
                 async for item in outgoing_end:
-                    sends.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-                    await sends.drain()
+                    stdin.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                    await stdin.drain()
 
     tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
     try:
@@ -267,19 +297,22 @@ async def _stdio_streams(server: McpServer) -> AsyncIterator[Any]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Close a program's input to make it exit; kill its processes that still run after a second, in any session."""
+    """Close a program's stdin to make it exit, and kill its processes that still run after `STOP_TIMEOUT_S`.
+
+    Processes that left the program's session are killed, too.
+    """
     assert process.stdin is not None
-    family = _descendants(process)
+    descendants = _descendants(process)
     process.stdin.close()
     try:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
     finally:
-        family |= _descendants(process)
+        descendants |= _descendants(process)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        for descendant in family:
+        for descendant in descendants:
             with contextlib.suppress(psutil.Error):
                 descendant.kill()
         with contextlib.suppress(TimeoutError):
@@ -289,7 +322,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _descendants(process: asyncio.subprocess.Process) -> set[psutil.Process]:
-    if process.returncode is not None:  # its process id may be another's by now
+    if process.returncode is not None:  # another process may have this process id by now
         return set()
     with contextlib.suppress(psutil.Error):
         return set(psutil.Process(process.pid).children(recursive=True))
@@ -297,7 +330,11 @@ def _descendants(process: asyncio.subprocess.Process) -> set[psutil.Process]:
 
 
 async def read_tool_listing(client: Any) -> ToolListing:
-    """All tools of a connected server. Raises ToolError for an endless list."""
+    """Read the list of tools of a connected server.
+
+    Raises:
+        ToolError: The list has more than `MAX_PAGES` pages.
+    """
     listing: ToolListing = {}
     cursor = None
     for _ in range(MAX_PAGES):
@@ -311,7 +348,15 @@ async def read_tool_listing(client: Any) -> ToolListing:
 
 
 def list_server_tools(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """The names of all tools of a server, given its entry without `tools`, for callers that allow all of them."""
+    """Connect to a server and return the sorted names of all of its tools, for callers that allow all of them.
+
+    Args:
+        name: The server's name.
+        entry: Its entry of the setting `servers`; `tools` may be missing.
+
+    Raises:
+        ConfigError: The entry is wrong, or the server does not list its tools within `CONNECT_TIMEOUT_S`.
+    """
     return sorted(_first_listing(McpServer.from_config(name, {**entry, "tools": ["all"]})))
 
 
@@ -319,11 +364,15 @@ _pinning = threading.Lock()
 
 
 def pinned_tools(server: McpServer) -> ToolListing:
-    """Return the list that `server` showed first in this process; every later connection must show the same.
+    """Return the tools that a server listed at its first use in this process. Thread-safe.
 
-    Raises ConfigError if it is not as configured.
+    The first call connects to the server. Every later connection must list the same tools.
+
+    Raises:
+        ConfigError: The server does not list its tools within `CONNECT_TIMEOUT_S`, their fingerprint is not the
+            configured one, or it lacks a configured tool.
     """
-    with _pinning:  # threads that use the server for the first time pin one list
+    with _pinning:  # threads that use the server for the first time must pin the same list
         return _pin(server)
 
 
@@ -333,29 +382,34 @@ def _pin(server: McpServer) -> ToolListing:
     digest = fingerprint(listing)
     if server.sha256 not in (None, digest):
         raise ConfigError(
-            f"servers.{server.name}.sha256={server.sha256!r}: the server's tools have {digest!r}; "
-            "look at what changed before you write that into the configuration."
+            f"servers.{server.name}.sha256={server.sha256!r} is not the fingerprint of the server's tools, {digest!r}. "
+            "Find out what changed before you write the new fingerprint into the configuration."
         )
     if missing := [tool for tool in server.tools if tool not in listing]:
-        raise ConfigError(f"servers.{server.name}.tools: {missing} are not among {sorted(listing)}.")
+        raise ConfigError(
+            f"servers.{server.name}.tools: the server has no tools {missing}; choose among {sorted(listing)}."
+        )
     return listing
 
 
 def argument_validators(server: McpServer) -> dict[str, ArgumentValidator]:
-    """The arguments of a server's allowed tools, by its own schemas. Raises ConfigError for one that is none.
+    """Return a validator of the arguments for each allowed tool of a server, made from the server's own schemas.
 
-    Names that a schema does not know are the server's to refuse.
+    The validators accept arguments that a schema does not name: the server may reject them.
+
+    Raises:
+        ConfigError: A schema is invalid, or the server's tools are not the configured ones (see `pinned_tools`).
     """
-    found = {}
+    validators = {}
     for tool in server.tools:
         try:
-            found[tool] = ArgumentValidator(pinned_tools(server)[tool]["parameters"], reject_unknown=False)
+            validators[tool] = ArgumentValidator(pinned_tools(server)[tool]["parameters"], reject_unknown=False)
         except SchemaError as error:
             raise ConfigError(
                 f"servers.{server.name}.tools: the arguments of {tool!r} have a schema that cannot be used: {error}; "
-                "leave the tool out, or correct its server."
+                "leave the tool out, or fix its server."
             ) from error
-    return found
+    return validators
 
 
 def _first_listing(server: McpServer) -> ToolListing:
@@ -367,12 +421,14 @@ def _first_listing(server: McpServer) -> ToolListing:
         with ThreadPoolExecutor(1) as thread:  # the tool's constructor is synchronous; its caller may have a loop
             return thread.submit(asyncio.run, ask()).result()
     except (Exception, BaseExceptionGroup) as error:
-        where = server.url or json.dumps([server.command, *server.args])
-        raise ConfigError(f"servers.{server.name}: {where:.200} gave no list of tools: {root_cause(error)}") from error
+        location = server.url or json.dumps([server.command, *server.args])
+        raise ConfigError(
+            f"servers.{server.name}: {location:.200} did not list its tools: {root_cause(error)}"
+        ) from error
 
 
 def root_cause(error: BaseException) -> str:
-    """The first cause inside the exception groups that task groups raise."""
+    """Return the class and message of an error; for an exception group, those of the first error inside it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {str(error)[:300]}"
@@ -387,5 +443,5 @@ def _library() -> Any:
     try:
         import mcp
     except ImportError as error:
-        raise ConfigError("the mcp tool needs the MCP SDK; install it with: pip install 'skyrl-train[mcp]'.") from error
+        raise ConfigError("The mcp tool needs the MCP SDK; install it with: pip install 'skyrl-train[mcp]'.") from error
     return mcp

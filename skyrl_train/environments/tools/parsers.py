@@ -1,17 +1,17 @@
-"""Parses the tool calls in a model's text, and describes to a model how to write them.
+"""Parser of the tool calls in a model's text, and prompts that describe to a model how to write calls.
 
 Three styles:
 
-    xml     <python>print(6 * 7)</python>             a tag named after a tool, for tools that take one text; and
+    xml     <python>print(6 * 7)</python>             a tag named after a tool, if the tool takes one string; and
             <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
-    json    {"name": "python", "arguments": {...}}    in a ```json fence, or else from the first line outside of other
-            fences that begins with it
+    json    {"name": "python", "arguments": {...}}    in a ```json fence; without one, from the first line outside
+            other fences that begins with an object or a list of objects
     native  the tokenizer's own format: Hermes and Qwen (<tool_call>), Llama 3 (the whole message is
             {"name": ..., "parameters": {...}}), Mistral ([TOOL_CALLS] [{"name": ..., "arguments": {...}}])
 
-Reasoning never contains a call (`reasoning.final_answer`). A call that cannot be read becomes a `ParseError`, which the
-environment shows to the model; everything else is plain text. The text is untrusted: parsing takes time linear in its
-length and raises nothing.
+Calls are parsed only outside the model's reasoning (`reasoning.final_answer`). A malformed call becomes a `ParseError`,
+which the environment shows to the model; everything else is plain text. The text is untrusted: parsing takes time
+linear in its length, and no text makes it raise.
 """
 
 from __future__ import annotations
@@ -27,51 +27,59 @@ from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.fenced_blocks import find_fenced_blocks, text_outside
 
 MAX_CALLS = 16
-"""Maximum number of calls in one message; one more is an error and ends parsing."""
+"""Maximum number of calls in one message; a further call is a ParseError and ends parsing."""
 STYLES = ("xml", "json", "native")
 DIALECTS = ("hermes", "llama", "mistral")
 CALL_FENCES = ("", "json", "tool_call", "tool_code")
-"""Languages of a fence that may contain calls; what others contain is code."""
+"""Languages of the code fences that may contain calls; fences of other languages contain code."""
 OBJECT_LINE = re.compile(r"^[ \t]*(?=\{\s*[\"']|\[\s*\{)", re.MULTILINE)
-"""A line that begins with an object or a list of objects; "[1]" and "{x}" are prose."""
+"""Start of a line that begins with an object or a list of objects; "[1]" and "{x}" are prose."""
 NOT_BETWEEN_CALLS = re.compile(r"[^\s;,]")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One parsed call."""
+    """A parsed tool call; the tool may not exist, and its arguments are not validated yet."""
 
     name: str
     arguments: dict[str, Any]
     raw: str
-    """The text it was read from."""
+    """The text from which the call was parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParseError:
-    """Text that was meant as a call but cannot be read; `reason` is a sentence for the model."""
+    """A malformed call: its text `raw`, and a sentence for the model that says what is wrong with it."""
 
     reason: str
     raw: str
 
 
 def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) -> list[ToolCall | ParseError]:
-    """The calls of one message, in order.
+    """Return the calls of one message in order, with a ParseError in the place of each malformed call.
 
     Args:
-        tags: For style "xml", tag -> name of the argument that the tag's text is passed as; see `tags_of`.
+        text: The model's message, including its reasoning, which is skipped.
+        style: One of `STYLES`: "xml", "json" or "native".
+        tags: Only for style "xml": mapping from a tag to the argument that gets the tag's text; see `tool_tags`.
+
+    Returns:
+        At most `MAX_CALLS` items; if the message has more, one ParseError follows them.
+
+    Raises:
+        ValueError: `style` is unknown.
     """
     text = final_answer(text)
     if style == "xml":
-        found = _tagged(text, {**(tags or {}), "tool_call": ""})
+        parsed = _tagged(text, {**(tags or {}), "tool_call": ""})
     elif style == "json":
-        found = _json_calls(text)
+        parsed = _json_calls(text)
     elif style == "native":
-        found = _native(text)
+        parsed = _native(text)
     else:
-        raise ValueError(f"style={style!r} is not one of {STYLES}")
+        raise ValueError(f"style={style!r} is not a known style; choose one of {STYLES}.")
     calls: list[ToolCall | ParseError] = []
-    for item in found:
+    for item in parsed:
         if len(calls) == MAX_CALLS:
             calls.append(ParseError(f"More than {MAX_CALLS} tool calls in one message.", ""))
             break
@@ -80,7 +88,7 @@ def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) ->
 
 
 def tool_tags(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Tag -> argument for `parse_calls`, for every tool whose only required argument is a string."""
+    """Return the `tags` of `parse_calls`: for every tool with exactly one required argument, a string, its name."""
     tags = {}
     for function in (schema["function"] for schema in schemas):
         parameters = function["parameters"]
@@ -91,34 +99,34 @@ def tool_tags(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseError]:
-    """Blocks of <tag>...</tag>. Blocks inside a block are not parsed."""
+    """Yield the calls in blocks <tag>...</tag>. Blocks inside a block are not parsed."""
     opening = re.compile(f"<({'|'.join(map(re.escape, tags))})>")
     at = 0
-    while begun := opening.search(text, at):
-        closing = f"</{begun[1]}>"
-        end = text.find(closing, begun.end())
-        if end < 0:  # the rest belongs to it: continuing after the tag would read the rest again and again
-            yield ParseError(f"{begun[0]} is not closed by {closing}.", text[begun.start() :])
+    while opened := opening.search(text, at):
+        closing = f"</{opened[1]}>"
+        end = text.find(closing, opened.end())
+        if end < 0:  # the rest belongs to this block: continuing after the tag would take quadratic time
+            yield ParseError(f"{opened[0]} is not closed by {closing}.", text[opened.start() :])
             return
         at = end + len(closing)
-        body, raw = text[begun.end() : end], text[begun.start() : at]
-        if argument := tags[begun[1]]:
-            yield ToolCall(begun[1], {argument: body.strip("\r\n")}, raw)
+        body, raw = text[opened.end() : end], text[opened.start() : at]
+        if argument := tags[opened[1]]:
+            yield ToolCall(opened[1], {argument: body.strip("\r\n")}, raw)
         else:
             yield from _calls_in(body, raw)
 
 
 def _json_calls(text: str) -> Iterator[ToolCall | ParseError]:
-    """The calls in fences; without any, those from the first line outside that begins with an object or a list."""
-    found, fenced = False, find_fenced_blocks(text)
+    """Yield the calls in fences; without any, those from the first line outside fences that begins with an object."""
+    has_calls, fenced = False, find_fenced_blocks(text)
     for fence in fenced:
         if fence.language in CALL_FENCES:
             for call in _calls_in(fence.body, fence.body, strict=False):
-                found = True
+                has_calls = True
                 yield call
-    rest = "" if found else text_outside(text, fenced)
-    if begun := OBJECT_LINE.search(rest):
-        yield from _calls_in(rest[begun.end() :], rest[begun.end() :], strict=False)
+    rest = "" if has_calls else text_outside(text, fenced)
+    if opened := OBJECT_LINE.search(rest):
+        yield from _calls_in(rest[opened.end() :], rest[opened.end() :], strict=False)
 
 
 def _native(text: str) -> Iterator[ToolCall | ParseError]:
@@ -128,24 +136,24 @@ def _native(text: str) -> Iterator[ToolCall | ParseError]:
     _, marker, mistral = text.partition("[TOOL_CALLS]")
     if marker:
         for body in mistral.split("[TOOL_CALLS]"):
-            name, named, arguments = body.partition("[ARGS]")
-            if named:  # the later format: [TOOL_CALLS]python[ARGS]{"code": "..."}
+            name, separator, arguments = body.partition("[ARGS]")
+            if separator:  # the later format: [TOOL_CALLS]python[ARGS]{"code": "..."}
                 value, error = _loads(arguments)
                 yield error or _call({"name": name.strip(), "arguments": value}, body)
             else:
                 yield from _calls_in(body, body)
         return
     whole = text.strip().removeprefix("<|python_tag|>").lstrip()
-    if whole.startswith(("{", "[")):  # also Mistral's if decoding dropped its special token
+    if whole.startswith(("{", "[")):  # this also covers Mistral if decoding dropped its special token
         yield from _calls_in(whole, whole, strict=False)
 
 
 def _calls_in(body: str, raw: str, strict: bool = True) -> Iterator[ToolCall | ParseError]:
-    """Parse consecutive objects and lists of objects. Unless `strict`, anything without "name" is plain text."""
+    """Yield the calls in consecutive objects and lists. Unless `strict`, an object without "name" is plain text."""
     decoder, at = _DECODER, 0
-    while begun := NOT_BETWEEN_CALLS.search(body, at):
+    while opened := NOT_BETWEEN_CALLS.search(body, at):
         try:
-            value, at = decoder.raw_decode(body, begun.start())
+            value, at = decoder.raw_decode(body, opened.start())
         except (ValueError, RecursionError) as error:
             if strict or (at == 0 and '"name"' in body):
                 yield ParseError(_not_json(error), raw)
@@ -189,7 +197,7 @@ def _finite(text: str) -> float:
 
 _DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
-# ------------------------------------------------------------------------------------------------- for the prompt
+# ------------------------------------------------------------------------------------------------- prompts
 
 _HERMES = """# Tools
 
@@ -233,11 +241,17 @@ _XML_CALLS = """To call any other tool:
 
 
 def render_tools(schemas: Sequence[Mapping[str, Any]], style: str, dialect: str = "hermes") -> str:
-    """Text for the system prompt: the tools, and how to write calls that `parse_calls` with the same style can read.
+    """Return the part of the system prompt that lists the tools and says how to write calls for `parse_calls`.
 
-    "native" is the text that the chat templates of Qwen 2.5 and Hermes (`dialect` "hermes") or Llama 3.1 ("llama")
-    write for `tools=`. "mistral" describes it in words, because its template marks tools with control tokens, which no
-    message may contain.
+    Args:
+        schemas: The tools in OpenAI's format (`Tool.schema`).
+        style: One of `STYLES`; `parse_calls` must get the same one.
+        dialect: Only for style "native". For "hermes" (Qwen 2.5, Hermes) and "llama" (Llama 3.1) the text is the one
+            that these models' chat templates write for `tools=`. For "mistral" it is a description, because Mistral's
+            template marks tools with control tokens, which no message may contain.
+
+    Raises:
+        ValueError: The style or the dialect is unknown.
     """
     if style == "xml":
         return _render_xml(schemas)
@@ -249,7 +263,9 @@ def render_tools(schemas: Sequence[Mapping[str, Any]], style: str, dialect: str 
         return templates[dialect].format(tools=rendered)
     if style == "json":
         return _JSON.format(tools="\n".join(json.dumps(s["function"], ensure_ascii=False) for s in schemas))
-    raise ValueError(f"style={style!r}, dialect={dialect!r}: styles are {STYLES}, dialects {DIALECTS}")
+    raise ValueError(
+        f"style={style!r} with dialect={dialect!r} is unknown; choose a style of {STYLES} and a dialect of {DIALECTS}."
+    )
 
 
 def _render_xml(schemas: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""A browser's only access to the network: a proxy on this machine that asks the guard about every connection."""
+"""Proxy through which a browser reaches the network; it checks every connection with the URL policy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from skyrl_train.environments.tools.url_policy import HOST_PORT, Target, UrlNotA
 MAX_HEADER_BYTES = 2**16
 CONNECT_TIMEOUT_S = 15.0
 DENIED_HEADER = "x-refused"
-"""Header that marks the proxy's own answers."""
+"""HTTP header that marks the proxy's own error responses."""
 HOP_BY_HOP = ("connection", "proxy-", "keep-alive", "host", "upgrade")
 
 
 class FilteringProxy:
-    """An HTTP proxy that connects only to addresses checked by `guard`, and transfers at most `max_bytes` in total.
+    """An HTTP proxy on 127.0.0.1 that connects only to addresses that a URL policy allows.
 
-    Every request has its own connection, so that none reaches a host that was checked for another request. The content
-    of https is not read: only the host's name and its addresses are checked.
+    Every request has its own connection, so that no request reaches a host that was checked for another request. The
+    proxy cannot read the content of https: it checks only the host's name and its addresses. The attribute `port` is
+    the proxy's port inside the `async with` block.
+
+    Args:
+        url_policy: Policy that must allow every destination.
+        max_bytes: Maximum bytes to transfer in both directions, over all connections together.
 
     Example:
-        async with CheckingProxy(Guard(["wikipedia.org"])) as proxy:
+        async with FilteringProxy(UrlPolicy(["wikipedia.org"])) as proxy:
             ...  # chromium --proxy-server=http://127.0.0.1:{proxy.port} --proxy-bypass-list=<-loopback>
     """
 
@@ -53,7 +58,7 @@ class FilteringProxy:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
                 await self._serve(reader, writer)
         except asyncio.CancelledError:
-            pass  # the proxy is closing; asyncio would log it otherwise
+            pass  # the proxy is closing; asyncio would log the error otherwise
         finally:
             self._serving.discard(task)
             writer.close()
@@ -61,55 +66,55 @@ class FilteringProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, _, rest = head[0].partition(" ")
-        where, _, _ = rest.rpartition(" ")
+        destination, _, _ = rest.rpartition(" ")
         try:
-            target = self._target(method, where)
-            above, below = await _connect(await self.url_policy.resolve(target), target)
-        except UrlNotAllowed as refused:
-            await _answer(writer, 403, f"Refused: {refused}")
+            target = self._target(method, destination)
+            server_reader, server_writer = await _connect(await self.url_policy.resolve(target), target)
+        except UrlNotAllowed as error:
+            await _answer(writer, 403, f"Refused: {error}")
             return
         except (OSError, TimeoutError) as error:
-            await _answer(writer, 502, f"{where[:200]} could not be reached: {type(error).__name__}")
+            await _answer(writer, 502, f"{destination[:200]} could not be reached: {type(error).__name__}")
             return
         try:
             if method == "CONNECT":
                 writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
                 head = []
             else:
-                path = where[len(target.scheme) + 3 :]
+                path = destination[len(target.scheme) + 3 :]
                 path = path[path.find("/") :] if "/" in path else "/"
-                below.write(_request(f"{method} {path} HTTP/1.1", head[1:-2], target))
-            await self._relay(reader, writer, above, below, rewrite=method != "CONNECT")
+                server_writer.write(_request(f"{method} {path} HTTP/1.1", head[1:-2], target))
+            await self._relay(reader, writer, server_reader, server_writer, rewrite=method != "CONNECT")
         finally:
-            below.close()
+            server_writer.close()
 
-    def _target(self, method: str, where: str) -> Target:
+    def _target(self, method: str, destination: str) -> Target:
         if method != "CONNECT":
-            return self.url_policy.check_url(where)
-        parts = HOST_PORT.fullmatch(where.lower())
+            return self.url_policy.check_url(destination)
+        parts = HOST_PORT.fullmatch(destination.lower())
         if parts is None:
-            raise UrlNotAllowed(f"{where!r:.200} is no host and port")
+            raise UrlNotAllowed(f"{destination!r:.200} is no host and port")
         return self.url_policy.check_host("https", parts["host"], int(parts["port"]))
 
     async def _relay(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        above: asyncio.StreamReader,
-        below: asyncio.StreamWriter,
+        server_reader: asyncio.StreamReader,
+        server_writer: asyncio.StreamWriter,
         rewrite: bool,
     ) -> None:
-        """Relay in both directions, until the server has sent everything."""
-        upwards = asyncio.create_task(self._pump(reader, below))
+        """Relay data in both directions until the server has sent everything."""
+        upload = asyncio.create_task(self._pump(reader, server_writer))
         try:
             if rewrite:
-                answer = (await above.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                answer = (await server_reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 lines = [line for line in answer[1:-2] if not line.lower().startswith(("connection", "keep-alive"))]
                 writer.write("\r\n".join([answer[0], *lines, "Connection: close", "", ""]).encode("latin-1"))
-            await self._pump(above, writer)
+            await self._pump(server_reader, writer)
         finally:
-            upwards.cancel()
-            await asyncio.gather(upwards, return_exceptions=True)
+            upload.cancel()
+            await asyncio.gather(upload, return_exceptions=True)
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while (data := await source.read(2**16)) and self.bytes_left > 0:
@@ -126,12 +131,12 @@ async def _connect(addresses: Sequence[str], target: Target) -> tuple[asyncio.St
         except (OSError, TimeoutError):
             if number == len(addresses):
                 raise
-    raise AssertionError("the guard gives at least one address")
+    raise AssertionError("the URL policy returns at least one address")
 
 
 def _request(first: str, headers: Sequence[str], target: Target) -> bytes:
-    kept = [line for line in headers if not line.lower().startswith(HOP_BY_HOP)]
-    return "\r\n".join([first, f"Host: {target.host}:{target.port}", *kept, "Connection: close", "", ""]).encode(
+    forwarded = [line for line in headers if not line.lower().startswith(HOP_BY_HOP)]
+    return "\r\n".join([first, f"Host: {target.host}:{target.port}", *forwarded, "Connection: close", "", ""]).encode(
         "latin-1"
     )
 

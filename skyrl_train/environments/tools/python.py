@@ -1,4 +1,4 @@
-"""Python for a model: its code runs in a sandbox, and the result is whatever the code prints."""
+"""The python tool: a model's code runs in a sandbox, and the result is what the code prints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,25 @@ from skyrl_train.environments.tools.sandbox import (
     SandboxResult,
     Session,
 )
+from skyrl_train.environments.tools.sandbox_monitor import SandboxLimit
 
 
 class PythonTool(Tool):
-    """Runs each call as a separate program or, with `persistent`, as the next block of the episode's session.
+    """A tool that runs Python code in a sandbox and returns what the code prints.
 
-    A block that exceeds a limit or exits ends the session; the next call starts a new one. Processes that a block
-    started end with it, threads stop until the next one.
+    Each call is a separate program; with `persistent`, it is the next block of the episode's session and sees the
+    variables of earlier blocks. A block that exceeds a limit or exits ends the session, and the next call starts a new
+    one. Processes that a block started end with the block; its threads pause until the next block.
+
+    Args:
+        persistent: True to keep variables between calls.
+        wall_s: Maximum seconds of wall time of one call; unless `persistent`, also of its processor time.
+        memory_mb: Maximum memory of the program, in MiB.
+        max_output: Maximum number of characters of the result.
+        sandbox: The section `environment.skyrl_gym.sandbox` of the configuration.
+
+    Raises:
+        ConfigError: `sandbox` asks for unsafe_local without the key that consents to it, or for an unknown kind.
     """
 
     name = "python"
@@ -68,15 +80,18 @@ class PythonTool(Tool):
             self._session = self._sandbox.session()
         return self.rendered(self._session.execute(code))
 
-    def rendered(self, outcome: SandboxResult) -> str:
-        """The text that the model reads of a run. Subclasses may raise ToolError for runs that they consider failed."""
-        parts = [text.rstrip("\n") for text in (outcome.stdout, outcome.stderr) if text.strip("\n")]
-        if outcome.timed_out:
+    def rendered(self, result: SandboxResult) -> str:
+        """Return the text of a result for the model: output, errors, and why the program ended early.
+
+        Subclasses may raise ToolError for runs that they consider failed.
+        """
+        parts = [text.rstrip("\n") for text in (result.stdout, result.stderr) if text.strip("\n")]
+        if result.timed_out:
             parts.append(f"[timed out after {self._sandbox.limits.wall_s:g} s]")
-        elif outcome.killed_by is not None:
-            parts.append(f"[stopped: {_excess(outcome.killed_by, self._sandbox.limits)}]")
-        elif outcome.returncode and not outcome.stderr:
-            parts.append(f"[exit status {outcome.returncode}]")
+        elif result.killed_by is not None:
+            parts.append(f"[stopped: {_describe_limit(result.killed_by, self._sandbox.limits)}]")
+        elif result.returncode and not result.stderr:
+            parts.append(f"[exit status {result.returncode}]")
         if not parts:
             parts.append("[no output]")
         if self._session is not None and not self._session.alive:
@@ -84,9 +99,9 @@ class PythonTool(Tool):
         return "\n".join(parts)
 
 
-def _excess(killed_by: str, limits: Limits) -> str:
+def _describe_limit(killed_by: SandboxLimit, limits: Limits) -> str:
     return {
-        "output": f"it printed more than {limits.output} bytes",
-        "memory": f"its processes used more than {limits.memory_mb} MB together",
-        "files": f"it made more than {limits.files} files and folders",
+        SandboxLimit.OUTPUT: f"it printed more than {limits.output} bytes",
+        SandboxLimit.MEMORY: f"its processes used more than {limits.memory_mb} MB together",
+        SandboxLimit.FILES: f"it made more than {limits.files} files and folders",
     }[killed_by]

@@ -1,9 +1,9 @@
-"""The registry of tools.
+"""The registry of tools that models can call, and functions that create and check a tool.
 
     @sk.register.tool("dice")                      then environment.skyrl_gym.tool_use.tools=[dice]
     class DiceTool(Tool): ...
 
-Register when a module listed in `trainer.plugins` is imported: plugins are imported in every environment process.
+Register a tool in a module that `trainer.plugins` lists: every environment process imports these modules.
 """
 
 from __future__ import annotations
@@ -21,22 +21,33 @@ tools: Registry[ToolFactory] = Registry("tool", TOOLS)
 
 
 def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
-    """Create a tool for one episode. Raises ConfigError for an unknown name or for settings that it does not accept."""
+    """Create a tool for one episode.
+
+    Args:
+        name: Name under which the tool is registered.
+        settings: Keyword arguments of the tool's constructor.
+
+    Raises:
+        ConfigError: The name is unknown, the tool's module cannot be imported, or the constructor rejects the settings.
+    """
     try:
         factory = tools.get(name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"tool {name!r} ({tools.table.get(name)}) does not load: {error}") from error
+        raise ConfigError(f"The tool {name!r} ({tools.table.get(name)}) cannot be imported: {error}") from error
     try:
         return factory(**(settings or {}))
     except TypeError as error:
-        raise ConfigError(f"tool {name!r} does not take the settings {dict(settings or {})!r}: {error}") from error
+        raise ConfigError(
+            f"The tool {name!r} does not accept the settings {dict(settings or {})!r}: {error}"
+        ) from error
 
 
 def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
-    """Check a tool before a run starts: its name, its settings, its parameters, and what it needs of this machine.
+    """Check a tool before a run starts: its name, its settings, its JSON schema, and what it needs on this machine.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: One of these checks fails.
     """
-    made = make_tool(name, settings)
-    argument_validator(made)
-    type(made).check(**(settings or {}))
+    tool = make_tool(name, settings)
+    argument_validator(tool)
+    type(tool).check(**(settings or {}))

@@ -1,4 +1,4 @@
-"""What a program in a sandbox writes, read by its parent until it ends or exceeds a limit."""
+"""Reader of a sandboxed program's output, which stops when the program ends or exceeds a limit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from skyrl_train.environments.tools.sandbox_monitor import SandboxLimit
+
 POLL_INTERVAL_S = 0.05
-"""Time between two looks at what all processes of a sandbox occupy together."""
+"""Interval between two checks of the limits on all processes of a sandbox together."""
 MAX_PIPE = 2**20
-"""Bytes that an unprivileged user's pipe can hold."""
+"""Maximum bytes that the pipe of an unprivileged user can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeBlock:
-    """A block of a session: what is written to its process, and what that answers at the end, on two descriptors."""
+    """A block of a session's code.
+
+    `frame` is written to the descriptor `write_to` of the session's process, which writes `token` to the other end of
+    the descriptor `done` when the block has ended.
+    """
 
     frame: bytes
     token: bytes
@@ -26,25 +32,36 @@ class CodeBlock:
 
 
 class OutputStreams:
-    """The stdout and stderr of a process, at most `limit` bytes of each."""
+    """The stdout and stderr of a process, of which at most `limit` bytes each are returned."""
 
     def __init__(self, process: subprocess.Popen[bytes], limit: int):
         assert process.stdout is not None and process.stderr is not None
         self._texts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
         self._limit = limit
         self.is_block_done = False
-        """Whether the block is done: the process waits for the next one."""
+        """True once the block is done: the process waits for the next block."""
         for fd in self._texts:
             os.set_blocking(fd, False)
 
     def texts(self) -> tuple[str, str]:
+        """Return the stdout and stderr read so far; each is truncated to the limit and decoded as UTF-8."""
         stdout, stderr = (bytes(text[: self._limit]).decode("utf-8", "replace") for text in self._texts.values())
         return stdout, stderr
 
-    def read(self, deadline: float, exceeded: Callable[[], str | None], block: CodeBlock | None = None) -> str | None:
-        """Read until all streams end or `block` is done: None; or the limit for which the process must be killed.
+    def read(
+        self, deadline: float, exceeded: Callable[[], SandboxLimit | None], block: CodeBlock | None = None
+    ) -> SandboxLimit | None:
+        """Read the streams until they end, `block` is done, or the process must be killed.
 
-        `exceeded` is asked for limits every `WATCH_S`.
+        Args:
+            deadline: Value of `time.monotonic()` at which the process must be killed.
+            exceeded: Function that returns the limit that the sandbox exceeds, or None. It is called after every wait,
+                which takes at most `POLL_INTERVAL_S`.
+            block: Block of code to send to the process, or None.
+
+        Returns:
+            None if all streams ended or the block is done (`is_block_done`); else the limit for which the process must
+            be killed: `SandboxLimit.WALL`, `SandboxLimit.OUTPUT` or the result of `exceeded`.
         """
         buffers = dict(self._texts)
         frame = block.frame if block else b""
@@ -60,7 +77,7 @@ class OutputStreams:
             open_streams = set(buffers)
             while open_streams:
                 if (left := deadline - time.monotonic()) <= 0:
-                    return "wall"
+                    return SandboxLimit.WALL
                 for key, _ in selector.select(min(left, POLL_INTERVAL_S)):
                     if block and key.fd == block.write_to:
                         frame = _write_some(key.fd, frame)
@@ -74,20 +91,23 @@ class OutputStreams:
                     self.is_block_done = True
                     return None
                 if any(len(buffer) > self._limit for buffer in buffers.values()):
-                    return "output"
+                    return SandboxLimit.OUTPUT
                 if limit := exceeded():
                     return limit
         return None
 
     def drain(self) -> None:
-        """Take what is in the pipes of a process that has stopped."""
+        """Read the rest of the output from the pipes of a process that has stopped."""
         for fd, text in self._texts.items():
             while len(text) <= self._limit + MAX_PIPE and _read_some(fd, text, finished=True):
                 pass
 
 
 def _read_some(fd: int, buffer: bytearray, finished: bool = False) -> bool:
-    """False at the end of the stream; if the process has `finished`, also when nothing can be read now."""
+    """Read some bytes into `buffer`; return False at the end of the stream.
+
+    If the process has `finished`, also return False when no bytes are available.
+    """
     try:
         piece = os.read(fd, 65536)
     except BlockingIOError:

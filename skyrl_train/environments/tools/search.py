@@ -1,4 +1,4 @@
-"""Search for passages: a local corpus by BM25, or a retriever over HTTP with SkyRL's protocol.
+"""The search tool: BM25 over a local corpus, or a retriever over HTTP with SkyRL's protocol.
 
 POST search_url {"queries": ["..."], "topk": 3, "return_scores": true}
 -> {"result": [[{"document": {"contents": "..."}, "score": 1.5}, ...]]}
@@ -18,13 +18,21 @@ from skyrl_train.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_QUERY = 1000
+"""Maximum number of characters of a query; the rest is ignored."""
 
 
 class SearchTool(Tool):
-    """Returns passages for a query, best first, as "Doc 1: ...".
+    """A tool that returns the best passages for a query, best first, as "Doc 1: ...".
 
-    Settings: either `corpus` (a .jsonl or .parquet file, or a saved index, see bm25.py) or `search_url` (a trusted
-    server), `topk` passages, `timeout` seconds for a query including all retries, `log_requests`.
+    Args:
+        search_url: http:// or https:// URL of a trusted retriever; ignored if `corpus` is set.
+        topk: Maximum number of passages.
+        timeout: Maximum seconds for a query, including all retries.
+        log_requests: True to log every query.
+        corpus: A local corpus instead: a .jsonl or .parquet file, or the folder of a saved index (see bm25.py).
+
+    Raises:
+        ConfigError: `search_url` is not an HTTP URL and `corpus` is not set.
     """
 
     name = "search"
@@ -39,7 +47,9 @@ class SearchTool(Tool):
         corpus: str | None = None,
     ):
         if corpus is None and not search_url.startswith(("http://", "https://")):
-            raise ConfigError(f"search_url={search_url!r} is not an http:// or https:// address; set it, or corpus.")
+            raise ConfigError(
+                f"search_url={search_url!r} is not an http:// or https:// URL; set search_url to one, or set corpus."
+            )
         self.search_url = search_url
         self.topk = topk
         self.timeout = timeout
@@ -59,9 +69,9 @@ class SearchTool(Tool):
         query = query[:MAX_QUERY].encode(errors="replace").decode()
         if self.log_requests:
             log.info("search: %r", query)
-        found = await self._search(query)
-        passages = [f"Doc {number}: {text.strip()}" for number, text in enumerate(found, 1)]
-        return "\n".join(passages) or "No search results found."
+        texts = await self._search(query)
+        passages = [f"Doc {number}: {text.strip()}" for number, text in enumerate(texts, 1)]
+        return "\n".join(passages) or "No search results texts."
 
     async def _search(self, query: str) -> list[str]:
         if self.corpus is None:
@@ -75,12 +85,16 @@ class SearchTool(Tool):
             raise RequestFailed(f"{self.corpus} was not searched within {self.timeout:g} s") from error
 
 
-def parse_passages(answer: Any, topk: int) -> list[str]:
-    """The contents of a retriever's answer, at most `topk` of them. Raises NoAnswer if it has another shape."""
+def parse_passages(response: Any, topk: int) -> list[str]:
+    """Return the contents of the first `topk` passages in a retriever's response.
+
+    Raises:
+        RequestFailed: The response does not have the format of SkyRL's retriever.
+    """
     try:
-        results = answer["result"][0] if answer["result"] else []
+        results = response["result"][0] if response["result"] else []
         # with return_scores a passage is {"document", "score"}; some retrievers return only the document
         documents = [item.get("document", item) for item in results[:topk]]
         return [str(document["contents"]) for document in documents]
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise RequestFailed(f"the retriever answered with {answer!r:.200}") from error
+        raise RequestFailed(f"the retriever answered with {response!r:.200}") from error

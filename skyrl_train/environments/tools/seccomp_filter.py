@@ -1,4 +1,4 @@
-"""System calls that no program in a sandbox needs, as a seccomp filter."""
+"""A seccomp filter of the system calls that no program in a sandbox needs."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ DENIED = (
     "settimeofday clock_settime clock_adjtime adjtimex stime sethostname setdomainname syslog "
     "iopl ioperm modify_ldt lookup_dcookie vhangup nfsservctl uselib personality "
 )
-"""Networks, other processes, kernel keys and programs, namespaces, and memory that escapes the limits of a process."""
+"""Names of the denied system calls: networks, other processes, kernel keys and programs, namespaces, and memory that
+escapes the limits of a process."""
 SHARED_MEMORY = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
-"""Flags of `mmap` for memory that stays when it is unmapped but for one page: no limit of a process counts it."""
+"""Flags of `mmap` for anonymous shared memory. All of it stays in use while one page is mapped, so no limit of a
+process counts it."""
 NAMESPACES = 0x7E020080
 """The CLONE_NEW* flags of `clone`."""
 TIOCSTI = 0x5412
-"""Puts characters into a terminal's input."""
+"""The `ioctl` request that puts characters into a terminal's input."""
 
 
 @cache
 def build_filter() -> bytes:
-    """The filter as a BPF program: a denied call fails with EPERM, and a call of a foreign architecture kills.
+    """Return the filter as a BPF program.
 
-    Raises ConfigError if pyseccomp or libseccomp is missing.
+    A denied system call fails with EPERM. A system call of another architecture kills the process.
+
+    Raises:
+        ConfigError: pyseccomp or libseccomp is missing.
     """
     try:
         import pyseccomp
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"environment.skyrl_gym.sandbox.kind='bubblewrap' needs a library that does not load here ({error}): "
-            "pip install 'skyrl-train[sandbox]', and the system package libseccomp2."
+            f"environment.skyrl_gym.sandbox.kind='bubblewrap' needs a library that cannot be loaded here ({error}). "
+            "Install it: pip install 'skyrl-train[sandbox]', and the system package libseccomp2."
         ) from error
     rules = pyseccomp.SyscallFilter(defaction=pyseccomp.ALLOW)
     refuse = pyseccomp.ERRNO(errno.EPERM)
@@ -57,7 +62,7 @@ def build_filter() -> bytes:
     for bit in range(32):
         if NAMESPACES & (flag := 1 << bit):
             rules.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
-    # its flags are behind a pointer, which no filter can follow; without clone3, libc uses clone
+    # The flags of clone3 are behind a pointer, which no filter can follow; without clone3, libc uses clone.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with os.fdopen(os.memfd_create("filter"), "w+b") as file:
         rules.export_bpf(file)

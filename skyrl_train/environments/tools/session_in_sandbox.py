@@ -1,4 +1,4 @@
-"""Runs inside a session's sandbox, with the system's Python: reads blocks of code, and answers each with its token."""
+"""Program inside a session's sandbox, run by the system's Python: it runs blocks of code and confirms their end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import traceback
 
 
 def main() -> None:
-    """Read frames (8 bytes of length, 16 of a token, the code) from standard input, which the code finds empty."""
+    """Run the blocks of code on standard input, in one namespace, until standard input ends.
+
+    A block is a frame of 8 bytes of length (big endian), a token of 16 bytes, and the code. After a block has ended,
+    its token is written to the descriptor of the first argument. The code itself sees an empty standard input.
+    """
     source, control = os.fdopen(os.dup(0), "rb"), int(sys.argv[1])
     os.set_inheritable(control, False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

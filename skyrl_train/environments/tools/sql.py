@@ -1,4 +1,4 @@
-"""SQL for a model, over databases that it can read but not change: SQLite's authorizer allows only reads."""
+"""The sql tool: a model's queries on SQLite databases. SQLite's authorizer allows only reads."""
 
 from __future__ import annotations
 
@@ -16,58 +16,78 @@ from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.errors import ConfigError, DataError
 
 START_TIMEOUT_S = 30.0
-"""Time for a query's process to start on a busy machine; not counted as the query's time."""
+"""Time that a query's process has to start on a busy machine, besides the time limit of the query."""
 MEMORY_MB = 1024
-_INSIDE = Path(__file__).with_name("sql_query_process.py")
+"""Maximum address space of a query's process, in MiB."""
+_QUERY_PROCESS = Path(__file__).with_name("sql_query_process.py")
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
 
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """The time that one query may take, and how much of its result is returned."""
+    """Limits of one query: its time in seconds, and the part of its result that is returned."""
 
     wall_s: float = 10.0
     max_rows: int = 100
     max_columns: int = 100
     max_value: int = 1000
-    """Characters of one value."""
+    """Maximum characters of one value; a longer string is truncated."""
     max_characters: int = 100_000
-    """Characters of all values in total."""
+    """Maximum characters of all values together."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryResult:
-    """A result: values are str, int, float or None; a blob is replaced by its length."""
+    """The result of a query. Values are str, int, float or None; a note of its length replaces a blob."""
 
     columns: list[str]
     rows: list[list[Any]]
     more: bool
-    """Whether there are further rows that the limits left out."""
+    """True if the query has further rows that the limits left out."""
 
 
 class QueryError(Exception):
-    """A query failed; the message is SQLite's, or "timed out"."""
+    """An error of a query; the message is SQLite's, "timed out", or names the limit that the query exceeded."""
 
 
 def find_database(folder: str | Path, name: str) -> Path:
-    """Find database `name` in `folder`: the file itself, NAME.sqlite, or NAME/NAME.sqlite as in Spider and BIRD.
+    """Return the resolved path of database `name` in `folder`.
 
-    Raises DataError if there is none, or if the name or a link leads out of the folder.
+    Args:
+        folder: Folder that holds the databases.
+        name: Path of the file below `folder`, or NAME for NAME.sqlite or, as in Spider and BIRD, NAME/NAME.sqlite. The
+            suffixes .sqlite3 and .db work as well.
+
+    Raises:
+        DataError: No such file exists in the folder; a path or a link that leads out of the folder does not count.
     """
     root = Path(folder).resolve()
     stem = Path(name).name
-    places = [Path(name), *(Path(f"{name}{end}") for end in SUFFIXES), *(Path(name, stem + end) for end in SUFFIXES)]
-    for place in places if "\0" not in name else []:
-        path = (root / place).resolve()
+    candidates = [
+        Path(name),
+        *(Path(f"{name}{end}") for end in SUFFIXES),
+        *(Path(name, stem + end) for end in SUFFIXES),
+    ]
+    for candidate in candidates if "\0" not in name else []:
+        path = (root / candidate).resolve()
         if path.is_file() and path.is_relative_to(root):
             return path
-    raise DataError(f"there is no database {name!r:.200} in {root}; name one by its path below that folder.")
+    raise DataError(f"There is no database {name!r:.200} in {root}; name a database by its path below that folder.")
 
 
 def query(database: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
-    """Run one read-only statement in a separate process. Raises QueryError. Thread-safe.
+    """Run one read-only statement in a separate process and wait for its result. Thread-safe.
 
-    A database with a write-ahead log next to it is opened as one that may change, any other one as immutable.
+    A database that has a write-ahead log next to it may change meanwhile; any other database is opened as immutable.
+
+    Args:
+        database: Path of the SQLite file.
+        sql: The statement.
+        limits: Limits of time and size; None for the defaults.
+
+    Raises:
+        QueryError: SQLite rejects the statement (for example because it writes), the time is over, the result has too
+            many columns, or the query needs too much memory.
     """
     limits = limits or QueryLimits()
     immutable = not Path(f"{database}-wal").exists()
@@ -76,28 +96,36 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> QueryR
     options = [f"--as={MEMORY_MB * 2**20}", "--core=0", "--nofile=32", "--"]
     limit_command = [limiter, *options] if limiter else []
     try:
-        done = subprocess.run(
-            [*limit_command, sys.executable, "-I", "-S", str(_INSIDE)],
+        process = subprocess.run(
+            [*limit_command, sys.executable, "-I", "-S", str(_QUERY_PROCESS)],
             input=json.dumps(request).encode("ascii"),
             capture_output=True,
             timeout=limits.wall_s + START_TIMEOUT_S,
             env={},
             start_new_session=True,
         )
-        answer = json.loads(done.stdout)
+        response = json.loads(process.stdout)
     except subprocess.TimeoutExpired:
         raise QueryError("timed out") from None
     except ValueError:
-        if done.returncode in (-signal.SIGALRM, -signal.SIGKILL):
+        if process.returncode in (-signal.SIGALRM, -signal.SIGKILL):
             raise QueryError("timed out") from None
         raise QueryError("the query ended its process: it needs too much memory") from None
-    if "error" in answer:
-        raise QueryError(answer["error"])
-    return QueryResult(**answer)
+    if "error" in response:
+        raise QueryError(response["error"])
+    return QueryResult(**response)
 
 
 class SQLTool(Tool):
-    """Runs queries on one database. A row may choose it among those in the folder that the configuration names."""
+    """A tool that runs read-only queries on one SQLite database.
+
+    Args:
+        folder: Folder that holds the databases; only the configuration sets it.
+        database: Name of the database in `folder` (see `find_database`); a row may override it.
+        wall_s: Maximum seconds of one query.
+        max_rows: Maximum rows of a result.
+        max_output: Maximum characters of a result.
+    """
 
     name = "sql"
     description = "Runs one SQLite query that only reads, and returns its rows; sqlite_schema lists the tables."
@@ -126,20 +154,20 @@ class SQLTool(Tool):
         folder = Path(settings["folder"])
         if not folder.is_dir():
             key = "environment.skyrl_gym.tool_use.tool_settings.sql.folder"
-            raise ConfigError(f"{key}={str(folder)!r} is not a folder; name the one that holds the databases.")
+            raise ConfigError(f"{key}={str(folder)!r} is not a folder; set it to the folder that holds the databases.")
         if settings.get("database") is not None:
             find_database(folder, settings["database"])
 
     async def call(self, arguments: dict[str, Any]) -> str:
         if self._database is None:
-            raise DataError('the row needs tool_settings={"sql": {"database": "<name>"}}')
+            raise DataError('The row names no database; add tool_settings={"sql": {"database": "<name>"}} to it.')
         path = find_database(self._folder, str(self._database))
         try:
-            found = await asyncio.to_thread(query, path, arguments["query"], self._limits)
+            result = await asyncio.to_thread(query, path, arguments["query"], self._limits)
         except QueryError as error:
             raise ToolError(f"Error: {error}") from error
-        lines = [" | ".join(found.columns), *(" | ".join(map(_cell, row)) for row in found.rows)]
-        count = f"first {len(found.rows)} rows; there are more" if found.more else f"{len(found.rows)} rows"
+        lines = [" | ".join(result.columns), *(" | ".join(map(_cell, row)) for row in result.rows)]
+        count = f"first {len(result.rows)} rows; there are more" if result.more else f"{len(result.rows)} rows"
         return "\n".join([*lines, f"({count})"])
 
 

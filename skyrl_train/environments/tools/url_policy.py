@@ -1,8 +1,8 @@
-"""Decides which URLs a tool may visit, and to which addresses its connections may go.
+"""Policy that decides which URLs a tool may visit and to which IP addresses it may connect.
 
-The model writes the URLs, and pages redirect to further ones. So a URL must match a narrow grammar that every parser
-reads alike, and its host must be in a list of domains. The host's addresses are looked up here, once: connections go to
-the checked addresses, so a name that resolves differently the next time (rebinding) gains nothing.
+The model writes the URLs, and pages redirect to further URLs. Therefore a URL must match a narrow grammar that all
+parsers interpret alike, and its host must be in a list of domains. The policy resolves the host once, and connections
+go to the checked addresses. So a name that resolves to another address the next time (DNS rebinding) gains nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?(?P<rest>[/?#][!-\[\]-~]*)?",
     re.IGNORECASE,
 )
-"""No user-info, no backslash, no escapes or non-ASCII characters in the host, no control characters or spaces."""
+"""Grammar of a URL: no user info, no backslash, no escapes or non-ASCII characters in the host, no control characters,
+no spaces."""
 HOST_PORT = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\]):(?P<port>[0-9]{1,5})")
 DOMAIN = re.compile(r"(?P<host>[a-z0-9_-]+(\.[a-z0-9_-]+)*)(:(?P<port>[0-9]{1,5}))?")
 NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)")
@@ -39,19 +40,19 @@ SPECIAL_V6 = """
     2620:4f:8000::/48 3fff::/20 5f00::/16 fc00::/7 fe80::/10 fec0::/10
 """
 SPECIAL_PURPOSE_NETWORKS = tuple(ipaddress.ip_network(text) for text in (SPECIAL_V4 + SPECIAL_V6).split())
-"""IANA's registries of special-purpose addresses (RFC 6890), whole, and fec0::/10, which they no longer list. What
-Python calls global leaves out some of them, and differs between its versions."""
+"""All of IANA's special-purpose address registries (RFC 6890), and fec0::/10, which these no longer list. Python's
+`is_global` alone does not suffice: it accepts some of them and differs between Python versions."""
 CLOUD_PLATFORM_ADDRESSES = frozenset({ipaddress.ip_address("168.63.129.16")})
-"""Public addresses of services of the machine's own host: Azure's."""
+"""Public addresses at which a cloud platform (Azure) serves its own virtual machines."""
 
 
 class UrlNotAllowed(ToolError):
-    """A URL that may not be visited; the message says why."""
+    """An error for a URL that may not be visited, or a response that is not accepted; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The destination of a checked URL. `host` is lower case, without a final dot."""
+    """The destination of a checked URL. `host` is in lower case, without a final dot."""
 
     scheme: str
     host: str
@@ -59,26 +60,29 @@ class Target:
 
 
 async def system_lookup(host: str, port: int) -> Sequence[str]:
-    """All addresses that this machine's resolver returns for a name."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    """Return all IP addresses that this machine's resolver returns for a name. Raises OSError if it finds none."""
+    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in addresses]
 
 
 class UrlPolicy:
-    """Allows the URLs of `domains`, but no address of this machine or its networks.
+    """A policy that allows the URLs of some domains, but no address of this machine or its networks.
 
     Args:
-        domains: Names that may be visited, including all their subdomains, on ports 80 and 443; `name:port` adds a
-            port. "*" is every public name.
-        allow_private: Entries `host:port`, written exactly as in the URLs, that may be visited whatever their address.
-            For one's own servers and for tests; read from the configuration only.
-        lookup: (host, port) -> addresses, for tests.
+        domains: Names that may be visited, with all their subdomains, on ports 80 and 443. An entry `name:port` allows
+            the name on that port instead. "*" allows every public name.
+        allow_private: Entries `host:port`, written exactly as in the URLs, that may be visited at any IP address. They
+            are for your own servers and for tests, and must come from the configuration only.
+        lookup: Function (host, port) -> IP addresses; tests replace it.
 
-    Raises ConfigError for an entry of another form.
+    Raises:
+        ConfigError: An entry has another form.
 
     Example:
-        Guard(["wikipedia.org"]).target("https://en.wikipedia.org/a")   gives   Target("https", "en.wikipedia.org", 443)
-        Guard(["wikipedia.org"]).target("http://127.1/")                raises  Refused
+        UrlPolicy(["wikipedia.org"]).check_url("https://en.wikipedia.org/a")
+            returns Target("https", "en.wikipedia.org", 443)
+        UrlPolicy(["wikipedia.org"]).check_url("http://127.1/")
+            raises UrlNotAllowed
     """
 
     def __init__(self, domains: Sequence[str], allow_private: Sequence[str] = (), lookup: Lookup = system_lookup):
@@ -87,14 +91,18 @@ class UrlPolicy:
         self.lookup = lookup
         for key, entries, form in (("domains", self.domains, DOMAIN), ("allow_private", self.allow_private, HOST_PORT)):
             for entry in entries:
-                fits = form.fullmatch(entry)
-                number = bool(fits) and key == "domains" and _is_number(fits["host"]) if fits else False
-                if (not fits and not (key == "domains" and entry == "*")) or number:
-                    what = "a domain, domain:port or *" if key == "domains" else "host:port"
-                    raise ConfigError(f"{key}: {entry!r} is not {what}; addresses belong in allow_private.")
+                match = form.fullmatch(entry)
+                is_address = match is not None and key == "domains" and _is_number(match["host"])
+                if (match is None and not (key == "domains" and entry == "*")) or is_address:
+                    expected = "a domain, domain:port or *" if key == "domains" else "host:port"
+                    raise ConfigError(f"{key}: {entry!r} is not {expected}; IP addresses belong in allow_private.")
 
     def check_url(self, url: str) -> Target:
-        """The destination of `url`. Raises Refused if it may not be visited. Does no lookup; see `addresses`."""
+        """Return the destination of a URL, without resolving its host (see `resolve`).
+
+        Raises:
+            UrlNotAllowed: The URL is too long, does not match the grammar, or may not be visited.
+        """
         if len(url) > MAX_URL:
             raise UrlNotAllowed(f"the address has {len(url)} characters; at most {MAX_URL} are allowed")
         parts = URL.fullmatch(url)
@@ -104,7 +112,17 @@ class UrlPolicy:
         return self.check_host(scheme, parts["host"], int(parts["port"] or PORTS[scheme]))
 
     def check_host(self, scheme: str, host: str, port: int) -> Target:
-        """Like `target`, for a host and a port. Raises Refused."""
+        """Return the destination for a host and a port, without resolving the host.
+
+        Args:
+            scheme: "http" or "https".
+            host: Name, or IP address (IPv6 in brackets).
+            port: Port number.
+
+        Raises:
+            UrlNotAllowed: The host is an IP address that `allow_private` does not list with this port, or no entry of
+                `domains` covers the host and the port.
+        """
         host = host.lower().removesuffix(".")
         if f"{host}:{port}" in self.allow_private:
             return Target(scheme, host, port)
@@ -115,25 +133,31 @@ class UrlPolicy:
         return Target(scheme, host, port)
 
     async def resolve(self, target: Target) -> list[str]:
-        """The only addresses to connect to. Raises Refused if one of them is not public."""
+        """Resolve a checked destination and return its IP addresses, the only ones that a tool may connect to.
+
+        Raises:
+            UrlNotAllowed: The host has no address, or has an address that is not public and `allow_private` does not
+                list the host and the port.
+        """
         host = target.host.strip("[]")
         try:
-            found = list(dict.fromkeys(await self.lookup(host, target.port)))
+            addresses = list(dict.fromkeys(await self.lookup(host, target.port)))
         except (OSError, UnicodeError) as error:
             raise UrlNotAllowed(f"{target.host} has no address: {error}") from error
         if f"{target.host}:{target.port}" not in self.allow_private:
-            for address in found:
+            for address in addresses:
                 if not is_public(address):
                     raise UrlNotAllowed(f"{target.host} leads to {address}, which is not a public address")
-        if not found:
+        if not addresses:
             raise UrlNotAllowed(f"{target.host} has no address")
-        return found
+        return addresses
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is on the public internet.
+    """True if `text` is an IP address on the public internet.
 
-    An IPv4-mapped address counts as the address in it; other forms that embed one (6to4, Teredo, NAT64) do not count.
+    An IPv4-mapped IPv6 address is as public as its IPv4 address. Other forms that embed an IPv4 address (6to4, Teredo,
+    NAT64) are not public.
     """
     try:
         address = ipaddress.ip_address(text)
@@ -145,14 +169,14 @@ def is_public(text: str) -> bool:
         if address.scope_id is not None:
             return False
     special = any(address in network for network in SPECIAL_PURPOSE_NETWORKS if network.version == address.version)
-    refused = (
+    excluded = (
         address.is_multicast or address.is_reserved or address.is_unspecified or address in CLOUD_PLATFORM_ADDRESSES
     )
-    return address.is_global and not special and not refused
+    return address.is_global and not special and not excluded
 
 
 def _is_number(host: str) -> bool:
-    """Whether browsers read it as an IPv4 address: its last part is a decimal, octal or hexadecimal number."""
+    """True if browsers read `host` as an IPv4 address: its last part is a decimal, octal or hexadecimal number."""
     return NUMBER.fullmatch(host.rpartition(".")[2]) is not None
 
 

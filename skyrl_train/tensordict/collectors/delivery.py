@@ -1,4 +1,4 @@
-"""Delivers the batches of a collector to its caller, a replay buffer or a queue, directly or from a thread."""
+"""The base of collectors: it delivers batches to the caller, a replay buffer or a queue, directly or from a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Buffer(Protocol):
 
 
 class Delivery(ABC):
-    """Iterating yields batches until there are no more, or None for each one delivered to `replay_buffer` or `queue`.
+    """A source of batches, which it yields or delivers to a `replay_buffer` or `queue`.
+
+    Iterating yields batches until there are no more, or None for each batch that is delivered elsewhere.
 
     `start` does the same in a thread. With `max_staleness` s, the thread begins batch k (from 0) only once the policy
     has had k - s updates since `start`: with one update per batch, no update then uses a batch begun more than s
@@ -47,11 +49,11 @@ class Delivery(ABC):
         timeout: float,
     ):
         if replay_buffer is not None and queue is not None:
-            raise RuntimeError("a collector writes to a replay_buffer or to a queue, not to both.")
+            raise RuntimeError("a collector got both a replay_buffer and a queue; give only one of them.")
         if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
-            raise ConfigError(f"max_staleness={max_staleness!r}: give a whole number of at least 0, or None.")
+            raise ConfigError(f"max_staleness={max_staleness!r}: give an integer of at least 0, or None.")
         if not timeout > 0:
-            raise ConfigError(f"timeout={timeout!r}: give seconds above 0.")
+            raise ConfigError(f"timeout={timeout!r}: must be above 0 seconds.")
         self.replay_buffer, self.queue, self.postproc = replay_buffer, queue, postproc
         self.max_staleness, self.timeout = max_staleness, timeout
         self._ahead: int | None = None
@@ -80,7 +82,7 @@ class Delivery(ABC):
     def set_postproc(self, postproc: Postproc) -> None:
         """Set the function applied to every batch before delivery. Raises RuntimeError if there already is one."""
         if self.postproc is not None:
-            raise RuntimeError("the collector has a postproc already.")
+            raise RuntimeError("the collector already has a postproc; make another collector.")
         self.postproc = postproc
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
@@ -96,7 +98,10 @@ class Delivery(ABC):
             yield self._delivered(batch)
 
     def start(self) -> None:
-        """Collect in a thread, into the replay buffer or the queue, until there are no more batches or `shutdown`."""
+        """Collect in a thread, into the replay buffer or the queue, until there are no more batches or `shutdown`.
+
+        Raises RuntimeError without a replay buffer or queue, if the thread already runs, or after `shutdown`.
+        """
         if self.replay_buffer is None and self.queue is None:
             raise RuntimeError("start() needs a replay_buffer or a queue to write to.")
         self._check_usable()
@@ -105,7 +110,7 @@ class Delivery(ABC):
         self._thread.start()
 
     def is_running(self) -> bool:
-        """Whether the thread of `start` is collecting."""
+        """True if the thread of `start` is collecting."""
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
@@ -214,13 +219,15 @@ class Delivery(ABC):
     def _check_usable(self) -> None:
         self._check_open()
         if self.is_running():
-            raise RuntimeError("the collector's thread collects; read what it writes, or shut it down.")
+            raise RuntimeError(
+                "the collector's thread is running; read from its replay buffer or queue, or call shutdown()."
+            )
 
     def _check_open(self) -> None:
         """Raise RuntimeError after `shutdown`, or the error that ended the thread."""
         self._raise_failure()
         if self._closed:
-            raise RuntimeError("the collector was shut down.")
+            raise RuntimeError("the collector was shut down; make another one.")
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -23,20 +23,20 @@ from skyrl_train.tensordict.wrappers.weight_sync import Source
 log = logging.getLogger(__name__)
 
 MAX_TOO_LONG = 100
-"""Number of times in a row that a first prompt beyond the model's context is replaced, before that is an error."""
+"""Number of consecutive times that first prompts beyond the model's context are replaced before an error."""
 
 
 class LLMCollector(Delivery):
-    """Batches of turns: the observation, the policy's answer, "next", and the version that answered.
+    """A collector of batches of turns: the observation, the policy's answer, "next", and the version that answered.
 
     - default: [B, T], the environment's rows and the number of steps that gives `dialog_turns_per_batch` turns; a row
       whose episode ends begins another. With `flatten_data` or a replay buffer, [B * T], row after row.
-    - yield_completed_trajectories: [N], concatenated whole trajectories, as soon as they have `dialog_turns_per_batch`
-      turns (None: as soon as there is one). Unfinished ones continue in the next batch.
+    - yield_completed_trajectories: [N], concatenated complete trajectories, as soon as they have
+      `dialog_turns_per_batch` turns (None: as soon as there is one). Unfinished ones continue in the next batch.
     - yield_only_last_steps: [N], only the last turn of each trajectory; `dialog_turns_per_batch` counts those.
 
     A conversation that leaves the model no room for another answer is truncated after its last turn, and a first prompt
-    that does is passed over with a warning; this needs a policy with `fits`, as wrappers have it.
+    that does is skipped with a warning; this needs a policy with `fits`, as wrappers have it.
 
     Nothing is sampled before the first batch is requested. Weights change only between two turns: every turn is sampled
     by a single version, which `track_policy_version` records.
@@ -52,9 +52,9 @@ class LLMCollector(Delivery):
         postproc: Applied to every batch first.
         weight_updater: One, or a function that makes one from the policy; None: `WeightUpdaterBase.from_policy`.
         track_policy_version: True, or a PolicyVersion: rows get "policy_version".
-        async_envs: Must be false: the environments of a batch take their turns in lockstep.
-        max_staleness: Whole trajectories that contain a turn more than this many updates older than the newest version
-            at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not filtered:
+        async_envs: Must be false: the environments of a batch take their turns together.
+        max_staleness: Complete trajectories that contain a turn more than this many updates older than the newest
+            version at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not filtered:
             only `start` limits their age, by waiting. None: no bound.
         timeout: Seconds to wait for the current turn, or for room in the queue.
     """
@@ -94,7 +94,9 @@ class LLMCollector(Delivery):
             async_envs=async_envs,
         )
         if yield_only_last_steps and yield_completed_trajectories is False:
-            raise TypeError("yield_only_last_steps=True takes completed trajectories: leave the other one out.")
+            raise TypeError(
+                "yield_only_last_steps=True needs completed trajectories; leave yield_completed_trajectories=False out."
+            )
         if (policy is None) == (policy_factory is None):
             raise ConfigError("LLMCollector needs exactly one of policy and policy_factory.")
         self.dialog_turns_per_batch = dialog_turns_per_batch
@@ -123,13 +125,16 @@ class LLMCollector(Delivery):
     # -- policy and versions ----------------------------------------------------------------------------------------
 
     def get_policy_model(self) -> Any:
+        """Return the policy."""
         return self.policy
 
     @property
     def policy_version(self) -> Version:
+        """Version of the policy: the number of updates, or a uuid if its PolicyVersion uses uuids."""
         return self._versions.version
 
     def get_policy_version(self) -> Version:
+        """Return `policy_version`."""
         return self.policy_version
 
     def increment_version(self) -> None:
@@ -149,22 +154,25 @@ class LLMCollector(Delivery):
     ) -> None:
         """Push weights, given in one of four ways (`weights_dict` as {"policy": ...}), or by default the updater's own.
 
-        Waits for the current turn. Raises the error that ended the thread of `start`.
+        Blocks until the current turn ends and the weights have arrived. Raises ConfigError without an updater, for
+        weights that are given twice or for another model; also the error that ended the thread of `start`.
         """
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         if self.weight_updater is None:
-            raise ConfigError(f"no updater fits {type(self.policy).__name__}: give the collector a weight_updater.")
+            raise ConfigError(
+                f"no weight updater is known for {type(self.policy).__name__}; give the collector a weight_updater."
+            )
         self.weight_updater.push_weights(chosen, worker_ids)
 
     @contextmanager
     def no_sampling(self) -> Iterator[None]:
-        """No turn is sampled inside the block.
+        """Prevent turns from being sampled inside the block, after waiting for the current one.
 
         Raises DeadlineExceeded if the current turn, or another push, takes longer than `timeout`.
         """
         if not self._sampling.acquire(timeout=self.timeout):
-            raise DeadlineExceeded("the policy's turn, or the push of weights, under way", self.timeout)
+            raise DeadlineExceeded("the current turn, or another push of weights", self.timeout)
         try:
             yield
         finally:
@@ -173,7 +181,10 @@ class LLMCollector(Delivery):
     # -- turns --------------------------------------------------------------------------------------------------------
 
     def rollout(self) -> TensorDictBase | None:
-        """See Delivery. An error ends the current episodes; the next batch begins new ones."""
+        """Collect one batch without delivering it; return None after the last one, or if stopped.
+
+        An error ends the current episodes; the next batch begins new ones.
+        """
         try:
             if self.reset_at_each_iter:
                 self._forget()
@@ -247,10 +258,13 @@ class LLMCollector(Delivery):
             beyond = {place for place, fit in zip(places, fits, strict=False) if not fit}
             if not beyond:
                 return root
-            log.warning("passed over %d first prompts that are longer than the model's context", len(beyond))
+            log.warning("skipped %d first prompts that are longer than the model's context", len(beyond))
             fresh = [place in beyond for place in range(len(root))]
             root = self.env.reset(root.set("_reset", torch.tensor(fresh)))
-        raise ConfigError(f"{MAX_TOO_LONG} prompts in a row are longer than the model's context (max_model_len).")
+        raise ConfigError(
+            f"{MAX_TOO_LONG} consecutive prompts are longer than the model's context (max_model_len); filter the "
+            "dataset or raise the limit."
+        )
 
     def _forget(self) -> None:
         """Discard the current episodes: the next turn begins new ones."""
@@ -295,7 +309,7 @@ class LLMCollector(Delivery):
 
 
 class _ContextLimit(Transform):
-    """Truncates an episode whose next prompt leaves the model no room for an answer."""
+    """A transform that truncates an episode whose next prompt leaves the model no room for an answer."""
 
     last = True  # other transforms may still append to the prompt
 
@@ -322,38 +336,48 @@ def check_yields(
     reset_at_each_iter: bool,
     async_envs: bool | None,
 ) -> None:
-    """Raise for settings that are contradictory or not supported."""
+    """Raise an error for settings of a collector that are contradictory or not supported.
+
+    Raises RuntimeError for `async_envs`, TypeError for contradictions, ConfigError for wrong numbers of turns
+    (`turns` per batch, `total`).
+    """
     if async_envs:
         raise RuntimeError(
-            "async_envs=True needs a pool of environments, which is not offered: give the environment more rows, they "
-            "share every call of the policy."
+            "async_envs=True is not supported; give the environment more rows, which share every call of the policy."
         )
     if only_last and flatten_data is not None:
-        raise TypeError(f"flatten_data={flatten_data} cannot be chosen with yield_only_last_steps=True: rows are flat.")
+        raise TypeError(f"flatten_data={flatten_data} cannot be used with yield_only_last_steps=True: rows are flat.")
     if only_last and reset_at_each_iter:
-        raise TypeError("reset_at_each_iter=True would cut the trajectories that yield_only_last_steps=True waits for.")
+        raise TypeError("reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for.")
     if completed and flatten_data is False:
-        raise TypeError("flatten_data=False cannot be had with whole trajectories: they differ in length.")
+        raise TypeError(
+            "flatten_data=False cannot be used with complete trajectories, which differ in length; leave it out."
+        )
     if turns is None and not completed:
-        raise ConfigError("dialog_turns_per_batch is needed; only yield_completed_trajectories=True does without.")
+        raise ConfigError("dialog_turns_per_batch is required, except with yield_completed_trajectories=True.")
     if turns is not None and (type(turns) is not int or turns < 1):
-        raise ConfigError(f"dialog_turns_per_batch={turns!r}: give a whole number of at least 1.")
+        raise ConfigError(f"dialog_turns_per_batch={turns!r}: give an integer of at least 1.")
     if type(total) is not int or (total < 1 and total != -1):
-        raise ConfigError(f"total_dialog_turns={total!r}: give a whole number of at least 1, or -1 for no end.")
+        raise ConfigError(f"total_dialog_turns={total!r}: give an integer of at least 1, or -1 for no limit.")
 
 
 def one_source(
     policy_or_weights: Any, weights: Any, policy: Any, weights_dict: Mapping[str, Any] | None, model_id: str | None
 ) -> Any:
-    """The weights of a call, which may name them in four ways; None if it names none."""
+    """Return the weights that a call gave in one of four ways, or None.
+
+    Raises ConfigError if they are given more than once, or for another model than "policy".
+    """
     if model_id not in (None, "policy"):
-        raise ConfigError(f"model_id={model_id!r}: a collector has one model, 'policy'.")
+        raise ConfigError(f"model_id={model_id!r} is unknown; a collector has one model, 'policy'.")
     if weights_dict is not None and set(weights_dict) != {"policy"}:
-        raise ConfigError(f"weights_dict has {sorted(weights_dict)}: a collector has one model, 'policy'.")
+        raise ConfigError(f"weights_dict has the keys {sorted(weights_dict)}, but a collector has one model, 'policy'.")
     nested = None if weights_dict is None else weights_dict["policy"]
     given = [one for one in (policy_or_weights, weights, policy, nested) if one is not None]
     if len(given) > 1:
-        raise ConfigError("give weights once: as policy_or_weights, weights=, policy= or weights_dict=.")
+        raise ConfigError(
+            "weights were given more than once; use one of policy_or_weights, weights=, policy= or weights_dict=."
+        )
     return given[0] if given else None
 
 
@@ -363,8 +387,8 @@ def _merged(root: TensorDictBase, answer: TensorDictBase | None) -> TensorDictBa
         return root
     if answer.batch_size != root.batch_size:
         raise ConfigError(
-            f"the policy answered {tuple(answer.batch_size)} for {tuple(root.batch_size)}; several samples of a prompt "
-            "are rows of their own here: DatasetChatEnv(repeats=...)."
+            f"the policy returned batch_size={tuple(answer.batch_size)} for {tuple(root.batch_size)}; for several "
+            "samples of a prompt, repeat its row: DatasetChatEnv(repeats=...)."
         )
     if "episode" in keys_of(answer):
         return answer

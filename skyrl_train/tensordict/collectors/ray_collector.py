@@ -22,7 +22,7 @@ from skyrl_train.tensordict.wrappers.weight_sync import Source, weights_of
 
 
 class RayLLMCollector(Delivery):
-    """An LLMCollector whose environment and policy are in an actor. Its arguments are the same, except:
+    """An LLMCollector whose environment and policy are in a Ray actor. Its arguments are the same, except:
 
     - env, policy_factory, weight_updater: functions that are called in the actor, where engines are made; their
       closures are pickled. `policy` must be picklable.
@@ -86,11 +86,13 @@ class RayLLMCollector(Delivery):
 
     @property
     def policy_version(self) -> Version:
+        """Version of the policy in the actor. Raises RuntimeError after `shutdown`."""
         self._check_open()
         version: Version = self._ask("policy_version")
         return version
 
     def get_policy_version(self) -> Version:
+        """Return `policy_version`."""
         return self.policy_version
 
     def increment_version(self) -> None:
@@ -108,7 +110,7 @@ class RayLLMCollector(Delivery):
         policy: Source | None = None,
         weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
-        """See LLMCollector. A copy of the weights is sent to the actor, whose updater pushes them."""
+        """Push weights as in LLMCollector: a copy is sent to the actor, whose updater pushes them."""
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
@@ -117,7 +119,10 @@ class RayLLMCollector(Delivery):
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def rollout(self) -> TensorDictBase | None:
-        """See Delivery. Raises DeadlineExceeded if the actor takes longer than `timeout`, WorkerDied if it is gone."""
+        """Return one batch without delivering it, or None after the last one.
+
+        Raises DeadlineExceeded if the actor takes longer than `timeout`, WorkerDied if it has died.
+        """
         ahead = not self.sync_iter and not self.is_running()  # the thread of `start` already works ahead
         batch: TensorDictBase | None = self._ask("take", ahead, self._ahead)
         return batch
@@ -144,7 +149,7 @@ class RayLLMCollector(Delivery):
             )
         except TypeError as error:  # Ray's, with a long text about what cannot be pickled
             raise ConfigError(
-                f"RayLLMCollector: something given cannot travel to the actor ({str(error).splitlines()[0]}); give "
+                f"RayLLMCollector: an argument cannot be pickled for the actor ({str(error).splitlines()[0]}); give "
                 "functions that make it there: env, policy_factory, weight_updater."
             ) from error
         call(actor.get_attribute("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)
@@ -165,7 +170,7 @@ class RayLLMCollector(Delivery):
 
 
 class _Hosted:
-    """The actor's collector. Batches are made in threads, so that it can answer other calls meanwhile."""
+    """The actor's end of the collector. It makes batches in threads, so that it can answer other calls meanwhile."""
 
     ready = True
 
@@ -214,7 +219,7 @@ class _Hosted:
 
 
 def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
-    """Whether whole trajectories are yielded. Raises for settings that LLMCollector or an actor does not support."""
+    """Return True if complete trajectories are yielded. Raises for settings that are not supported."""
     env, turns = settings["env"], settings["dialog_turns_per_batch"]
     inspect.signature(LLMCollector).bind(**settings)  # TypeError for an unknown argument
     only_last = bool(settings.get("yield_only_last_steps"))
@@ -229,11 +234,13 @@ def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
         async_envs=settings.get("async_envs"),
     )
     if hasattr(env, "reset") or not callable(env):
-        raise ConfigError(f"RayLLMCollector makes its environment in the actor: give a function, not {env!r:.80}.")
+        raise ConfigError(
+            f"RayLLMCollector makes its environment in the actor: env must be a function, not {env!r:.80}."
+        )
     if (settings["policy"] is None) == (settings["policy_factory"] is None):
         raise ConfigError("RayLLMCollector needs exactly one of policy and policy_factory.")
     if turns is None:
-        raise ConfigError("RayLLMCollector needs dialog_turns_per_batch.")
+        raise ConfigError("RayLLMCollector needs dialog_turns_per_batch, an integer of at least 1.")
     if settings["max_staleness"] == 0 and not sync_iter:
         raise ConfigError("sync_iter=False collects one batch ahead: max_staleness must be at least 1.")
     return completed

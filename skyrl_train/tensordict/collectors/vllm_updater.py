@@ -1,4 +1,4 @@
-"""TorchRL's vLLMUpdater: sends the policy's weights to the engine that samples, and verifies their arrival.
+"""TorchRL's vLLMUpdater, which sends the policy's weights to the engine that samples, and verifies their arrival.
 
 Version 1 sends over a process group at an address (NCCL or gloo), to the engine of the collector's policy; version 2
 is an EngineUpdater. LoRA adapters are merged in what is sent, without changing the policy. A push is one new version,
@@ -24,12 +24,21 @@ class vLLMUpdaterV2(EngineUpdater):
     """An EngineUpdater that also accepts wrappers and workers in place of their engines, and has TorchRL's methods."""
 
     def __init__(self, vllm_engine: Any, *, dtype: str = "float32", timeout: float = 600.0):
-        """`vllm_engine`: one or a list. `dtype`: of the sent tensors; an engine casts them to its own. `timeout`:
-        seconds for each engine's sync."""
+        """Prepare syncs.
+
+        Args:
+            vllm_engine: An engine, wrapper or worker, or a list of them.
+            dtype: Data type of the sent tensors; an engine casts them to its own.
+            timeout: Seconds for each engine's sync.
+
+        Raises:
+            ConfigError: If one of them has no engine, or it cannot receive weights in this process.
+        """
         given = list(vllm_engine) if isinstance(vllm_engine, Sequence) else [vllm_engine]
         super().__init__([engine_of(one) for one in given], wire_dtype=dtype, timeout=timeout)
 
     def push_weights_from_transformers(self, transformers_model: Source) -> None:
+        """Same as `push_weights`, under TorchRL's name."""
         self.push_weights(transformers_model)
 
     def push_weights_from_transformers_optimized(self, transformers_model: Source, batch_size: int = 50) -> None:
@@ -38,21 +47,22 @@ class vLLMUpdaterV2(EngineUpdater):
 
 
 class vLLMUpdater(WeightUpdaterBase):
-    """vLLMUpdater(master_address, master_port, model_metadata, vllm_tp_size), or vLLMUpdater(v2=True, vllm_engine=...).
+    """An updater that sends the policy's weights over a process group.
 
-    The second form makes a vLLMUpdaterV2. With the first form, call `register_collector` and `init` before
+    It is made by vLLMUpdater(master_address, master_port, model_metadata, vllm_tp_size); vLLMUpdater(v2=True,
+    vllm_engine=...) makes a vLLMUpdaterV2. With the first form, call `register_collector` and `init` before
     `push_weights`.
     """
 
     def __new__(cls, *args: Any, v2: bool = False, vllm_engine: Any = None, **options: Any) -> Any:
-        """Raises TypeError if arguments of both versions are mixed."""
+        """Create an updater of version 1 or 2. Raises TypeError if arguments of both versions are mixed."""
         old = {"master_address", "master_port", "model_metadata", "vllm_tp_size"}
         if not v2:
             if vllm_engine is not None:
-                raise TypeError("vllm_engine is an argument of vLLMUpdater(v2=True).")
+                raise TypeError("vllm_engine needs v2=True: vLLMUpdater(v2=True, vllm_engine=...).")
             return super().__new__(cls)
         if args or old & set(options):
-            raise TypeError(f"vLLMUpdater(v2=True) takes vllm_engine, none of {sorted(old)}.")
+            raise TypeError(f"vLLMUpdater(v2=True) takes vllm_engine, but none of {sorted(old)}.")
         if vllm_engine is None:
             raise TypeError("vLLMUpdater(v2=True) needs vllm_engine.")
         return vLLMUpdaterV2(vllm_engine, **options)
@@ -69,10 +79,18 @@ class vLLMUpdater(WeightUpdaterBase):
         dtype: str = "float32",
         timeout: float = 600.0,
     ):
-        """The group's address is `master_address` (localhost), the policy's host, with a free port by default.
+        """Store the settings; `init` opens the group.
 
-        `model_metadata`: name -> (dtype, shape) of the sent tensors (get_model_metadata of workers and servers); names
-        and shapes are checked. `vllm_tp_size`: number of ranks of the engine, checked if given.
+        Args:
+            master_address: The policy's host; localhost by default.
+            master_port: Port of the group; a free one by default.
+            model_metadata: Name -> (dtype, shape) of the sent tensors (get_model_metadata of workers and servers).
+                Names and shapes are checked.
+            vllm_tp_size: Number of ranks of the engine, checked if given.
+            v2: False; True makes a vLLMUpdaterV2 instead.
+            vllm_engine: Only with v2=True.
+            dtype: Data type of the sent tensors.
+            timeout: Seconds for a sync.
         """
         super().__init__()
         self.master_address, self.master_port = master_address or "localhost", master_port
@@ -100,6 +118,7 @@ class vLLMUpdater(WeightUpdaterBase):
         )
 
     def close_group(self) -> None:
+        """Leave the process group, on this side and the engine's; does nothing before `init`."""
         pusher, self._pusher = self._pusher, None
         if pusher is not None:
             pusher.close()
@@ -121,7 +140,7 @@ class vLLMUpdater(WeightUpdaterBase):
 
 
 def engine_of(model: Any) -> InferenceEngine:
-    """The engine of a wrapper, a worker or a server. Raises ConfigError if there is none."""
+    """Return the engine of a wrapper, worker or server, or `model` if it is one. Raises ConfigError for others."""
     found = model.engine if isinstance(model, LLMWrapperBase | EngineView) else model
     if not hasattr(found, "capabilities") or not hasattr(found, "begin_weights"):
         raise ConfigError(f"{type(model).__name__} has no inference engine to send weights to.")

@@ -1,4 +1,4 @@
-"""Sends the weights that are trained to the policy that samples."""
+"""Updaters that send trained weights to the policy that samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, we
 
 
 class WeightUpdaterBase(ABC):
-    """Sends weights to the workers that sample, each identified by an id. Subclasses define how one worker gets them.
+    """An updater of the workers that sample, each identified by an id. Subclasses send the weights to one worker.
 
     With a registered collector, no turn is sampled while weights change. A push that reached any worker, even if it
     then failed at a later one, is a new version of the policy, so that different weights never have the same number.
@@ -29,7 +29,7 @@ class WeightUpdaterBase(ABC):
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
-        """An updater that fits the policy; None if there is none."""
+        """Return an EngineUpdater if the policy is a wrapper that samples from an engine in this process, else None."""
         engine = policy.engine if isinstance(policy, LLMWrapperBase) and policy.generate else None
         takes = engine is not None and "in_process" in engine.capabilities.weight_routes
         return EngineUpdater(engine) if engine is not None and takes else None
@@ -38,29 +38,37 @@ class WeightUpdaterBase(ABC):
         """Open connections once the workers are running; the meaning of `model_metadata` is up to the subclass."""
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Call `hook` after every push."""
+        """Register a function that is called after every successful push."""
         self.post_hooks.append(hook)
 
     def register_collector(self, collector: Any) -> None:
-        """Called by the collector whose policy is updated. Raises ConfigError if another one is registered."""
+        """Register the collector whose policy is updated, by a weak reference.
+
+        Raises ConfigError if another one is registered.
+        """
         known = self.collector
         if known is not None and known is not collector:
-            raise ConfigError(f"{type(self).__name__} serves a collector already; make another one.")
+            raise ConfigError(f"{type(self).__name__} already serves a collector; make another one.")
         self._collector = weakref.ref(collector)
 
     @property
     def collector(self) -> Any:
+        """The registered collector, or None if there is none or it no longer exists."""
         return self._collector() if self._collector is not None else None
 
     def push_weights(self, policy_or_weights: Source | None = None, worker_ids: Any = None) -> None:
-        """Send weights (by default those of `_get_server_weights`) to all workers, or to those in `worker_ids`."""
+        """Send weights to all workers, or to those in `worker_ids`; blocks until they have arrived.
+
+        By default, the updater's own source is sent. If a worker was reached, the collector's version is incremented,
+        even if the push then fails. Raises ConfigError for unknown ids or without weights.
+        """
         given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         weights = self._maybe_map_weights(given)
         known_ids = self.all_worker_ids()
         chosen = known_ids if worker_ids is None else worker_ids
         chosen = list(chosen) if isinstance(chosen, Sequence) and not isinstance(chosen, str) else [chosen]
         if known_ids is not None and (unknown := [one for one in chosen if one not in known_ids]):
-            raise ConfigError(f"worker_ids={unknown} are not among {list(known_ids)}.")
+            raise ConfigError(f"worker_ids={unknown} are unknown; the workers are {list(known_ids)}.")
         with self._no_sampling():
             reached = False
             try:
@@ -76,16 +84,16 @@ class WeightUpdaterBase(ABC):
     __call__ = push_weights
 
     def all_worker_ids(self) -> Sequence[Any] | None:
-        """The ids of all workers; None if there is a single one, without an id."""
+        """Return the ids of all workers, or None if there is a single one without an id."""
         return None
 
     def close(self) -> None:
-        """Close what `init` opened."""
+        """Close the connections that `init` opened, and forget the hooks."""
         self.post_hooks.clear()
 
     def _get_server_weights(self) -> Any:
-        """The weights to push if none are given."""
-        raise ConfigError(f"{type(self).__name__} knows no weights by itself: give a model or its tensors.")
+        """Return the weights to push if none are given."""
+        raise ConfigError(f"{type(self).__name__} has no source of weights; give push_weights a model or its tensors.")
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         """Convert the given weights to those that the workers need."""
@@ -93,18 +101,18 @@ class WeightUpdaterBase(ABC):
 
     @abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
-        """Send the weights to one worker; it has them on return."""
+        """Send the weights to one worker; block until they have arrived."""
 
     def _no_sampling(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.collector is None else self.collector.no_sampling()
 
 
 class EngineUpdater(WeightUpdaterBase):
-    """Sends weights to engines, each by a complete, verified sync (weight_sync/sync.py). An id is an engine's index.
+    """An updater of engines, each by a complete, verified sync (weight_sync/sync.py). An id is an engine's index.
 
     Engines serve the collector's version numbers if it counts them, else their own incremented by one. A push raises
-    WeightSyncError naming engine and tensor, or DeadlineExceeded naming the phase: that engine is then torn, and serves
-    nothing until the next push.
+    WeightSyncError naming engine and tensor, or DeadlineExceeded naming the phase: that engine is then partially
+    loaded, and serves no requests until a push succeeds.
     """
 
     def __init__(
@@ -118,8 +126,20 @@ class EngineUpdater(WeightUpdaterBase):
         bucket_bytes: int = 1 << 28,
         timeout: float = 600.0,
     ):
-        """source: its current weights are sent by a push without weights. route: `in_process` for engines of this
-        process, `checkpoint` for others with access to the same `folder`. timeout: seconds for one engine's sync."""
+        """Prepare syncs.
+
+        Args:
+            engines: One engine or several.
+            source: Source whose current weights are sent by a push without weights.
+            route: "in_process" for engines of this process, "checkpoint" for others with access to the same `folder`.
+            folder: Folder of route "checkpoint".
+            wire_dtype: Data type of the sent tensors.
+            bucket_bytes: Size of the buckets in which tensors are sent.
+            timeout: Seconds for one engine's sync.
+
+        Raises:
+            ConfigError: For an unknown route, one that an engine does not have, or a missing folder.
+        """
         super().__init__()
         if route not in ("in_process", "checkpoint"):
             raise ConfigError(f"route={route!r} is not one of ['checkpoint', 'in_process'].")
@@ -148,7 +168,7 @@ class EngineUpdater(WeightUpdaterBase):
 
     def _get_server_weights(self) -> Source:
         if self.source is None:
-            raise ConfigError("EngineUpdater was made without source=: give a model or its tensors to push.")
+            raise ConfigError("EngineUpdater has no source=; give push_weights a model or its tensors.")
         return self.source
 
     def _maybe_map_weights(self, server_weights: Source) -> Mapping[str, Tensor]:
@@ -159,6 +179,6 @@ class EngineUpdater(WeightUpdaterBase):
 
 
 def next_version(collector: Any) -> int | None:
-    """The version number of a collector's policy after a push; None if it does not count versions."""
+    """Return the version number of a collector's policy after a push, or None if it does not count versions."""
     live = None if collector is None else collector.policy_version
     return live + 1 if isinstance(live, int) else None

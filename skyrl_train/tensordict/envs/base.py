@@ -25,12 +25,12 @@ OF_ONE_STEP = frozenset({"next", "_reset", "reward", "action", *ACTION_KEYS, *DO
 
 
 def keys_of(tensordict: TensorDictBase) -> set[str]:
-    """First-level keys; for a lazy stack, those that all rows have."""
+    """Return the first-level keys; for a lazy stack, the keys that all rows have."""
     return set(tensordict.keys())
 
 
 class Transform(Hooks):
-    """Transforms the data between an environment and its policy. Every method takes and returns tensordicts [B].
+    """A transform of the data between an environment and its policy. Methods take and return tensordicts [B].
 
     Subclasses define `before_reset`, `after_reset`, `before_step` or `after_step`, or TorchRL's hooks, which these call
     unless they are defined. `environment` is the one to which the transform was appended; a transform can belong to
@@ -38,21 +38,24 @@ class Transform(Hooks):
     """
 
     last: bool = False
-    """Whether it runs after all transforms without this mark, even those appended later."""
+    """True if it runs after all transforms for which this is False, even those appended later."""
     environment: TensorDictEnv | None = None
     of_one_step: Sequence[str] = ()
     """Keys that it writes about a single step (rewards, scores); they are not carried over to the next one."""
 
     def attach(self, environment: TensorDictEnv) -> None:
-        """Called by `append_transform`. Raises if the transform cannot work with the environment."""
+        """Bind the transform to an environment; `append_transform` calls this.
+
+        Raises RuntimeError if it already belongs to an environment, ConfigError if its hooks cannot work there.
+        """
         if self.environment is not None:
-            raise RuntimeError(f"{type(self).__name__} belongs to an environment already; make another one.")
+            raise RuntimeError(f"{type(self).__name__} already belongs to an environment; make another one.")
         check_hooks(self, Transform, environment)
         self.environment = environment
 
     @property
     def parent(self) -> Parent | None:
-        """The environment, by TorchRL's names."""
+        """The environment under TorchRL's names, or None before `attach`."""
         return None if self.environment is None else Parent(self.environment)
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
@@ -64,7 +67,10 @@ class Transform(Hooks):
         return self._reset(given, root)
 
     def before_step(self, root: TensorDictBase) -> TensorDictBase:
-        """Transform the observation and action that the environment receives; those of a copy are not stored."""
+        """Transform the observation and action that the environment receives.
+
+        Changes made in place are stored with the step; changes to a copy are not.
+        """
         inverts = self.in_keys_inv or type(self)._inv_call is not Hooks._inv_call
         return self._inv_call(root.copy()) if inverts else root
 
@@ -73,15 +79,15 @@ class Transform(Hooks):
         return self._step(root, following)
 
     def end_episodes(self, episodes: Sequence[int] | None) -> None:
-        """Release what is held for these episodes; None: for all."""
+        """Release the resources of these episodes, or of all episodes if None."""
 
     def close(self) -> None:
-        """Called once, when the environment is closed."""
+        """Release all resources; the environment calls this once, when it is closed."""
         self.end_episodes(None)
 
 
 class _Theirs(Transform):
-    """A transform of torchrl's, by its hooks."""
+    """An adapter of one of TorchRL's transforms, which calls its hooks."""
 
     def __init__(self, transform: Any, base: type):
         super().__init__()
@@ -90,7 +96,7 @@ class _Theirs(Transform):
     def attach(self, environment: TensorDictEnv) -> None:
         check_hooks(self.transform, self.base, environment)
         if self.transform.parent is not None:
-            raise RuntimeError(f"{type(self.transform).__name__} belongs to an environment already; clone() it.")
+            raise RuntimeError(f"{type(self.transform).__name__} already belongs to an environment; clone() it.")
         super().attach(environment)
         self.transform.__dict__["_parent"] = self.parent  # where torchrl keeps it, and looks first
 
@@ -125,7 +131,7 @@ class _Function(Transform):
 
 
 def _transforms(given: Any) -> list[Transform]:
-    """What to append for a transform, one of torchrl's or a composition of those, or a function."""
+    """Return the transforms to append for one of ours, one or a composition of TorchRL's, or a function."""
     if isinstance(given, Transform):
         return [given]
     if (base := hooks_base(given)) is not None:
@@ -134,13 +140,16 @@ def _transforms(given: Any) -> list[Transform]:
     if callable(given) and not isinstance(given, type | nn.Module):
         return [_Function(given)]
     raise ConfigError(
-        f"append_transform got {given!r:.80}; give a skyrl_train.tensordict.Transform, one of torchrl's, or a function "
-        "of a tensordict."
+        f"append_transform got {given!r:.80}; give a skyrl_train.tensordict.Transform, a TorchRL transform, or a "
+        "function of a tensordict."
     )
 
 
 class StepCounter(Transform):
-    """Counts steps in "step_count" [B, 1]; an episode is truncated after `max_steps`."""
+    """A transform that counts steps in "step_count" [B, 1] and truncates an episode after `max_steps`.
+
+    Raises ValueError for `max_steps` below 1; None means no limit.
+    """
 
     def __init__(self, max_steps: int | None = None):
         if max_steps is not None and max_steps < 1:
@@ -193,14 +202,15 @@ class TensorDictEnv(ABC):
         """Return the result of an observation and its action, batch []: "reward", and those of DONE_KEYS not False."""
 
     def _end_episodes(self, episodes: Sequence[int] | None) -> None:  # noqa: B027 - there may be nothing to end
-        """Like `Transform.end_episodes`."""
+        """Release the resources of these episodes, or of all episodes if None."""
 
     # ---------------------------------------------------------------------------------------------- for users
 
     def append_transform(self, transform: Transform | Any) -> Self:
         """Add `transform` around the earlier ones; return the environment.
 
-        It may also be one of torchrl's or a function of a tensordict. Raises ConfigError for one that would not work.
+        It may also be a TorchRL transform, a composition of them, or a function of a tensordict. Raises ConfigError for
+        anything else or for hooks that cannot work here, RuntimeError if it already belongs to an environment.
         """
         for each in _transforms(transform):
             each.attach(self)
@@ -212,7 +222,8 @@ class TensorDictEnv(ABC):
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Return the first observations [B]. With a mask "_reset" ([B] or [B, 1]), only the marked rows are reset.
 
-        A tensordict without batch dimension is one row, or is used for every row of the environment.
+        A tensordict without a batch dimension is used for every row; without a tensordict, rows start empty. Ends the
+        episodes of the rows that are reset. Raises ValueError for a wrong batch size.
         """
         given = self._rows_given(tensordict)
         mask = given.pop("_reset", None)
@@ -230,9 +241,15 @@ class TensorDictEnv(ABC):
         return _same_keys(rows)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Add "next" to `tensordict` [B] of observations and actions; a stack of rows is changed in place."""
+        """Add "next" to a tensordict [B] of observations and actions, and return it as a lazy stack.
+
+        The input gets "next", too. Raises RuntimeError without "episode" (not made by `reset`), ValueError for other
+        batch dimensions, ConfigError if a transform sets "_step".
+        """
         if "episode" not in keys_of(tensordict):
-            raise RuntimeError("step needs what reset returned (with the policy's keys in it): there is no 'episode'")
+            raise RuntimeError(
+                "step needs a tensordict from reset with the policy's keys added, but it has no 'episode'"
+            )
         if tensordict.batch_dims != 1:
             raise ValueError(f"step needs one batch dimension, got batch_size={tuple(tensordict.batch_size)}")
         lazy = isinstance(tensordict, LazyStackedTensorDict)
@@ -241,7 +258,9 @@ class TensorDictEnv(ABC):
         for transform in reversed(self.transforms):
             received = transform.before_step(received)
         if "_step" in keys_of(received):
-            raise ConfigError('a transform set "_step", but environments here do not skip the steps of some rows.')
+            raise ConfigError(
+                'a transform set "_step", but environments here cannot skip the steps of some rows; remove it.'
+            )
         following = self._stacked([self._completed(row, self._step_row(row)) for row in received.unbind(0)])
         for transform in self.transforms:
             following = transform.after_step(received, following)
@@ -272,11 +291,17 @@ class TensorDictEnv(ABC):
         """Run up to `max_steps` steps, [B, T]. `policy` adds the action; None: the observation already has it.
 
         Args:
+            max_steps: Maximum number of steps T.
+            policy: Function that adds the action to an observation.
             auto_reset: Begin with `reset(tensordict)`; otherwise, `tensordict` is the first observation.
             break_when_any_done: Stop when the first row is done; otherwise, such rows begin a new episode.
+            tensordict: Input of the reset, or the first observation.
+
+        Raises:
+            RuntimeError: If `auto_reset` is False and there is no `tensordict`.
         """
         if not auto_reset and tensordict is None:
-            raise RuntimeError("auto_reset=False needs tensordict=, the observation to begin with")
+            raise RuntimeError("auto_reset=False needs tensordict=, the first observation")
         root: TensorDictBase = self.reset(tensordict) if auto_reset else tensordict  # type: ignore[assignment]
         steps: list[TensorDictBase] = []
         for _ in range(max_steps):
@@ -302,12 +327,12 @@ class TensorDictEnv(ABC):
         self.close()
 
     def end_episodes(self, episodes: Sequence[int] | None) -> None:
-        """Release what is held for these episodes; None: for all."""
+        """Release the resources of these episodes, or of all episodes if None."""
         self._end_episodes(episodes)
         for transform in self.transforms:
             transform.end_episodes(episodes)
 
-    # ------------------------------------------------------------------------------------------------- within
+    # ------------------------------------------------------------------------------------------------- internal
 
     def _rows_given(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         if tensordict is None:
@@ -347,7 +372,7 @@ class TensorDictEnv(ABC):
         return stacked.to(self.device) if self.device is not None else stacked
 
     def _completed(self, before: TensorDictBase, row: TensorDictBase) -> TensorDictBase:
-        """`row` completed with the entries carried over from `before` and with defaults."""
+        """Return `row` completed with the entries carried over from `before` and with defaults."""
         for key in keys_of(before) - keys_of(row):
             if key not in OF_ONE_STEP and key not in self._of_one_step:
                 row.set(key, before.get(key))
@@ -358,6 +383,6 @@ class TensorDictEnv(ABC):
 
 
 def _same_keys(rows: Sequence[TensorDictBase]) -> TensorDictBase:
-    """A lazy stack of rows with the keys that all of them have."""
+    """Return a lazy stack of rows with the keys that all of them have."""
     common = set.intersection(*(set(row.keys()) for row in rows))
     return lazy_stack([row.select(*common) for row in rows])

@@ -32,7 +32,7 @@ from skyrl_train.tensordict.history import History, rendered_form
 
 QUESTION_KEYS = ("query", "text")
 OF_THE_CLASS: Any = object()
-"""Stands for the class's SYSTEM_PROMPT; None is no system prompt."""
+"""Default that stands for the class's SYSTEM_PROMPT; None means no system prompt."""
 
 
 class ChatEnv(TensorDictEnv):
@@ -67,12 +67,12 @@ class ChatEnv(TensorDictEnv):
         with_tokenizer: bool = False,
     ):
         if batch_size is not None and not isinstance(batch_size, int) and len(tuple(batch_size)) == 0:
-            raise ValueError("batch_size=() is not supported: use (1,) for one conversation")
+            raise ValueError("batch_size=() is not supported; use (1,) for one conversation")
         super().__init__(batch_size, device)
         if input_mode not in INPUT_MODES:
             raise ValueError(f"input_mode={input_mode!r} is not one of {INPUT_MODES}")
         if with_tokenizer and input_mode != "history":
-            raise ValueError(f"with_tokenizer=True is for input_mode='history', not {input_mode!r}")
+            raise ValueError(f"with_tokenizer=True needs input_mode='history', got {input_mode!r}")
         if tokenizer is None and (with_tokenizer or input_mode == "tokens"):
             needs = "with_tokenizer=True" if with_tokenizer else 'input_mode="tokens"'
             raise ValueError(f"{needs} needs tokenizer=")
@@ -94,11 +94,14 @@ class ChatEnv(TensorDictEnv):
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[Any], **settings: Any) -> DatasetChatEnv:
-        """Make a DatasetChatEnv over a loader of rows; see there."""
+        """Make a DatasetChatEnv over a loader of rows; see `DatasetChatEnv.from_dataloader`."""
         return DatasetChatEnv.from_dataloader(dataloader, **settings)
 
     def opening(self, question: str | Sequence[Message]) -> list[Message]:
-        """The messages with which a conversation begins."""
+        """Return the first messages of a conversation: the system prompt, if any, and the question.
+
+        A last message of the policy's role is marked as incomplete, for the policy to continue it.
+        """
         asked: list[Message] = (
             [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
         )
@@ -195,7 +198,7 @@ class DatasetChatEnv(ChatEnv):
         shuffle: Use a new order in every pass over the rows, reproducible with `seed`.
         name, split: Configuration and split of a dataset on the hub.
         num_envs: Number of rows of the batch.
-        repeats: How often each row is repeated consecutively: the group of GRPO.
+        repeats: Number of consecutive times that each row is used: the group size of GRPO.
         batch_size_dl: Number of rows drawn at a time; `collate_fn` gets a list of them and returns the rows to use.
         group_repeats: Accepted without effect: repeats are always consecutive.
         apply_template: Accepted without effect, as in TorchRL.
@@ -233,7 +236,10 @@ class DatasetChatEnv(ChatEnv):
         dataloader_actor_name: str | None = None,
     ):
         if ray_backend or dataloader_actor_name is not None:
-            raise ValueError("ray_backend, dataloader_actor_name: every environment reads its own rows; leave them out")
+            raise ValueError(
+                "ray_backend and dataloader_actor_name are not supported: every environment reads its own rows; "
+                "leave them out"
+            )
         super().__init__(
             batch_size=(num_envs,),
             tokenizer=tokenizer,
@@ -269,10 +275,11 @@ class DatasetChatEnv(ChatEnv):
         """Make an environment over a loader of rows (mappings, lists of them, or batched mappings), repeated endlessly.
 
         `num_envs`, or TorchRL's `batch_size`: rows of the environment (1). `settings` are the constructor's; those that
-        say how rows are read raise TypeError.
+        determine how rows are read raise TypeError. Raises ValueError if both are given, or for
+        more than one dimension.
         """
         if num_envs is not None and batch_size is not None:
-            raise ValueError(f"num_envs={num_envs}, batch_size={batch_size}: give one of them, the environment's rows")
+            raise ValueError(f"num_envs={num_envs}, batch_size={batch_size}: give only one of them")
         if batch_size is not None:
             size = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
             if len(size) != 1:
@@ -281,12 +288,14 @@ class DatasetChatEnv(ChatEnv):
         if of_rows := sorted(
             {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"} & set(settings)
         ):
-            raise TypeError(f"{cls.__name__}.from_dataloader takes no {of_rows}: the loader says it")
+            raise TypeError(
+                f"{cls.__name__}.from_dataloader does not take {of_rows}: the loader determines how rows are read"
+            )
         given: dict[str, Any] = {"tokenizer": tokenizer, "repeats": repeats, "num_envs": num_envs or 1, **settings}
         return cls(dataset=_Loader(dataloader), **given)
 
     def reset_dataloader(self) -> None:
-        """Start again with the first row."""
+        """Start again with the first row of the dataset; pending repeats are dropped."""
         self.primer.reset_dataloader()
 
 

@@ -18,14 +18,14 @@ INPUT_MODES = ("history", "text", "tokens")
 
 
 def text_of(given: TensorDictBase, key: Any) -> str | None:
-    """The string under `key` of a row, or None if it is missing or not a string."""
+    """Return the string under `key` of a row, or None if it is missing or not a string."""
     value = given.get(key, None)
     value = getattr(value, "data", value)
     return value if isinstance(value, str) else None
 
 
 def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
-    """The string under `key` of a row, or the messages of a History or list there; None if there is neither."""
+    """Return the string under `key` of a row, or the messages of a History or list there; None if there is neither."""
     value = given.get(key, None)
     value = value.data if isinstance(value, NonTensorData) else value
     if isinstance(value, str):
@@ -48,7 +48,7 @@ def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> Non
 
 
 def value_of(given: TensorDictBase, key: Any) -> Any:
-    """A row's value under `key` as plain Python; None if it is missing."""
+    """Return a row's value under `key` as plain Python data, or None if it is missing."""
     value = given.get(key, None)
     if isinstance(value, torch.Tensor):
         return value.tolist()
@@ -56,12 +56,12 @@ def value_of(given: TensorDictBase, key: Any) -> Any:
 
 
 def history_of(messages: Sequence[Message]) -> History:
-    """One conversation as a History [turns]."""
+    """Return one conversation as a History [turns]."""
     return History.from_chats([dict(message) for message in messages])
 
 
 def messages_of(history: History) -> list[Message]:
-    """The messages of a History [turns]."""
+    """Return the messages of a History [turns] as dicts."""
     return list(history.to_chats())
 
 
@@ -79,12 +79,12 @@ def with_response(prompt: Sequence[Message], response: Sequence[Message], role: 
 
 
 def conversation(prompt: Sequence[Message]) -> ChatHistory:
-    """A row's container with only a prompt."""
+    """Return a row's ChatHistory with only the prompt set."""
     return ChatHistory(prompt=history_of(prompt), batch_size=[])
 
 
 def part(row: TensorDictBase, mode: str, name: str) -> Any:
-    """A container's field (prompt, response or full) of a row, or None."""
+    """Return the field `name` (prompt, response or full) of a row's container under `mode`, or None."""
     container = row.get(mode, None)
     if container is None or isinstance(container, str | torch.Tensor | NonTensorData):
         return None
@@ -93,7 +93,7 @@ def part(row: TensorDictBase, mode: str, name: str) -> Any:
 
 
 def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[Message] | None:
-    """A row's conversation including its action; None if it is not in history mode or has no action.
+    """Return a row's conversation including its action; None outside history mode or without an action.
 
     An action is ("history", "full"), else ("history", "response") or a string "text_response" after the prompt.
     """
@@ -111,10 +111,10 @@ def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[M
 
 
 def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
-    """The model's text of this step; None if the row has no action.
+    """Return the model's text of this step, or None if the row has no action.
 
-    Read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response"). The end
-    of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt that the
+    It is read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
+    The end     of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt that the
     model continued is part of it.
     """
     said, history = _said(row, tokenizer, policy_role), part(row, "history", "prompt")
@@ -123,7 +123,7 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
 
 
 def _opened(row: TensorDictBase, tokenizer: Any) -> str:
-    """The end of the row's prompt that opens reasoning, from ("text", "prompt"), "text" or ("tokens", "prompt")."""
+    """Return the end of the prompt that opens reasoning, from ("text", "prompt"), "text" or ("tokens", "prompt")."""
     prompt = part(row, "text", "prompt")
     if prompt is None and row.get("history", None) is None:  # else "text" is the question
         prompt = text_of(row, "text")
@@ -154,7 +154,9 @@ def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:
-    """A row's ids without padding, by ("masks", "all_attention_mask"), which is as long as ("tokens", "full").
+    """Return a row's ids without padding, according to ("masks", "all_attention_mask").
+
+    The mask is as long as ("tokens", "full").
 
     A prompt uses the beginning of the mask, a response its end. Without a mask, there is no padding.
     """

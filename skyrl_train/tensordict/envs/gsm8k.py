@@ -30,7 +30,7 @@ SCALES = frozenset({"dozen", "hundred", "thousand", "million", "billion", "k", "
 
 
 def given_answer(text: str) -> str | None:
-    """The number that a response gives, in canonical form; None if there is none, or several that differ.
+    """Return a response's numeric answer in canonical form; None if there is none, or several that differ.
 
     It is read from <answer> blocks after the reasoning ("72 clips" is 72), else after "####" (`gsm8k.strict_answer`).
     """
@@ -42,21 +42,21 @@ def given_answer(text: str) -> str | None:
 
 
 def _with_unit(block: str) -> str | None:
-    """The number in front of one word, unless that word is part of the number."""
+    """Return the number in front of one word, unless that word is part of the number."""
     head, _, unit = block.strip().removesuffix(".").rpartition(" ")
     return parse_number(head) if unit.isalpha() and unit.lower() not in SCALES else None
 
 
 def true_answer(answer: str) -> str:
-    """The number in a row's "answer": after "####", else the whole text. Raises ValueError if that is not a number."""
+    """Return the number in a row's "answer": after "####", else the whole text. Raises ValueError for no number."""
     truth = parse_number(answer.rpartition("####")[2])
     if truth is None:
-        raise ValueError(f"the row's answer {answer!r:.80} does not end in '#### <number>' and is no number")
+        raise ValueError(f"the row's answer {answer!r:.80} neither is a number nor ends in '#### <number>'")
     return truth
 
 
 class GSM8KRewardParser(Transform):
-    """Rewards the model's text of this step by the row's "answer"; the prompt is never examined.
+    """A transform that rewards the model's text of this step by the row's "answer"; the prompt is never examined.
 
     Writes, each [B, 1, 1]: "reward_answer", 1 for exactly one answer; "reward_think", 1 for exactly one block of
     reasoning; "reward_right", 1 for the right answer; "success", the same as a boolean; and "reward": `correct_reward`
@@ -87,7 +87,7 @@ class GSM8KRewardParser(Transform):
         self.answer_key = (in_keys or ["answer"])[-1]
         self.out_keys = tuple(out_keys or REWARD_KEYS)
         if len(self.out_keys) != len(REWARD_KEYS):
-            raise ValueError(f"out_keys={out_keys!r} must be {len(REWARD_KEYS)} names, for {REWARD_KEYS}")
+            raise ValueError(f"out_keys={out_keys!r} must have {len(REWARD_KEYS)} names, which replace {REWARD_KEYS}")
         self.of_one_step = self.out_keys
         self.eos_token = eos_token
         self.set_done_if_answer = set_done_if_answer
@@ -97,7 +97,7 @@ class GSM8KRewardParser(Transform):
     def attach(self, environment: TensorDictEnv) -> None:
         mode = getattr(environment, "input_mode", "text")
         if self.input_mode not in (None, mode):
-            raise ValueError(f"GSM8KRewardParser: input_mode={self.input_mode!r} in an environment of {mode!r}")
+            raise ValueError(f"GSM8KRewardParser: input_mode={self.input_mode!r}, but the environment has {mode!r}")
         super().attach(environment)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
@@ -133,24 +133,24 @@ class GSM8KRewardParser(Transform):
 
     @property
     def _own_rules(self) -> bool:
-        """Whether a subclass has TorchRL's two functions of its own, which then decide."""
+        """True if a subclass overrides one of TorchRL's two functions, which then decide."""
         own, base = type(self), GSM8KRewardParser
         return own.extract_tags is not base.extract_tags or own.normalize_answer is not base.normalize_answer
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """The contents of the first block of reasoning and of the first <answer> after it; "" for a missing one."""
+        """Return the first block of reasoning and the first <answer> after it; "" for a missing one."""
         return next(iter(reasoning_blocks(text)), ""), next(iter(answers_in(text)), "")
 
     @staticmethod
     def normalize_answer(answer: str) -> str:
-        """A number without commas, $, %, a full stop at its end, and zeros at the end of a decimal: 120.0 is 120."""
+        """Return a number without commas, $, %, a final full stop, and trailing decimal zeros: 120.0 becomes 120."""
         plain = answer.strip().translate(str.maketrans("", "", ",$%")).rstrip(".")
         return plain.rstrip("0").rstrip(".") if "." in plain else plain
 
 
 class GSM8KEnv(DatasetChatEnv):
-    """A question of GSM8K in every row of the batch; one turn by default (`max_steps`).
+    """A ChatEnv with a question of GSM8K in every row; an episode has one turn by default (`max_steps`).
 
     Rows have "question" and "answer" ("... #### 72"); the arguments are DatasetChatEnv's.
     """
@@ -177,7 +177,7 @@ class GSM8KEnv(DatasetChatEnv):
 
 
 class GSM8KPrepareQuestion(Transform):
-    """Inserts the question into the base prompt, for models without a chat template.
+    """A transform that inserts the question into the base prompt, for models without a chat template.
 
     Reads `in_keys` in every reset and writes `out_keys` (by default the same).
     """
@@ -186,13 +186,13 @@ class GSM8KPrepareQuestion(Transform):
         sources = list(in_keys or ["text"])
         outs = list(out_keys or sources)
         if len(sources) != len(outs):
-            raise ValueError(f"in_keys={sources} and out_keys={outs} must be as many")
+            raise ValueError(f"in_keys={sources} and out_keys={outs} must have the same length")
         self.keys = list(zip(sources, outs, strict=True))
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
         for source, out in self.keys:
             questions = [text_of(row, source) for row in given.unbind(0)]
             if None in questions:
-                raise KeyError(f"GSM8KPrepareQuestion: there is no text under {source!r}")
+                raise KeyError(f"GSM8KPrepareQuestion: the tensordict has no text under {source!r}")
             set_texts(given, out, [BASE_PROMPT % question for question in questions])
         return given

@@ -1,6 +1,6 @@
-"""TorchRL's hooks, by which transforms that were written for it run in the environments here.
+"""TorchRL's hooks, which let transforms written for it run in the environments here.
 
-torchrl itself is not imported: its transforms are known by their hooks.
+torchrl itself is not imported: its transforms are recognized by their hooks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tensordict.utils import NestedKey
 from skyrl_train.errors import ConfigError
 
 HOOKS = ("_call", "_step", "_reset", "_inv_call", "_reset_env_preprocess")
-"""Those that an environment calls."""
+"""Hooks that an environment calls."""
 NOT_CALLED = ("_post_step_mdp_hooks", "set_container")
-"""Those that a TorchRL environment also calls, beside those about its specs."""
+"""Hooks that only a TorchRL environment calls, apart from those about its specs."""
 
 
 class Hooks:
-    """The hooks with TorchRL's names, arguments and defaults; tensordicts are [B].
+    """Default hooks with TorchRL's names, arguments and defaults; tensordicts are [B].
 
     `_call` and `_apply_transform` see what a step stores under "next", and a first observation if `_reset` calls them.
     """
@@ -33,7 +33,7 @@ class Hooks:
     in_keys_inv: Sequence[NestedKey] = ()
     out_keys_inv: Sequence[NestedKey] = ()
     missing_tolerance: bool = False
-    """Whether missing `in_keys` are passed over; else they raise KeyError."""
+    """True if missing `in_keys` are skipped; otherwise they raise KeyError."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class Hooks:
         in_keys_inv: Sequence[NestedKey] | None = None,
         out_keys_inv: Sequence[NestedKey] | None = None,
     ):
-        """Output keys are the input keys unless given."""
+        """Set the keys to read and write; output keys default to the input keys."""
         self.in_keys, self.in_keys_inv = list(in_keys or ()), list(in_keys_inv or ())
         self.out_keys = list(self.in_keys if out_keys is None else out_keys)
         self.out_keys_inv = list(self.in_keys_inv if out_keys_inv is None else out_keys_inv)
 
     def _apply_transform(self, obs: Any) -> Any:
-        """The value at an out key, made of the one at its in key."""
-        raise NotImplementedError(f"{type(self).__name__} has in_keys, and needs _apply_transform.")
+        """Return the value for an out key, given the value at its in key."""
+        raise NotImplementedError(f"{type(self).__name__} has in_keys, and must define _apply_transform.")
 
     def _inv_apply_transform(self, state: Any) -> Any:
-        """The value at a key of in_keys_inv, made of the policy's at its key of out_keys_inv."""
+        """Return the value for a key of in_keys_inv, given the policy's value at its key of out_keys_inv."""
         return state
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -61,34 +61,37 @@ class Hooks:
         return next_tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """The data to store under "next", of a step's observation and action and of what is there so far."""
+        """Return the data to store under "next", given a step's observation and action and the data so far."""
         return self._call(next_tensordict)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        """The first observation, of the input of a reset and of what is there so far."""
+        """Return the first observation, given the input of a reset and the observation so far."""
         return tensordict_reset
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The input of the environment's reset."""
+        """Return the input of the environment's reset."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Observation and action as the environment's step receives them."""
+        """Return observation and action as the environment's step receives them."""
         for source, out in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
             self._applied(tensordict, out, source, self._inv_apply_transform)
         return tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The transform of data outside an environment; a replay buffer applies it to samples.
+        """Transform data outside an environment; a replay buffer applies this to samples.
 
-        Raises NotImplementedError if the transform has neither `_call` nor `in_keys`, and would do nothing.
+        Raises NotImplementedError if the transform has neither `_call` nor `in_keys`, and would do nothing; KeyError
+        for missing `in_keys` unless `missing_tolerance`.
         """
         if not self.in_keys and type(self)._call is Hooks._call:
-            raise NotImplementedError(f"{type(self).__name__} works in an environment only: env.append_transform(...).")
+            raise NotImplementedError(
+                f"{type(self).__name__} only works in an environment: use env.append_transform(...)."
+            )
         return self._call(tensordict)
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The inverse of `forward`; a replay buffer applies it to what is written."""
+        """Apply the inverse of `forward`; a replay buffer applies this to rows that are written."""
         return self._inv_call(tensordict)
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -99,7 +102,9 @@ class Hooks:
         if value is not None:
             tensordict.set(out, change(value))
         elif not self.missing_tolerance:
-            raise KeyError(f"{type(self).__name__}: there is no {source!r} among {sorted(map(str, tensordict.keys()))}")
+            raise KeyError(
+                f"{type(self).__name__}: the key {source!r} is missing; there are {sorted(map(str, tensordict.keys()))}"
+            )
 
 
 class Parent:
@@ -117,7 +122,7 @@ class Parent:
 
 
 def check_hooks(transform: Any, base: type, environment: Any) -> None:
-    """Raise ConfigError for a transform with hooks that nothing calls, or that asks for what no environment here has.
+    """Raise ConfigError for a transform with hooks that nothing calls, or that needs attributes of specs or parents.
 
     `base` is the class whose own hooks do nothing.
     """
@@ -141,7 +146,7 @@ def check_hooks(transform: Any, base: type, environment: Any) -> None:
 
 
 def hooks_base(transform: Any) -> type | None:
-    """TorchRL's class of transforms, of which `transform` is; None if it is of none."""
+    """Return the base class of TorchRL's transforms if `transform` is one of them, else None."""
     for kind in reversed(type(transform).__mro__):
         if all(callable(vars(kind).get(hook)) for hook in HOOKS):
             return kind
@@ -149,7 +154,7 @@ def hooks_base(transform: Any) -> type | None:
 
 
 def _asked(methods: Mapping[str, FunctionType]) -> set[str]:
-    """What the hooks among `methods`, and the methods that they use, read from `self.parent` or a variable `parent`."""
+    """Return the attributes of `self.parent`, or a variable `parent`, that the hooks and the methods they use read."""
     asked: set[str] = set()
     seen: set[str] = set()
     waiting = {*HOOKS, "_apply_transform", "_inv_apply_transform"} & methods.keys()

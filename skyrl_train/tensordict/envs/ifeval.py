@@ -22,7 +22,7 @@ ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
 
 
 class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Accuracies of a response, each [B, 1]: whether it follows all instructions, and the share that it follows."""
+    """Accuracies of a response, each [B, 1]: 1 if it follows all instructions, and the share that it follows."""
 
     prompt_level_strict_acc: torch.Tensor
     inst_level_strict_acc: torch.Tensor
@@ -31,13 +31,16 @@ class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 Aggregate = Callable[..., Any]
-"""Of the scores of one row and, if it takes them, think_blocks=, answer_blocks= (list[str]) and complete= (bool)."""
+"""Function from one row's scores to a reward.
+
+It may also take think_blocks=, answer_blocks= (list[str]) and complete= (bool).
+"""
 
 
 class IfEvalScorer(Transform):
-    """Scores the model's text of this step by the row's instructions, in history mode.
+    """A transform that scores the model's text of this step by the row's instructions, in history mode.
 
-    Scores the content of a single <answer> block, else the whole response after its reasoning. Writes the accuracies
+    It scores the content of a single <answer> block, else the whole response after its reasoning. Writes the accuracies
     under `score_key` (`IFEvalScoreData`), and "reward" [B, 1, 1]: the weighted sum of the accuracies (strict prompt,
     strict instructions, loose prompt, loose instructions), + 0.1 for exactly one <answer>, + 0.05 for exactly one
     block of reasoning; 0 to 1.15.
@@ -66,11 +69,13 @@ class IfEvalScorer(Transform):
         set_done_if_answer: bool = True,
     ):
         if response_column != "text_response":
-            raise ValueError(f"response_column={response_column!r}: only 'text_response', what the policy wrote")
+            raise ValueError(
+                f"response_column={response_column!r}: only 'text_response' is supported: the policy's text is scored"
+            )
         self.id_key, self.verbose = id_key, verbose
         self.weights = tuple(format_weights or (0.4, 0.3, 0.2, 0.1))
         if len(self.weights) != 4:
-            raise ValueError(f"format_weights={format_weights!r} must be four numbers")
+            raise ValueError(f"format_weights={format_weights!r} must have four numbers")
         self.instruction_ids_key, self.keyword_args_key = instruction_ids_key, keyword_args_key
         self.prompt_keys = tuple(dict.fromkeys((prompt_key, "prompt", *QUESTION_KEYS)))
         self.score_key, self.aggregate_reward = score_key, aggregate_reward
@@ -88,7 +93,7 @@ class IfEvalScorer(Transform):
         for row in root.unbind(0):
             text = last_response(row, getattr(self.environment, "tokenizer", None), role)
             if text is None:
-                raise ValueError("IfEvalScorer: the history does not end in an answer of the model")
+                raise ValueError("IfEvalScorer: the history does not end with an answer of the model")
             blocks = answers_in(text)
             found = self._score(row, blocks[0] if len(blocks) == 1 else text)
             scores.append(found)
@@ -120,7 +125,7 @@ class IfEvalScorer(Transform):
         answer_blocks: Sequence[str] | None = None,
         complete: bool | None = None,
     ) -> torch.Tensor:
-        """The reward [..., 1] of scores, see the class; `complete` has no effect."""
+        """Return the reward [..., 1] for accuracies and the number of blocks; see the class. `complete` is ignored."""
         parts = (
             score.prompt_level_strict_acc.sum(-1, keepdim=True),
             score.inst_level_strict_acc.mean(-1, keepdim=True),
@@ -146,7 +151,7 @@ class IfEvalScorer(Transform):
 
 
 class IFEvalEnv(DatasetChatEnv):
-    """A prompt of IFEval in every row of the batch; one turn by default (`max_steps`).
+    """A ChatEnv with a prompt of IFEval in every row; an episode has one turn by default (`max_steps`).
 
     Rows have "prompt", "instruction_id_list" and "kwargs"; the arguments are DatasetChatEnv's.
     """

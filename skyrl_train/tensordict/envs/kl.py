@@ -1,4 +1,4 @@
-"""Log-probs of another model over a conversation, and a reward with a KL penalty towards it."""
+"""Transforms that add a reference model's log-probs, and a KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FullKey = tuple[str, str]
 def check_scores(model: Any, what: str) -> None:
     """Raise ValueError for a model that generates, or that returns no log-probs."""
     if getattr(model, "generate", False) is not False:
-        raise ValueError(f"{what} needs a model made with generate=False: it scores what is there")
+        raise ValueError(f"{what} needs a model made with generate=False, which scores given tokens")
     if getattr(model, "return_log_probs", True) is False:
         raise ValueError(f"{what} needs a model with return_log_probs=True")
 
 
 class _Scores(Transform):
-    """Common base of both transforms: a model scores whole sequences, row by row."""
+    """A base of transforms with a model that scores whole sequences, row by row."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply the transform to data that already has "next", [B] or [B, T], as in a step of the environment."""
+        """Apply the transform to data [B] or [B, T] that already has "next", as in a step; changes `tensordict`."""
         return tensordict.set("next", self._following(tensordict, tensordict["next"]))
 
     def _following(self, tensordict: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
@@ -37,7 +37,9 @@ class _Scores(Transform):
 
 
 class RetrieveLogProb(_Scores):
-    """Writes `model`'s log-probs of every step into "next", under `log_probs_full_key`: [L] per row, in nats.
+    """A transform that writes `model`'s log-probs of every step into "next", [L] per row, in nats.
+
+    The key is `log_probs_full_key`.
 
     If the policy wrote ("tokens", "full") and masks, these tokens are scored, and each value is at its token's
     position. Otherwise, a model in history mode renders the conversation, and the values belong to the ids that it
@@ -67,7 +69,7 @@ class RetrieveLogProb(_Scores):
         check_scores(model, "RetrieveLogProb")
         mode = getattr(model, "input_mode", "history")
         if assistant_only and mode != "history":
-            raise ValueError(f"assistant_only=True needs a model of input_mode='history', not {mode!r}")
+            raise ValueError(f"assistant_only=True needs a model with input_mode='history', got {mode!r}")
         self.model, self.mode = model, mode
         renewed = getattr(model, "get_new_version", None)
         self._of_tokens = model if mode == "tokens" or renewed is None else renewed(input_mode="tokens")
@@ -77,7 +79,7 @@ class RetrieveLogProb(_Scores):
         self.assistant_only, self.detach, self.device = assistant_only, detach, device
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Like a step of the environment, [B] or [B, T]; without "next", log-probs are written beside the tokens."""
+        """Write log-probs into data [B] or [B, T] under "next" or, without "next", beside the tokens."""
         if "next" in keys_of(tensordict):
             return super().forward(tensordict)
         container = self.log_probs_full_key[0]
@@ -96,7 +98,7 @@ class RetrieveLogProb(_Scores):
             if mask is not None:
                 values = values.masked_fill(~mask.to(values.device), 0.0)
             if not self.detach and not values.requires_grad:
-                raise ValueError("detach=False: the model's log-probs have no gradient; use its get_dist in a loss")
+                raise ValueError("detach=False: but the model's log-probs have no gradient; use its get_dist in a loss")
             values = values.detach() if self.detach else values
             values = values if self.device is None else values.to(self.device)
             if out.get(self.log_probs_full_key[0], None) is None:
@@ -106,14 +108,14 @@ class RetrieveLogProb(_Scores):
 
 
 def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: bool = False) -> TensorDictBase:
-    """The model's output over the whole sequences of `root`, which is not changed."""
+    """Return the model's output for the whole sequences of `root`, which is not changed; it reads the key `mode`."""
     with torch.set_grad_enabled(with_gradient):
         found: TensorDictBase = model(root.select(mode, "masks", strict=False).copy())
     return found
 
 
 class KLRewardTransform(_Scores):
-    """Subtracts `coef` × KL(policy ‖ reference) from the reward, token by token.
+    """A transform that subtracts `coef` × KL(policy ‖ reference) from the reward, token by token.
 
     A step's reward is assigned to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long
     the sequence is. A reward that already has one value per token keeps its values. The padding of a policy with
@@ -153,7 +155,9 @@ class KLRewardTransform(_Scores):
         if (ref_model is None) == (ref_model_factory is None):
             raise ValueError("KLRewardTransform needs exactly one of ref_model and ref_model_factory")
         if use_ray_service:
-            raise ValueError("use_ray_service=True: give ref_model_factory a remote wrapper instead")
+            raise ValueError(
+                "use_ray_service=True is not supported; let ref_model_factory return a remote wrapper instead"
+            )
         self._made, self._factory = None, ref_model_factory
         if ref_model is not None:
             self._made = _checked(ref_model)
@@ -168,6 +172,7 @@ class KLRewardTransform(_Scores):
 
     @property
     def ref_model(self) -> Any:
+        """The reference model, which the factory makes at first use. Raises ValueError for an unsuitable model."""
         if self._made is None:
             assert self._factory is not None
             self._made = _checked(self._factory())
@@ -187,7 +192,10 @@ class KLRewardTransform(_Scores):
             if self.add_to_reward:
                 reward = out.get(self.reward_key, None)
                 if reward is None:
-                    raise KeyError(f"KLRewardTransform: there is no {self.reward_key!r}; append it after the reward")
+                    raise KeyError(
+                        f"KLRewardTransform: the key {self.reward_key!r} is missing; append it after the "
+                        "transform that writes the reward"
+                    )
                 out.set(reward_key, _by_token(reward.reshape(-1, 1), kl, _attention(row)) - self.coef * kl)
         return following
 
@@ -199,7 +207,7 @@ class KLRewardTransform(_Scores):
         if own is None:
             raise KeyError(f"KLRewardTransform: the policy wrote no log-probs under {self.log_prob_key}")
         if len(own) > len(reference):
-            raise ValueError(f"{len(own)} log-probs of the policy over {len(reference)} tokens of the reference")
+            raise ValueError(f"{len(own)} log-probs of the policy, but only {len(reference)} tokens of the reference")
         reference, mask = reference.to(own.device), self._mask(row, len(reference))
         mask[: len(reference) - len(own)] = False
         kl = torch.zeros_like(reference)
@@ -221,7 +229,7 @@ class KLRewardTransform(_Scores):
 
 
 def _has_tokens(row: TensorDictBase) -> bool:
-    """Whether a row has tokens, and a mask of those that the assistant wrote."""
+    """True if a row has tokens and both masks."""
     wanted = (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
     return all(key[0] in row.keys() and row.get(key, None) is not None for key in wanted)  # noqa: SIM118 - a tensordict
 
@@ -251,7 +259,9 @@ def _by_token(reward: torch.Tensor, kl: torch.Tensor, attention: torch.Tensor | 
     if len(reward) == len(kl):
         return reward
     if len(reward) != 1:
-        raise ValueError(f"KLRewardTransform: a reward of {len(reward)} numbers over {len(kl)} tokens; give 1 or each")
+        raise ValueError(
+            f"KLRewardTransform: the reward has {len(reward)} values for {len(kl)} tokens; give 1, or 1 per token"
+        )
     spread = torch.zeros_like(kl)
     spread[-1 if attention is None else int(attention.nonzero()[-1])] = reward[0]
     return spread
@@ -261,5 +271,5 @@ def _checked(model: Any) -> Any:
     check_scores(model, "KLRewardTransform")
     mode = getattr(model, "input_mode", "tokens")
     if mode != "tokens":
-        raise ValueError(f"KLRewardTransform needs a model of input_mode='tokens', not {mode!r}")
+        raise ValueError(f"KLRewardTransform needs a model with input_mode='tokens', got {mode!r}")
     return model

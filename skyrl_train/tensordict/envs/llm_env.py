@@ -1,4 +1,4 @@
-"""Environments that only append text or tokens."""
+"""Environments that append text or tokens without turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
 
 
 class LLMEnv(TensorDictEnv):
-    """Appends the policy's responses to one string (or one row of ids), without turns.
+    """An environment that appends the policy's responses to one string (or one row of ids), without turns.
 
     With `from_text`, an action is `action_key` "text_response", appended to `str_key` "text"; otherwise
     "tokens_response", appended to `token_key` "tokens", [L] per row. The "response" in the container that a policy
@@ -25,7 +25,7 @@ class LLMEnv(TensorDictEnv):
 
     Args:
         assign_reward: Write a reward of 0 for every token, [L, 1] per row; with tokens only.
-        assign_done: Write whether each token ends the episode, [L, 1] per row, under "token_done"; with tokens only.
+        assign_done: Write a flag per token that ends the episode, [L, 1] per row, under "token_done"; with tokens only.
         eos_token_id: A response that ends with it ends the episode.
     """
 
@@ -47,7 +47,7 @@ class LLMEnv(TensorDictEnv):
         warnings.warn("LLMEnv keeps no turns; use ChatEnv", DeprecationWarning, stacklevel=2)
         super().__init__(batch_size, device)
         if from_text and (assign_reward or assign_done):
-            raise ValueError("assign_reward and assign_done are for tokens: set from_text=False")
+            raise ValueError("assign_reward and assign_done need tokens: set from_text=False")
         self.from_text = from_text
         self.key = str_key if from_text else token_key
         self.action_key = action_key or ("text_response" if from_text else "tokens_response")
@@ -65,7 +65,7 @@ class LLMEnv(TensorDictEnv):
         group_repeats: bool = True,
         **settings: Any,
     ) -> Self:
-        """An environment in which every reset takes the next rows of `dataloader`; `settings` are the class's own.
+        """Make an environment in which every reset takes the next rows of a loader; `settings` are the class's own.
 
         `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
         """
@@ -133,7 +133,7 @@ def make_gsm8k_env(
     group_repeats: bool = False,
     tokenizer: Any = None,
 ) -> LLMEnv:
-    """GSM8K as one string per row: the question in the base prompt under "text", the response under "text_response".
+    """Make an LLMEnv with GSM8K: the question in the base prompt under "text", the response under "text_response".
 
     Rows have "question" and "answer". An episode is one step, rewarded by `GSM8KRewardParser`.
     `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
@@ -159,7 +159,7 @@ def make_gsm8k_env(
 
 
 class LLMHashingEnv(TensorDictEnv):
-    """Identifies prefixes of token sequences by their hash, for trees and tables over a model's possible outputs.
+    """An environment that identifies token prefixes by their hash, for trees over a model's possible outputs.
 
     `reset` takes ids under `observation_key` [L], or a string under `text_key`; a step appends the id in "action" ([]
     or [1]). "hashing" (also written as "hash", its name in TorchRL's documentation) is int64 []: the hash of the
@@ -192,7 +192,7 @@ class LLMHashingEnv(TensorDictEnv):
         self.tokenizer, self.text_output = tokenizer, text_output and tokenizer is not None
 
     def make_tensordict(self, text: str | list[str]) -> TensorDictBase:
-        """The first observation that `reset` returns for one text, or for several, one per row."""
+        """Reset the environment with one text, or with several, one per row; return the first observation."""
         batch = [] if isinstance(text, str) else [len(text)]
         return self.reset(TensorDict({self.text_key: text}, batch_size=batch))
 
@@ -209,7 +209,7 @@ class LLMHashingEnv(TensorDictEnv):
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
         action = root["action"].reshape(1)
         if not 0 <= int(action) < self.vocab_size:
-            raise ValueError(f"action {int(action)} is not an id of the vocabulary: 0 to {self.vocab_size - 1}")
+            raise ValueError(f"action {int(action)} is not in the vocabulary, whose ids are 0 to {self.vocab_size - 1}")
         hashed = self.hashing_module(torch.cat([root["hashing"].reshape(1), action]))
         return self._row(torch.cat([root[self.observation_key], action]), hashed)
 

@@ -1,4 +1,4 @@
-"""This project's environments on tensordicts, including research tasks on a server (as in MLGym)."""
+"""ChatEnvs over text environments, including research tasks on a server (as in MLGym)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRONG_FORMAT = "Your answer must hold exactly one block of code between ``` and 
 
 
 class TextEnvLike(Protocol):
-    """The methods of a TextEnv."""
+    """The methods of a TextEnv that MLGymWrapper calls."""
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]: ...
     def step(self, action: str) -> Any: ...
@@ -30,7 +30,7 @@ class TextEnvLike(Protocol):
 
 
 class MLGymWrapper(ChatEnv):
-    """Runs episodes of a TextEnv as a ChatEnv: its observations become messages, its rewards "reward" [B, 1].
+    """A ChatEnv that runs episodes of a TextEnv: observations become messages, rewards "reward" [B, 1].
 
     Args:
         env: A function that makes a new episode: `environments.make(...)`, an OpenEnv server's (`make_mlgym`) or your
@@ -60,7 +60,10 @@ class MLGymWrapper(ChatEnv):
         )
         single = hasattr(env, "step") and not isinstance(env, type)
         if single and self.batch_size[0] != 1:
-            raise ValueError(f"batch_size={tuple(self.batch_size)} of one environment object: give a factory")
+            raise ValueError(
+                f"batch_size={tuple(self.batch_size)} needs several environments; give a "
+                "function that makes them, not an object"
+            )
         self._make = cast(Callable[[], TextEnvLike], (lambda: env) if single else env)
         self.reward_wrong_format = reward_wrong_format
         self._running: dict[int, TextEnvLike] = {}
@@ -84,7 +87,7 @@ class MLGymWrapper(ChatEnv):
             raise ValueError("MLGymWrapper.step found no answer of the model at the end of the history")
         episode = self._running.get(int(root["episode"]))
         if episode is None:
-            raise RuntimeError("this episode is over: reset its row before the next step")
+            raise RuntimeError("this episode is over; reset its row before the next step")
         output = self._answered(episode, text)
         said = full_messages(root, self.policy_role) or []
         row.set("history", conversation([*said, *output.observations]))
@@ -119,7 +122,7 @@ def make_mlgym(
     num_envs: int = 1,
     system_prompt: str | None = None,
 ) -> MLGymWrapper:
-    """Research tasks on an OpenEnv server as a ChatEnv: every reset starts `task`, or the next one of `tasks`.
+    """Make a ChatEnv of research tasks on an OpenEnv server: every reset starts `task`, or the next of `tasks`.
 
     The server gets `{"task": NAME}` with /reset, and the model's answers (or their single block of code, with
     `reward_wrong_format`) with /step. No part of MLGym or its containers runs in this process.

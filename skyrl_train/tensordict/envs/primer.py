@@ -1,4 +1,4 @@
-"""Supplies resets with the rows of a dataset."""
+"""The transform that supplies resets with the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Stack = Callable[[list[TensorDictBase]], TensorDictBase]
 
 
 class DataLoadingPrimer(Transform):
-    """Gives every reset the next rows of a loader, which is repeated endlessly.
+    """A transform that gives every reset the next rows of a loader, which is repeated endlessly.
 
     A loader yields mappings (one row, or columns of a batch: lists and tensors of one length), lists of mappings, or
     tensordicts of batch [] or [N]. Values other than tensors are kept unchanged; "text" is renamed to "query", because
@@ -26,7 +26,7 @@ class DataLoadingPrimer(Transform):
         dataloader, dataloader_factory: A loader, or a function that makes one for every pass; exactly one of them.
         stack_method: None for a lazy stack of the rows, "as_nested_tensor", "as_padded_tensor", or a callable.
         batch_size: Number of rows per reset, unless the environment determines it.
-        repeats: How often each row is repeated consecutively.
+        repeats: Number of consecutive times that each row is used.
         primers, group_repeats: Accepted without effect, for compatibility with TorchRL: keys are read from the rows,
             and repeats are always consecutive.
     """
@@ -47,7 +47,9 @@ class DataLoadingPrimer(Transform):
         if (dataloader is None) == (dataloader_factory is None):
             raise ValueError("DataLoadingPrimer needs exactly one of dataloader and dataloader_factory")
         if use_ray_service:
-            raise ValueError("use_ray_service=True: give each process a loader over its own rows instead")
+            raise ValueError(
+                "use_ray_service=True is not supported; give each process a loader over its own rows instead"
+            )
         if repeats is not None and repeats < 0:
             raise ValueError(f"repeats={repeats} must not be negative")
         methods: dict[str, Stack] = {"as_nested_tensor": as_nested_tensor, "as_padded_tensor": as_padded_tensor}
@@ -68,11 +70,11 @@ class DataLoadingPrimer(Transform):
         self._rows: Iterator[TensorDictBase] | None = None
 
     def take(self, count: int) -> list[TensorDictBase]:
-        """The next rows, each of batch []."""
+        """Return the next `count` rows, each of batch size []. Raises ValueError if the loader yields no rows."""
         return [self._next() for _ in range(count)]
 
     def forward(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """The next rows, stacked: as many as `tensordict` has, else `batch_size`."""
+        """Return the next rows, stacked: as many as `tensordict` has, else `batch_size`."""
         size = [self.batch_size] if isinstance(self.batch_size, int) else list(self.batch_size or [1])
         count = tensordict.batch_size[0] if tensordict is not None and tensordict.batch_dims else size[0]
         return self._stack(self.take(count))
@@ -106,12 +108,14 @@ class DataLoadingPrimer(Transform):
             found = next(self._rows, None)
             if found is not None:
                 return found
-        raise ValueError("the dataloader yields no rows")
+        raise ValueError("the dataloader yields no rows; give one with at least one row")
 
     def _unbound(self, batch: Any) -> list[TensorDictBase]:
         if isinstance(batch, TensorDictBase):
             if batch.batch_dims > 1:
-                raise ValueError(f"a batch of the loader has {tuple(batch.batch_size)}; one dimension at most")
+                raise ValueError(
+                    f"the loader yields batch_size={tuple(batch.batch_size)}; at most one dimension is allowed"
+                )
             rows = list(batch.unbind(0)) if batch.batch_dims else [batch]
         elif isinstance(batch, Mapping):
             rows = [_row(columns) for columns in _columns(batch)]
@@ -130,7 +134,11 @@ def batches(
     seed: int | None,
     collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None = None,
 ) -> Iterable[Any]:
-    """A loader over `rows`: lists of `size`; with `shuffle`, in a new order in every pass."""
+    """Return a loader over `rows` that can be iterated repeatedly.
+
+    It yields lists of `size` rows, or the results of `collate_fn` for these. With `shuffle`, every pass has a new
+    order, determined by `seed`. Raises ValueError for a size below 1.
+    """
     if size < 1:
         raise ValueError(f"batch_size_dl={size} must be at least 1")
     return _Batches(rows, size, shuffle, random.Random(seed), collate_fn)
@@ -191,7 +199,7 @@ def _stacked_rows(rows: list[TensorDictBase], ragged: Callable[[list[torch.Tenso
 
 
 def _columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a batched mapping; a mapping whose values are not lists or batched tensors is a single row."""
+    """Return the rows of a batched mapping; a mapping whose values are not lists or batched tensors is one row."""
     lengths = {
         len(value) if isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.ndim) else -1
         for value in batch.values()

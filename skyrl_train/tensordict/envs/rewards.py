@@ -14,17 +14,17 @@ ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # sto
 
 
 def answers_in(text: str) -> list[str]:
-    """The contents of <answer> blocks in the final answer (`reasoning.final_answer`)."""
+    """Return the contents of the <answer> blocks in the final answer (`reasoning.final_answer`)."""
     return [found.strip() for found in ANSWER.findall(final_answer(text))]
 
 
 def column(values: Sequence[float]) -> torch.Tensor:
-    """[B, 1, 1]"""
+    """Return one value per row as a float32 tensor [B, 1, 1]."""
     return torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
 
 
 def add_rewards(following: TensorDictBase, rewards: Mapping[str, Sequence[float]], total: str) -> None:
-    """Write columns under their names; the column `total` is added to other transforms' values of the same step."""
+    """Write columns of one value per row under their names; add the column `total` to a value already there."""
     for name, values in rewards.items():
         given = column(values)
         before = following.get(name, None) if name == total else None
@@ -32,7 +32,7 @@ def add_rewards(following: TensorDictBase, rewards: Mapping[str, Sequence[float]
 
 
 def end(following: TensorDictBase, over: Sequence[bool]) -> None:
-    """Terminate the rows that are `over`."""
+    """Mark the rows for which `over` is True as terminated and done."""
     ended = torch.tensor(over, device=following["done"].device).reshape(-1, 1)
     following.set("terminated", following["terminated"] | ended)
     following.set("done", following["done"] | ended)

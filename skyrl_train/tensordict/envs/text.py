@@ -29,7 +29,7 @@ HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 class Tokenizer(Transform):
-    """Encodes text under `in_keys` to ids under `out_keys`, and decodes ids of actions under `in_keys_inv` to text.
+    """A transform that encodes text under `in_keys` to ids, and decodes ids of actions under `in_keys_inv` to text.
 
     Ids [B, L] are padded on the tokenizer's side; the mask is at (*root of the out key, "attention_mask"). Without
     `padding`, every row has its own length, and the tensordict must be a lazy stack if lengths differ.
@@ -39,7 +39,7 @@ class Tokenizer(Transform):
         skip_special_tokens: Decode ids without special tokens, except those that mark reasoning.
         missing_tolerance: Ignore missing keys, which otherwise raise KeyError.
         additional_tokens: Added to the tokenizer.
-        call_before_reset: Tokenise the input of a reset before the environment sees it.
+        call_before_reset: Tokenize the input of a reset before the environment sees it.
         use_raw_nontensor: Accepted without effect, for compatibility with TorchRL.
     """
 
@@ -63,7 +63,9 @@ class Tokenizer(Transform):
     ):
         for name, keys, outs in (("", in_keys, out_keys), ("_inv", in_keys_inv, out_keys_inv)):
             if len(keys) != len(outs):
-                raise ValueError(f"in_keys{name} and out_keys{name} have {len(keys)} and {len(outs)} keys: as many")
+                raise ValueError(
+                    f"in_keys{name} has {len(keys)} keys, out_keys{name} {len(outs)}; give as many of both"
+                )
         if isinstance(tokenizer, str):
             from transformers import AutoTokenizer
 
@@ -114,10 +116,10 @@ class Tokenizer(Transform):
 
     def _missing(self, key: NestedKey) -> None:
         if not self.missing_tolerance:
-            raise KeyError(f"Tokenizer: there is no {key!r}")
+            raise KeyError(f"Tokenizer: the tensordict has no key {key!r}")
 
     def _encoded(self, texts: list[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Ids and mask of every text."""
+        """Return ids and mask of every text."""
         cut = {} if self.max_length is None else {"max_length": self.max_length, "truncation": True}
         padding = ("max_length" if self.max_length else True) if self.padding else False
         found = self.tokenizer(texts, add_special_tokens=self.add_special_tokens, padding=padding, **cut)
@@ -136,14 +138,14 @@ def _set_rows(tensordict: TensorDictBase, key: NestedKey, values: Sequence[torch
         for row, value in zip(tensordict.unbind(0), values, strict=True):
             row.set(key, value)
     else:
-        raise ValueError("Tokenizer: rows of different lengths need padding=True, or a lazy stack to stand in")
+        raise ValueError("Tokenizer: rows of different lengths need padding=True or a lazy stack")
 
 
 class IncrementalTokenizer(Transform):
-    """Keeps ("tokens", "prompt") in sync with a history: the ids that the chat template gives for the history's prompt.
+    """A transform that keeps ("tokens", "prompt") in sync with a history: the chat template's ids of its prompt.
 
     After a step, they are the ids that the step actually had (("tokens", "full"), without padding), the end of the
-    turn, later messages of tools and others, and the header of the next answer: sampled tokens are never tokenised
+    turn, later messages of tools and others, and the header of the next answer: sampled tokens are never tokenized
     again. If the template rewrites earlier turns, or the policy gave no ids, the whole conversation is rendered anew.
     It runs after all other transforms.
     """
@@ -162,9 +164,13 @@ class IncrementalTokenizer(Transform):
         template_kwargs: Mapping[str, Any] | None = None,
     ):
         if not add_generation_prompt:
-            raise ValueError("add_generation_prompt=False: ('tokens', 'prompt') is what the next answer follows")
+            raise ValueError(
+                "add_generation_prompt=False is not supported: the next answer follows ('tokens', 'prompt')"
+            )
         if (history_key, tokens_key) != (("history", "prompt"), ("tokens", "prompt")):
-            raise ValueError("IncrementalTokenizer keeps ('tokens', 'prompt') of ('history', 'prompt')")
+            raise ValueError(
+                "IncrementalTokenizer only supports history_key=('history', 'prompt'), tokens_key=('tokens', 'prompt')"
+            )
         self.tokenizer = tokenizer
         self.template_kwargs = {
             **template_options(tokenizer, chat_template, chat_template_name),
@@ -213,7 +219,7 @@ class IncrementalTokenizer(Transform):
 
 
 class TemplateTransform(Transform):
-    """Adds Llama 3's headers to an environment's "message", and removes them from a policy's "action".
+    """A transform that adds Llama 3's headers to an environment's "message", and removes them from a policy's "action".
 
     A reply is everything between its header (if any) and the first <|eot_id|> (if any), including the text before that
     token in its line.
@@ -235,7 +241,7 @@ class TemplateTransform(Transform):
         self.keys_inv = list(zip(in_keys_inv, out_keys_inv, strict=True))
 
     def wrapped(self, text: str) -> str:
-        """`text` as a turn, and the header of the answer."""
+        """Return `text` as a turn of `role`, followed by the header of the assistant's answer."""
         if self.tokenizer is not None:
             options = {"chat_template": self.chat_template} if self.chat_template else {}
             messages = [{"role": self.role, "content": text}]
@@ -244,7 +250,7 @@ class TemplateTransform(Transform):
         return f"{start}{self.role}{end}\n\n{text}{stop}{start}assistant{end}\n\n"
 
     def unwrapped(self, text: str) -> str:
-        """The text of a reply, without header and end."""
+        """Return the text of a reply without its header and end token."""
         start, end, stop = HEADER
         said = text.partition(stop)[0]
         if said.lstrip().startswith(start):

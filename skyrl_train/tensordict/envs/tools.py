@@ -1,4 +1,4 @@
-"""Tools for the model in a ChatEnv: the calls in its answer are run, and the results follow as messages."""
+"""Transforms that give the model of a ChatEnv tools: they run its calls and append the results as messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ParsedCall:
 
 
 class ToolTransform(Transform, ABC):
-    """Runs the calls of the model's last answer, and appends a message of role `tool_name` for each.
+    """A transform that runs the calls of the model's last answer and appends a message of role `tool_name` for each.
 
     A call in the answer's reasoning does not count (`reasoning.final_answer`). Every episode has its own tools, which
     are closed when it ends; rows run concurrently. A model's mistakes and a tool's exceptions become texts for the
@@ -60,18 +60,18 @@ class ToolTransform(Transform, ABC):
 
     @abstractmethod
     def make_tools(self) -> list[Tool]:
-        """The tools of one episode."""
+        """Return new tools for one episode."""
 
     @abstractmethod
     def calls(self, text: str) -> list[ParsedCall]:
-        """The calls of one answer, in order."""
+        """Return the calls in one answer, in order."""
 
     @abstractmethod
     def told(self, call: ParsedCall, result: ToolResult) -> str:
-        """The message that shows a result to the model."""
+        """Return the message that shows a result to the model."""
 
     def described(self) -> str | None:
-        """Text about the tools for the system message, or None."""
+        """Return a description of the tools for the system message, or None for no description."""
         return None
 
     def attach(self, environment: TensorDictEnv) -> None:
@@ -126,7 +126,9 @@ class ToolTransform(Transform, ABC):
 
 
 class PythonInterpreter(ToolTransform):
-    """Runs each closed ```python block of the last answer in a sandbox, alone or, with `persistent`, in one session.
+    """A tool transform that runs each closed ```python block of the last answer in a sandbox.
+
+    Every block runs in a new session or, with `persistent`, in the episode's session.
 
     The messages are "Code block 1 executed successfully:" or "Code block 1 failed:", followed by the block's output. A
     block fails if it raises, exits with a status other than 0, or exceeds a limit; a warning on stderr is just output.
@@ -152,7 +154,7 @@ class PythonInterpreter(ToolTransform):
         sandbox: Mapping[str, Any] | None = None,
     ):
         if services is not None:
-            raise ValueError(f"services={services!r}: only None; every episode has its own sandbox")
+            raise ValueError(f"services={services!r} is not supported; leave it out: every episode has its own sandbox")
         if service_name != SERVICE_NAME or namespace is not None:
             given = f"service_name={service_name!r}, namespace={namespace!r}"
             raise ValueError(f"{given}: leave them out; there is no service, every episode has its own sandbox")
@@ -181,7 +183,7 @@ class _Blocks(PythonTool):
 
 
 class _BlockTools(ToolTransform):
-    """Calls written as <tool>name, a line break, the arguments as JSON, </tool>."""
+    """A tool transform for calls written as <tool>name, a line break, the arguments as JSON, </tool>."""
 
     def __init__(self, tool_name: str, pattern: str | re.Pattern[str] | None, describe: bool):
         super().__init__(tool_name)
@@ -195,7 +197,7 @@ class _BlockTools(ToolTransform):
 
     @abstractmethod
     def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
-        """The tool call for a block's name and arguments."""
+        """Return the tool call for a block's name and arguments."""
 
     def told(self, call: ParsedCall, result: ToolResult) -> str:
         how = "executed successfully" if result.error is None else "failed"
@@ -212,7 +214,7 @@ class _BlockTools(ToolTransform):
 
 
 class MCPToolTransform(_BlockTools):
-    """Tools of MCP servers, called as <tool>server.tool, a line break, {json}, </tool>.
+    """A tool transform for the tools of MCP servers, called as <tool>server.tool, a line break, {json}, </tool>.
 
     A name without a server belongs to the first server. The system message lists the tools with their schemas
     (`describe`). Connection failures raise ConfigError immediately; a call that exceeds `timeout` is cancelled.
@@ -233,7 +235,7 @@ class MCPToolTransform(_BlockTools):
     ):
         super().__init__(tool_name, tool_call_pattern, describe)
         if not servers:
-            raise ValueError("servers={}: name at least one")
+            raise ValueError("servers={} must name at least one MCP server")
         self.servers = {
             name: entry if "tools" in entry else {**entry, "tools": list_server_tools(name, entry)}
             for name, entry in servers.items()
@@ -253,7 +255,9 @@ class MCPToolTransform(_BlockTools):
 
 
 class BrowserTransform(_BlockTools):
-    """A browser for every row, called as <tool>browser, a line break, {"action": ..., ...}, </tool>.
+    """A tool transform with a browser for every row.
+
+    The call is <tool>browser, a line break, {"action": ..., ...}, </tool>.
 
     The actions are BrowserTool's: goto (also "navigate") with "url", click and type with "element" (its number in the
     page's listing), read (also "extract" and "scroll", because the whole page is read), back. There are no selectors.
@@ -280,7 +284,7 @@ class BrowserTransform(_BlockTools):
         describe: bool = True,
     ):
         if not headless:
-            raise ValueError("headless=False: the browsers of a batch have no screen")
+            raise ValueError("headless=False is not supported: the browsers of a batch have no screen")
         super().__init__(tool_name, None, describe)
         self._make: Callable[[], Tool] = lambda: BrowserTool(
             ["*"] if allowed_domains is None else list(allowed_domains), allow_private, timeout=timeout

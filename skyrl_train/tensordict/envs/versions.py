@@ -1,4 +1,4 @@
-"""Records which version of the policy acted."""
+"""The transform that records which version of the policy acted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Version = int | str
 
 @dataclass(frozen=True, slots=True)
 class VersionChange:
-    """One `increment_version`."""
+    """A record of one change of the policy's version."""
 
     timestamp: float
     """Seconds since the epoch."""
@@ -26,7 +26,7 @@ class VersionChange:
 
 
 class PolicyVersion(Transform):
-    """Writes "policy_version" into an observation and the next one: the version that acted between the two.
+    """A transform that writes "policy_version", the version that acted, into an observation and the next one.
 
     A reset writes the current version; a step overwrites it with the version at the step's beginning, in case weights
     have changed in between. [B] int64 for `version_type` int, strings for "uuid".

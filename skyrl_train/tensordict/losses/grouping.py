@@ -1,4 +1,4 @@
-"""Groups steps into trajectories, and trajectories by prompt: the common part of advantages and selections."""
+"""The base of advantages and selections: it groups steps into trajectories, and trajectories by prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_train.tensordict.ragged import Key, rows_of, stacked
 
 log = logging.getLogger(__name__)
 EPISODE: Key = "episode"
-"""Key of the number that environments give an episode; steps with different numbers are not one trajectory."""
+"""Key of the episode's number; steps with different numbers belong to different trajectories."""
 
 
 STATISTICS = (
@@ -50,7 +50,9 @@ class CompleteTrajectory:
 
 
 class GroupTransform(ABC):
-    """Holds trajectories back until their prompt's group is complete; a replay buffer calls `inv` on writing.
+    """A buffer transform that holds trajectories back until their prompt's group is complete.
+
+    A replay buffer calls `inv` on writing.
 
     Trajectories may be at most `max_staleness` versions behind the newest one seen: an older one is dropped on arrival,
     and a group that contains one is dropped when a newer version arrives. If more than `max_pending` trajectories wait,
@@ -88,7 +90,7 @@ class GroupTransform(ABC):
         self.trajectory_return_sum, self.trajectory_return_max = 0.0, float("-inf")
 
     def get_stats(self) -> dict[str, float | int]:
-        """What arrived, what was written and what waits, under TorchRL's names; all are attributes too.
+        """Return counts of what arrived, was written and waits, under TorchRL's names; each is an attribute, too.
 
         A decision is a step, a return the sum of a trajectory's rewards, a success a return above 0. A group is
         completed when it is written or dropped, and rescued if its first trajectories alone would have been dropped.
@@ -97,25 +99,28 @@ class GroupTransform(ABC):
 
     @property
     def queued_groups(self) -> int:
+        """Number of incomplete groups that wait."""
         return len(self.queues)
 
     @property
     def queued_trajectories(self) -> int:
+        """Number of trajectories in incomplete groups."""
         return self._waiting
 
     @property
     def max_queued_trajectories_per_group(self) -> int:
+        """Number of trajectories in the largest incomplete group; 0 without groups."""
         return max(map(len, self.queues.values()), default=0)
 
     @abstractmethod
     def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
-        """Select among a prompt's trajectories so far; the result may be empty. None: wait for more."""
+        """Return the selected trajectories of a prompt's group, possibly none, or None to wait for more."""
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Take the steps of whole trajectories, [T] or [B, T]; return the steps [N] of completed groups, or None.
+        """Add complete trajectories [T] or [B, T] to their groups; return the steps [N] of completed groups, or None.
 
-        A trajectory ends with a step that is done. Raises RuntimeError, before keeping anything, if the last step is
-        not done, or if another "episode" begins (in a collector's concatenated rows) before the step that is done;
+        A trajectory ends with a step that is done. Raises RuntimeError, before storing anything, if the last step
+        is not done, or if another "episode" begins (in a collector's concatenated rows) before the step that is done;
         KeyError for a missing entry, TypeError for a prompt that is neither text nor tensor.
         """
         kept: list[TensorDictBase] = []
@@ -136,7 +141,7 @@ class GroupTransform(ABC):
             self.written_groups += bool(chosen)
             self.dropped_groups += not chosen
             if self.verbose:
-                log.info("group of %d trajectories: %d kept", len(group), len(chosen))
+                log.info("selected %d of a group of %d trajectories", len(chosen), len(group))
             kept += [step for trajectory in chosen for step in trajectory.steps]
         return stacked(kept) if kept else None
 
@@ -178,7 +183,7 @@ class GroupTransform(ABC):
                 steps = []
         if steps:
             raise RuntimeError(
-                f"The last {len(steps)} steps are not done at {self.done_key!r}; write whole trajectories "
+                f"The last {len(steps)} steps are not done at {self.done_key!r}; write complete trajectories "
                 "(yield_completed_trajectories=True in a collector)."
             )
 
@@ -199,13 +204,13 @@ class GroupTransform(ABC):
         if isinstance(value, list):  # messages
             return json.dumps(value, sort_keys=True, default=repr)
         if value is None:
-            raise KeyError(f"No prompt at {self.prompt_key!r}; prompt_key names another entry.")
+            raise KeyError(f"The tensordict has no prompt at {self.prompt_key!r}; set prompt_key to its key.")
         raise TypeError(
             f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str, messages or a tensor."
         )
 
     def _is_late(self, version: int | None) -> bool:
-        """Whether a trajectory is too old; if it is the newest so far, drop the groups that have become too old."""
+        """True if a trajectory is too old; if it is the newest so far, drop the groups that have become too old."""
         if version is None:
             return False
         if self.newest is None or version > self.newest:
@@ -218,7 +223,7 @@ class GroupTransform(ABC):
     def _bound_pending(self) -> None:
         while self._waiting > self.max_pending:
             self._abandon(next(iter(self.queues)))
-            log.warning("more than max_pending=%d trajectories wait; the oldest group is given up", self.max_pending)
+            log.warning("more than max_pending=%d trajectories wait; the oldest group was dropped", self.max_pending)
 
     def _abandon(self, prompt: Hashable) -> None:
         lost = len(self.queues.pop(prompt))
@@ -229,12 +234,14 @@ class GroupTransform(ABC):
 def _entry(step: TensorDictBase, key: Key) -> Tensor:
     value = step.get(key, None)
     if value is None:
-        raise KeyError(f"No entry {key!r}; entries are {sorted(map(str, step.keys(include_nested=True)))}.")
+        raise KeyError(
+            f"The tensordict has no entry {key!r}; its entries are {sorted(map(str, step.keys(include_nested=True)))}."
+        )
     return value  # type: ignore[no-any-return]
 
 
 def _number(value: Any) -> int | None:
-    """A version number; None for a uuid, which has no order."""
+    """Return the oldest version number of an entry, or None for a uuid, which has no order."""
     if isinstance(value, NonTensorData):
         value = value.data
     if isinstance(value, Tensor) and value.numel() >= 1:

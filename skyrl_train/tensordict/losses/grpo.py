@@ -34,7 +34,9 @@ REDUCTIONS = (None, "mean", "sum", "none")
 
 
 class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
-    """float64 scalars; None if their term is disabled. Means are over the tokens that count.
+    """Losses and statistics as float64 scalars; None if their term is disabled.
+
+    Means are over the tokens that count.
 
     With aggregation or reduction "none", the loss_* are rectangles [B, L], 0 on tokens that do not count.
     """
@@ -103,18 +105,40 @@ class GRPOLoss(TensorDictModuleBase):
         device: torch.device | str | None = None,
         masking_strategy: str = "sft",
     ):
-        """kl_to_ref_coeff: None and 0 are off, and need no reference.
+        """Configure the loss.
 
-        Raises ValueError for a value out of range, and for `gamma` and `clip_value`: GRPO has no critic.
+        Args:
+            actor_network: The policy, which computes log-probs; see scoring.py.
+            clip_epsilon: Clipping range (low, high) of the ratio, or one number for both.
+            kl_mask_threshold: Leave out tokens for which half the squared log-ratio to the sampling policy is larger.
+            aggregation: "token_mean", "prompt_mean", or "none" for token-level losses.
+            entropy_bonus: Add the entropy term, which needs a policy with a distribution.
+            samples_mc_entropy: Number of samples that estimate an entropy without a closed form.
+            entropy_coeff: Coefficient of the entropy.
+            gamma: Only None.
+            reduction: "mean" (also None), "sum", or "none" for token-level losses.
+            clip_value: Only None: GRPO has no critic.
+            kl_to_ref_coeff: Coefficient of the KL to the reference; None and 0 turn it off and need no reference.
+            kl_to_inference_coeff: Coefficient of the KL to the sampling policy; None turns it off.
+            device: Device to which to move the module.
+            masking_strategy: "sft", "rlhf" or "generic"; see `scoring.token_mask`.
+
+        Raises:
+            ValueError: For a value that is not allowed, or an actor with generate=True.
         """
         super().__init__()
         low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
-        _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, not below 0")
+        _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, of at least 0")
         _one_of("aggregation", aggregation, (*AGGREGATIONS, "none"))
         _one_of("reduction", reduction, REDUCTIONS)
         _one_of("masking_strategy", masking_strategy, MASKING_STRATEGIES)
-        _check(gamma is None, "gamma", gamma, "None: advantages come discounted or not at all")
-        _check(clip_value is None, "clip_value", clip_value, "None: there is no critic")
+        _check(
+            gamma is None,
+            "gamma",
+            gamma,
+            "None, because GRPO does not discount: compute discounted advantages beforehand",
+        )
+        _check(clip_value is None, "clip_value", clip_value, "None, because GRPO has no critic")
         _check(samples_mc_entropy >= 1, "samples_mc_entropy", samples_mc_entropy, "at least 1")
         check_actor(actor_network)
         self.actor_network = actor_network
@@ -144,12 +168,15 @@ class GRPOLoss(TensorDictModuleBase):
         self.in_keys = [names.action, names.sample_log_prob, names.advantage, *reference, *masks]
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-        """(values, was_clipped), all [T]; variants of GRPO override it."""
+        """Return the tokens' losses and a mask of those that were clipped, both [T]; variants of GRPO override this.
+
+        `logprobs`, `advantages`, `mask` and `old` (log-probs of sampling) are [T].
+        """
         low, high = self.clip_epsilon
         return clipped_surrogate(logprobs, advantages, mask, old_logprobs=old, eps_clip_low=low, eps_clip_high=high)
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        """Losses and statistics of the sequences in a tensordict of any batch size, which is not changed.
+        """Compute the losses of the sequences in a tensordict of any batch size, which is not changed.
 
         Raises ValueError for a missing action or advantage or for different shapes, KeyError for missing log-probs,
         RuntimeError if the log-probs of sampling or of the reference require a gradient.
@@ -226,7 +253,10 @@ class DAPO(GRPOLoss):
 
 
 class CISPO(GRPOLoss):
-    """-sg[clip(r, 1 - low, 1 + high)] A log_prob: clipped tokens keep their gradient (arXiv:2506.13585, eq. 4-5)."""
+    """A loss in which clipped tokens keep their gradient (arXiv:2506.13585, eq. 4-5).
+
+    loss_objective       sum_t w_t -sg[clip(r, 1 - low, 1 + high)] A log_prob
+    """
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.clip_epsilon
@@ -246,20 +276,22 @@ CISPOLoss = CISPO
 
 
 def mean_over(values: Tensor, mask: Tensor) -> Tensor:
-    """The float64 mean over the tokens in the mask; 0 if there are none."""
+    """Return the float64 mean of `values` over the tokens in the mask; 0 if there are none."""
     return torch.where(mask, values.double(), 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def constant(values: Tensor, key: Key) -> Tensor:
+    """Return `values` unchanged. Raises RuntimeError, naming `key`, if they require a gradient."""
     if values.requires_grad:
-        raise RuntimeError(f"{key!r} requires a gradient; log-probs of another policy are numbers: detach them.")
+        raise RuntimeError(f"{key!r} requires a gradient; log-probs of another policy are constants, so detach them.")
     return values
 
 
 def replaced_keys(keys: Any, changes: dict[str, Key]) -> Any:
+    """Return a copy of a dataclass of keys with `changes`. Raises ValueError for unknown names."""
     unknown = sorted(changes.keys() - asdict(keys).keys())
     if unknown:
-        raise ValueError(f"set_keys: {', '.join(unknown)} not known; keys are {', '.join(asdict(keys))}.")
+        raise ValueError(f"set_keys does not know {', '.join(unknown)}; the keys are {', '.join(asdict(keys))}.")
     return replace(keys, **changes)
 
 

@@ -18,11 +18,13 @@ RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 Selector = Callable[[Tensor, int], Sequence[int] | None]
-"""(returns [N], group_size) -> indices of the trajectories that form the group, or None if no selection will do."""
+"""Function (returns [N], group_size) that returns the indices of the group's trajectories, or None for no group."""
 
 
 class MCAdvantage(GroupTransform):
-    """Writes (R - mean(R)) / (std(R) + 1e-6) to every step of a trajectory with return R, over the prompt's group.
+    """A buffer transform that writes GRPO's advantages, (R - mean(R)) / (std(R) + 1e-6), to every step of a trajectory.
+
+    R is the trajectory's return; mean and std are over the prompt's group.
 
     The standard deviation is unbiased. The values equal the trainer's (`advantage_estimator=grpo`): a group of equal
     returns, or of one trajectory, gets 0. Nothing is stored until `grpo_size` trajectories of a prompt have arrived.
@@ -46,13 +48,29 @@ class MCAdvantage(GroupTransform):
         max_staleness: int = 1,
         max_pending: int = 65536,
     ):
-        """trajectory_return: "sum" (also None), "max" or "mean" of the steps' rewards.
-        keep_return_bounds: (low, high); only groups with a mean return between the two, neither of them included, are
-        stored (dynamic sampling).
-        candidate_group_size: number of trajectories of a prompt to wait for at most. Once there are
-        `candidate_selection_min_size` (default: grpo_size), `candidate_selector` (default: `most_different`) picks
-        grpo_size of them; the group is stored if their returns differ and are within bounds. If that is not so even
-        with all candidates, they are dropped.
+        """Configure the groups.
+
+        Args:
+            grpo_size: Number of trajectories per group.
+            prompt_key: Key of the prompt; equal prompts form a group.
+            rewards_key: Key of the steps' rewards.
+            advantage_key: Key under which advantages are written.
+            done_key: Key that marks a trajectory's last step.
+            verbose: Log every group.
+            trajectory_return: "sum" (also None), "max" or "mean" of the steps' rewards.
+            keep_return_bounds: (low, high): store only groups whose mean return is strictly between them (dynamic
+                sampling).
+            candidate_group_size: Maximum number of trajectories of a prompt from which to select a group (default:
+                grpo_size). If no selection is accepted even with all candidates, they are dropped.
+            candidate_selection_min_size: Number of trajectories with which selection begins (default: grpo_size).
+            candidate_selector: Selects grpo_size candidates (default: `most_different`); the group is accepted if
+                their returns differ and are within bounds.
+            version_key: Key of the policy's version.
+            max_staleness: Maximum number of versions that a trajectory may lag behind; see GroupTransform.
+            max_pending: Maximum number of trajectories that wait.
+
+        Raises:
+            ValueError: For a value that is not allowed.
         """
         super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
         self.grpo_size, self.advantage_key = grpo_size, advantage_key
@@ -67,7 +85,7 @@ class MCAdvantage(GroupTransform):
         if self.trajectory_return not in RETURNS:
             raise ValueError(f"trajectory_return={trajectory_return!r} must be one of {', '.join(RETURNS)} or None.")
         if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
-            raise ValueError(f"keep_return_bounds={keep_return_bounds!r} must be (low, high), the lower one first.")
+            raise ValueError(f"keep_return_bounds={keep_return_bounds!r} must be (low, high) with low < high.")
         if not callable(self.candidate_selector):
             raise ValueError(
                 f"candidate_selector={candidate_selector!r:.80} must be a function: (returns, group_size) -> indices."
@@ -75,7 +93,7 @@ class MCAdvantage(GroupTransform):
         if not grpo_size <= self.candidate_selection_min_size <= self.candidate_group_size:
             raise ValueError(
                 f"grpo_size={grpo_size}, candidate_selection_min_size={self.candidate_selection_min_size} and "
-                f"candidate_group_size={self.candidate_group_size} must not fall."
+                f"candidate_group_size={self.candidate_group_size} must be in ascending order."
             )
 
     def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
@@ -94,7 +112,7 @@ class MCAdvantage(GroupTransform):
         return chosen
 
     def _picked(self, returns: Tensor) -> list[int] | None:
-        """The indices of a group that is worth storing among the trajectories so far, or None."""
+        """Return the indices of an acceptable group among the trajectories so far, or None."""
         if self.candidate_group_size == self.grpo_size:
             return list(range(len(returns))) if self._within_bounds(returns) else None
         found = self.candidate_selector(returns, self.grpo_size)
@@ -121,7 +139,7 @@ class MCAdvantage(GroupTransform):
 
 
 def most_different(returns: Tensor, group_size: int) -> list[int]:
-    """Select the largest and the smallest returns in turn, for the widest spread; ties go by order of arrival."""
+    """Return the indices of the largest and the smallest returns, half of each; ties go by order of arrival."""
     order = torch.argsort(returns, descending=True, stable=True).tolist()
     above = (group_size + 1) // 2
     return sorted(order[:above] + order[len(order) - (group_size - above) :])

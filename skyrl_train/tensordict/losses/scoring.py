@@ -1,4 +1,4 @@
-"""How losses on tensordicts get a policy's log-probs of given tokens, and its entropy if it has a distribution."""
+"""Log-probs of given tokens under a policy for losses on tensordicts, and entropy if it has a distribution."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ MASKING_STRATEGIES = ("sft", "rlhf", "generic")
 
 
 class TokenDistribution(Protocol):
-    """Over the vocabulary at [B, L] positions; L is the length of the longest row, others are padded on the left."""
+    """A distribution over the vocabulary at [B, L] positions; rows are padded on the left to the longest."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """[B, L] int64 to nats [B, L]; arbitrary at a row's first token and in padding."""
+        """Return log-probs [B, L] (nats) of ids [B, L]; arbitrary at a row's first token and in padding."""
         ...
 
     def entropy(self) -> Tensor:
-        """[B, L] nats. Raises NotImplementedError if only log-probs are known."""
+        """Return the entropy [B, L] in nats. Raises NotImplementedError if only log-probs are known."""
         ...
 
 
 class DistributionPolicy(Protocol):
-    """The first of two kinds of actor; one whose `get_dist` raises NotImplementedError is of the second kind."""
+    """An actor with distributions. If `get_dist` raises NotImplementedError, it is treated as a ScoringPolicy."""
 
     def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution: ...
 
 
 class ScoringPolicy(Protocol):
-    """The second kind: a call returns a tensordict with ("log_probs", "full"), with a gradient if one is needed.
+    """An actor whose call returns a tensordict with ("log_probs", "full"), with a gradient if one is needed.
 
     Its rows are as given, or padded in any way, with ("tokens", "full") and an attention mask that identify the tokens.
     """
@@ -66,16 +66,16 @@ def check_actor(actor: Any) -> None:
     """Raise ValueError for a wrapper that would generate instead of scoring."""
     if getattr(actor, "generate", None) is True:
         raise ValueError(
-            "The actor has generate=True; a loss scores given tokens: use actor.get_new_version(generate=False)."
+            "The actor has generate=True, but a loss scores given tokens; use actor.get_new_version(generate=False)."
         )
 
 
 def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError) -> Column:
-    """Read a required entry; raise `error` if it is missing."""
+    """Return a required entry of a tensordict [B]; raise `error`, which calls the entry `what`, if it is missing."""
     value = column(tensordict, key)
     if value is None:
         found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
-        raise error(f"No {what} at {key!r}; entries are {', '.join(found)}. set_keys names another.")
+        raise error(f"No {what} at {key!r}; entries are {', '.join(found)}. Name another key with set_keys.")
     return value
 
 
@@ -84,13 +84,14 @@ def score(
 ) -> Scored:
     """Score the tokens at `action` of a tensordict [B] with `actor`, which gets a copy without padding.
 
-    The result is on the batch's device, wherever the policy computes.
+    The result is on the batch's device, wherever the policy computes. `strategy` is `token_mask`'s. With `entropy`, the
+    result has the entropy, estimated from `mc_samples` samples if there is no closed form.
 
     Raises ValueError for a missing actor, tokens or masks, for different shapes, or if entropy is requested from a
     policy that only has log-probs.
     """
     if actor is None:
-        raise ValueError("The loss has no actor_network; give it the policy that is trained.")
+        raise ValueError("The loss has no actor_network; give it the policy to train.")
     actor, tokens = _reader_of(actor, action), read(tensordict, action, "action")
     layout = TokenLayout.of(tokens, column(tensordict, ATTENTION))
     mask = token_mask(tensordict, tokens, layout, strategy)
@@ -98,7 +99,7 @@ def score(
     distribution = _distribution(actor, _unpadded(tensordict, ids, layout, action))
     if distribution is None:
         if entropy:
-            raise ValueError("The policy gives log-probs alone, which have no entropy; use entropy_bonus=False.")
+            raise ValueError("The policy only gives log-probs, which have no entropy; use entropy_bonus=False.")
         return Scored(layout, mask, _called(actor, _unpadded(tensordict, ids, layout, action), ids, action), None)
     theirs, device = TokenLayout.of(ids, None), layout.present.device
     found = distribution.log_prob(theirs.rectangle(ids, action)).to(device)
@@ -108,23 +109,21 @@ def score(
 
 
 def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, strategy: str) -> Tensor:
-    """[T] bool, never True on a row's first token, which has no log-prob.
+    """Return the mask [T] of tokens that count; it never includes a row's first token, which has no log-prob.
 
     "rlhf": the assistant's tokens, in all turns. "sft": the tokens after the prompt (the assistant's if the prompt is
-    not known). "generic": all tokens.
+    not known). "generic": all tokens. Raises ValueError if the masks that the strategy needs are missing.
     """
     assistant, prompts = column(tensordict, ASSISTANT), column(tensordict, PROMPT)
     if strategy == "rlhf" or (strategy == "sft" and prompts is None):
         if assistant is None:
             raise ValueError(
                 f"masking_strategy={strategy!r} needs {ASSISTANT!r}{' or the prompt' if strategy == 'sft' else ''}, "
-                "which the tensordict has not."
+                "which the tensordict lacks."
             )
         mask = layout.flat(assistant, ASSISTANT).bool()
     elif not layout.padding_known:
-        raise ValueError(
-            f"masking_strategy={strategy!r} needs {ATTENTION!r}: a rectangle does not tell tokens from padding."
-        )
+        raise ValueError(f"masking_strategy={strategy!r} needs {ATTENTION!r}: otherwise padding looks like tokens.")
     elif strategy == "sft":
         assert prompts is not None
         mask = layout.after(tokens, prompts)
@@ -134,7 +133,10 @@ def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, 
 
 
 def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[TensorDictBase, Tensor, TokenLayout]:
-    """Let the policy score conversations: a tensordict with tokens and masks, log-probs [T], and their layout."""
+    """Let the policy score conversations; return its tensordict with tokens and masks, log-probs [T], and their layout.
+
+    Raises ValueError if the policy writes no tokens at `action`, KeyError if it writes no log-probs.
+    """
     result = actor(tensordict)
     tokens = read(result, action, "tokens of the policy")
     layout = TokenLayout.of(tokens, column(result, ATTENTION))
@@ -142,7 +144,7 @@ def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[T
 
 
 def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout, action: Key) -> TensorDictBase:
-    """The rows without padding, and without the log-probs of sampling, which must not be mistaken for the policy's."""
+    """Return rows without padding, and without the log-probs of sampling, so that the policy's cannot be confused."""
     assistant = column(tensordict, ASSISTANT)
     said = None if assistant is None else layout.flat(assistant, ASSISTANT).split([len(row) for row in ids])
     result = []
@@ -157,7 +159,7 @@ def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout
 
 
 def _reader_of(actor: Any, action: Key) -> Any:
-    """The actor, reading tokens: in another input mode, a wrapper would not score the tokens that were sampled."""
+    """Return the actor in tokens mode: in another mode, a wrapper would not score the tokens that were sampled."""
     key = (action,) if isinstance(action, str) else action
     if not isinstance(actor, LLMWrapperBase) or (actor.input_mode, actor.in_keys) == ("tokens", [key]):
         return actor
@@ -194,7 +196,7 @@ def _entropy(distribution: Any, samples: int) -> Tensor:
 
 
 def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key) -> Tensor:
-    """[T] log-probs from calling an actor of the second kind."""
+    """Return the log-probs [T] from a call of a ScoringPolicy."""
     result, device = actor(tensordict), ids[0].device
     values = _moved(read(result, LOG_PROBS, "log-probs of the policy", KeyError), device)
     theirs = column(result, action)
@@ -204,7 +206,7 @@ def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: K
     layout = TokenLayout.of(theirs, None if attention is None else _moved(attention, device))
     if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
         raise ValueError(
-            "The policy scored other tokens than those that were sampled (a template made them anew); "
+            "The policy scored other tokens than those that were sampled, because it rendered the text again; "
             'use input_mode="tokens".'
         )
     return layout.flat(values, LOG_PROBS)

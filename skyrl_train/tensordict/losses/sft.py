@@ -23,7 +23,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class SFTLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
-    """Losses in float64."""
+    """The losses of an SFTLoss, in float64; None if their term is disabled."""
 
     loss_sft: Tensor
     """A scalar, or [B] with reduction "none"."""
@@ -54,7 +54,7 @@ class SFTLoss(TensorDictModuleBase):
     "minor_sft"   -log sigmoid(beta (sum of log-probs - sum of the reference's)) (arXiv:2408.10642)
 
     With `normalize_by_seq_length`, sums are replaced by means. Tokens and masks are read if the tensordict has them;
-    otherwise the history is tokenised with `tokenizer` or, without one, by the actor.
+    otherwise the history is tokenized with `tokenizer` or, without one, by the actor.
     """
 
     def __init__(
@@ -69,9 +69,21 @@ class SFTLoss(TensorDictModuleBase):
         beta: float = 0.1,
         device: torch.device | str | None = None,
     ):
-        """reduction over sequences: "mean", "sum" or "none". kl_to_ref_coeff: None and 0 are off.
+        """Configure the loss.
 
-        Raises ValueError for another reduction, or an unknown loss.
+        Args:
+            actor_network: The policy, which computes log-probs; see scoring.py.
+            tokenizer: Tokenizes histories without tokens; the actor's by default.
+            tokenizer_kwargs: Arguments of `History.apply_chat_template`.
+            reduction: Over sequences: "mean", "sum" or "none".
+            normalize_by_seq_length: Divide a sequence's log-probs by its number of tokens that count.
+            kl_to_ref_coeff: Coefficient of the KL to the reference; None and 0 turn it off.
+            loss_function: "sft" or "minor_sft".
+            beta: Scale of "minor_sft".
+            device: Device to which to move the module.
+
+        Raises:
+            ValueError: For another reduction, an unknown loss, or an actor with generate=True.
         """
         super().__init__()
         if reduction not in REDUCTIONS:
@@ -95,6 +107,7 @@ class SFTLoss(TensorDictModuleBase):
 
     @property
     def reads_reference(self) -> bool:
+        """True if a term needs the reference's log-probs."""
         return bool(self.kl_to_ref_coeff) or self.loss_function == "minor_sft"
 
     def set_keys(self, **keys: Key) -> None:
@@ -103,7 +116,7 @@ class SFTLoss(TensorDictModuleBase):
         self.in_keys = [self.tensor_keys.history, *([self.tensor_keys.ref_log_probs] if self.reads_reference else [])]
 
     def forward(self, tensordict: TensorDictBase) -> SFTLossOutput:
-        """Losses of the conversations in a tensordict of any batch size, which is not changed.
+        """Compute the losses of the conversations in a tensordict of any batch size, which is not changed.
 
         Raises ValueError for a conversation without tokens of the assistant or for different shapes, KeyError for
         missing log-probs, RuntimeError if the reference's log-probs require a gradient.
@@ -115,7 +128,7 @@ class SFTLoss(TensorDictModuleBase):
         silent = (lengths == 0).nonzero()[:, 0].tolist()
         if silent:
             raise ValueError(
-                f"Rows {', '.join(map(str, silent))} have no token of the assistant to learn from; leave them out, or "
+                f"Rows {', '.join(map(str, silent))} have no token of the assistant to train on; leave them out, or "
                 "use a chat template that marks them with {% generation %}."
             )
         reference = None
@@ -146,10 +159,10 @@ class SFTLoss(TensorDictModuleBase):
         return of_sequences.sum() if self.reduction == "sum" else of_sequences
 
     def _scored(self, rows: TensorDictBase) -> tuple[TokenLayout, Tensor, Tensor]:
-        """The layout, the mask [T] of the assistant's tokens, and log-probs [T]."""
+        """Return the layout, the mask [T] of the assistant's tokens, and the log-probs [T]."""
         keys = self.tensor_keys
         if self.actor_network is None:
-            raise ValueError("The loss has no actor_network; give it the policy that is trained.")
+            raise ValueError("The loss has no actor_network; give it the policy to train.")
         if column(rows, keys.tokens) is None:
             rows = self._tokenised(rows)
         if column(rows, keys.tokens) is not None:
@@ -160,7 +173,7 @@ class SFTLoss(TensorDictModuleBase):
         return layout, mask & ~layout.first_tokens, logprobs
 
     def _tokenised(self, rows: TensorDictBase) -> TensorDictBase:
-        """Rows with the tokens and masks of their histories, each rendered separately without padding.
+        """Return rows with the tokens and masks of their histories, each rendered separately without padding.
 
         Uses `tokenizer`, else the actor's tokenizer and template. Without either, rows are returned unchanged: then the
         log-probs from the actor's forward have a gradient only if the actor provides one.
@@ -177,7 +190,10 @@ class SFTLoss(TensorDictModuleBase):
         made = []
         for row in rows.unbind(0):
             if row.get(self.tensor_keys.history, None) is None:
-                raise ValueError(f"No conversation at {self.tensor_keys.history!r}, and no tokens.")
+                raise ValueError(
+                    f"No conversation at {self.tensor_keys.history!r} and no tokens at {self.tensor_keys.tokens!r}; "
+                    "name other keys with set_keys."
+                )
             found = row[self.tensor_keys.history].apply_chat_template(tokenizer=tokenizer, **settings)
             row = row.copy()
             row.set(self.tensor_keys.tokens, torch.as_tensor(found["input_ids"]).reshape(-1))

@@ -1,4 +1,4 @@
-"""Selects the trajectories of a prompt that are worth training on."""
+"""The transform that selects the trajectories of a prompt with the largest returns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from skyrl_train.tensordict.ragged import Key
 
 
 class TopKRewardSelector(GroupTransform):
-    """Keeps the `topk_size` of `total_dialog_turns` trajectories of a prompt with the largest returns (reward sums).
+    """A buffer transform that selects the `topk_size` trajectories of a prompt with the largest returns.
 
-    Trajectories stay whole and in order of arrival; if returns tie, earlier ones are kept. A group of equal returns
+    It selects among `total_dialog_turns` trajectories; a return is the sum of rewards. Trajectories
+    stay complete and in order of arrival; if returns tie, earlier ones are kept. A group of equal returns
     contains no information and is dropped.
     """
 
@@ -26,7 +27,15 @@ class TopKRewardSelector(GroupTransform):
         max_staleness: int = 1,
         max_pending: int = 65536,
     ):
-        """Raises ValueError unless 1 <= topk_size <= total_dialog_turns."""
+        """Configure the groups; other arguments are MCAdvantage's.
+
+        Args:
+            total_dialog_turns: Number of trajectories of a prompt to wait for.
+            topk_size: Number of trajectories to select.
+
+        Raises:
+            ValueError: Unless 1 <= topk_size <= total_dialog_turns.
+        """
         super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
         if not 1 <= topk_size <= total_dialog_turns:
             raise ValueError(f"topk_size={topk_size} must be from 1 to total_dialog_turns={total_dialog_turns}.")

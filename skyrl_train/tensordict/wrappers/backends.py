@@ -62,7 +62,8 @@ class _MadeWrapper(LLMWrapperBase):
             self_made = self._made(model, tokenizer, rest)
         elif rest:
             raise TypeError(
-                f"{type(self).__name__} has no settings {sorted(rest)}, and makes no engine to give them to."
+                f"{type(self).__name__} has no settings {sorted(rest)}; keywords of an engine are only "
+                "allowed with a model's path."
             )
         engine = model if self_made is None else self_made.engine
         if tokenizer is None and self_made is not None:
@@ -82,7 +83,7 @@ class _MadeWrapper(LLMWrapperBase):
         return _Owned(self._start(model, tokenizer, options), tokenizer)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
-        """A new engine. Not abstract: a subclass that overrides `_made` instead has no use for it."""
+        """Return a new engine. Not abstract, because a subclass may override `_made` instead."""
         raise NotImplementedError(f"{type(self).__name__} overrides neither _made nor _start.")
 
     def _model_of_versions(self) -> Any:
@@ -94,20 +95,29 @@ class _MadeWrapper(LLMWrapperBase):
 
 
 class TransformersWrapper(_MadeWrapper):
-    """Transformers in this process: a model's path, or a Hugging Face model.
+    """A wrapper over transformers in this process, for a model's path or a Hugging Face model.
 
-    `model` is the Hugging Face model, which stays as it is and yours: other wrappers can take it too, and you can run
-    and train it. With `generate`, an engine samples from the same weights in a module of its own. With `generate=False`
-    log-probs are the model's own as it is now (in its training mode), and `get_dist` has a gradient.
+    The Hugging Face model is not modified and remains the caller's: other wrappers can share it, and it can be run and
+    trained. It is the attribute `model`. With `generate`, an engine samples from the same weights in its own
+    module. With `generate=False`, log-probs are those of the model in its current training mode, and `get_dist` has a
+    gradient.
     """
 
     _reads_rectangles = True
 
     def __init__(self, model: Any, *, generate: bool = True, pad_model_input: bool | None = None, **options: Any):
-        """`device` is where a path is loaded, in `dtype`; a model keeps its own.
+        """Wrap a model.
 
-        `pad_model_input`: whether a module reads rows in `get_dist` as one padded rectangle (True, the default) or
-        each in a separate forward; engines read their input without padding.
+        Args:
+            model: A model's path or hub name, a Hugging Face model, an engine, or a wrapper or worker that has one.
+            generate: True to sample, False to compute the log-probs of given sequences.
+            pad_model_input: How a module reads rows in `get_dist`: as one padded rectangle (True, the default) or
+                each in a separate forward (False). Engines always read their input without padding.
+            options: Settings of LLMWrapperBase. With a path also `device`, `dtype`, `rope_scaling` and `rope_theta`;
+                other keywords are passed to the engine.
+
+        Raises:
+            ConfigError: If loading options are given for a model that is already loaded, or a setting is wrong.
         """
         if isinstance(model, str):
             options["tokenizer"] = options.get("tokenizer") or load_tokenizer(model)
@@ -115,7 +125,9 @@ class TransformersWrapper(_MadeWrapper):
             model = load_module(model, options.get("device"), **loading)
         elif isinstance(model, nn.Module) and not isinstance(model, LLMWrapperBase):
             if given := sorted(_OF_LOADING & set(options)):
-                raise ConfigError(f"{given}: a model that is loaded already has its own; leave them out.")
+                raise ConfigError(
+                    f"{given} only apply when a model is loaded from a path; leave them out for a loaded model."
+                )
             model = model if generate else ModuleScorer(model)
         module, model = _module_of(model), _engine_of(model)
         super().__init__(model, generate=generate, pad_model_input=pad_model_input, **options)
@@ -153,7 +165,7 @@ class TransformersWrapper(_MadeWrapper):
 
 
 class vLLMWrapper(_MadeWrapper):
-    """vLLM in this process; other keywords are those of VLLMEngine and vLLM's EngineArgs."""
+    """A wrapper over vLLM in this process; other keywords are those of VLLMEngine and vLLM's EngineArgs."""
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.vllm.engine import VLLMEngine
@@ -162,7 +174,7 @@ class vLLMWrapper(_MadeWrapper):
 
 
 class SGLangWrapper(_MadeWrapper):
-    """SGLang in this process; other keywords are those of SGLangEngine and SGLang's ServerArgs.
+    """A wrapper over SGLang in this process; other keywords are those of SGLangEngine and SGLang's ServerArgs.
 
     `model` may also be the http(s) URL of an SGLang server; the keywords are then those of AsyncSGLang.connect.
     """
@@ -182,7 +194,7 @@ class SGLangWrapper(_MadeWrapper):
 
 
 class RemoteWrapper(_MadeWrapper):
-    """An engine behind this project's server (`skyrl-train serve`): `model` is its URL, `token` its key."""
+    """A wrapper over an engine behind `skyrl-train serve`: `model` is the server's URL, `token` its API key."""
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if not isinstance(model, str):
@@ -216,9 +228,19 @@ class RemoteTransformersWrapper(_MadeWrapper):
         num_cpus: float = 1,
         **options: Any,
     ):
-        """`model`: path or hub name. `max_concurrency`: sequences sampled at a time. `validate_model`: check that the
-        model can be read before starting an actor. `actor_name`: its name in messages. The actor uses one accelerator
-        if Ray has any (`num_gpus` may confirm it: 1, or 0 if there is none), and `num_cpus` threads on a CPU.
+        """Start the actor; return once its model is loaded.
+
+        Args:
+            model: Path or hub name.
+            max_concurrency: Maximum number of sequences sampled at the same time.
+            validate_model: Check that the model's configuration can be read before starting an actor.
+            actor_name: Name of the actor in messages.
+            num_gpus: None for an accelerator if Ray has any, 0 for a CPU. 1 changes nothing.
+            num_cpus: Number of threads on a CPU.
+            options: Settings of LLMWrapperBase; other keywords are passed to TransformersEngine.
+
+        Raises:
+            ConfigError: For wrong values, an unreadable model, or if Ray lacks the resources.
         """
         if not isinstance(model, _Owned):  # otherwise a version of a wrapper, which already has its actor
             options |= {"max_concurrency": max_concurrency, "validate_model": validate_model}
@@ -232,8 +254,8 @@ class RemoteTransformersWrapper(_MadeWrapper):
             raise ConfigError(f"RemoteTransformersWrapper takes a model's path or name, got {type(model).__name__}.")
         if type(concurrency) is not int or concurrency < 1 or gpus not in (None, 0, 1) or not cpus > 0:
             raise ConfigError(
-                f"max_concurrency={concurrency}, num_gpus={gpus}, num_cpus={cpus}: give at least 1, one of "
-                "[0, 1, None], and more than 0."
+                f"max_concurrency={concurrency}, num_gpus={gpus}, num_cpus={cpus}: max_concurrency must be an "
+                "integer of at least 1, num_gpus one of [0, 1, None], and num_cpus above 0."
             )
         if validate:
             load_config(model, key="model")

@@ -1,4 +1,4 @@
-"""A language model as a tensordict module: one forward for every engine."""
+"""The base class of wrappers: a language model on any engine as a tensordict module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from skyrl_train.tensordict.wrappers.requests import numbered, sample_requests
 
 
 class _Setting:
-    """A setting as it was given. It cannot be assigned: what was made from it would not change."""
+    """A read-only setting, as the caller gave it. Parts of the wrapper were built from it and would not change."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -43,11 +43,11 @@ class _Setting:
         return MappingProxyType(value) if isinstance(value, dict) else value
 
     def __set__(self, wrapper: LLMWrapperBase, value: Any) -> None:
-        raise AttributeError(f"{self.name} is set when a wrapper is made: use get_new_version({self.name}=...).")
+        raise AttributeError(f"{self.name} cannot be changed after construction; use get_new_version({self.name}=...).")
 
 
 class LLMWrapperBase(TensorDictModuleBase):
-    """Prompts in, continuations out; with `generate=False`, whole sequences in and their log-probs out.
+    """A tensordict module that continues prompts or, with `generate=False`, computes log-probs of whole sequences.
 
     `model` is an engine (skyrl_train.engines), or a value from which a subclass makes one. It reads `(mode, "prompt")`
     or `(mode, "full")`, and writes the containers `text`, `tokens`, `masks`, `log_probs` and `history`, each under its
@@ -142,6 +142,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     @property
     def engine(self) -> InferenceEngine:
+        """The engine that answers the calls."""
         return self._engine  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -152,7 +153,21 @@ class LLMWrapperBase(TensorDictModuleBase):
     def forward(
         self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, **generate_kwargs: Any
     ) -> TensorDictBase:
-        """Answer a tensordict of any batch size. `generate_kwargs` override the wrapper's for this call."""
+        """Sample continuations of the prompts in a tensordict, or compute log-probs of its sequences; blocks meanwhile.
+
+        Args:
+            tensordict: Input of any batch size.
+            tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses.
+            generate_kwargs: Override the wrapper's for this call.
+
+        Returns:
+            The tensordict with the output containers; with `num_samples`, its last batch dimension is the samples.
+
+        Raises:
+            ConfigError: For missing inputs, empty rows or unsupported parameters.
+            TypeError: For inputs of another type.
+            DeadlineExceeded: After `timeout` seconds.
+        """
         rows = self._reader.read(rows_of(tensordict))
         generation = self._generation(generate_kwargs)
         if generation.seed is not None:  # here, because a batch also has rows of other calls
@@ -168,7 +183,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self._place(tensordict, tensordict_out, containers, samples)
 
     def fits(self, tensordict: TensorDictBase) -> list[bool]:
-        """True for each row whose prompt leaves the model room for a token; always where the engine states no limit."""
+        """Return, per row, True if the model's context has room for another token, or its limit is unknown."""
         rows, limit = rows_of(tensordict), self.engine.capabilities.max_model_len
         return [not limit or len(row.ids) < limit for row in self._reader.read(rows)]
 
@@ -217,7 +232,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> TensorDictBase:
         if out is None:
             if samples and self.inplace is not False:
-                raise ConfigError(f"num_samples gives one dimension more: inplace={self.inplace!r} must be False.")
+                raise ConfigError(
+                    f"num_samples adds a dimension to the output: inplace={self.inplace!r} must be False."
+                )
             if self.inplace is True:
                 out = given
             elif self.inplace == "empty":
@@ -235,7 +252,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     # -- distributions ---------------------------------------------------------------------------------------------
 
     def get_dist(self, tensordict: TensorDictBase, mask: torch.Tensor | str = "generic") -> LLMMaskedCategorical:
-        """The distributions of a [B] batch of whole sequences, padded on the left; `mask` says which positions count.
+        """Return the token distributions of whole sequences [B], padded on the left; `mask` selects positions.
 
         Named masks have the same meaning as in the losses: "sft": the tokens after `(tokens, "prompt")`, or the
         assistant's tokens if no prompt is given; "rlhf": the assistant's, in all turns; "generic": all tokens. A
@@ -245,7 +262,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         Raises NotImplementedError if there are no logits, ConfigError if "sft" or "rlhf" select no token of a row.
         """
         if self.generate:
-            raise NotImplementedError("get_dist needs generate=False.")
+            raise NotImplementedError("get_dist needs generate=False: use get_new_version(generate=False).")
         records = rows_of(tensordict)
         rows = self._reader.read(records)
         logits = self._logits([row.ids for row in rows]) / (self.generation.sampling.temperature or 1.0)
@@ -261,7 +278,8 @@ class LLMWrapperBase(TensorDictModuleBase):
                 own = row.assistant if mask == "rlhf" else self._reader.response(record, row)
                 if not any(own[1:]):
                     raise ConfigError(
-                        f"row {place} has no token that mask={mask!r} counts; its loss would be 0 unseen."
+                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0; leave the "
+                        "row out or choose another mask."
                     )
             counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
         return LLMMaskedCategorical(logits, counts)
@@ -284,7 +302,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self.get_dist(tensordict, mask)
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """Log-probs [B, T] (nats) of a batch's tokens, padded on the left with 0; with a gradient like `get_dist`."""
+        """Return the log-probs [B, T] (nats) of a batch's tokens, padded on the left with 0; raises like `get_dist`."""
         rows = self._reader.read(rows_of(tensordict))
         length = max(len(row.ids) for row in rows)
         ids = torch.tensor([[0] * (length - len(row.ids)) + row.ids for row in rows])
@@ -298,9 +316,10 @@ class LLMWrapperBase(TensorDictModuleBase):
     # -- versions, batching ----------------------------------------------------------------------------------------
 
     def get_new_version(self, **changes: Any) -> LLMWrapperBase:
-        """A wrapper over the same engine with some settings changed; all others are kept as they were given.
+        """Return a wrapper over the same engine with some settings changed; all others keep their values.
 
-        Changing `generate` or `input_mode` also changes the input key, unless `input_key` is given.
+        Changing `generate` or `input_mode` also changes the input key, unless `input_key` is given. Raises
+        TypeError for an unknown setting.
         """
         known = set(self._given)
         if unknown := set(changes) - known:
@@ -316,12 +335,12 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self._engine
 
     def cleanup_batching(self, flush: bool = False) -> None:
-        """See Dispatcher.cleanup; does nothing without batching."""
+        """Cancel the calls that wait for a batch or, with `flush`, answer them now; does nothing without batching."""
         if self._dispatcher is not None:
             self._dispatcher.cleanup(flush)
 
     def get_batching_state(self) -> dict[str, Any]:
-        """The state of batching under TorchRL's names, see Dispatcher.state; only `batching_enabled` without it."""
+        """Return the state of batching under TorchRL's names (`Dispatcher.state`); only `batching_enabled` if off."""
         if self._dispatcher is None:
             return {"batching_enabled": False}
         return {"batching_enabled": True, **self._dispatcher.state()}
@@ -332,15 +351,19 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     @property
     def collector(self) -> Any:
+        """The registered collector, or None if there is none or it no longer exists."""
         return self._collector() if self._collector is not None else None
 
     @property
     def log_prob_keys(self) -> list[tuple[str, str]]:
+        """Keys of the log-probs in the output: of the responses, and of the full sequences."""
         return [(self.log_probs_key, "response"), (self.log_probs_key, "full")]
 
     # -- settings ---------------------------------------------------------------------------------------------------
 
-    def _refuse(self, log_probs: bool | None, batching: bool | None, least: int | None, most: int | None) -> None:
+    def _refuse(
+        self, log_probs: bool | None, batching: bool | None, min_size: int | None, max_size: int | None
+    ) -> None:
         if self.input_mode not in MODES:
             raise ConfigError(f"input_mode={self.input_mode!r} is not one of {list(MODES)}.")
         if self.inplace not in (True, False, "empty"):
@@ -348,14 +371,16 @@ class LLMWrapperBase(TensorDictModuleBase):
         if self.num_samples is not None and self.inplace is not False:
             raise ConfigError(f"num_samples={self.num_samples} needs inplace=False, got {self.inplace!r}.")
         if not self.generate and log_probs is False:
-            raise ConfigError("return_log_probs=False with generate=False leaves nothing to do.")
-        if batching is False and (least is not None or most is not None):
-            raise ConfigError(f"batching=False contradicts min_batch_size={least}, max_batch_size={most}.")
+            raise ConfigError("return_log_probs=False with generate=False leaves no output; set one of them to True.")
+        if batching is False and (min_size is not None or max_size is not None):
+            raise ConfigError(
+                f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}; leave them out."
+            )
         if self.tokenizer is None and self.input_mode != "tokens":
             raise ConfigError(f"input_mode={self.input_mode!r} needs a tokenizer: pass tokenizer=.")
         if self.pad_model_input is not None and (self.generate or not self._reads_rectangles):
             where = "TransformersWrapper(module, generate=False)"
-            raise ConfigError(f"pad_model_input={self.pad_model_input}: only {where} pads; leave it out.")
+            raise ConfigError(f"pad_model_input={self.pad_model_input} only applies to {where}; leave it out.")
         if self.layout not in (None, torch.strided, torch.jagged) or (self.layout is torch.jagged and self.pad_output):
             raise ConfigError(f"layout={self.layout}: give torch.strided, or torch.jagged without pad_output.")
         if not self.timeout > 0:

@@ -1,4 +1,4 @@
-"""Makes a policy with distributions from a module that writes logits, as in TorchRL before the wrappers."""
+"""A policy with distributions over a module that writes logits, as in TorchRL before its wrappers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Key = str | tuple[str, ...]
 
 
 class CategoricalSequential(TensorDictModuleBase):
-    """`module` writes `logits_key`, [B, T, V] or ragged rows [t, V]; log-probs are of `action_key`, [B, T] or ragged.
+    """A policy over a `module` that writes logits [B, T, V], or ragged rows [t, V], under `logits_key`.
+
+    `action_key` holds the tokens, [B, T] or ragged, whose log-probs `log_prob` returns.
 
     Output rows are padded on the right. The positions that count are given by `mask_key` if present, else by the rows'
     lengths, else by positions with `padding_value` in all logits (never by single logits that equal it).
@@ -43,7 +45,7 @@ class CategoricalSequential(TensorDictModuleBase):
         return self.module(tensordict, *args, **options)
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> LLMMaskedCategorical:
-        """The distributions of a batch. Raises ConfigError if the module wrote no logits."""
+        """Return the token distributions of a batch, which is not changed. Raises ConfigError without logits."""
         out = self.module(tensordict.copy(), *args, **options)
         logits = column(out, self.logits_key)
         if logits is None:
@@ -56,10 +58,13 @@ class CategoricalSequential(TensorDictModuleBase):
         return LLMMaskedCategorical(values, lengths if mask is None else _right(mask)[0].bool())
 
     def log_prob(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> Tensor:
-        """[B, T] nats, 0 at positions that do not count."""
+        """Return the log-probs [B, T] (nats) of the action's tokens, 0 at masked positions.
+
+        Raises ConfigError if the action or the logits are missing.
+        """
         action = column(tensordict, self.action_key)
         if action is None:
-            raise ConfigError(f"no tokens at {self.action_key!r}; name their key with action_key=.")
+            raise ConfigError(f"the tensordict has no tokens at {self.action_key!r}; name their key with action_key=.")
         return self.get_dist(tensordict, *args, **options).log_prob(_right(action)[0])
 
 

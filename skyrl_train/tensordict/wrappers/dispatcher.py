@@ -1,4 +1,4 @@
-"""Answers calls of many threads in batches, grouped by identical parameters and run by the threads themselves."""
+"""Batching of calls from many threads: calls with equal parameters share batches, which the callers run themselves."""
 
 from __future__ import annotations
 
@@ -50,12 +50,25 @@ class Dispatcher:
     """
 
     def __init__(self, run: Run, min_size: int | None = None, max_size: int | None = None, wait_s: float = 10.0):
-        """Raises ConfigError for sizes below 1, min_size > max_size or a negative wait."""
+        """Create a dispatcher without a thread of its own.
+
+        Args:
+            run: Function (items, parameters) that returns one answer per item, in order.
+            min_size: Number of items that make a batch ready; 1 by default.
+            max_size: Maximum number of items of a batch; None for no limit.
+            wait_s: Seconds after which the oldest item makes a smaller batch ready.
+
+        Raises:
+            ConfigError: For sizes below 1, min_size > max_size or a negative wait.
+        """
         self.min_size, self.max_size, self.wait_s = 1 if min_size is None else min_size, max_size, wait_s
         if self.min_size < 1 or (max_size is not None and max_size < self.min_size):
-            raise ConfigError(f"min_batch_size={min_size}, max_batch_size={max_size}: give 1 <= min <= max.")
+            raise ConfigError(
+                f"min_batch_size={min_size}, max_batch_size={max_size}: both must be at least 1, and the "
+                "minimum at most the maximum."
+            )
         if not wait_s >= 0:
-            raise ConfigError(f"batching_timeout={wait_s}: give seconds of at least 0.")
+            raise ConfigError(f"batching_timeout={wait_s} must be at least 0 seconds.")
         self._run = run
         self._lock = threading.Lock()
         self._groups: dict[Hashable, deque[Item]] = {}
@@ -64,9 +77,10 @@ class Dispatcher:
         """Number of threads in `submit`."""
 
     def submit(self, items: Sequence[Any], parameters: Hashable, deadline_s: float) -> list[Any]:
-        """Answers to `items`, in order.
+        """Return the answers to `items`, in order; blocks until all are answered.
 
-        Raises what `run` raised for them, DeadlineExceeded after `deadline_s`, CancelledError after `cleanup`.
+        Only items with equal `parameters` share a batch. Raises what `run` raised for the items, DeadlineExceeded after
+        `deadline_s` seconds, or CancelledError if `cleanup` empties the queue.
         """
         end = time.monotonic() + deadline_s
         submission = _Submission(items, time.monotonic() + self.wait_s, self._lock)
@@ -86,7 +100,7 @@ class Dispatcher:
     def cleanup(self, flush: bool = False, deadline_s: float = 60.0) -> None:
         """Empty the queue: callers get CancelledError or, with `flush`, their answers without waiting for more items.
 
-        With `flush`, it returns once those calls are answered, at the latest after `deadline_s`. New calls are served.
+        With `flush`, blocks until those calls are answered, for at most `deadline_s` seconds. New calls are accepted.
         """
         with self._lock:
             submissions = list(dict.fromkeys(submission for queue in self._groups.values() for submission, _ in queue))
@@ -106,8 +120,11 @@ class Dispatcher:
             time.sleep(0.001)
 
     def state(self) -> dict[str, Any]:
-        """The settings, the number of items that wait (`queue_size`) and of calls without an answer
-        (`pending_futures`), and whether a batch is running (`processing`, `lock_state`)."""
+        """Return the settings and the state of the queue under TorchRL's names.
+
+        `queue_size` is the number of waiting items, `pending_futures` the number of unanswered calls; `processing` and
+        `lock_state` tell if a batch is running.
+        """
         with self._lock:
             return {
                 "min_batch_size": self.min_size,
@@ -184,7 +201,7 @@ class Dispatcher:
         try:
             results = self._run([submission.items[index] for submission, index in batch], parameters)
             if len(results) != len(batch):
-                raise RuntimeError(f"{len(results)} answers to {len(batch)} items")
+                raise RuntimeError(f"the batch function returned {len(results)} answers for {len(batch)} items")
             return results
         except Exception as error:
             return error

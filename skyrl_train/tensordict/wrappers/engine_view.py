@@ -1,4 +1,4 @@
-"""The common interface of TorchRL's engine classes: the model's tensors, and ways to change them."""
+"""The common interface of TorchRL's engine classes: synchronous calls that inspect and update the weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,15 @@ class EngineView:
         timeout: float = 600.0,
         closing: Callable[[], None] | None = None,
     ):
-        """`model`: path or hub name, whose tensors the engine has in `dtype`. `closing` frees its resources."""
+        """View an engine.
+
+        Args:
+            engine: The engine, which `close` closes.
+            model: Path or hub name of the engine's model.
+            dtype: Data type in which weights are sent.
+            timeout: Seconds for a weight sync.
+            closing: Called after the engine is closed, to free its resources.
+        """
         self._engine: InferenceEngine | None = engine
         self.model_path, self.dtype, self.timeout = model, dtype, timeout
         self._closing = closing
@@ -45,13 +53,15 @@ class EngineView:
 
     @property
     def engine(self) -> InferenceEngine:
-        """The engine. Raises RuntimeError if there is none (any more)."""
+        """The engine. Raises RuntimeError before it is started and after `close`."""
         if self._engine is None:
-            raise RuntimeError(f"{type(self).__name__} of {self.model_path!r} has no engine: not started, or closed.")
+            raise RuntimeError(
+                f"{type(self).__name__} of {self.model_path!r} has no engine: it was not started, or it was closed."
+            )
         return self._engine
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """dtype and shape of every tensor that a sync sends, by checkpoint name; a tied head is not listed."""
+        """Return (dtype, shape) of every tensor that a sync sends, by checkpoint name; a tied head is not listed."""
         dtype = dtype_of(self.dtype)
         return {
             name: (one.dtype, one.shape) for name, one in load_meta_model(self.model_path, dtype).named_parameters()
@@ -71,10 +81,11 @@ class EngineView:
         return served
 
     def update_weights_from_tensor(self, named_tensors: Source | Iterable[tuple[str, Tensor]]) -> int:
+        """Same as `update_weights`, under SGLang's name."""
         return self.update_weights(named_tensors)
 
     def update_weights_from_disk(self, model_path: str) -> int:
-        """Load the weights in a Hugging Face folder of the same model."""
+        """Load the weights in a Hugging Face folder of the same model; return the version that is now served."""
         return self.update_weights(load_causal_lm(model_path, dtype=dtype_of(self.dtype), key="model_path"))
 
     # -- from a process group ---------------------------------------------------------------------------------------
@@ -103,13 +114,19 @@ class EngineView:
         shapes: Sequence[Sequence[int]],
         version: int | None = None,
     ) -> int:
-        """Receive these tensors, by one broadcast each in this order, then call `update_weights`."""
+        """Receive tensors from rank 0 of the group, one broadcast each in this order, then call `update_weights`.
+
+        Raises ConfigError for lists of different lengths, RuntimeError without a group.
+        """
         if isinstance(names, str) or not len(names) == len(dtypes) == len(shapes):
-            raise ConfigError("names, dtypes and shapes are lists of one length: one entry for each tensor.")
+            raise ConfigError(
+                "names, dtypes and shapes must be lists of the same length, with one entry for each tensor."
+            )
         received = {name: self._received(d, s) for name, d, s in zip(names, dtypes, shapes, strict=True)}
         return self.update_weights(received, version)
 
     def destroy_weight_update_group(self) -> None:
+        """Leave the trainer's group; does nothing if none was joined."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -120,7 +137,7 @@ class EngineView:
         kind = dtype if isinstance(dtype, torch.dtype) else dtype_of(str(dtype).removeprefix("torch."))
         return self._group.broadcast(torch.empty(tuple(shape), dtype=kind, device=self._group.device))
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the engine. Safe to call twice."""

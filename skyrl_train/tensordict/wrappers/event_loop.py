@@ -1,4 +1,4 @@
-"""One event loop in a thread, through which all wrappers of this process call asynchronous engines."""
+"""The event loop thread through which all wrappers of this process call asynchronous engines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def call(work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
-    """Run a coroutine on the loop and wait. After `timeout_s`, it is cancelled and DeadlineExceeded is raised."""
+    """Run a coroutine on the loop, block, and return its result; `what` names it in errors.
+
+    Raises DeadlineExceeded after `timeout_s` seconds, when the coroutine is cancelled; RuntimeError on the loop's own
+    thread; and what the coroutine raises.
+    """
     if threading.current_thread() is _thread:
         work.close()
-        raise RuntimeError(f"{what}: called on the thread that would have to answer; call it from another thread.")
+        raise RuntimeError(
+            f"{what} was called on the event loop's own thread, which would block itself; call it from another thread."
+        )
     future = asyncio.run_coroutine_threadsafe(work, _running())
     try:
         return future.result(timeout_s)

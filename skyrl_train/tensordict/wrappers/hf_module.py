@@ -1,4 +1,4 @@
-"""A Hugging Face model that stays the user's: its logits, and a module for an engine that shares its weights."""
+"""Logits of a user's Hugging Face model, and a copy of it for an engine that shares its weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ModuleScorer:
         self.capabilities = Capabilities(name="module")
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[B, T, V], rows padded on the left; [b, t] are the logits that predict token t, 0 at a row's first token.
+        """Return logits [B, T, V] with rows padded on the left; [b, t] predicts token t; 0 at a row's first token.
 
-        At least float32, like the trainer's: log-probs in a module's bfloat16 are off by percents.
+        They are at least float32, like the trainer's: log-probs in a module's bfloat16 are off by percents.
         """
         device = next(self.module.parameters()).device
         length = max(map(len, rows))
@@ -38,7 +38,7 @@ class ModuleScorer:
         return shifted.masked_fill((positions == 0).unsqueeze(-1), 0.0)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine; one forward per row, without a gradient."""
+        """Return the log-probs of each row's tokens after the first, by one forward per row without a gradient."""
         found = []
         with torch.inference_mode():
             for row in token_ids:
@@ -48,23 +48,29 @@ class ModuleScorer:
         return found
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        raise EngineError("a module given with generate=False only scores; make a wrapper with generate=True.")
+        """Raise EngineError: a module only computes log-probs."""
+        raise EngineError(
+            "a wrapper with generate=False only computes log-probs; make one with generate=True to sample."
+        )
 
     async def close(self) -> None:
-        """Does nothing: it owns nothing."""
+        """Do nothing: the module belongs to the caller."""
 
 
 def load_module(
     path: str, device: torch.device | str | None, *, dtype: str | torch.dtype = "float32", **rope: Any
 ) -> nn.Module:
-    """The causal language model in a folder or of a hub name; on the CPU without a `device`."""
+    """Load a causal language model from a folder or hub name onto `device` (the CPU by default).
+
+    `rope` are `rope_scaling` and `rope_theta`.
+    """
     kind = dtype_of(dtype) if isinstance(dtype, str) else dtype
     model: nn.Module = load_causal_lm(path, dtype=kind, device=device or "cpu", key="model", **rope)
     return model
 
 
 def sharing_weights(module: nn.Module) -> Any:
-    """A copy of a module that shares its tensors; mode, attention, hooks and requires_grad are the copy's own."""
+    """Return a copy of a module that shares its tensors, but not its mode, attention, hooks and requires_grad."""
     shared: dict[int, Any] = {
         id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()
     }
@@ -73,10 +79,10 @@ def sharing_weights(module: nn.Module) -> Any:
 
 
 def check_shared(module: nn.Module, own: nn.Module) -> None:
-    """Raise ConfigError if a module and its copy no longer share their tensors, so that training would go unseen."""
+    """Raise ConfigError if a module and its copy no longer share their tensors, so that updates would be missed."""
     for (name, theirs), ours in zip(module.named_parameters(), own.parameters(), strict=True):
         if theirs.data_ptr() != ours.data_ptr():
             raise ConfigError(
-                f"the model's {name!r} was moved, cast or assigned since the wrapper was made, which samples from the "
-                "weights of before: move and cast a model first, and then make its wrapper."
+                f"the model's {name!r} was moved, cast or assigned after the wrapper was made, which still samples "
+                "from the old weights: move and cast a model first, then make its wrapper."
             )

@@ -1,4 +1,4 @@
-"""Rows of a tensordict -> inputs of the engine."""
+"""Conversion of tensordict rows to inputs of the engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class EngineInput:
     text: str | None = None
     history: History | None = None
     assistant: list[bool] = field(default_factory=list)
-    """When scoring: a mask of the `ids` that the assistant wrote."""
+    """Mask of the `ids` that the assistant wrote, if the sequence is scored."""
     copy: int = 0
-    """With a seed: how many earlier rows of the call are equal to this one."""
+    """Number of earlier rows of the call that equal this one; used with a seed."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,25 @@ class Reader:
     tokenizer_kwargs: Mapping[str, Any]
     prefer_tokens: bool
     whole: bool
-    """Whether rows are scored: conversations are then rendered without the header of a next answer."""
+    """True if rows are scored: conversations are then rendered without the header of a next answer."""
 
     def read(self, rows: list[TensorDictBase]) -> list[EngineInput]:
-        """The engine's inputs. Raises ConfigError for a missing key, TypeError for a value of another type."""
+        """Return the engine's inputs, one per row.
+
+        Raises ConfigError for no rows, a missing key or a row without tokens, TypeError for a value of another type.
+        """
         if not rows:
-            raise ConfigError("the tensordict has a batch of 0; there is nothing to answer.")
+            raise ConfigError("the tensordict has batch size 0; give at least one row.")
         read = {"history": self._history, "text": self._text, "tokens": self._tokens}[self.mode]
         found = [read(row) for row in rows]
         for place, row in enumerate(found):
             if not row.ids:
-                raise ConfigError(f"row {place} at {self.key} has no token; give a prompt that is not empty.")
+                raise ConfigError(f"row {place} at {self.key} has no tokens; give a prompt that is not empty.")
         return found
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The token with which the template that renders histories closes an answer; None if it renders none."""
+        """Id with which the chat template ends an answer; None outside history mode or without a template."""
         if self.mode == "history":
             with suppress(ConfigError):  # rows that hold tokens need no template
                 options = template_options(self.tokenizer, self.template, self.template_name)
@@ -114,7 +117,7 @@ class Reader:
     def _tokens(self, row: TensorDictBase) -> EngineInput:
         tokens = self._value(row)
         if not isinstance(tokens, Tensor) or tokens.dim() != 1:
-            raise TypeError(f"{self.key} must hold token ids of one dimension a row, got {type(tokens).__name__}.")
+            raise TypeError(f"{self.key} must hold one-dimensional token ids per row, got {type(tokens).__name__}.")
         ids = self._real(tokens, row, self.whole)
         return EngineInput(ids, assistant=self._copied(row, ids))
 
@@ -136,13 +139,16 @@ class Reader:
         return [False] * len(ids)
 
     def response(self, record: TensorDictBase, row: EngineInput) -> list[bool]:
-        """A mask of the ids after the prompt of a whole sequence, or of the assistant's ids if no prompt is given."""
+        """Return a mask of the ids after the prompt of a whole sequence, or of the assistant's ids without a prompt.
+
+        Raises ConfigError if the sequence does not begin with the prompt.
+        """
         prompt = lookup(record, (self.tokens_key, "prompt"), bare=False)
         if not isinstance(prompt, Tensor):
             return row.assistant
         before = self._real(prompt, record, False)
         if row.ids[: len(before)] != before:
-            raise ConfigError(f"({self.tokens_key!r}, 'prompt') is not what the sequence begins with.")
+            raise ConfigError(f"({self.tokens_key!r}, 'prompt') does not match the beginning of the sequence.")
         return [False] * len(before) + [True] * (len(row.ids) - len(before))
 
     def _real(self, tokens: Tensor, row: TensorDictBase, both_sides: bool) -> list[int]:
@@ -168,14 +174,14 @@ class Reader:
         return ids[start : end + 1 if keep else end]
 
     def _begins(self, tokens: Tensor, mask: Tensor, row: TensorDictBase) -> bool:
-        """Whether a mask belongs to a full sequence that begins with these tokens, not to an older sequence."""
+        """True if a mask belongs to a full sequence that begins with these tokens, not to an older sequence."""
         full = lookup(row, (self.tokens_key, "full"), bare=False)
         whole = isinstance(full, Tensor) and full.shape == mask.shape and len(full) > len(tokens)
         return whole and torch.equal(full[: len(tokens)], tokens)
 
 
 def lookup(row: TensorDictBase, key: tuple[str, ...], bare: bool = True) -> Any:
-    """The value at `key` of a row, or None; with `bare`, also a value directly under the first part of the key."""
+    """Return the value at `key` of a row, or None; with `bare`, also a value directly under the key's first part."""
     value: Any = row.get(key[0], None)
     if len(key) > 1 and value is not None:
         container = hasattr(value, "get") and key[1] in _names(value)
@@ -196,4 +202,5 @@ def _names(value: Any) -> set[str]:
 
 
 def as_tensor(ids: list[int]) -> Tensor:
+    """Return token ids as an int64 tensor [L]."""
     return torch.tensor(ids, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The engine's answers -> containers."""
+"""Conversion of the engine's answers to output containers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ class Answer:
     ids: list[int]
     logprobs: list[float]
     ended: bool
-    """Whether the model ended it: it was neither truncated nor aborted."""
+    """True if the model ended it: it was neither truncated nor aborted."""
 
 
 @dataclass(frozen=True)
 class Layout:
+    """The shape and form of the output containers."""
+
     shape: tuple[int, ...]
     """Batch shape of the output: the input's, followed by the samples if requested."""
     padded: bool
@@ -38,13 +40,21 @@ class Layout:
     log_probs: bool
     skip_special_tokens: bool
     jagged: bool = False
-    """Whether unpadded rows become nested tensors."""
+    """True if unpadded rows become nested tensors."""
 
 
 def generated(
     rows: Sequence[EngineInput], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout
 ) -> Any:
-    """Containers, by name, for rows and their answers, both in the order of `at.shape`."""
+    """Return the output containers, by name, for prompts and their sampled answers.
+
+    Args:
+        rows: Prompts in the row-major order of `at.shape`.
+        answers: One answer per row.
+        tokenizer: Decodes texts and histories, which are left out if it is None.
+        ends: Ids that end a turn; a message does not include them.
+        at: Shape and form of the containers.
+    """
     fields = [_generated_fields(row, answer) for row, answer in zip(rows, answers, strict=True)]
     out = {"tokens": _generated(Tokens, [f[0] for f in fields], at, at.pad)}
     if at.log_probs:
@@ -64,7 +74,10 @@ def generated(
 
 
 def scored(rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float]], tokenizer: Any, at: Layout) -> Any:
-    """Containers of whole sequences: only `full`, padded on the left. `logprobs` have no value for the first token."""
+    """Return the output containers, by name, for scored sequences: only their `full` fields, padded on the left.
+
+    `logprobs` have one value per token after the first.
+    """
     tokens = [{"full": as_tensor(row.ids)} for row in rows]
     values = [{"full": torch.tensor([0.0, *row])} for row in logprobs]
     masks = [
@@ -90,6 +103,8 @@ def scored(rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float]], tok
 
 
 def text_container(columns: dict[str, list[str]], shape: tuple[int, ...]) -> Text:
+    """Return a Text of batch size `shape` from columns of texts in row-major order."""
+
     def nested(texts: list[str], shape: tuple[int, ...]) -> Any:
         if not shape:
             return texts[0]

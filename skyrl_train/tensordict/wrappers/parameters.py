@@ -1,4 +1,4 @@
-"""generate_kwargs: the names of Hugging Face, vLLM and SGLang, each with a single meaning."""
+"""Parsing of generate_kwargs, which accept the parameter names of Hugging Face, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAME = {
 }
 """Aliases; two names of the same parameter with different values are rejected."""
 _ONLY_OFF = {"num_beams": (None, 1), "length_penalty": (None, 1, 1.0), "early_stopping": (None, False)}
-"""Beam search, which no engine here supports: accepted only if it is off."""
+"""Options of beam search, which no engine here supports, and the values that turn it off."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Generation:
 
 
 def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | None) -> Generation:
-    """Parse generate_kwargs; top_k -1 is off.
+    """Parse generate_kwargs and the wrapper's `num_samples`; top_k=-1 turns top-k off.
 
-    Raises ConfigError, a ValueError, that lists every unknown name, wrong value and contradiction.
+    Raises ConfigError (a ValueError) for unknown names, wrong values and contradictions.
     """
     key, values = "generate_kwargs", common_names(given)
     for name, off in _ONLY_OFF.items():
         if (value := values.pop(name, None)) not in off:
-            raise ConfigError(f"{key}.{name}={value!r} is beam search, which no engine does; leave it out.")
+            raise ConfigError(f"{key}.{name}={value!r} requests beam search, which no engine supports; leave it out.")
     samples = _samples(key, values.pop("num_return_sequences", None), num_samples)
     seed, skip = values.pop("seed", None), values.pop("skip_special_tokens", False)
     if seed is not None and (type(seed) is not int or seed < 0):
-        raise ConfigError(f"{key}.seed={seed!r}: give a whole number of at least 0.")
+        raise ConfigError(f"{key}.seed={seed!r}: give an integer of at least 0.")
     if not isinstance(skip, bool):
         raise ConfigError(f"{key}.skip_special_tokens={skip!r}: give true or false.")
     _greedy(key, values)
@@ -56,7 +56,7 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
 
 
 def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`given` under TorchRL's common names (`max_new_tokens` for `max_tokens`), without values that are None.
+    """Return parameters under TorchRL's common names (`max_tokens` becomes `max_new_tokens`), without None values.
 
     Raises ConfigError if two names of a parameter have different values.
     """
@@ -74,7 +74,7 @@ def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A wrapper's generate_kwargs, which have common names, overridden by those of a call."""
+    """Return a wrapper's generate_kwargs (`own`, under common names) overridden by those of a call (`given`)."""
     gone = {_SAME.get(name, name) for name in given}
     if "temperature" in given:
         gone.add("do_sample")
@@ -85,11 +85,11 @@ def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 def _samples(key: str, asked: int | None, num_samples: int | None) -> int | None:
     if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-        raise ConfigError(f"num_samples={num_samples!r}: give a whole number of at least 1.")
+        raise ConfigError(f"num_samples={num_samples!r}: give an integer of at least 1.")
     if asked is None:
         return num_samples
     if type(asked) is not int or asked < 1:
-        raise ConfigError(f"{key}['n']={asked!r}: give a whole number of at least 1.")
+        raise ConfigError(f"{key}['n']={asked!r}: give an integer of at least 1.")
     if num_samples not in (None, asked):
         raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}; give one of them.")
     return num_samples if num_samples is not None or asked == 1 else asked

@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, for one wrapper or worker."""
+"""Starts an engine in a Ray actor for one wrapper or worker."""
 
 from __future__ import annotations
 
@@ -24,11 +24,20 @@ def engine_in_actor(
     start_ray: bool = False,
     deadline_s: float = 600.0,
 ) -> tuple[Any, Callable[[], None]]:
-    """Start "module:Class"(**options) in a separate process; return it once it is loaded, and a function that frees it.
+    """Start an engine in a Ray actor; return it once its model is loaded, and a function that frees its resources.
 
-    `ranks`: number of accelerators that it uses, one slot each. `devices`: which ones, as in CUDA_VISIBLE_DEVICES; Ray
-    chooses them, and ConfigError is raised if it assigns others. Without `options["device"]`, it uses accelerators if
-    Ray has any. Raises RuntimeError if Ray was not started, unless `start_ray`, and ConfigError if there is no room.
+    Args:
+        target: The engine's class as "module:Class".
+        options: Arguments of the class. Without "device", the engine uses accelerators if Ray has any.
+        name: Name of the engine in messages.
+        ranks: Number of accelerators that the engine uses.
+        devices: Expected accelerators, as in CUDA_VISIBLE_DEVICES. Ray chooses them; this only checks its choice.
+        start_ray: Start Ray if it is not running.
+        deadline_s: Seconds for loading the model.
+
+    Raises:
+        RuntimeError: If Ray is not running and `start_ray` is False.
+        ConfigError: If Ray lacks the resources, or assigns other accelerators than `devices`.
     """
     cluster = Cluster()
     if not cluster.is_connected and not start_ray:

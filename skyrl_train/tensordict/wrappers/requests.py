@@ -1,4 +1,4 @@
-"""Prompts -> sample requests for an engine."""
+"""Conversion of prompts to an engine's sample requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def sample_requests(
     capabilities: Capabilities,
     copies: Sequence[int] | None = None,
 ) -> list[SampleRequest]:
-    """One request per sample, with the samples of a row next to each other.
+    """Return one request per sample, with the samples of a row next to each other.
 
-    With a seed, the seed, the tokens and `copies` determine what is sampled. `copies` is `numbered(rows)` by default;
-    pass it if the rows are from several calls.
+    With a seed, the samples depend only on the seed, the tokens and `copies`, which is `numbered(rows)` by default;
+    pass it if the rows are from several calls. Raises UnsupportedParameter for a seed that the engine does not support.
     """
     if generation.seed is not None and not capabilities.seeds:
-        raise UnsupportedParameter(f"Engine {capabilities.name!r} cannot honour seed={generation.seed}; leave it out.")
+        raise UnsupportedParameter(
+            f"Engine {capabilities.name!r} does not support seed={generation.seed}; leave it out."
+        )
     base = int(torch.randint(1 << 62, ())) if generation.seed is None else generation.seed
     copies = numbered(rows) if copies is None else copies
     requests, name = [], uuid.uuid4().hex[:12]
@@ -45,7 +47,7 @@ def sample_requests(
 
 
 def numbered(rows: Sequence[Sequence[int]]) -> list[int]:
-    """For each row, the number of earlier rows that equal it."""
+    """Return, for each row, the number of earlier rows that equal it."""
     seen: Counter[tuple[int, ...]] = Counter()
     found = []
     for row in rows:

@@ -30,7 +30,7 @@ from skyrl_train.tensordict.wrappers.requests import sample_requests
 
 
 class AsyncSGLang(EngineView):
-    """Takes `model_path` to start SGLang here (its processes end with `close`), or the `server_url` of a server.
+    """An SGLang engine, started here from `model_path` (`close` ends it) or running at `server_url`.
 
     All prompts of a call are sampled concurrently, and calls may come from several threads.
     """
@@ -50,14 +50,27 @@ class AsyncSGLang(EngineView):
         weight_folder: str | None = None,
         **server_kwargs: Any,
     ):
-        """`timeout`: seconds for a call. With `server_url`: `token` is the server's --api-key (default: the environment
-        variable SKYRL_API_KEY), `weight_folder` a folder that the server can read too, and `model_path` its model, if
-        that has another path here. `server_kwargs` are SGLangEngine's.
+        """Start an engine, or connect to a server.
 
-        Raises ConfigError for wrong arguments, ConnectionError if no SGLang answers within `connect_timeout` seconds.
+        Args:
+            server_url: URL of a running server.
+            model_path: Model to start; with `server_url`, the server's model, if it has another path here.
+            tp_size: Number of accelerators of an engine that is started here.
+            dp_size: Only 1.
+            timeout: Seconds for a call.
+            tokenizer: A tokenizer or its path; the model's by default.
+            dtype: Data type of the weights; float32 on a CPU, else bfloat16.
+            token: The server's --api-key; by default the environment variable SKYRL_API_KEY.
+            connect_timeout: Seconds to wait for the server.
+            weight_folder: A folder for weight updates that the server can read too; a temporary one by default.
+            server_kwargs: Arguments of SGLangEngine.
+
+        Raises:
+            ConfigError: For wrong or missing arguments.
+            ConnectionError: If no SGLang server answers within `connect_timeout`.
         """
         if dp_size != 1:
-            raise ConfigError(f"dp_size={dp_size}: one AsyncSGLang is one replica; make {dp_size} of them.")
+            raise ConfigError(f"dp_size={dp_size}: an AsyncSGLang is a single replica; make {dp_size} of them.")
         on_cpu = not torch.cuda.is_available()
         self.server_url = server_url
         dtype = dtype or ("float32" if on_cpu else "bfloat16")
@@ -67,7 +80,7 @@ class AsyncSGLang(EngineView):
         if server_url is not None:
             if server_kwargs or tp_size != 1:
                 given = sorted(server_kwargs) or ["tp_size"]
-                raise ConfigError(f"{given}: a server that runs already was started with its own; leave them out.")
+                raise ConfigError(f"{given} cannot be changed on a running server (server_url); leave them out.")
             key = os.environ.get(API_KEY_ENV, "") if token is None else token
             folder = weight_folder or tempfile.mkdtemp(prefix="skyrl-sglang-")
             if weight_folder is None:
@@ -85,22 +98,23 @@ class AsyncSGLang(EngineView):
                 model_path, tokenizer, dtype=dtype, device=device, tensor_parallel_size=tp_size, **server_kwargs
             )
         else:
-            raise ConfigError("AsyncSGLang needs server_url or model_path.")
+            raise ConfigError("AsyncSGLang needs server_url (a running server) or model_path (a model to start).")
         super().__init__(engine, model_path, dtype=dtype, timeout=timeout, closing=closing)
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
     @classmethod
     def connect(cls, server_url: str, **options: Any) -> AsyncSGLang:
-        """Connect to a running server. Raises ConnectionError if no SGLang answers there."""
+        """Connect to a running server. Raises ConnectionError if no SGLang server answers there."""
         return cls(server_url, **options)
 
     @classmethod
     def from_pretrained(cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **options: Any) -> AsyncSGLang:
-        """Start SGLang here, on `tp_size` accelerators."""
+        """Start SGLang here, on `tp_size` accelerators; `dp_size` must be 1."""
         return cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **options)
 
     @property
     def tokenizer(self) -> Any:
+        """The given tokenizer, or the model's, which is loaded at first use."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model_path)
         return self._tokenizer
@@ -114,17 +128,19 @@ class AsyncSGLang(EngineView):
         return_logprobs: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """One prompt gives a dict; several (or `n` samples) give a list, with the samples of a prompt adjacent.
+        """Sample answers. A single prompt gives a dict; a list, or `n` samples, give a list of dicts.
 
-        A dict has "text", "output_ids" and "meta_info": finish_reason, prompt_tokens, completion_tokens, and with
+        The samples of a prompt are adjacent. A dict has "text", "output_ids" and "meta_info":
+        finish_reason, prompt_tokens, completion_tokens, and with
         `return_logprobs` output_token_logprobs, (nats, id, None) each, before truncation. `sampling_params` are those
-        of tensordict/wrappers/parameters.py. Raises ValueError unless exactly one of `prompts`, `input_ids` is given.
+        of tensordict/wrappers/parameters.py. Raises ConfigError (a ValueError) unless exactly one of `prompts` and
+        `input_ids` is given, or for an empty prompt; DeadlineExceeded after `timeout` seconds.
         """
         if (prompts is None) == (input_ids is None):
-            raise ConfigError("generate takes prompts or input_ids, exactly one of them.")
+            raise ConfigError("generate needs exactly one of prompts and input_ids.")
         rows, one = self._rows(prompts, input_ids)
         if not rows or not all(rows):
-            raise ConfigError("a prompt without a token; give prompts that are not empty.")
+            raise ConfigError("a prompt has no tokens; give prompts that are not empty.")
         generation = read_generate_kwargs({"skip_special_tokens": True, **(sampling_params or {})}, None)
         check_supported(generation.sampling, self.engine.capabilities)
         requests = sample_requests(rows, generation, self.engine.capabilities)
@@ -136,7 +152,7 @@ class AsyncSGLang(EngineView):
         return answers[0] if one and generation.num_samples is None else answers
 
     def flush_cache(self) -> bool:
-        """Clear the cached keys and values of prompts."""
+        """Clear the prefix cache and return True."""
         call(self.engine.reset_prefix_cache(), f"{self.model_path}: flush_cache", self.timeout)
         return True
 
@@ -206,7 +222,7 @@ async def _served(connection: Connection, deadline_s: float) -> str:
     except (ValueError, KeyError, TypeError):
         path = None
     if not isinstance(path, str):
-        raise EngineError(f"/server_info was answered with HTTP status {status} and no model_path.")
+        raise EngineError(f"/server_info returned HTTP status {status} without a model_path.")
     return path
 
 

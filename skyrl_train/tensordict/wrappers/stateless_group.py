@@ -12,7 +12,7 @@ from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup
 
 
 class StatelessGroup:
-    """Ranks that receive tensors from rank 0. Close it to end its connections."""
+    """A process group in which rank 0 broadcasts tensors. `close` ends its connections."""
 
     def __init__(self, address: str, rank: int, world_size: int, device: torch.device, timeout: float):
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -24,15 +24,18 @@ class StatelessGroup:
         Raises ConfigError for another `src` or device, WeightSyncError if a rank is lost or late.
         """
         if src != ROOT_RANK:
-            raise ConfigError(f"src={src}: weights come from rank {ROOT_RANK}.")
+            raise ConfigError(f"src={src}: only rank {ROOT_RANK} can broadcast.")
         if tensor.device.type != self.device.type:
-            raise ConfigError(f"a tensor on {tensor.device} in a group on {self.device}; move it there first.")
+            raise ConfigError(
+                f"the tensor is on {tensor.device}, but the group on {self.device}; move the tensor there first."
+            )
         if not tensor.is_contiguous():
-            raise ConfigError("a tensor that is not contiguous cannot be filled in place: pass tensor.contiguous().")
+            raise ConfigError("the tensor is not contiguous and cannot be filled in place; pass tensor.contiguous().")
         self._group.broadcast(tensor)
         return tensor
 
     def close(self) -> None:
+        """Leave the group and close its connections."""
         self._group.close()
 
 
@@ -46,11 +49,11 @@ def stateless_init_process_group(
 ) -> StatelessGroup:
     """Form a group of `world_size` processes at an address where rank 0 listens: NCCL on accelerators, gloo on CPUs.
 
-    `device` is by default the first accelerator, if any. Raises WeightSyncError if not all ranks join within `timeout`
-    seconds.
+    Blocks until all ranks have joined. `device` is by default the first accelerator, if any. Raises WeightSyncError if
+    not all ranks join within `timeout` seconds, ConfigError for a rank outside the group.
     """
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank} is not one of 0 to {world_size - 1}.")
+        raise ConfigError(f"rank={rank} must be from 0 to {world_size - 1} (world_size={world_size}).")
     if device is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     return StatelessGroup(f"{master_address}:{int(master_port)}", rank, world_size, torch.device(device), timeout)

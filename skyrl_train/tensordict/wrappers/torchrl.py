@@ -18,9 +18,9 @@ from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
 
 
 class ForTorchRL(TensorDictModuleBase):
-    """Adapts `wrapper` to TorchRL's ChatEnv, LLMCollector and GRPOLoss.
+    """An adapter of a wrapper for TorchRL's ChatEnv, LLMCollector and GRPOLoss.
 
-    Conversations are read from TorchRL's History, and answered in the same classes. Losses get distributions in the
+    It reads conversations from TorchRL's History, and writes them in the same classes. Losses get distributions in the
     layout of their batch: rows of a lazy stack are padded on the left, rectangles stay as they are. TorchRL's text and
     tokens modes need no adapter: use the wrapper itself.
     """
@@ -32,9 +32,11 @@ class ForTorchRL(TensorDictModuleBase):
 
     @property
     def model(self) -> Any:
+        """The wrapper's model."""
         return self.wrapper.model
 
     def register_collector(self, collector: Any) -> None:
+        """Register the collector with the wrapper; see `LLMWrapperBase.register_collector`."""
         self.wrapper.register_collector(collector)
 
     def forward(self, tensordict: TensorDictBase, **generate_kwargs: Any) -> TensorDictBase:
@@ -59,7 +61,7 @@ class ForTorchRL(TensorDictModuleBase):
         return tensordict
 
     def get_dist(self, tensordict: TensorDictBase, mask: Tensor | str = "generic", **_: Any) -> LLMMaskedCategorical:
-        """The wrapper's distributions, in the batch's layout; TorchRL's keywords for the keys of logits are ignored."""
+        """Return the wrapper's distributions in the batch's layout. TorchRL's other keywords are ignored."""
         found = self.wrapper.get_dist(tensordict, mask)
         attention = column(tensordict, (self.wrapper.masks_key, "all_attention_mask"))
         if attention is None or isinstance(mask, Tensor):

@@ -33,6 +33,7 @@ class vLLMWorker(EngineView):
         self.update_weight(name, self._received(dtype, shape))
 
     def update_weight(self, name: str, weight: Tensor) -> None:
+        """Store one tensor; once the last has arrived, load all of them. Raises ConfigError for an unknown name."""
         self._check(name)
         self._arrived[name] = weight
         if len(self._arrived) == len(self.get_model_metadata()):
@@ -40,16 +41,16 @@ class vLLMWorker(EngineView):
             self.update_weights(arrived)
 
     def check_weights_changed(self) -> bool:
-        """Whether a complete set of weights has arrived since the start."""
+        """True if a complete set of weights has been loaded since the start."""
         return self._synced
 
     def _check(self, name: str) -> None:
         known = self.get_model_metadata()
         if name not in known:
-            raise ConfigError(f"{name!r} is no tensor of the model; it has {', '.join(sorted(known)[:3])}, ...")
+            raise ConfigError(f"{name!r} is not a tensor of the model, which has {', '.join(sorted(known)[:3])}, ...")
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """See EngineView; cached, because it is needed for every tensor that arrives."""
+        """Return (dtype, shape) of every tensor by checkpoint name; cached, as every tensor that arrives needs it."""
         if self._metadata is None:
             self._metadata = super().get_model_metadata()
         return dict(self._metadata)
@@ -58,7 +59,7 @@ class vLLMWorker(EngineView):
 
 
 class LLMOnDevice(vLLMWorker):
-    """vLLM in this process, on chosen accelerators; nothing is loaded before `initialize`."""
+    """A vLLM engine in this process, on chosen accelerators; `initialize` loads the model."""
 
     def __init__(
         self,
@@ -69,9 +70,17 @@ class LLMOnDevice(vLLMWorker):
         timeout: float = 600.0,
         **options: Any,
     ):
-        """`bundle_indices`: accelerators of this machine, one rank each. `options` are VLLMEngine's and vLLM's.
+        """Store the settings without loading the model.
 
-        Raises ConfigError for accelerators that do not exist.
+        Args:
+            model: Path or hub name.
+            bundle_indices: Accelerators of this machine, one rank each; the first visible ones by default.
+            dtype: Data type of the model.
+            timeout: Seconds for a weight sync.
+            options: Arguments of VLLMEngine and vLLM.
+
+        Raises:
+            ConfigError: For accelerators that do not exist.
         """
         super().__init__(None, model, dtype=dtype, timeout=timeout)
         self._indices = None if bundle_indices is None else check_devices(bundle_indices)
@@ -105,18 +114,31 @@ def make_vllm_worker(
 ) -> vLLMWorker:
     """Start vLLM in a Ray actor or, with make_ray_worker=False, in this process.
 
-    `devices`: accelerators visible to this process, by index, or `num_devices` (1) of them, wherever they are free. For
-    an actor, Ray chooses them, and ConfigError is raised if it assigns others than `devices`. Log-probs are always
-    computed in float32; enable_fp32_output=True requires this of the model too, and needs dtype="float32".
+    Args:
+        model_name: Path or hub name.
+        devices: Accelerators visible to this process, by index. For an actor, Ray chooses them; ConfigError is raised
+            if it assigns others.
+        num_devices: Number of accelerators, wherever they are free; 1 by default. An alternative to `devices`.
+        make_ray_worker: True for an actor, which needs a running Ray.
+        enforce_eager: Do not use CUDA graphs.
+        enable_fp32_output: Require float32 logits, which need dtype="float32". Log-probs are always float32.
+        dtype: Data type of the model.
+        timeout: Seconds for loading the model in an actor, and for a weight sync.
+        options: Arguments of VLLMEngine and vLLM.
 
-    Raises ConfigError (a ValueError) for missing devices or contradictory arguments, RuntimeError without Ray.
+    Returns:
+        The worker, with its model loaded. Close it when done.
+
+    Raises:
+        ConfigError: (a ValueError) For missing devices or contradictory arguments.
+        RuntimeError: If an actor is requested and Ray is not running.
     """
     if devices is not None and num_devices is not None:
-        raise ConfigError(f"devices={list(devices)} and num_devices={num_devices}: give one of them.")
+        raise ConfigError(f"devices={list(devices)} and num_devices={num_devices}: give only one of them.")
     if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices}: give at least 1.")
+        raise ConfigError(f"num_devices={num_devices} must be at least 1.")
     if enable_fp32_output and dtype != "float32":
-        raise ConfigError(f"enable_fp32_output=True: the head computes in dtype={dtype!r}; give dtype='float32'.")
+        raise ConfigError(f"enable_fp32_output=True needs dtype='float32', got dtype={dtype!r}.")
     indices = None if devices is None else check_devices(devices)
     ranks = len(indices) if indices is not None else num_devices or 1
     options = {"enforce_eager": enforce_eager, "tensor_parallel_size": ranks, **options}
@@ -138,28 +160,33 @@ def make_vllm_worker(
 
 
 def check_devices(devices: Sequence[int | torch.device]) -> list[int]:
-    """Indices of accelerators. Raises ConfigError for none, duplicates, and those that do not exist."""
+    """Return the indices of accelerators. Raises ConfigError for an empty list, duplicates or nonexistent ones."""
     indices = [one.index or 0 if isinstance(one, torch.device) else one for one in devices]
-    there = len(accelerators())
-    if not indices or len(set(indices)) != len(indices) or not all(0 <= one < there for one in indices):
-        raise ConfigError(f"devices={indices}: give different ones of the {there} accelerators here, from 0.")
+    count = len(accelerators())
+    if not indices or len(set(indices)) != len(indices) or not all(0 <= index < count for index in indices):
+        raise ConfigError(
+            f"devices={indices} must be distinct indices, from 0, of the {count} accelerators of this machine."
+        )
     return indices
 
 
 @cache
 def accelerators() -> tuple[str, ...]:
-    """The accelerators in CUDA_VISIBLE_DEVICES when the process began; indices refer to these, even after a choice."""
+    """Return the initial entries of CUDA_VISIBLE_DEVICES; cached, so that indices keep their meaning after a choice."""
     there = torch.cuda.device_count()
     named = os.environ.get(VISIBLE)
     return tuple(map(str, range(there))) if named is None else tuple(map(str.strip, named.split(",")))[:there]
 
 
 def choose_devices(indices: Sequence[int]) -> None:
-    """Make only these accelerators visible: vLLM uses the first visible ones."""
+    """Make only these accelerators visible, because vLLM uses the first visible ones.
+
+    Raises ConfigError if torch already uses other accelerators.
+    """
     wanted = [accelerators()[index] for index in indices]
     visible = [one.strip() for one in os.environ.get(VISIBLE, ",".join(accelerators())).split(",")]
     if visible[: len(wanted)] == wanted:
         return
     if torch.cuda.is_initialized():
-        raise ConfigError(f"devices={list(indices)}: torch uses accelerators already; start with make_ray_worker=True.")
+        raise ConfigError(f"devices={list(indices)}: torch already uses other accelerators; use make_ray_worker=True.")
     os.environ[VISIBLE] = ",".join(wanted)

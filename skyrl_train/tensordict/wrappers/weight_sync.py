@@ -1,4 +1,4 @@
-"""Sends weights of this process to the engines of wrappers, like a trainer of one rank without Ray."""
+"""Weight syncs from this process to the engines of wrappers, like those of a single-rank trainer without Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, module: nn.Module):
-        """Raises ConfigError for adapters that cannot be added to the weight (DoRA, adapters with a bias)."""
+        """Index the parameters. Raises ConfigError for adapters that cannot be merged by addition (DoRA, biases)."""
         self._read: dict[str, Callable[[], Tensor]] = {}
         self.shapes: dict[str, torch.Size] = {}
         for name, parameter in module.named_parameters():
@@ -65,7 +65,7 @@ class ModelWeights(Mapping[str, Tensor]):
 
 
 def weights_of(source: Source) -> Mapping[str, Tensor]:
-    """Tensors by checkpoint name; a tensor with two names (a tied head) is included once.
+    """Return a source's tensors by checkpoint name; a tensor with two names (a tied head) is included once.
 
     Raises ConfigError for a source without weights.
     """
@@ -77,7 +77,7 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
     found: Any = ModelWeights(source) if isinstance(source, nn.Module) else source
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
-            f"weights of {type(source).__name__}: give a module with parameters, a wrapper over one "
+            f"{type(source).__name__} has no weights: give a module with parameters, a wrapper over one "
             "(TransformersWrapper), or tensors by name."
         )
     if isinstance(found, ModelWeights):
@@ -96,15 +96,15 @@ def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
     shapes = weights.shapes if isinstance(weights, ModelWeights) else {name: one.shape for name, one in weights.items()}
     for name, shape in shapes.items():
         if name not in metadata:
-            raise ConfigError(f"{name} is a tensor of the policy that model_metadata does not name.")
+            raise ConfigError(f"{name} is a tensor of the policy, but is not in model_metadata.")
         if tuple(metadata[name][1]) != tuple(shape):
-            raise ConfigError(f"{name} has shape {list(shape)}; model_metadata says {list(metadata[name][1])}.")
+            raise ConfigError(f"{name} has shape {list(shape)}; model_metadata has {list(metadata[name][1])}.")
 
 
 class WeightPusher:
     """Complete, verified syncs (weight_sync/sync.py) of tensors in this process to some engines.
 
-    A sync that fails leaves the engine torn: it serves nothing until the next successful one.
+    A failed sync leaves the engine partially loaded: it serves no requests until a sync succeeds.
     """
 
     def __init__(
@@ -118,7 +118,20 @@ class WeightPusher:
         bucket_bytes: int = 1 << 28,
         timeout: float = 600.0,
     ):
-        """`address`: of the `broadcast` group; a port of None means a free one. `folder`: of route `checkpoint`."""
+        """Prepare syncs to `engines`.
+
+        Args:
+            engines: Engines that receive every sync.
+            route: One of weight_sync's routes.
+            address: Host and port of the group of route "broadcast"; a port of None means a free one.
+            folder: Folder of route "checkpoint".
+            wire_dtype: Data type of the sent tensors.
+            bucket_bytes: Size of the buckets in which tensors are sent.
+            timeout: Seconds for a sync.
+
+        Raises:
+            ConfigError: For an unknown route.
+        """
         if route not in WEIGHT_ROUTES:
             raise ConfigError(f"route={route!r} is not one of {sorted(WEIGHT_ROUTES)}.")
         self._engines, self._timeout, self._route = list(engines), timeout, route
@@ -127,7 +140,7 @@ class WeightPusher:
         self._lock = threading.Lock()
 
     def push(self, weights: Mapping[str, Tensor], version: int | None = None) -> int:
-        """Send the weights and return the version that the engines now serve: `version`, by default their last one + 1.
+        """Send the weights and return the version that the engines now serve (`version`, or their last one + 1).
 
         Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase.
         """
@@ -148,7 +161,7 @@ class WeightPusher:
                 self._rank.weights = {}
 
     def close(self) -> None:
-        """Leave the group on both sides: otherwise an engine would keep listening for it."""
+        """Leave the process group on both sides; otherwise an engine would keep listening for it."""
         self._rank.disconnect_weights()
         if self._route == "broadcast":
             for engine in self._engines:
@@ -171,7 +184,7 @@ class _Rank(WeightSenderMixin):
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:
-        """The address that the user gave, whoever must reach it."""
+        """Return the address that the user gave, for local and remote peers alike."""
         host, port = self._address
         return free_address(host) if port is None else (host, port)
 
@@ -180,7 +193,9 @@ def _check_adapter(layer: Any, name: str) -> None:
     for option in ("use_dora", "lora_bias", "lora_variant"):
         values = getattr(layer, option, None) or {}
         if any(values.values()):
-            raise ConfigError(f"{name} has an adapter with {option}, which is no sum with the weight; train without.")
+            raise ConfigError(
+                f"{name} has an adapter with {option}, which cannot be merged into the weight; train without it."
+            )
 
 
 @torch.no_grad()

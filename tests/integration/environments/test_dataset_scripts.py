@@ -1,4 +1,4 @@
-"""The dataset scripts of the rule-graded environments, on local files: their rows are scored by their environments."""
+"""The dataset scripts of rule-graded environments convert local files into rows that the environments score."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], str, float]] = {
     "aime": (DAPO, "Answer: 42", 1.0),
     "countdown": ({"target": 24, "nums": [3, 8]}, "<answer>3 * 8</answer>", 1.0),
 }
-"""Environment -> (a row of its source, an answer, what that is worth)."""
+"""A row of each environment's source, an answer, and the reward of that answer."""
 
 
 def script(name: str) -> Any:
@@ -40,7 +40,7 @@ def script(name: str) -> Any:
 
 
 def converted(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> list[Any]:
-    """Run a script as `python script.py arguments` does, and read what it wrote for training."""
+    """Run a script as `python script.py arguments` does, and return the prompts that it wrote for training."""
     path = EXAMPLES / name / f"{name}_dataset.py"
     monkeypatch.setattr(sys, "argv", [str(path), "--output", str(folder / "out"), *arguments])
     exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
@@ -74,22 +74,22 @@ def test_multiplications_are_written_without_any_input(monkeypatch: pytest.Monke
         converted("multiply", monkeypatch, tmp_path, "--digits", "0")
 
 
-def test_repeated_problems_and_answers_that_are_no_integer_are_left_out():
+def test_repeated_problems_and_non_integer_answers_are_skipped():
     module = script("aime")
     other = DAPO | {"reward_model": {"ground_truth": r"\frac12"}}
-    kept = [module.convert("file, row", row, "train", n) for n, row in enumerate([DAPO, DAPO, other])]
-    assert [row is None for row in kept] == [False, True, True]
+    rows = [module.convert("file, row", row, "train", n) for n, row in enumerate([DAPO, DAPO, other])]
+    assert [row is None for row in rows] == [False, True, True]
     assert module.convert("file, row", DAPO, "test", 0) is not None, "in another split"
 
 
-def test_problems_without_an_answer_are_left_out_and_given_answers_taken():
+def test_problems_without_answer_are_skipped():
     convert = script("math").convert
     assert convert("here", {"problem": "?", "solution": "none"}, "train", 0) is None
     assert convert("here", {"problem": "?", "answer": 7}, "train", 0)["reward_spec"]["ground_truth"] == "7"
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "says"),
+    ("name", "row", "message"),
     [
         ("gsm8k_multi_turn", {"question": "?", "answer": "1200"}, "ends in '#### <number>'"),
         ("math", {"problem": "?"}, "'solution'"),
@@ -97,8 +97,8 @@ def test_problems_without_an_answer_are_left_out_and_given_answers_taken():
         ("countdown", {"target": 24, "nums": ["3"]}, "needs target"),
     ],
 )
-def test_a_row_of_another_kind_is_refused_with_its_place(name: str, row: dict[str, Any], says: str):
-    with pytest.raises(DataError, match=rf"file, row 7: .*{says}"):
+def test_malformed_row_is_rejected_with_location(name: str, row: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=rf"file, row 7: .*{message}"):
         script(name).convert("file, row 7", row, "train", 6)
 
 
@@ -109,20 +109,20 @@ SOURCES = {name: row for name, (row, _, _) in CASES.items()} | {
     "livecodebench": {"question_content": "Double it.", "public_test_cases": TESTS, "metadata": "{}"},
     "text2sql": {"question": "How many?", "sql": "SELECT 1", "schema": "CREATE TABLE a (b INT)", "db_id": "farm"},
 }
-"""Folder of examples/ -> a row of what its script converts; of the others it is QUESTION."""
+"""Source row of the script in each folder of examples/. Other scripts convert QUESTION."""
 
 
 @pytest.mark.parametrize("command", find_commands(r"python (-m )?examples[/.]\w+[/.]\w+_dataset"), ids=str)
 def test_the_commands_of_the_pages(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """As they stand there; those that read the hub get what it would give from a folder."""
+    """Scripts that read from the hub read the same rows from a local folder instead."""
     script, *words = command.words[1:] if command.words[1] != "-m" else command.words[2:]
     path = REPOSITORY / (script if script.endswith(".py") else f"{script.replace('.', '/')}.py")
     if path.parent.name in ("reasoning_gym", "verifiers"):
         pytest.importorskip(path.parent.name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.syspath_prepend(str(REPOSITORY / "tests" / "unit" / "environments" / "foreign"))  # vf_guess
-    own = {"FOLDER": str(tmp_path), "ID": "vf-guess"}
-    arguments = [own.get(word) or os.path.expandvars(os.path.expanduser(word)) for word in words]
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tests" / "unit" / "environments" / "integrations"))  # vf_guess
+    placeholders = {"FOLDER": str(tmp_path), "ID": "vf-guess"}
+    arguments = [placeholders.get(word) or os.path.expandvars(os.path.expanduser(word)) for word in words]
     if "conversion_main" in (source := path.read_text()) and "--input" not in arguments:
         arguments += ["--input", str(tmp_path)]
     for split in ("train", "test", "validation"):

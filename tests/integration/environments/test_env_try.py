@@ -1,4 +1,4 @@
-"""`skyrl-train env try` as people call it: its output and its exit code."""
+"""`skyrl-train env try` as users call it: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROW = {
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(PLUGINS))
     path = tmp_path / "rows.jsonl"
-    second = ROW | {"reward_spec": {"method": "rule", "ground_truth": "19"}, "env_class": "somebody_elses"}
+    second = ROW | {"reward_spec": {"method": "rule", "ground_truth": "19"}, "env_class": "another_environment"}
     path.write_text("\n".join(json.dumps(row) for row in (ROW, second)))
     return path
 
@@ -36,13 +36,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
 ) -> tuple[int, str, str]:
-    """(exit code, output, errors) of `skyrl-train env try ...`."""
+    """Run `skyrl-train env try ...`, and return its exit code, output and errors."""
     monkeypatch.setattr(sys, "argv", ["skyrl-train", "env", "try", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         cli.main()
-    said = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, said.out, said.err
+    captured = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, captured.out, captured.err
 
 
 def test_a_completion_is_scored(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -89,7 +89,7 @@ def test_no_secret_is_shown(
     assert "does not close with <HF_TOKEN>" in caplog.text
 
 
-def test_settings_plugins_and_turns_are_those_of_a_run(
+def test_env_try_uses_settings_of_a_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     answers = tmp_path / "answers.jsonl"
@@ -113,21 +113,23 @@ def test_settings_plugins_and_turns_are_those_of_a_run(
 
 
 @pytest.mark.fault("F24")
-def test_hostile_texts_are_shown_and_never_obeyed(
+def test_control_characters_are_escaped(
     data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    hostile = "\x1b[2J\x1b]0;title\x07 NUL \x00 \r\u202e[bold]<script>\ud800"
+    adversarial = "\x1b[2J\x1b]0;title\x07 NUL \x00 \r\u202e[bold]<script>\ud800"
     code, out, _ = run(
         capsys,
         monkeypatch,
-        *("Chatty", "--data", data, "--completion", hostile, "trainer.plugins=[misbehaving_envs]"),
+        *("Chatty", "--data", data, "--completion", adversarial, "trainer.plugins=[misbehaving_envs]"),
     )
     assert code == 0
     assert all(character.isprintable() or character == "\n" for character in out)
-    assert out.count(r"\x1b[2J\x1b]0;title\x07 NUL \x00 \r\u202e[bold]<script>\ud800") == 2, "said and heard"
+    assert out.count(r"\x1b[2J\x1b]0;title\x07 NUL \x00 \r\u202e[bold]<script>\ud800") == 2, (
+        "in the completion and in the observation"
+    )
 
 
-def test_a_failed_episode_is_reported_and_others_are_played(
+def test_failed_episode_does_not_stop_others(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     answers = tmp_path / "answers.jsonl"
@@ -152,7 +154,7 @@ def test_the_prompt_as_a_model_reads_it(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["gsm8", "--data", "{data}"], "Did you mean 'gsm8k'"),
         (["gsm8k", "--data", "{data}", "--row", "2"], "row 2 does not exist. Choose one from 0 to 1"),
@@ -166,30 +168,30 @@ def test_the_prompt_as_a_model_reads_it(
         (["gsm8k"], "--data"),
     ],
 )
-def test_mistakes_exit_with_2_and_say_what_to_do(
-    arguments: list[str], says: str, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_user_errors_exit_with_2(
+    arguments: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     code, _, err = run(capsys, monkeypatch, *(argument.format(data=data) for argument in arguments))
     assert code == 2
-    assert re.search(says, err), err
+    assert re.search(message, err), err
 
 
 def test_missing_commands_are_distinguished(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["skyrl-train", "envv", "try"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         cli.main()
-    assert ended.value.code == 2
+    assert caught.value.code == 2
     assert "No such command 'envv'" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["skyrl-train", "check-config", "generator.max_turn=2"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         cli.main()
-    assert ended.value.code == 2
+    assert caught.value.code == 2
     assert "generator.max_turns" in capsys.readouterr().err
 
 
 @pytest.fixture
-def folder_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What docs/foreign_environments.md and examples/reasoning_gym say that there is."""
+def docs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create the files that docs/foreign_environments.md and examples/reasoning_gym assume, and enter their folder."""
     monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -205,20 +207,20 @@ def folder_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-TRIED = find_commands(r"skyrl-train env try (?!show_work)")  # which docs/your_environment.md has made before
+ENV_TRY_COMMANDS = find_commands(r"skyrl-train env try (?!show_work)")  # docs/your_environment.md defines show_work
 
 
-@pytest.mark.parametrize("command", TRIED, ids=str)
+@pytest.mark.parametrize("command", ENV_TRY_COMMANDS, ids=str)
 def test_the_commands_of_the_pages(
     command: Command,
-    folder_of_the_pages: Path,
+    docs_folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
     if "reasoning_gym" in command.words:
         pytest.importorskip("reasoning_gym")
-        for made in find_commands("python examples/reasoning_gym/reasoning_gym_dataset"):
-            words = [sys.executable, str(REPOSITORY / made.words[1]), *map(os.path.expandvars, made.words[2:])]
+        for dataset in find_commands("python examples/reasoning_gym/reasoning_gym_dataset"):
+            words = [sys.executable, str(REPOSITORY / dataset.words[1]), *map(os.path.expandvars, dataset.words[2:])]
             subprocess.run(words, check=True, capture_output=True, timeout=120)
         capsys.readouterr()
     code, out, err = run(capsys, monkeypatch, *map(os.path.expandvars, command.words[3:]))

@@ -17,7 +17,7 @@ def write_dataset(source: Path, output: Path, *options: str) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_local_json_lines_become_rows_that_the_environment_scores(tmp_path: Path):
+def test_json_lines_are_converted_and_scored(tmp_path: Path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text((json.dumps(ROW) + "\n") * 3)
     done = write_dataset(tmp_path, tmp_path / "out", "--limit", "2")
@@ -34,14 +34,14 @@ def test_local_json_lines_become_rows_that_the_environment_scores(tmp_path: Path
     assert GSM8KEnv({}, first.env_extras).step("#### 1200").reward == 1.0
 
 
-def test_a_row_without_an_answer_is_named(tmp_path: Path):
+def test_row_without_answer_is_reported(tmp_path: Path):
     (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps({"question": "?", "answer": None}) + "\n")
     done = write_dataset(tmp_path, tmp_path / "out")
     assert done.returncode == 1
     assert "train.jsonl, line 2: needs a question and an answer" in done.stderr
 
 
-def test_all_of_gsm8k_is_converted(gsm8k_jsonl: Path, tmp_path: Path):
+def test_entire_gsm8k_is_converted(gsm8k_jsonl: Path, tmp_path: Path):
     assert write_dataset(gsm8k_jsonl, tmp_path).returncode == 0
     counts = []
     for name in ("train", "validation"):

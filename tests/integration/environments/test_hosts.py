@@ -1,4 +1,4 @@
-"""Environments in actors of a real Ray: what a WorkerPool promises, and what becomes of a host that is lost."""
+"""Environment hosts in actors of a real Ray cluster: they behave like a WorkerPool, and lost hosts are replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.process_state import wait_for_exit
 PLUGINS = str(Path(__file__).parent / "plugins")
 QUESTION = [{"role": "user", "content": "6 * 3?"}]
 DEADLINE_S = 3.0
-"""Of a step that hangs; others take milliseconds."""
+"""Deadline of a step that hangs. Other steps take milliseconds."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def cluster(ray_runtime: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 
 def host_pool(cluster: Cluster, count: int, log: Path, *overrides: str) -> HostPool:
-    given = ["trainer.plugins=[misbehaving_envs]", f"environment.hosts={count}", "environment.host_cpus=0.5"]
+    hosts = ["trainer.plugins=[misbehaving_envs]", f"environment.hosts={count}", "environment.host_cpus=0.5"]
     deadline = f"trainer.timeouts.environment_step_s={DEADLINE_S}"
-    return build_host_pool(load_preset([*given, deadline, *overrides]), cluster, log)
+    return build_host_pool(load_preset([*hosts, deadline, *overrides]), cluster, log)
 
 
 def run_with(pool: EnvironmentPool, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -60,7 +60,7 @@ async def opened(pool: EnvironmentPool, env_class: str, **extras: Any) -> Episod
 
 
 async def outcome(pool: EnvironmentPool, env_class: str, text: str) -> str | float:
-    """The reward of one step, or the kind of failure."""
+    """Return the reward of one step, or the kind of failure."""
     try:
         episode = await opened(pool, env_class)
         try:
@@ -81,7 +81,7 @@ async def host_of(pid: int) -> psutil.Process:
 
 
 class HostInThisProcess:
-    """A Remote of a host in this process, which counts the calls."""
+    """A fake ActorProxy whose host runs in this process. It counts the calls."""
 
     name = "environment host 0"
 
@@ -89,13 +89,13 @@ class HostInThisProcess:
         self.host = EnvironmentHost(env_configs={}, max_env_workers=1, plugins=("misbehaving_envs",))
         self.calls: Counter[str] = Counter()
 
-    async def call_within(self, deadline_s: float, method: str, *args: Any) -> Any:
+    async def call_with_deadline(self, deadline_s: float, method: str, *args: Any) -> Any:
         self.calls[method] += 1
-        await asyncio.sleep(0.01)  # others come up meanwhile
+        await asyncio.sleep(0.01)  # more calls arrive in the meantime
         return await getattr(self.host, method)(*args)
 
     def kill(self) -> None:
-        """Do nothing: there is no process."""
+        """Do nothing, because there is no process."""
 
 
 def pool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> tuple[HostPool, Counter[str]]:
@@ -124,78 +124,76 @@ def test_warning_of_last_close_is_logged(monkeypatch: pytest.MonkeyPatch, caplog
         await (await opened(pool, "BadEnd")).close()
 
     run_with(pool, scenario)
-    assert "environment host 0: closing BadEnd: " in caplog.text
+    assert "environment host 0: closing an environment BadEnd failed: " in caplog.text
 
 
-def test_episodes_fail_hang_and_go_on_in_hosts_as_they_do_beside_the_driver(cluster: Cluster, tmp_path: Path):
+def test_hosts_behave_like_local_workers(cluster: Cluster, tmp_path: Path):
     async def scenario(pool: EnvironmentPool) -> list[Any]:
-        neighbour = await opened(pool, "Counter", name="Bo")
-        assert neighbour.messages[-1]["content"] == "start Bo"
-        await neighbour.step("one")
+        neighbor = await opened(pool, "Counter", name="Bo")
+        assert neighbor.messages[-1]["content"] == "start Bo"
+        await neighbor.step("one")
         texts = ["raises", "nan", "list", "text observations", "dies", "hangs", "no \ud800"]
-        found: list[Any] = list(await asyncio.gather(*(outcome(pool, "Misbehaving", text) for text in texts)))
-        found += [await outcome(pool, "BadStart", ""), await outcome(pool, "Printing", "fine")]
-        found.append((await neighbour.step("two")).metadata["actions"])
-        await neighbour.close()
+        results: list[Any] = list(await asyncio.gather(*(outcome(pool, "Misbehaving", text) for text in texts)))
+        results += [await outcome(pool, "BadStart", ""), await outcome(pool, "Printing", "fine")]
+        results.append((await neighbor.step("two")).metadata["actions"])
+        await neighbor.close()
         with pytest.raises(EnvironmentFailure, match="closed"):
-            await neighbour.step("three")
+            await neighbor.step("three")
         with pytest.raises(EnvironmentFailure, match="bad_row"):
             await pool.start("Counter", Prompt("7", QUESTION, "Counter", {"what": {1, 2}}))
         with pytest.raises(ConfigError, match="Unknown environment 'nothing'"):
             await pool.start("nothing", Prompt("7", QUESTION, "nothing", {}))
-        return found
+        return results
 
     log = tmp_path / "environments.log"
-    there = run_with(host_pool(cluster, 2, log), scenario)
-    here = run_with(WorkerPool({}, 2, DEADLINE_S, ("misbehaving_envs",)), scenario)
-    assert there == here
-    assert there == [
+    from_hosts = run_with(host_pool(cluster, 2, log), scenario)
+    from_workers = run_with(WorkerPool({}, 2, DEADLINE_S, ("misbehaving_envs",)), scenario)
+    assert from_hosts == from_workers
+    assert from_hosts == [
         *("LookupError", "bad_reward", "bad_reward", "bad_step_output", "environment_died", "timeout"),
         *("AttributeError", "PermissionError", 1.0, ["one", "two"]),
     ]
-    assert "(env " in log.read_text(), "what environments print"
+    assert "(env " in log.read_text(), "output of environments"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.on_demand)])
-def test_a_host_that_dies_or_falls_silent_costs_its_episodes_a_replay_in_another_one(
-    cluster: Cluster, tmp_path: Path, how: signal.Signals
-):
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.on_demand)])
+def test_episodes_of_lost_host_are_replayed(cluster: Cluster, tmp_path: Path, signal_number: signal.Signals):
     pool = host_pool(cluster, 2, tmp_path / "environments.log")
     pool.heartbeat_timeout_s = 4 * HEARTBEAT_INTERVAL_S
 
     async def scenario(pool: EnvironmentPool) -> None:
         episodes = [await opened(pool, "Counter", name=str(number)) for number in range(8)]
-        once = await asyncio.gather(*(episode.step("one") for episode in episodes))
-        places = [await host_of(output.metadata["pid"]) for output in once]
+        first_outputs = await asyncio.gather(*(episode.step("one") for episode in episodes))
+        places = [await host_of(output.metadata["pid"]) for output in first_outputs]
         assert len(set(places)) == 2
         victim = places[0]
         fragile = [await opened(pool, "SideEffects") for _ in range(2)]  # one in each host
         await asyncio.gather(*(episode.step("one") for episode in fragile))
         below = [process.pid for process in victim.children(recursive=True)]
-        under_way = [asyncio.create_task(episode.step("sleep 0.4")) for episode in episodes]
+        pending = [asyncio.create_task(episode.step("sleep 0.4")) for episode in episodes]
         await asyncio.sleep(0.2)
-        victim.send_signal(how)
-        for place, output in zip(places, await asyncio.gather(*under_way), strict=True):
+        victim.send_signal(signal_number)
+        for place, output in zip(places, await asyncio.gather(*pending), strict=True):
             assert output.metadata["actions"] == ["one", "sleep 0.4"]
             assert (await host_of(output.metadata["pid"]) == place) == (place != victim)
-        kinds = [one if isinstance(one, str) else one.reward for one in await asyncio.gather(*map(stepped, fragile))]
-        assert sorted(map(str, kinds)) == ["1.0", "environment_died"]
-        assert all(map(wait_for_exit, below)), "what ran in the lost host"
-        await until_two_hosts(pool)
+        results = await asyncio.gather(*map(reward_or_kind, fragile))
+        assert sorted(map(str, results)) == ["1.0", "environment_died"]
+        assert all(map(wait_for_exit, below)), "processes of the lost host"
+        await wait_for_two_hosts(pool)
         places = [await host_of((await (await opened(pool, "Counter")).step("x")).metadata["pid"]) for _ in range(12)]
-        assert len(set(places)) == 2 and victim not in places, "it was started again"
+        assert len(set(places)) == 2 and victim not in places, "the host was restarted"
 
     run_with(pool, scenario)
 
 
-async def stepped(episode: Episode) -> Any:
+async def reward_or_kind(episode: Episode) -> float | str:
     try:
-        return await episode.step("two")
+        return (await episode.step("two")).reward
     except EnvironmentFailure as failure:
         return failure.kind
 
 
-async def until_two_hosts(pool: Any) -> None:
+async def wait_for_two_hosts(pool: Any) -> None:
     deadline = time.monotonic() + 60
     while len(pool.hosts) < 2:
         assert time.monotonic() < deadline
@@ -203,7 +201,7 @@ async def until_two_hosts(pool: Any) -> None:
 
 
 @pytest.mark.on_demand
-def test_an_episode_that_kills_its_host_every_time_fails_and_the_run_goes_on(cluster: Cluster, tmp_path: Path):
+def test_episode_that_kills_hosts_fails(cluster: Cluster, tmp_path: Path):
     async def scenario(pool: EnvironmentPool) -> None:
         episode = await opened(pool, "KillsItsHost")
         with pytest.raises(
@@ -215,7 +213,7 @@ def test_an_episode_that_kills_its_host_every_time_fails_and_the_run_goes_on(clu
     run_with(host_pool(cluster, 1, tmp_path / "environments.log"), scenario)
 
 
-def test_without_a_host_calls_wait_for_the_deadline_and_then_end_the_run(cluster: Cluster, tmp_path: Path):
+def test_calls_without_host_fail_after_timeout(cluster: Cluster, tmp_path: Path):
     pool = host_pool(cluster, 1, tmp_path / "environments.log", "trainer.timeouts.environment_hosts_s=20")
 
     async def scenario(pool: Any) -> None:
@@ -223,14 +221,14 @@ def test_without_a_host_calls_wait_for_the_deadline_and_then_end_the_run(cluster
         host = await host_of((await episode.step("one")).metadata["pid"])
         pool.environment_hosts_s = 0.5  # less than a start takes
         host.kill()
-        error = r"all of them are lost.*environment_hosts_s=0.5 s\. The last one: environment host 0 died"
+        error = r"all of them are lost.*environment_hosts_s=0.5 s\. The last loss: environment host 0 died"
         with pytest.raises(EnvironmentHostsLost, match=error):
             await episode.step("two")
 
     run_with(pool, scenario)
 
 
-def test_hosts_that_find_no_room_or_cannot_start_are_named_before_models_load(cluster: Cluster, tmp_path: Path):
+def test_hosts_that_do_not_fit_are_rejected(cluster: Cluster, tmp_path: Path):
     log = tmp_path / "environments.log"
     with pytest.raises(ConfigError, match=r"environment\.hosts=2: needs 2 x 64 CPU; the Ray cluster has"):
         host_pool(cluster, 2, log, "environment.host_cpus=64")

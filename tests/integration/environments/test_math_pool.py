@@ -9,8 +9,8 @@ from skyrl_train.environments.pool import WorkerPool
 
 
 @pytest.mark.fault("F14")
-def test_a_comparison_that_never_ends_fails_no_episode_and_leaves_no_process():
-    """All episodes share one process; the grader it started is gone when the pool is closed (the leak check looks)."""
+def test_endless_comparison_scores_zero_and_leaves_no_process():
+    """All episodes share a process. The leak check verifies that its grader has ended when the pool is closed."""
     extras = {"reward_spec": {"method": "rule", "ground_truth": "42"}}
     prompt = Prompt(uid="0", messages=[], env_class="math", env_extras=extras, data_source="math")
     answers = [r"\boxed{9^{9^{9}}}", r"\boxed{\frac{84}{2}}", r"\boxed{10000000!}", r"\boxed{43}", r"\boxed{42.0}"]

@@ -24,7 +24,7 @@ from tests.support.process_state import wait_for_exit
 PLUGINS = Path(__file__).parent / "plugins"
 QUESTION = [{"role": "user", "content": "6 * 3?"}]
 DEADLINE_S = 3.0
-"""Of steps that must pass it or must not: the latter take milliseconds, on busy cores a little more."""
+"""Deadline of steps in tests in which some steps exceed it. The others take milliseconds."""
 GSM8K = Prompt("0", QUESTION, "gsm8k", {"reward_spec": {"method": "rule", "ground_truth": "18"}})
 
 
@@ -53,7 +53,7 @@ def run_with_pool(
 
 
 async def outcome(pool: WorkerPool, env_class: str, text: str, **extras: Any) -> str | float:
-    """The reward of one step, or the kind of failure."""
+    """Return the reward of one step, or the kind of failure."""
     try:
         episode = await pool.start(env_class, prompt(env_class, **extras))
         try:
@@ -64,15 +64,15 @@ async def outcome(pool: WorkerPool, env_class: str, text: str, **extras: Any) ->
         return failure.kind
 
 
-async def hanging(pool: WorkerPool) -> asyncio.Task[StepOutput]:
-    """A step that never returns, and is ahead of whatever is asked next."""
+async def start_hanging_step(pool: WorkerPool) -> asyncio.Task[StepOutput]:
+    """Start a step that never returns, ahead of the calls that are submitted next."""
     episode = await pool.start("Misbehaving", prompt("Misbehaving"))
     step = asyncio.create_task(episode.step("hangs"))
     await asyncio.sleep(0)
     return step
 
 
-def test_an_episode_opens_steps_and_closes():
+def test_episode_starts_steps_and_closes():
     async def scenario(pool: WorkerPool) -> None:
         episode = await pool.start("gsm8k", GSM8K)
         assert episode.messages == QUESTION
@@ -106,33 +106,33 @@ def test_an_episode_opens_steps_and_closes():
         ("hangs", "timeout"),
     ],
 )
-def test_a_failure_is_named_and_fails_its_episode_only(text: str, kind: str):
+def test_failure_has_kind_and_affects_one_episode(text: str, kind: str):
     async def scenario(pool: WorkerPool) -> None:
-        neighbour = await pool.start("Counter", prompt("Counter"))
-        await neighbour.step("one")
+        neighbor = await pool.start("Counter", prompt("Counter"))
+        await neighbor.step("one")
         pending = [asyncio.create_task(outcome(pool, "Misbehaving", text))]
         pending += [asyncio.create_task(outcome(pool, "Counter", "fine")) for _ in range(3)]
         assert await asyncio.gather(*pending) == [kind, 1.0, 1.0, 1.0]
-        assert (await neighbour.step("two")).metadata["actions"] == ["one", "two"]
+        assert (await neighbor.step("two")).metadata["actions"] == ["one", "two"]
 
     run_with_pool(scenario, deadline_s=DEADLINE_S if kind == "timeout" else 30.0)
 
 
-def test_a_failure_says_what_was_raised_and_where():
+def test_failure_reports_exception_and_source_line():
     async def scenario(pool: WorkerPool) -> None:
         episode = await pool.start("Misbehaving", prompt("Misbehaving"))
         with pytest.raises(EnvironmentFailure, match=r"not in the book.*misbehaving_envs\.py:\d+ in raises"):
             await episode.step("raises")
         with pytest.raises(EnvironmentFailure, match="not in the book"):
-            await episode.step("none")  # failed once is failed
+            await episode.step("none")  # a failed episode stays failed
         assert await outcome(pool, "BadStart", "") == "PermissionError"
-        assert await outcome(pool, "gsm8k", "#### 1") == "ValueError"  # its row has no answer
+        assert await outcome(pool, "gsm8k", "#### 1") == "ValueError"  # the row has no ground truth
 
     run_with_pool(scenario)
 
 
 @pytest.mark.fault("F14")
-def test_a_step_that_hangs_in_c_is_killed_at_its_deadline():
+def test_step_that_hangs_in_c_is_killed():
     async def scenario(pool: WorkerPool) -> float:
         assert await outcome(pool, "Counter", "warm") == 1.0
         start = time.monotonic()
@@ -142,7 +142,7 @@ def test_a_step_that_hangs_in_c_is_killed_at_its_deadline():
     assert run_with_pool(scenario, deadline_s=DEADLINE_S) < 15
 
 
-def test_calls_are_on_the_time_line_of_their_process_also_one_that_was_killed_for_it(tmp_path: Path):
+def test_trace_has_calls_of_each_process(tmp_path: Path):
     async def scenario(pool: WorkerPool) -> None:
         assert await outcome(pool, "Counter", "fine") == 1.0
         assert await outcome(pool, "Misbehaving", "hangs") == "timeout"
@@ -153,21 +153,21 @@ def test_calls_are_on_the_time_line_of_their_process_also_one_that_was_killed_fo
     events = json.loads((tmp_path / "trace.json").read_text())
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     calls = [event for event in events if event["ph"] == "X"]
-    named = ["hello", "start", "step", "close", "start", "step: timeout", "hello", "start", "step", "close"]
-    assert [event["name"] for event in calls] == named
+    expected = ["hello", "start", "step", "close", "start", "step: timeout", "hello", "start", "step", "close"]
+    assert [event["name"] for event in calls] == expected
     assert len(rows) == 2 and all(name.startswith("process ") for name in rows.values())
     assert len({event["tid"] for event in calls[:6]}) == 1
     assert calls[5]["dur"] >= DEADLINE_S * 1e6 > calls[2]["dur"]
 
 
-def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
+def test_episodes_of_killed_process_are_replayed():
     async def scenario(pool: WorkerPool) -> None:
         episodes = [await pool.start("Counter", prompt("Counter", name=name)) for name in "ab"]
         for episode in episodes:
             await episode.step("first")
-        hung = await hanging(pool)
+        hung = await start_hanging_step(pool)
         waiting = await episodes[0].step("second")  # queued behind the hung call
-        later = await episodes[1].step("second")  # asked after the kill
+        later = await episodes[1].step("second")  # submitted after the kill
         with pytest.raises(EnvironmentFailure, match="timeout"):
             await hung
         for episode, output in zip(episodes, (waiting, later), strict=True):
@@ -178,11 +178,11 @@ def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
     run_with_pool(scenario, deadline_s=DEADLINE_S)
 
 
-def test_episodes_that_must_not_be_replayed_fail_with_their_process():
+def test_non_replayable_episodes_fail_with_their_process():
     async def scenario(pool: WorkerPool) -> None:
         asleep, waiting = [await pool.start("SideEffects", prompt("SideEffects")) for _ in range(2)]
         await asleep.step("first")
-        hung = await hanging(pool)
+        hung = await start_hanging_step(pool)
         queued = asyncio.create_task(waiting.step("queued behind the hung call"))
         not_begun = asyncio.create_task(outcome(pool, "SideEffects", "fine"))
         with pytest.raises(EnvironmentFailure, match="timeout"):
@@ -195,7 +195,7 @@ def test_episodes_that_must_not_be_replayed_fail_with_their_process():
     run_with_pool(scenario, deadline_s=DEADLINE_S)
 
 
-def test_settings_that_no_episode_can_start_with_stop_the_run():
+def test_unusable_settings_raise_config_error():
     async def scenario(pool: WorkerPool) -> None:
         with pytest.raises(ConfigError, match=r"openenv\.base_url=None"):
             await pool.start("openenv", prompt("openenv"))
@@ -203,7 +203,7 @@ def test_settings_that_no_episode_can_start_with_stop_the_run():
     run_with_pool(scenario)
 
 
-def test_waiting_in_line_does_not_count_towards_the_deadline():
+def test_deadline_excludes_time_in_queue():
     async def scenario(pool: WorkerPool) -> list[str | float]:
         return await asyncio.gather(*(outcome(pool, "Counter", "sleep 0.6") for _ in range(6)))
 
@@ -211,19 +211,19 @@ def test_waiting_in_line_does_not_count_towards_the_deadline():
 
 
 @pytest.mark.parametrize("text", ["sleep 0.1", "x" * 2**22], ids=["short", "more than the pipe holds"])
-def test_a_driver_that_was_busy_does_not_blame_environments(text: str):
+def test_busy_driver_does_not_cause_timeouts(text: str):
     async def scenario(pool: WorkerPool) -> float:
         episode = await pool.start("Counter", prompt("Counter"))
         step = asyncio.create_task(episode.step(text))
         await asyncio.sleep(0)
-        await asyncio.sleep(0)  # the call is on its way
+        await asyncio.sleep(0)  # the call is sent
         time.sleep(DEADLINE_S + 1)
         return (await step).reward
 
     assert run_with_pool(scenario, deadline_s=DEADLINE_S) == 1.0
 
 
-def test_a_cancelled_step_leaves_pool_and_neighbours_working():
+def test_cancelled_step_does_not_affect_others():
     async def scenario(pool: WorkerPool) -> None:
         episode = await pool.start("Counter", prompt("Counter"))
         with pytest.raises(TimeoutError):
@@ -234,7 +234,7 @@ def test_a_cancelled_step_leaves_pool_and_neighbours_working():
     run_with_pool(scenario)
 
 
-def test_a_cancelled_start_leaves_no_environment_behind():
+def test_cancelled_start_leaves_no_environment():
     async def scenario(pool: WorkerPool) -> None:
         start = asyncio.create_task(pool.start("Counter", prompt("Counter")))
         await asyncio.sleep(0)
@@ -247,7 +247,7 @@ def test_a_cancelled_start_leaves_no_environment_behind():
     run_with_pool(scenario)
 
 
-def test_an_environment_that_cannot_start_is_not_kept():
+def test_environment_that_cannot_start_is_dropped():
     async def scenario(pool: WorkerPool) -> None:
         for _ in range(3):
             with pytest.raises(EnvironmentFailure):
@@ -259,7 +259,7 @@ def test_an_environment_that_cannot_start_is_not_kept():
 
 
 @pytest.mark.fault("F24")
-def test_prints_children_and_control_characters_do_not_disturb_the_wire():
+def test_output_of_environments_does_not_disturb_the_wire():
     text = "NUL \x00, escape \x1b[31m, lone surrogate \ud800, separator \u2028, <script>, [bold]"
 
     async def scenario(pool: WorkerPool) -> None:
@@ -272,7 +272,7 @@ def test_prints_children_and_control_characters_do_not_disturb_the_wire():
     run_with_pool(scenario)
 
 
-def test_an_environment_written_for_skyrl_gym_runs_as_it_is():
+def test_skyrl_gym_environment_runs_unchanged():
     async def scenario(pool: WorkerPool) -> None:
         row = prompt("SkyRLGymStyle", reward_spec={"ground_truth": "18"})
         episode = await pool.start("SkyRLGymStyle", row)
@@ -284,24 +284,24 @@ def test_an_environment_written_for_skyrl_gym_runs_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("plugin", "says"),
+    ("plugin", "message"),
     [
         ("broken_plugin", "this plugin is broken"),
         ("dying_plugin", "dying_plugin"),
         ("no_such_plugin", "no_such_plugin"),
     ],
 )
-def test_a_plugin_that_does_not_import_stops_the_run(plugin: str, says: str):
+def test_plugin_that_cannot_be_imported_raises_config_error(plugin: str, message: str):
     async def scenario(pool: WorkerPool) -> None:
         results = await asyncio.gather(*(pool.start("gsm8k", GSM8K) for _ in range(5)), return_exceptions=True)
-        assert all(isinstance(result, ConfigError) and says in str(result) for result in results), results
-        with pytest.raises(ConfigError, match=says):
+        assert all(isinstance(result, ConfigError) and message in str(result) for result in results), results
+        with pytest.raises(ConfigError, match=message):
             await pool.start("gsm8k", GSM8K)
 
     run_with_pool(scenario, plugins=(plugin,))
 
 
-def test_an_unknown_environment_is_a_mistake_in_the_configuration():
+def test_unknown_environment_raises_config_error():
     async def scenario(pool: WorkerPool) -> None:
         with pytest.raises(ConfigError, match=r"'gsm8'.*Did you mean 'gsm8k'"):
             await pool.start("gsm8", GSM8K)
@@ -321,7 +321,7 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(
     "value", [b"\x89PNG", nested(2000), 10**5000, {(1, 2): 3}], ids=["bytes", "deep", "long", "key"]
 )
-def test_a_row_that_json_cannot_carry_costs_its_episode(value: Any):
+def test_row_that_is_not_json_fails_its_episode(value: Any):
     async def scenario(pool: WorkerPool) -> None:
         assert await outcome(pool, "Counter", "x", image=value) == "bad_row"
         assert await outcome(pool, "Counter", "x") == 1.0
@@ -332,18 +332,18 @@ def test_a_row_that_json_cannot_carry_costs_its_episode(value: Any):
 @pytest.mark.defect("deeply-nested-observation-ends-run")
 @pytest.mark.parametrize("depth", [101, 940, 5000])
 @pytest.mark.parametrize("part", ["opening", "observation", "metadata"])
-def test_an_answer_that_is_nested_too_deeply_costs_its_episode(part: str, depth: int):
+def test_deeply_nested_answer_fails_its_episode(part: str, depth: int):
     async def scenario(pool: WorkerPool) -> None:
-        neighbour = await pool.start("SideEffects", prompt("SideEffects"))  # lost if its process were
+        neighbor = await pool.start("SideEffects", prompt("SideEffects"))  # fails if its process is lost
         assert await outcome(pool, "Nests", part, part=part, depth=depth) in ("bad_step_output", "RecursionError")
         assert await outcome(pool, "Nests", part, part=part, depth=20) == 1.0
-        assert (await neighbour.step("fine")).reward == 1.0
+        assert (await neighbor.step("fine")).reward == 1.0
 
     run_with_pool(scenario)
 
 
 @pytest.mark.defect("failure-without-kind-ends-run")
-def test_a_failure_without_a_kind_costs_its_episode():
+def test_failure_without_kind_fails_its_episode():
     async def scenario(pool: WorkerPool) -> None:
         assert await outcome(pool, "NoKind", "x") == "None"
 
@@ -351,34 +351,34 @@ def test_a_failure_without_a_kind_costs_its_episode():
 
 
 @pytest.fixture
-def started() -> Callable[[], set[psutil.Process]]:
-    """Processes of this one that began after the test did."""
+def started_processes() -> Callable[[], set[psutil.Process]]:
+    """Return a function that returns the children of this process that started after the test began."""
     before = set(psutil.Process().children())
     return lambda: set(psutil.Process().children()) - before
 
 
-def test_processes_start_as_needed_and_never_more_than_allowed(started: Callable[[], set[psutil.Process]]):
+def test_workers_start_as_needed_up_to_limit(started_processes: Callable[[], set[psutil.Process]]):
     async def scenario(pool: WorkerPool) -> None:
         for _ in range(3):
             assert await outcome(pool, "Counter", "alone") == 1.0
-        assert len(started()) == 1
+        assert len(started_processes()) == 1
         await asyncio.gather(*(outcome(pool, "Counter", "sleep 0.05") for _ in range(12)))
-        assert len(started()) == 2
+        assert len(started_processes()) == 2
 
     run_with_pool(scenario, max_workers=2)
 
 
-def test_closing_waits_for_no_environment_beyond_its_grace(started: Callable[[], set[psutil.Process]]):
+def test_close_kills_environments_after_timeout(started_processes: Callable[[], set[psutil.Process]]):
     async def scenario(pool: WorkerPool) -> None:
         assert await outcome(pool, "NeverCloses", "") == 1.0
 
     start = time.monotonic()
     run_with_pool(scenario, deadline_s=DEADLINE_S)
-    assert time.monotonic() - start < 60, "its thread sleeps for longer"
-    assert started() == set()
+    assert time.monotonic() - start < 60, "its thread sleeps for longer than this"
+    assert started_processes() == set()
 
 
-def test_closing_fails_the_calls_that_are_still_waiting():
+def test_close_fails_pending_calls():
     async def scenario() -> None:
         async with WorkerPool({}, 1, 3.0, ("misbehaving_envs",)) as pool:
             tasks = [asyncio.create_task(outcome(pool, "Misbehaving", "hangs")) for _ in range(3)]
@@ -388,7 +388,7 @@ def test_closing_fails_the_calls_that_are_still_waiting():
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_an_episode_that_goes_on_while_the_pool_closes_fails_as_those_that_wait():
+def test_step_after_close_fails():
     async def scenario() -> None:
         async with WorkerPool({}, 1, 3.0, ("misbehaving_envs",)) as pool:
             episode = await pool.start("Misbehaving", prompt("Misbehaving"))
@@ -399,7 +399,7 @@ def test_an_episode_that_goes_on_while_the_pool_closes_fails_as_those_that_wait(
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
+def test_children_of_killed_environment_are_killed(tmp_path: Path):
     pid_file = tmp_path / "pid"
 
     async def scenario(pool: WorkerPool) -> None:
@@ -410,7 +410,7 @@ def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
     assert wait_for_exit(int(pid_file.read_text()))
 
 
-def test_no_process_survives_a_driver_that_was_killed():
+def test_workers_end_with_killed_driver():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(PLUGINS / "hanging_driver.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
@@ -418,6 +418,6 @@ def test_no_process_survives_a_driver_that_was_killed():
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2
         assert all(map(psutil.pid_exists, pids))
-        time.sleep(0.2)  # one of them is in its endless step by now
+        time.sleep(0.2)  # one of them is now in its endless step
         driver.send_signal(signal.SIGKILL)
     assert all(map(wait_for_exit, pids))

@@ -1,4 +1,4 @@
-"""Output of environment processes is capped, and everything that they start ends with them."""
+"""Output of environment processes is limited, and processes that they start end with them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def plugins_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGINS))
 
 
-def play(
+def run_episodes(
     env_class: str, *texts: str, deadline_s: float = 30.0, log: Path | None = None, **extras: Any
 ) -> list[str | float]:
-    """Play one episode per text in the same process, and return its reward or kind of failure."""
+    """Run one episode per text in the same process, and return their rewards or kinds of failure."""
 
     async def outcome(pool: WorkerPool, text: str) -> str | float:
         try:
@@ -59,7 +59,7 @@ def driver(name: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.defect("unbounded-environment-output")
 def test_output_on_the_terminal_is_capped(capfd: pytest.CaptureFixture[str]):
-    assert play("Printing", "prints", "dies") == [1.0, "environment_died"]
+    assert run_episodes("Printing", "prints", "dies") == [1.0, "environment_died"]
     shown = capfd.readouterr().err
     assert MAX_STDERR_BYTES < len(shown) < 3 * MAX_STDERR_BYTES
     lines = shown.splitlines()
@@ -70,9 +70,9 @@ def test_output_on_the_terminal_is_capped(capfd: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.defect("unbounded-environment-output")
-def test_output_goes_to_the_log_and_a_note_names_it(capfd: pytest.CaptureFixture[str], tmp_path: Path):
+def test_output_goes_to_log_file(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     log = tmp_path / "environments.log"
-    assert play("Printing", "prints", "dies", log=log) == [1.0, "environment_died"]
+    assert run_episodes("Printing", "prints", "dies", log=log) == [1.0, "environment_died"]
     assert capfd.readouterr().err == f"note: environments print to {log}\n"
     lines = log.read_text().splitlines()
     assert len(lines) == 200_001 and lines[99_999].endswith(f"\\x1b[31m99999 {'.' * 90}")
@@ -80,7 +80,7 @@ def test_output_goes_to_the_log_and_a_note_names_it(capfd: pytest.CaptureFixture
 
 
 def test_without_the_log_folder_output_stays_on_stderr(capfd: pytest.CaptureFixture[str], tmp_path: Path):
-    assert play("Chatty", "x", log=tmp_path / "elsewhere" / "environments.log") == [0.5]
+    assert run_episodes("Chatty", "x", log=tmp_path / "elsewhere" / "environments.log") == [0.5]
     assert "child\n" in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -106,15 +106,15 @@ def test_steps_do_not_wait_for_a_stderr_reader(logs: list[str], tmp_path: Path):
 
 
 def test_only_asyncio_reaps_supervisors(monkeypatch: pytest.MonkeyPatch):
-    """asyncio logs a process that `Popen.poll` has reaped. Where nobody reads stderr, that line stopped the driver."""
+    """asyncio logs a process that `Popen.poll` has reaped. If no process reads stderr, that line blocks the driver."""
     polled: list[int] = []
     monkeypatch.setattr(subprocess.Popen, "poll", lambda process: polled.append(process.pid))
-    assert play("Printing", "dies") == ["environment_died"]
+    assert run_episodes("Printing", "dies") == ["environment_died"]
     assert polled == []
 
 
 def fill(reader: int) -> None:
-    """Write to a pipe until nothing more fits in."""
+    """Write to a pipe until it is full."""
     writer = os.open(f"/proc/self/fd/{reader}", os.O_WRONLY | os.O_NONBLOCK)
     try:
         while True:
@@ -128,35 +128,35 @@ def fill(reader: int) -> None:
     ("text", "outcome"), [("hangs", "timeout"), ("dies", "environment_died"), ("answers", 1.0), ("interrupts", 1.0)]
 )
 def test_descendants_in_other_sessions_end_with_the_worker(text: str, outcome: str | float, tmp_path: Path):
-    assert play("Strays", text, deadline_s=5.0, folder=str(tmp_path)) == [outcome]
-    assert left(tmp_path) == []
+    assert run_episodes("Strays", text, deadline_s=5.0, folder=str(tmp_path)) == [outcome]
+    assert surviving_processes(tmp_path) == []
 
 
 @pytest.mark.defect("detached-children-outlive-environment")
-def test_descendants_in_other_sessions_end_with_a_killed_driver(tmp_path: Path):
+def test_descendants_in_other_sessions_end_with_driver(tmp_path: Path):
     with driver("straying_driver.py", str(tmp_path)) as process:
         until = time.monotonic() + 60
         while not (tmp_path / "pids").exists() and time.monotonic() < until:
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    assert left(tmp_path) == []
+    assert surviving_processes(tmp_path) == []
 
 
-def test_worker_whose_pool_died_early_ends_though_its_input_is_open():
+def test_worker_ends_if_pool_died_early():
     module = [sys.executable, "-P", "-m", "skyrl_train.environments.worker"]
     with subprocess.Popen([*module, str(os.getpid() + 1)], stdin=subprocess.PIPE, start_new_session=True) as process:
         assert process.wait(60) == 1
 
 
-def left(folder: Path) -> list[int]:
-    """Return which of the two processes do not end within some seconds."""
+def surviving_processes(folder: Path) -> list[int]:
+    """Return those of the two processes that do not end within some seconds."""
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     assert len(pids) == 2
     return [pid for pid in pids if not wait_for_exit(pid)]
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_stopped_or_killed_supervisor_fails_only_its_episodes(stopped: signal.Signals):
+def test_lost_supervisor_fails_only_its_episodes(stopped: signal.Signals):
     async def main() -> None:
         async with WorkerPool({}, 1, 3.0, ("misbehaving_envs",)) as pool:
             episode = await pool.start("Misbehaving", Prompt("7", [], "Misbehaving"))
@@ -176,11 +176,10 @@ def test_a_stopped_or_killed_supervisor_fails_only_its_episodes(stopped: signal.
 
 
 @pytest.mark.defect("unbounded-environment-output")
-def test_environments_that_do_not_close_are_said_once_and_as_text(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_close_failure_is_logged_once_and_escaped(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     with caplog.at_level(logging.WARNING):
-        assert play("BadEnd", *"abcdef") == [1.0] * 6
-    assert caplog.text.count("closing BadEnd: OSError: it \\x1b[2J does not close with <HF_TOKEN>") == 1
+        assert run_episodes("BadEnd", *"abcdef") == [1.0] * 6
+    message = "closing an environment BadEnd failed: OSError: it \\x1b[2J does not close with <HF_TOKEN>"
+    assert caplog.text.count(message) == 1
     assert caplog.text.count("closing") == 1

@@ -10,13 +10,13 @@ ANSWERS = 10_000
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def test_ten_thousand_answers_are_scored_through_a_pool_in_ten_cpu_seconds():
-    """On two idle cores that is well under 10 s; on busy ones the wall says nothing, the work does."""
+def test_pool_scores_ten_thousand_answers_quickly():
+    """Measures CPU time, because wall time means nothing on busy cores."""
     prompt = Prompt(
         uid="0",
         messages=[{"role": "user", "content": "How many?"}],

@@ -1,4 +1,4 @@
-"""Only an environment's own process answers for it, and what is no answer costs the episode that it came from."""
+"""Only the worker answers calls of its environments. An invalid reply fails the episode that it came from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_train.environments.worker import MAX_KIND_CHARS
 from skyrl_train.errors import EnvironmentFailure
 
 STEP = 3
-"""The number of the first step after two episodes have begun: hello is 0."""
+"""Number of the first step after two episodes have started. The hello call has the number 0."""
 ANSWER = {"observations": [], "reward": 7.0, "done": False, "metadata": {}}
 
 
@@ -28,7 +28,7 @@ def plugins_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_with_pool(scenario: Callable[[WorkerPool], Awaitable[Any]], deadline_s: float = 10.0) -> Any:
-    """Run `scenario(pool)` with one environment process."""
+    """Run `scenario(pool)` with a single environment process."""
 
     async def main() -> Any:
         async with WorkerPool({}, 1, deadline_s, ("misbehaving_envs", "wire_envs")) as pool:
@@ -38,7 +38,7 @@ def run_with_pool(scenario: Callable[[WorkerPool], Awaitable[Any]], deadline_s: 
 
 
 async def outcome(pool: WorkerPool, env_class: str, text: str, **extras: Any) -> str | float:
-    """The reward of one step, or the kind of failure."""
+    """Return the reward of one step, or the kind of failure."""
     try:
         episode = await pool.start(env_class, Prompt("7", [], env_class, extras))
         try:
@@ -55,10 +55,10 @@ def framed(body: bytes, number: int = STEP) -> str:
 
 @pytest.mark.defect("forked-child-answers-on-pipe")
 @pytest.mark.parametrize("how", ["first", "later", "raises", "exits", "in C", "multiprocessing"])
-def test_a_forked_child_never_answers(how: str):
+def test_forked_child_never_answers(how: str):
     async def scenario(pool: WorkerPool) -> None:
-        begun = [outcome(pool, "Forks", how), *(outcome(pool, "Counter", "sleep 0.1") for _ in range(6))]
-        assert await asyncio.gather(*begun) == [1.0] * 7
+        calls = [outcome(pool, "Forks", how), *(outcome(pool, "Counter", "sleep 0.1") for _ in range(6))]
+        assert await asyncio.gather(*calls) == [1.0] * 7
         assert await outcome(pool, "Counter", "sleep 0.5") == 1.0
 
     run_with_pool(scenario)
@@ -93,11 +93,11 @@ FRAMES = {
 
 @pytest.mark.defect("invalid-reply-accepted")
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
-def test_what_is_no_answer_costs_its_episode_alone(frame: str):
+def test_invalid_reply_fails_only_its_episode(frame: str):
     async def scenario(pool: WorkerPool) -> None:
         writer = await pool.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
-        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
-        results = await asyncio.gather(writer.step("now"), neighbour.step("one"), return_exceptions=True)
+        neighbor = await pool.start("Counter", Prompt("7", [], "Counter"))
+        results = await asyncio.gather(writer.step("now"), neighbor.step("one"), return_exceptions=True)
         assert isinstance(results[0], EnvironmentFailure) and results[0].kind == "environment_died", results[0]
         assert results[1].metadata["actions"] == ["one"]  # type: ignore[union-attr]
         assert await outcome(pool, "Counter", "fine") == 1.0
@@ -106,7 +106,7 @@ def test_what_is_no_answer_costs_its_episode_alone(frame: str):
 
 
 @pytest.mark.defect("invalid-reply-accepted")
-def test_an_answer_that_never_ends_is_cut_at_the_deadline():
+def test_incomplete_reply_times_out():
     async def scenario(pool: WorkerPool) -> None:
         frame = struct.pack("!IQ", 2**20, 2).decode("latin-1")
         assert await outcome(pool, "Writes", "now", frame=frame) == "timeout"
@@ -116,34 +116,34 @@ def test_an_answer_that_never_ends_is_cut_at_the_deadline():
 
 
 @pytest.mark.defect("invalid-reply-accepted")
-def test_a_second_answer_is_blamed_on_the_episode_that_had_the_first():
+def test_duplicate_reply_fails_the_episode_that_sent_it():
     async def scenario(pool: WorkerPool) -> None:
         frame = framed(json.dumps(ANSWER).encode())
         writer = await pool.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
-        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
-        first, other = await asyncio.gather(writer.step("now"), neighbour.step("sleep 0.2"))
+        neighbor = await pool.start("Counter", Prompt("7", [], "Counter"))
+        first, other = await asyncio.gather(writer.step("now"), neighbor.step("sleep 0.2"))
         assert (first.reward, other.reward) == (7.0, 1.0), "an environment decides its own reward"
         with pytest.raises(EnvironmentFailure, match="environment_died"):
             await writer.step("nothing")
-        assert (await neighbour.step("two")).metadata["actions"] == ["sleep 0.2", "two"]
+        assert (await neighbor.step("two")).metadata["actions"] == ["sleep 0.2", "two"]
 
     run_with_pool(scenario)
 
 
 @pytest.mark.parametrize("frame", ["x", framed(b"{}", number=99)], ids=["one byte", "a frame"])
-def test_what_comes_while_nothing_is_asked_costs_no_other_episode(frame: str):
+def test_unsolicited_output_fails_no_other_episode(frame: str):
     async def scenario(pool: WorkerPool) -> None:
-        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
-        await neighbour.step("one")
+        neighbor = await pool.start("Counter", Prompt("7", [], "Counter"))
+        await neighbor.step("one")
         assert await outcome(pool, "Writes", "after its answer", frame=frame) == 1.0
         await asyncio.sleep(0.8)
-        assert (await neighbour.step("two")).metadata["actions"] == ["one", "two"]
+        assert (await neighbor.step("two")).metadata["actions"] == ["one", "two"]
 
     run_with_pool(scenario)
 
 
 @pytest.mark.defect("unbounded-environment-metrics")
-def test_kinds_of_failure_are_bounded_in_number_and_length():
+def test_failure_kinds_are_limited():
     async def scenario(pool: WorkerPool) -> list[str | float]:
         names = ["x" * (MAX_KIND_CHARS + 1), *(f"Kind{number}" for number in range(MAX_FAILURE_KINDS + 5)), "Kind0"]
         return [await outcome(pool, "OwnKinds", name) for name in names]
@@ -152,7 +152,7 @@ def test_kinds_of_failure_are_bounded_in_number_and_length():
     assert kinds[OTHER_FAILURE_KIND] == 6 and kinds["Kind0"] == 2 and len(kinds) == MAX_FAILURE_KINDS + 1
 
 
-def test_a_failure_of_another_kind_says_its_own_name():
+def test_failure_of_other_kind_keeps_its_name():
     async def scenario(pool: WorkerPool) -> None:
         episode = await pool.start("OwnKinds", Prompt("7", [], "OwnKinds"))
         with pytest.raises(EnvironmentFailure, match=rf"other: x{{{MAX_KIND_CHARS}}}: no"):
@@ -172,24 +172,24 @@ def test_a_failure_of_another_kind_says_its_own_name():
     ],
 )
 @pytest.mark.defect("unprintable-exception-kills-process")
-def test_a_failure_that_is_hard_to_tell_costs_no_other_episode(how: str, kind: str):
+def test_unreadable_failure_fails_no_other_episode(how: str, kind: str):
     async def scenario(pool: WorkerPool) -> None:
-        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
-        first = await neighbour.step("one")
+        neighbor = await pool.start("Counter", Prompt("7", [], "Counter"))
+        first = await neighbor.step("one")
         assert await outcome(pool, "Unreadable", how, how=how) == kind
-        assert (await neighbour.step("two")).metadata["pid"] == first.metadata["pid"]
+        assert (await neighbor.step("two")).metadata["pid"] == first.metadata["pid"]
 
     run_with_pool(scenario)
 
 
-def test_what_a_lost_process_still_writes_is_not_kept():
+def test_output_of_abandoned_worker_is_ignored():
     async def scenario(pool: WorkerPool) -> None:
         episode = await pool.start("Writes", Prompt("7", [], "Writes", {"frame": "x" * 10_000}))
         (worker,) = pool.workers
         with pytest.raises(EnvironmentFailure, match="environment_died"):
             await episode.step("now")
-        held = len(worker._inbox)
+        size = len(worker._inbox)
         worker.pipe_data_received(1, b"x" * 10_000)
-        assert len(worker._inbox) == held
+        assert len(worker._inbox) == size
 
     run_with_pool(scenario)

@@ -13,7 +13,7 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 
 @pytest.fixture(autouse=True)
-def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def restore_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.environments, "table", dict(registry.environments.table))
     monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
 
@@ -21,7 +21,7 @@ def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("reward", "value"), [(1, 1.0), (True, 1.0), (0.5, 0.5), (np.float32(0.25), 0.25), (np.array([2.0]), 2.0)]
 )
-def test_numbers_of_all_kinds_are_rewards(reward: Any, value: float):
+def test_all_number_types_are_rewards(reward: Any, value: float):
     assert validate_step_output({"observations": [], "reward": reward, "done": True}).reward == value
 
 
@@ -29,7 +29,7 @@ def test_numbers_of_all_kinds_are_rewards(reward: Any, value: float):
 @pytest.mark.parametrize(
     "reward", [None, "1", float("nan"), float("-inf"), [1.0], (), {}, np.array([1.0, 2.0]), 10**400, 1j, object()]
 )
-def test_anything_else_is_a_bad_reward(reward: Any):
+def test_other_values_are_bad_rewards(reward: Any):
     with pytest.raises(EnvironmentFailure) as caught:
         validate_step_output(StepOutput([], reward, True))
     assert caught.value.kind == "bad_reward"
@@ -37,8 +37,8 @@ def test_anything_else_is_a_bad_reward(reward: Any):
 
 @pytest.mark.defect("overflowing-rewards-end-run")
 @pytest.mark.parametrize("reward", [1.7e308, -1e300, 3e38, 10**16])
-def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
-    with pytest.raises(EnvironmentFailure, match=r"bad_reward: .*not one number of at most"):
+def test_reward_that_overflows_float32_is_rejected(reward: float):
+    with pytest.raises(EnvironmentFailure, match=r"bad_reward: .*not a single number of at most"):
         validate_step_output(StepOutput([], reward, True))
 
 
@@ -56,7 +56,7 @@ def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
         {"postprocessed_action": 3},
     ],
 )
-def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
+def test_malformed_step_output_is_rejected(change: dict[str, Any]):
     good = {"observations": [{"role": "user", "content": "go on"}], "reward": 0.0, "done": False, "metadata": {}}
     assert validate_step_output(good).observations == good["observations"]
     with pytest.raises(EnvironmentFailure) as caught:
@@ -65,7 +65,7 @@ def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("calls", "shown"),
+    ("calls", "records"),
     [
         ("python", []),
         ([{"arguments": "1"}, {"name": 3}, None], []),
@@ -77,19 +77,19 @@ def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
         ([{"name": "a", "arguments": "b", "error": "c"}], [{"name": "a", "arguments": "b", "error": "c"}]),
     ],
 )
-def test_calls_for_people_are_those_that_can_be_read_and_fail_no_episode(calls: Any, shown: list[dict[str, str]]):
+def test_malformed_tool_calls_are_dropped(calls: Any, records: list[dict[str, str]]):
     good = {"observations": [], "reward": 0.0, "done": False, "metadata": {}}
-    assert validate_step_output(good | {"tool_calls": calls}).tool_calls == shown
+    assert validate_step_output(good | {"tool_calls": calls}).tool_calls == records
 
 
-def test_settings_are_read_like_a_mapping_and_like_an_object():
+def test_settings_allow_mapping_and_attribute_access():
     settings = AttrDict({"topk": 3, "search": {"url": "here"}})
     assert (settings.topk, settings["topk"], settings.get("none", 1), settings.search.url) == (3, 3, 1, "here")
     with pytest.raises(AttributeError, match=r"no 'timeout'; they have \['search', 'topk'\]"):
         _ = settings.timeout
 
 
-def test_the_base_class_passes_the_prompt_through():
+def test_base_class_returns_prompt_unchanged():
     environment = TextEnv(extras={"a": 1})
     assert environment.init([{"role": "user", "content": "hi"}]) == ([{"role": "user", "content": "hi"}], {})
     assert environment.extras == {"a": 1}
@@ -97,7 +97,7 @@ def test_the_base_class_passes_the_prompt_through():
         environment.step("hello")
 
 
-def test_tool_groups_of_skyrl_gym_are_found_by_name():
+def test_tool_groups_are_found_by_name():
     class Group:
         name = "calculator"
 
@@ -119,7 +119,7 @@ class Mine(TextEnv):
     pass
 
 
-def test_an_environment_is_registered_as_a_class_or_by_where_it_is():
+def test_environment_is_registered_as_class_or_entry_point():
     registry.register("mine", Mine)
     environment = registry.make("mine", {"a": 1}, {"b": 2})
     assert isinstance(environment, Mine)
@@ -129,24 +129,24 @@ def test_an_environment_is_registered_as_a_class_or_by_where_it_is():
     assert registry.find("theirs") is registry.find("gsm8k")
 
 
-def test_a_taken_name_is_not_replaced():
+def test_registered_name_is_not_replaced():
     with pytest.raises(ConfigError, match="'gsm8k' is already registered"):
         registry.register("gsm8k", Mine)
     with pytest.raises(ConfigError, match="'gsm8k' is already registered"):
         registry.register("gsm8k", "elsewhere:Env")
 
 
-def test_entry_points_that_cannot_load_are_the_users_mistakes():
+def test_invalid_entry_points_raise_config_error():
     with pytest.raises(ConfigError, match=r"'no_colon' is not of the form 'package.module:Class'"):
         registry.register("a", "no_colon")
     registry.register("b", "no_such_module:Env")
-    with pytest.raises(ConfigError, match=r"environment 'b' \(no_such_module:Env\) does not load"):
+    with pytest.raises(ConfigError, match=r"environment 'b' \(no_such_module:Env\) cannot be loaded"):
         registry.make("b")
     with pytest.raises(ConfigError, match=r"Unknown environment 'gsm9k'.*Did you mean 'gsm8k'"):
         registry.make("gsm9k")
 
 
-def test_an_environment_process_imports_neither_torch_nor_ray():
+def test_worker_imports_neither_torch_nor_ray():
     code = (
         "import sys, skyrl_train.environments.worker, skyrl_train.environments.tasks.arithmetic; "
         "print([name for name in ('torch', 'ray', 'numpy', 'transformers') if name in sys.modules])"

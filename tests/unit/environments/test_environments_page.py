@@ -12,7 +12,7 @@ from skyrl_train.environments import registry
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
 ADAPTERS = {"openenv", "reasoning_gym", "verifiers"}
-"""Of other libraries' environments: their page has their rewards."""
+"""Environments of other libraries. Another page describes their rewards."""
 
 
 def snippets() -> list[str]:
@@ -20,11 +20,11 @@ def snippets() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def restore_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
 
 
-def test_the_environment_of_the_page_plays_its_game():
+def test_environment_of_page_runs():
     names: dict[str, Any] = {"__name__": "my_envs"}
     exec(snippets()[0], names)
     extras = {"reward_spec": {"ground_truth": "7"}}
@@ -37,7 +37,7 @@ def test_the_environment_of_the_page_plays_its_game():
     assert (output.reward, output.done, output.metadata) == (1.0, True, {"turns": 4})
 
 
-def test_its_dataset_function_gives_rows_that_it_plays():
+def test_dataset_function_of_page_produces_usable_rows():
     names: dict[str, Any] = {"__name__": "script"}
     exec(snippets()[1], names)
     row = names["convert"]("file, row 1", {"hint": "It is odd.", "number": 7}, "train", 0)
@@ -47,7 +47,7 @@ def test_its_dataset_function_gives_rows_that_it_plays():
     assert environment.step("7").reward == 1.0
 
 
-def test_it_is_30_lines_and_every_environment_has_its_line():
+def test_page_lists_every_environment():
     lines = [line for line in snippets()[0].splitlines() if line.strip()]
     assert len(lines) <= 30
     named = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Every environment grades the final answer alone, whatever the reasoning before it says."""
+"""Every environment grades only the final answer and ignores the reasoning before it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def instruction(name: str, **kwargs: Any) -> dict[str, Any]:
 
 @dataclass
 class Case:
-    """A row of an environment, a right answer and a wrong one."""
+    """A row of an environment, a right answer and a wrong answer."""
 
     env: str
     row: dict[str, Any]

@@ -13,7 +13,7 @@ SECRET = "hf_0123456789abcdef"
 
 
 def copied(path: Path, data: bytes, chunk: int) -> str:
-    """Write data to a pipe in chunks, and return what arrives in the log."""
+    """Write data to a pipe in chunks, and return the contents of the log."""
     source, sink = os.pipe()
     copier = threading.Thread(target=copy_output_to_log, args=(source, CappedLog("(env 7) ", str(path))))
     copier.start()

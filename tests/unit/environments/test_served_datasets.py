@@ -1,4 +1,4 @@
-"""The dataset scripts of the environments that ask other servers, on local files."""
+"""The dataset scripts of environments that use other servers convert local files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def convert(name: str, folder: Path, row: dict[str, Any]) -> subprocess.Complete
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_dataset_script_makes_rows_that_the_environment_takes_from_local_files(name: str, tmp_path: Path):
+def test_dataset_script_converts_local_files(name: str, tmp_path: Path):
     done = convert(name, tmp_path, SCRIPTS[name][1])
     assert done.returncode == 0, done.stderr
     for split in ("train", "validation"):
@@ -42,7 +42,7 @@ def test_a_dataset_script_makes_rows_that_the_environment_takes_from_local_files
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_row_without_an_answer_ends_a_dataset_script_with_its_name(name: str, tmp_path: Path):
+def test_dataset_script_reports_row_without_answer(name: str, tmp_path: Path):
     done = convert(name, tmp_path, {"question": "Where?"})
     assert done.returncode != 0
     assert "train.jsonl, line 1" in done.stderr and "answer" in done.stderr

@@ -1,4 +1,4 @@
-"""What a program registers, in this process and in an environment process."""
+"""Environments and tools that a program registers, in this process and in environment processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOCK = threading.Lock()
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """What a test registers is its own, and what others of this process registered is not there."""
+    """Isolate the registrations of each test, and hide those of other tests."""
     with pytest.MonkeyPatch.context() as patch:
         for registry in (environments, tools):
             patch.setattr(registry, "loaded", dict(registry.loaded))
@@ -38,20 +38,20 @@ def registries() -> Iterator[None]:
         yield
 
 
-def as_main(item: Any) -> Any:
-    """As if the program's main file had defined it: nobody can import it."""
+def in_main_module(item: Any) -> Any:
+    """Make an item look as if the main file had defined it, so that it cannot be imported."""
     item.__module__ = "__main__"
     return item
 
 
-def own_environment() -> Any:
+def make_user_environment() -> Any:
     bonus = BONUS
 
     class Mine(sk.TextEnv):
         def step(self, action: str) -> sk.StepOutput:
             return sk.StepOutput([], bonus, True)
 
-    return as_main(Mine)
+    return in_main_module(Mine)
 
 
 async def reward_of(name: str) -> float:
@@ -60,41 +60,41 @@ async def reward_of(name: str) -> float:
         return (await episode.step("7")).reward
 
 
-def test_an_environment_of_the_main_file_runs_in_its_process():
-    sk.register.environment("mine")(own_environment())
+def test_environment_of_main_file_runs_in_worker():
+    sk.register.environment("mine")(make_user_environment())
     assert asyncio.run(reward_of("mine")) == BONUS
 
 
-def test_one_in_the_place_of_a_built_in_is_the_one_that_runs():
+def test_user_environment_replaces_built_in():
     environments.unregister("multiply")
-    environments.register("multiply")(own_environment())
+    environments.register("multiply")(make_user_environment())
     assert [entry["name"] for entry in serialize_user_registrations()] == ["multiply"]
     assert asyncio.run(reward_of("multiply")) == BONUS
 
 
-def test_built_ins_are_not_sent_whether_loaded_or_not():
+def test_built_ins_are_not_serialized():
     environments.get("arithmetic")
     assert serialize_user_registrations() == []
 
 
-def test_what_plugins_brought_stays():
-    sk.register.environment("mine")(own_environment())
+def test_registrations_of_plugins_are_kept():
+    sk.register.environment("mine")(make_user_environment())
     packed = serialize_user_registrations()
-    theirs = own_environment()
+    from_plugin = make_user_environment()
     environments.unregister("mine")
-    environments.register("mine")(theirs)
+    environments.register("mine")(from_plugin)
     load_user_registrations(packed)
-    assert environments.get("mine") is theirs
+    assert environments.get("mine") is from_plugin
 
 
-def test_a_tool_arrives_and_one_of_the_same_name_as_a_bad_environment_is_not_blamed():
+def test_tool_is_sent_despite_environment_with_same_name():
     class Clock(sk.Tool):
         name, description, parameters = "clock", "The time.", {}
 
         async def call(self, arguments: dict[str, Any]) -> str:
             return "noon"
 
-    sk.register.tool("clock")(as_main(Clock))
+    sk.register.tool("clock")(in_main_module(Clock))
     environments.register("clock")(lambda env_config, extras: LOCK)
     assert serialization_problem("tool", "clock") is None
     assert "cannot pickle" in str(serialization_problem("environment", "clock"))
@@ -107,12 +107,12 @@ def test_a_tool_arrives_and_one_of_the_same_name_as_a_bad_environment_is_not_bla
         environments.get("clock")(env_config={}, extras={})
 
 
-def test_globals_that_are_too_large_are_a_reason():
+def test_oversized_globals_are_reported():
     table = bytes(MAX_PICKLE_BYTES)
     environments.register("large")(lambda env_config, extras: table)
-    assert f"at most {MAX_PICKLE_BYTES} are sent" in str(serialization_problem("environment", "large"))
+    assert f"at most {MAX_PICKLE_BYTES} can be sent" in str(serialization_problem("environment", "large"))
 
 
-def test_an_entry_point_is_sent_as_its_name():
+def test_entry_point_is_sent_by_name():
     environments.table["elsewhere"] = "my_module:Env"
     assert serialize_user_registrations() == [{"kind": "environment", "name": "elsewhere", "target": "my_module:Env"}]

@@ -1,4 +1,4 @@
-"""Overrides around scoring, updates and checkpoints: an unchanged batch stays as it is, and changes reach the loop."""
+"""Overrides around scoring, updates and checkpoints: changes reach the loop, and unchanged batches stay as they are."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def data_of(batch: TrainBatch) -> TrainingInputBatch:
     return to_training_input(batch, PaddedLayout(batch), samples_of(batch), 99)
 
 
-def changed(batch: TrainBatch, data: TrainingInputBatch, scored: bool = True) -> TrainBatch:
+def apply_to_batch(batch: TrainBatch, data: TrainingInputBatch, scored: bool = True) -> TrainBatch:
     return apply_changes(batch, data, "Mine.hook", 99, scored=scored)
 
 
 class Learner:
-    """Adds a score to every token, and keeps what it is told to learn."""
+    """A learner that adds log-probs to every token and records the batches of updates."""
 
     def __init__(self) -> None:
-        self.learnt: list[TrainBatch] = []
+        self.trained_batches: list[TrainBatch] = []
 
     async def add_logprobs_and_values(self, batch: TrainBatch) -> TrainBatch:
         return batch.with_tokens(old_logprobs=torch.full((len(batch.input_ids),), -1.0))
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        self.learnt.append(batch)
+        self.trained_batches.append(batch)
         return {"policy/loss": 2.0, "critic/loss": 3.0}
 
 
-class State:
-    """Notes what is called."""
+class RecordingCheckpointManager:
+    """A checkpoint manager that records its calls."""
 
     resumed_from = Path("ckpts/global_step_4")
 
@@ -86,8 +86,8 @@ class State:
         self.calls.append("reference")
 
 
-def connected(kind: type[RayPPOTrainer], batch: TrainBatch | None = None) -> tuple[RayPPOTrainer, Any]:
-    one = kind(CFG, None, SimpleNamespace(pad_token_id=99), None, None, None)
+def connect_trainer(kind: type[RayPPOTrainer], batch: TrainBatch | None = None) -> tuple[RayPPOTrainer, Any]:
+    trainer = kind(CFG, None, SimpleNamespace(pad_token_id=99), None, None, None)
     loop = SimpleNamespace(
         step=4,
         trajectory_transforms=[],
@@ -95,18 +95,18 @@ def connected(kind: type[RayPPOTrainer], batch: TrainBatch | None = None) -> tup
         evaluator=None,
         batch_dump=SimpleNamespace(write=None),
         learner=Learner(),
-        checkpoint_manager=State(),
+        checkpoint_manager=RecordingCheckpointManager(),
         metrics=Metrics(),
         sample_ids=[] if batch is None else samples_of(batch),
     )
-    one.connect(loop)  # type: ignore[arg-type]
-    return one, loop
+    trainer.connect(loop)  # type: ignore[arg-type]
+    return trainer, loop
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_unchanged_data_leaves_every_tensor_the_same_object(shape: str):
     batch = edge_case_batch(shape)
-    same = changed(batch, data_of(batch))
+    same = apply_to_batch(batch, data_of(batch))
     assert all(getattr(same, name) is value for name, value in vars(batch).items())
 
 
@@ -117,26 +117,26 @@ def test_changed_tensors_reach_their_tokens(shape: str):
     data["advantages"] = data["advantages"] * 2
     data["base_action_log_probs"] = data["base_action_log_probs"] - 1
     data["loss_mask"][0] = 0
-    found = changed(batch, data)
+    applied = apply_to_batch(batch, data)
     rows = batch.sequence_ids
     mask = batch.loss_mask & (rows != 0)
-    assert torch.equal(found.loss_mask, mask)
-    assert batch.token_advantages is not None and batch.ref_logprobs is not None and found.ref_logprobs is not None
-    advantages = found.token_advantages
+    assert torch.equal(applied.loss_mask, mask)
+    assert batch.token_advantages is not None and batch.ref_logprobs is not None and applied.ref_logprobs is not None
+    advantages = applied.token_advantages
     assert advantages is not None and torch.equal(advantages, torch.where(mask, 2 * batch.token_advantages, 0))
-    assert torch.equal(found.ref_logprobs[mask], batch.ref_logprobs[mask] - 1)
-    assert found.rollout_logprobs is batch.rollout_logprobs and found.old_logprobs is batch.old_logprobs
+    assert torch.equal(applied.ref_logprobs[mask], batch.ref_logprobs[mask] - 1)
+    assert applied.rollout_logprobs is batch.rollout_logprobs and applied.old_logprobs is batch.old_logprobs
 
 
 def test_failed_samples_stay_masked():
     batch = edge_case_batch("failed rows")
     data = data_of(batch)
     data["loss_mask"] = data["response_mask"].clone()
-    mask = changed(batch, data, scored=False).loss_mask
+    mask = apply_to_batch(batch, data, scored=False).loss_mask
     assert not mask[~batch.expand_to_tokens(batch.status)].any() and mask.sum() > batch.loss_mask.sum()
 
 
-def test_changes_that_cannot_be_trained_on_are_refused():
+def test_invalid_changes_raise_error():
     batch = edge_case_batch("regular")
     longer = torch.zeros(len(batch), 99)
     for name, value, message in (
@@ -149,7 +149,7 @@ def test_changes_that_cannot_be_trained_on_are_refused():
         data = data_of(batch)
         data[name] = value
         with pytest.raises(ConfigError, match=f"Mine.hook: {message}"):
-            changed(batch, data)
+            apply_to_batch(batch, data)
 
 
 def test_output_is_padded_to_the_rows_of_the_batch():
@@ -173,11 +173,11 @@ def test_output_is_padded_to_the_rows_of_the_batch():
 
 def test_postprocessed_output_is_a_pair_and_an_output():
     output: Any = {"rewards": [1.0], "response_ids": [[5, 6]]}
-    one, _ = connected(RayPPOTrainer)
-    first, uids = found = one.postprocess_generator_output(output, ["a"])
-    assert isinstance(found, PostprocessedOutput) and uids == ["a"]
-    assert found["rewards"] == first["rewards"] == [[0.0, 1.0]] and found[1] == ["a"]
-    found["rewards"] = [[2.0, 0.0]]
+    trainer, _ = connect_trainer(RayPPOTrainer)
+    first, uids = pair = trainer.postprocess_generator_output(output, ["a"])
+    assert isinstance(pair, PostprocessedOutput) and uids == ["a"]
+    assert pair["rewards"] == first["rewards"] == [[0.0, 1.0]] and pair[1] == ["a"]
+    pair["rewards"] = [[2.0, 0.0]]
     assert output["rewards"] == [[2.0, 0.0]]
 
 
@@ -198,7 +198,7 @@ def test_scores_and_updates_pass_through_their_overrides():
             return status
 
     batch = edge_case_batch("regular").with_tokens(old_logprobs=None, ref_logprobs=None)
-    _, loop = connected(Mine, batch)
+    _, loop = connect_trainer(Mine, batch)
 
     async def step() -> dict[str, float]:
         scored = await loop.learner.add_logprobs_and_values(batch)
@@ -209,8 +209,8 @@ def test_scores_and_updates_pass_through_their_overrides():
         return values
 
     assert asyncio.run(step()) == {"policy/loss": 2.0, "critic/loss": 3.0}
-    (learnt,) = loop.learner.learnt
-    assert torch.equal(learnt.loss_mask, batch.loss_mask & (batch.sequence_ids != 0))
+    (trained,) = loop.learner.trained_batches
+    assert torch.equal(trained.loss_mask, batch.loss_mask & (batch.sequence_ids != 0))
     assert loop.metrics.flush() == {"mine": 2.0}
 
 
@@ -223,7 +223,7 @@ def test_batch_of_a_step_is_forgotten_before_the_next():
             self.all_metrics["rows"] = len(data.metadata["uids"])
             return data
 
-    _, loop = connected(Mine)
+    _, loop = connect_trainer(Mine)
 
     async def run() -> None:
         for shape in ("regular", "failed rows"):
@@ -246,10 +246,12 @@ def test_update_override_must_call_super_once(calls: int):
             return status
 
     batch = edge_case_batch("regular")
-    _, loop = connected(Mine, batch)
-    with pytest.raises(ConfigError, match=r"Mine\.train_critic.* super\(\)\.train_critic_and_policy\(\) once"):
+    _, loop = connect_trainer(Mine, batch)
+    with pytest.raises(
+        ConfigError, match=r"Mine\.train_critic.* super\(\)\.train_critic_and_policy\(\) (exactly )?once"
+    ):
         asyncio.run(loop.learner.update(batch))
-    assert len(loop.learner.learnt) == min(calls, 1)
+    assert len(loop.learner.trained_batches) == min(calls, 1)
 
 
 def test_checkpoint_overrides_run_around_saves_and_loads():
@@ -261,8 +263,8 @@ def test_checkpoint_overrides_run_around_saves_and_loads():
             return super().save_checkpoints() if self.calls_super else ""
 
         def load_checkpoints(self) -> tuple[int, str | None]:
-            found = super().load_checkpoints()
-            return found if self.loaded is None else self.loaded
+            resumed = super().load_checkpoints()
+            return resumed if self.loaded is None else self.loaded
 
         def save_models(self) -> None:
             self.all_metrics["exported"] = self.global_step
@@ -270,23 +272,23 @@ def test_checkpoint_overrides_run_around_saves_and_loads():
         def update_ref_with_policy(self) -> None:
             super().update_ref_with_policy()
 
-    one, loop = connected(Mine)
+    trainer, loop = connect_trainer(Mine)
 
     async def run() -> None:
-        left = PendingActions(("export",), {})
-        await loop.checkpoint_manager.save(4, left)
-        assert loop.checkpoint_manager.calls == [("save", 4, left), "written"]
+        pending = PendingActions(("export",), {})
+        await loop.checkpoint_manager.save(4, pending)
+        assert loop.checkpoint_manager.calls == [("save", 4, pending), "written"]
         assert await loop.checkpoint_manager.resume() == (4, PendingActions(("evaluate",), {}))
         await loop.checkpoint_manager.export(4)
         await loop.checkpoint_manager.update_reference()
         assert loop.checkpoint_manager.calls[2:] == ["reference"] and loop.metrics.flush() == {"exported": 4}
         Mine.loaded = 3, None
-        with pytest.raises(ConfigError, match=r"load_checkpoints returned \(3, None\).*with the step 4"):
+        with pytest.raises(ConfigError, match=r"load_checkpoints returned \(3, None\).*with the loaded step 4"):
             await loop.checkpoint_manager.resume()
         Mine.calls_super = False
         with pytest.raises(ConfigError, match=r"must call super\(\)\.save_checkpoints\(\) once; set trainer\.ckpt_int"):
             await loop.checkpoint_manager.save(5)
 
     asyncio.run(run())
-    with pytest.raises(ConfigError, match=r"save_checkpoints: the run calls it when it is due"):
-        RayPPOTrainer.save_checkpoints(one)
+    with pytest.raises(ConfigError, match=r"save_checkpoints: only the run calls this method"):
+        RayPPOTrainer.save_checkpoints(trainer)

@@ -1,4 +1,4 @@
-"""The import lines that docs/from_skyrl.md gives for programs of SkyRL's."""
+"""Import lines that docs/from_skyrl.md lists for programs written for SkyRL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[3] / "docs" / "from_skyrl.md"
 
 
-def test_import_lines_of_the_page_work():
+def test_import_lines_of_docs_page_work():
     lines = re.findall(r"\| `from skyrl\.[^`]+` \| `(from skyrl_train[^`]+)` \|", PAGE.read_text())
     assert len(lines) >= 15
     for line in lines:

@@ -1,4 +1,4 @@
-"""Configurations that a script composed with Hydra by itself: checked, completed, and read in both forms."""
+"""Configurations that a script composes with Hydra: validation, completion and conversion."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def composed(*overrides: str) -> DictConfig:
         return compose("ppo_base_config", list(overrides))
 
 
-def test_a_composed_configuration_is_that_of_the_command_line():
-    given = ["trainer.policy.model.path=m", "generator.sampling_params.temperature=0.5", "trainer.ckpt_path=/x"]
-    assert prepare_composed(composed(*given)).config == prepare_config(given, has_user_code=True).config
+def test_composed_configuration_equals_command_line():
+    overrides = ["trainer.policy.model.path=m", "generator.sampling_params.temperature=0.5", "trainer.ckpt_path=/x"]
+    assert prepare_composed(composed(*overrides)).config == prepare_config(overrides, has_user_code=True).config
     assert prepare_composed(get_default_config()).config == prepare_config([]).config
 
 
-def test_other_names_of_keys_and_keys_of_ones_own_are_read():
+def test_aliases_and_custom_keys_are_read():
     cfg = composed(
         "trainer.algorithm.ppo_loss_type=gspo",
         "+generator.my_rate=3",
@@ -40,36 +40,36 @@ def test_other_names_of_keys_and_keys_of_ones_own_are_read():
     assert sum("custom key" in note for note in prepared.notes) == 3
 
 
-def test_configuration_by_todays_name_is_that_of_the_command_line(capsys: pytest.CaptureFixture[str]):
-    given = ["trainer.policy.model.path=m", "+generator.my_rate=3", "generator.inference_engine.backend=sglang"]
-    cfg = SkyRLTrainConfig.from_cli_overrides([*given, "+environment.skyrl_gym.shout.bonus=10"])
+def test_skyrl_train_config_equals_command_line(capsys: pytest.CaptureFixture[str]):
+    overrides = ["trainer.policy.model.path=m", "+generator.my_rate=3", "generator.inference_engine.backend=sglang"]
+    cfg = SkyRLTrainConfig.from_cli_overrides([*overrides, "+environment.skyrl_gym.shout.bonus=10"])
     assert cfg.generator.my_rate == 3 and cfg.environment.skyrl_gym.shout.bonus == 10
     config = prepare_composed(cfg).config
-    assert config == prepare_config([*given, "+environment.skyrl_gym.shout.bonus=10"], has_user_code=True).config
+    assert config == prepare_config([*overrides, "+environment.skyrl_gym.shout.bonus=10"], has_user_code=True).config
     assert config.generator.backend == "sglang"
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.eps_clip_lo=0.1"])
-    assert left.value.code == 2 and "Did you mean trainer.algorithm.eps_clip_low?" in capsys.readouterr().err
+    assert exit_info.value.code == 2 and "Did you mean trainer.algorithm.eps_clip_low?" in capsys.readouterr().err
 
 
-def test_what_a_script_changes_counts():
+def test_changes_of_script_are_used():
     cfg = composed()
     cfg.trainer.train_batch_size = 7
     cfg.trainer.policy_mini_batch_size = 7
     assert prepare_composed(cfg).config.trainer.train_batch_size == 7
 
 
-def test_a_misspelt_key_is_refused_with_what_was_meant():
+def test_misspelled_key_error_suggests_key():
     with pytest.raises(ConfigError, match=r"Did you mean trainer\.algorithm\.eps_clip_low\?"):
         prepare_composed(composed("trainer.algorithm.eps_clip_lo=0.1"))
 
 
-def test_validation_completes_and_exits_as_an_entrypoint_does(capsys: pytest.CaptureFixture[str]):
+def test_validation_completes_config_or_exits(capsys: pytest.CaptureFixture[str]):
     cfg = composed("device=cpu")
     validate_cfg(cfg)
     generator = cfg.generator
     longest = generator.max_input_length + generator.sampling_params.max_generate_length
     assert cfg.trainer.algorithm.max_seq_len == longest
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         validate_cfg(composed("device=cpu", "trainer.train_batch_size=0"))
-    assert left.value.code == 2 and "trainer.train_batch_size=0" in capsys.readouterr().err
+    assert exit_info.value.code == 2 and "trainer.train_batch_size=0" in capsys.readouterr().err

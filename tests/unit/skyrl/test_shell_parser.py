@@ -100,42 +100,42 @@ uv run $@
 """
 
 
-def by_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
-    """The arguments that a shell gives to every `uv` of a script."""
+def run_in_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
+    """Return the arguments with which a shell runs each `uv` command of a script."""
     (folder / "uv").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" $'\\1' >> uv.txt\n")
     (folder / "uv").chmod(0o755)
     (folder / "script.sh").write_text(text)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": "/home/me"}
     subprocess.run(["bash", "script.sh", *arguments], cwd=folder, env=environment, capture_output=True, check=True)
-    said = (folder / "uv.txt").read_text().split("\1\0")
-    return [one.split("\0")[:-1] for one in said[:-1]]
+    recorded = (folder / "uv.txt").read_text().split("\1\0")
+    return [command.split("\0")[:-1] for command in recorded[:-1]]
 
 
 SCRIPTS = {"plain": PLAIN, "defaults": DEFAULTS, "arrays": ARRAYS, "if": CONDITIONS, "operators": OPERATORS}
 
 
 @pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
-def test_words_are_those_of_the_shell(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_words_match_shell(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["x=1", "y=2 3"]
     monkeypatch.chdir(tmp_path)
     script = ShellScript("script.sh", arguments=arguments)
-    found = [one.words[1:] for one in parse_commands(text, script) if one.words[0] == "uv"]
-    assert [[display_word(word, {"HOME": "/home/me"}) for word in words] for words in found] == by_shell(
+    parsed = [command.words[1:] for command in parse_commands(text, script) if command.words[0] == "uv"]
+    assert [[display_word(word, {"HOME": "/home/me"}) for word in words] for words in parsed] == run_in_shell(
         text, arguments, tmp_path
     )
     assert script.unresolved == []
 
 
-def test_nothing_is_run(tmp_path: Path):
+def test_parser_runs_no_command(tmp_path: Path):
     file = tmp_path / "made"
-    makes = f"touch {file}"
-    text = f"A=$({makes})\nB=`{makes}`\n{makes}\neval {makes}\nuv run a=$A b=$B c=$((A[$({makes})]))"
-    (words,) = [one.words for one in parse_commands(text, ShellScript("script.sh")) if one.words[0] == "uv"]
-    assert [display_word(word) for word in words[2:4]] == [f"a=$({makes})", f"b=`{makes}`"]
+    command = f"touch {file}"
+    text = f"A=$({command})\nB=`{command}`\n{command}\neval {command}\nuv run a=$A b=$B c=$((A[$({command})]))"
+    (words,) = [command.words for command in parse_commands(text, ShellScript("script.sh")) if command.words[0] == "uv"]
+    assert [display_word(word) for word in words[2:4]] == [f"a=$({command})", f"b=`{command}`"]
     assert not file.exists()
 
 
-def test_what_only_a_shell_knows_is_left_to_it():
+def test_unresolvable_parts_stay_for_the_shell():
     line = 'uv run name="$RUN" user=$USER "path=$(dirname "$0")/x" where=${BASH_SOURCE[0]} n=$((N + 1))'
     text = f"RUN=run-$(date +%s)\n{line}"
     (command,) = list(parse_commands(text, ShellScript("recipes/mine.sh")))
@@ -151,7 +151,7 @@ def test_what_only_a_shell_knows_is_left_to_it():
     assert quote_word("a 'b' $c") == "'a '\"'\"'b'\"'\"' $c'"
 
 
-def test_caller_sets_variables_with_defaults():
+def test_environment_sets_variables_with_defaults():
     text = ': "${N:=4}"\nM=5\nuv n=$N m=$M'
     (command,) = list(parse_commands(text, ShellScript("script.sh", environment={"N": "1", "M": "9"})))[1:]
     assert command.words == ["uv", "n=1", "m=5"]
@@ -169,6 +169,6 @@ def test_undecided_assignments_are_reported():
 
 
 @pytest.mark.parametrize("text", ['A="x', "A=(1 2", "A=$(date", "A=${B", "A='"])
-def test_unclosed_quotes_are_refused_with_their_line(text: str):
-    with pytest.raises(ConfigError, match=r"mine\.sh, line 2: a . is missing"):
+def test_unclosed_quotes_raise_error_with_line(text: str):
+    with pytest.raises(ConfigError, match=r"mine\.sh, line 2: a closing . is missing"):
         list(parse_commands(f"\n{text}", ShellScript("mine.sh")))

@@ -1,4 +1,4 @@
-"""What subclasses of SkyRL's trainer override, on batches of the loop: unchanged, it computes what the loop does."""
+"""Overrides of SkyRL's trainer on batches of the loop; an override without changes gives the loop's results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CFG = SimpleNamespace(
 
 
 class Same(RayPPOTrainer):
-    """Overrides without a change."""
+    """A trainer whose overrides change nothing."""
 
     def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
         return super().compute_advantages_and_returns(data)
@@ -39,9 +39,9 @@ class Same(RayPPOTrainer):
         return super().apply_reward_kl_penalty(data)
 
 
-def made(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
+def connect_trainer(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
     tokenizer = SimpleNamespace(pad_token_id=0)
-    one = kind(CFG, None, tokenizer, None, None, None)
+    trainer = kind(CFG, None, tokenizer, None, None, None)
     loop = SimpleNamespace(
         step=4,
         trajectory_transforms=[],
@@ -54,8 +54,8 @@ def made(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
         sample_ids=[],
         schedule=SimpleNamespace(total_steps=9),
     )
-    one.connect(loop)  # type: ignore[arg-type]
-    return one, loop
+    trainer.connect(loop)  # type: ignore[arg-type]
+    return trainer, loop
 
 
 def samples_of(batch: TrainBatch) -> list[tuple[str, int]]:
@@ -69,51 +69,51 @@ def batch_of(shape: str) -> TrainBatch:
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("kl", [False, True])
-def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str, kl: bool):
+def test_unchanged_overrides_give_advantages_of_loop(shape: str, name: str, kl: bool):
     batch = batch_of(shape)
     step = build_advantage_step(load_preset([f"trainer.algorithm.advantage_estimator={name}"]).trainer.algorithm)
     step = replace(step, advantage_batch_normalize=True, kl=KLInReward(k1, FixedKLController(0.1)) if kl else None)
     expected = step(batch, Metrics())
-    _, loop = made(Same, step)
+    _, loop = connect_trainer(Same, step)
     metrics = Metrics()
     loop.sample_ids = samples_of(batch)
-    found = loop.batch_transforms[0](batch, metrics)
+    actual = loop.batch_transforms[0](batch, metrics)
     assert loop.batch_transforms[1] == "correction"
-    torch.testing.assert_close(found.token_advantages, expected.token_advantages, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(actual.token_advantages, expected.token_advantages, atol=1e-9, rtol=1e-9)
     assert ("advantages/mean" in metrics.flush()) == bool(batch.loss_mask.any())
 
 
-def test_what_nobody_overrides_leaves_the_loop_as_it_was():
+def test_trainer_without_overrides_leaves_loop_unchanged():
     step = AdvantageCalculator(lambda *args: None)  # type: ignore[arg-type, return-value]
-    _, loop = made(RayPPOTrainer, step)
+    _, loop = connect_trainer(RayPPOTrainer, step)
     assert loop.batch_transforms[0] is step
 
 
-def test_rectangles_are_padded_as_skyrl_pads_and_come_back():
+def test_padded_layout_round_trip():
     batch = batch_of("failed rows")
-    rectangles = PaddedLayout(batch)
-    data = to_training_input(batch, rectangles, samples_of(batch), 99)
+    layout = PaddedLayout(batch)
+    data = to_training_input(batch, layout, samples_of(batch), 99)
     assert data.metadata["trajectory_ids"][0] == "row-0_0"
     prompts = int(batch.prompt_lengths.max())
     for row in range(len(batch)):
         start, stop = batch.offsets[row], batch.offsets[row + 1]
         length, response = int(batch.prompt_lengths[row]), int(stop - start - batch.prompt_lengths[row])
-        whole = data["sequences"][row]
-        assert whole[prompts - length : prompts + response].tolist() == batch.input_ids[start:stop].tolist()
-        assert (whole[: prompts - length] == 99).all() and (whole[prompts + response :] == 99).all()
+        sequence = data["sequences"][row]
+        assert sequence[prompts - length : prompts + response].tolist() == batch.input_ids[start:stop].tolist()
+        assert (sequence[: prompts - length] == 99).all() and (sequence[prompts + response :] == 99).all()
         assert data["attention_mask"][row].sum() == stop - start
         assert data["response_mask"][row].tolist()[:response] == [1] * response
     for name, flat in (("action_log_probs", batch.old_logprobs), ("loss_mask", batch.loss_mask.long())):
         assert flat is not None
-        of_response = batch.position_ids >= batch.prompt_lengths[batch.sequence_ids]
-        assert torch.equal(rectangles.to_ragged(data[name]), torch.where(of_response, flat, torch.zeros_like(flat)))
-    with pytest.raises(ValueError, match="as it was given"):
-        rectangles.to_ragged(torch.zeros(1, 1))
+        is_response = batch.position_ids >= batch.prompt_lengths[batch.sequence_ids]
+        assert torch.equal(layout.to_ragged(data[name]), torch.where(is_response, flat, torch.zeros_like(flat)))
+    with pytest.raises(ValueError, match="as in the batch of the step"):
+        layout.to_ragged(torch.zeros(1, 1))
     with pytest.raises(ValueError, match="rewards: must be a tensor of"):
         data["rewards"] = torch.zeros(len(batch) + 1, 2)
 
 
-def test_a_changed_reward_is_what_the_estimator_sees():
+def test_estimator_gets_changed_rewards():
     class Constant(RayPPOTrainer):
         def apply_reward_kl_penalty(self, data: TrainingInputBatch) -> TrainingInputBatch:
             data["rewards"] = torch.arange(len(data["rewards"]))[:, None] * data["loss_mask"].float()
@@ -124,18 +124,18 @@ def test_a_changed_reward_is_what_the_estimator_sees():
         return rewards
 
     batch = batch_of("failed rows")
-    _, loop = made(Constant, AdvantageCalculator(sums, kl=KLInReward(k1, FixedKLController(0.1))))
+    _, loop = connect_trainer(Constant, AdvantageCalculator(sums, kl=KLInReward(k1, FixedKLController(0.1))))
     metrics = Metrics()
     loop.sample_ids = samples_of(batch)
-    done = loop.batch_transforms[0](batch, metrics)
+    computed = loop.batch_transforms[0](batch, metrics)
     counts = batch.sum_per_sequence(batch.loss_mask.float())
     expected = (torch.arange(len(batch)) * counts)[batch.sequence_ids] * batch.loss_mask
-    torch.testing.assert_close(done.token_advantages, expected.double())
+    torch.testing.assert_close(computed.token_advantages, expected.double())
     assert metrics.flush()["mine"] == 5
 
 
-def test_rewards_of_episodes_of_several_sequences_count_once():
-    """Masked episodes have no token for a reward, and one whose last sequence is masked has it in an earlier one."""
+def test_rewards_of_multi_sequence_episodes_count_once():
+    """Check that masked tokens and episodes neither lose nor repeat the reward of an episode."""
     batch = TrainBatch(
         input_ids=torch.arange(10),
         loss_mask=torch.tensor([0, 0, 0, 0, 0, 1, 0, 0, 0, 1]).bool(),
@@ -151,17 +151,17 @@ def test_rewards_of_episodes_of_several_sequences_count_once():
         episode_ids=torch.tensor([0, 0, 1, 1, 2]),
     )
     step = build_advantage_step(load_preset(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
-    _, loop = made(Same, step)
+    _, loop = connect_trainer(Same, step)
     loop.sample_ids = samples_of(batch)
-    expected, found = (
+    expected, actual = (
         step(batch, Metrics()).token_advantages,
         loop.batch_transforms[0](batch, Metrics()).token_advantages,
     )
-    torch.testing.assert_close(found, expected)
-    assert found[9] < 0 < -found[9]
+    torch.testing.assert_close(actual, expected)
+    assert actual[9] < 0 < -actual[9]
 
 
-class AroundIt(RayPPOTrainer):
+class TrainOverride(RayPPOTrainer):
     calls_super = True
 
     def train(self) -> None:
@@ -170,7 +170,7 @@ class AroundIt(RayPPOTrainer):
             super().train()
 
 
-class AroundItAsync(RayPPOTrainer):
+class AsyncTrainOverride(RayPPOTrainer):
     calls_super = True
 
     async def train(self) -> None:
@@ -178,61 +178,63 @@ class AroundItAsync(RayPPOTrainer):
             await super().train()
 
 
-class AroundItAhead(AroundItAsync, FullyAsyncRayPPOTrainer):
+class FullyAsyncTrainOverride(AsyncTrainOverride, FullyAsyncRayPPOTrainer):
     pass
 
 
-@pytest.mark.parametrize("kind", [RayPPOTrainer, AroundIt, AroundItAsync, FullyAsyncRayPPOTrainer, AroundItAhead])
-def test_training_runs_whatever_a_subclass_does_around_it(kind: type[RayPPOTrainer], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "kind", [RayPPOTrainer, TrainOverride, AsyncTrainOverride, FullyAsyncRayPPOTrainer, FullyAsyncTrainOverride]
+)
+def test_train_override_runs_around_training(kind: type[RayPPOTrainer], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CFG.trainer.fully_async, "enabled", True)
-    one, loop = made(kind, None)
+    trainer, loop = connect_trainer(kind, None)
     steps = []
 
     async def fit() -> None:
-        steps.append(one.global_step)
+        steps.append(trainer.global_step)
 
     loop.fit = fit
-    asyncio.run(one.run())
+    asyncio.run(trainer.run())
     assert steps == [5]
     if hasattr(kind, "calls_super"):
         monkeypatch.setattr(kind, "calls_super", False)
-        one, loop = made(kind, None)
-        with pytest.raises(ConfigError, match="ended without a step"):
-            asyncio.run(one.run())
+        trainer, loop = connect_trainer(kind, None)
+        with pytest.raises(ConfigError, match="ended without a training step"):
+            asyncio.run(trainer.run())
 
 
-def test_a_run_that_is_told_to_end_before_training_does_not_begin_it():
-    begun, go_on = threading.Event(), threading.Event()
+def test_cancelled_run_does_not_start_training():
+    started, may_continue = threading.Event(), threading.Event()
 
     class Prepares(RayPPOTrainer):
         def train(self) -> None:
-            begun.set()
-            go_on.wait(10)
+            started.set()
+            may_continue.wait(10)
             super().train()
 
-    one, loop = made(Prepares, None)
+    trainer, loop = connect_trainer(Prepares, None)
 
     async def fit() -> None:
         raise AssertionError
 
     async def run() -> None:
         loop.fit = fit
-        running = asyncio.ensure_future(one.run())
-        await asyncio.to_thread(begun.wait)
+        running = asyncio.ensure_future(trainer.run())
+        await asyncio.to_thread(started.wait)
         running.cancel()
         await asyncio.sleep(0)
-        go_on.set()
+        may_continue.set()
         with pytest.raises(asyncio.CancelledError):
             await running
 
     asyncio.run(run())
 
 
-def test_numbers_of_a_subclass_are_logged_once_and_what_is_no_number_is_not():
-    one, loop = made(RayPPOTrainer, None)
-    numbers = StepMetricsTracker()
-    numbers.trainer = one
-    numbers.log({"mine": 3, "text": "x", "tensor": torch.tensor(2.0)}, step=5, commit=True)
+def test_tracker_logs_numbers_once():
+    trainer, loop = connect_trainer(RayPPOTrainer, None)
+    tracker = StepMetricsTracker()
+    tracker.trainer = trainer
+    tracker.log({"mine": 3, "text": "x", "tensor": torch.tensor(2.0)}, step=5, commit=True)
     metrics = Metrics()
     loop.trajectory_transforms[0]([], metrics)
     assert metrics.flush() == {"mine": 3.0, "tensor": 2.0}
@@ -240,7 +242,7 @@ def test_numbers_of_a_subclass_are_logged_once_and_what_is_no_number_is_not():
     assert metrics.flush() == {}
 
 
-def test_rows_and_sizes_of_a_batch_are_those_of_skyrl(tmp_path: Path):
+def test_training_input_batch_rows_match_skyrl(tmp_path: Path):
     data = TrainingInputBatch(one=torch.arange(6).reshape(3, 2), two=None)
     assert len(data) == data.batch_size == 3 and len(data[1:]) == 2
     assert data[0]["one"].tolist() == [[0, 1]] and data[-1]["one"].tolist() == [[4, 5]]
@@ -251,16 +253,16 @@ def test_rows_and_sizes_of_a_batch_are_those_of_skyrl(tmp_path: Path):
     assert data.repeat(2)["one"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3], [4, 5]]
     assert first.repeat_interleave(2)["one"].tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
     data.save(tmp_path / "batch.pkl")
-    for again in (TrainingInputBatch.cat(data.chunk(2)), TrainingInputBatch().load(tmp_path / "batch.pkl")):
-        assert torch.equal(again["one"], data["one"]) and again.metadata == data.metadata
+    for restored in (TrainingInputBatch.cat(data.chunk(2)), TrainingInputBatch().load(tmp_path / "batch.pkl")):
+        assert torch.equal(restored["one"], data["one"]) and restored.metadata == data.metadata
 
 
-def test_a_trainer_that_is_not_connected_or_not_asynchronous_says_so():
-    one = RayPPOTrainer(CFG, None, None, None, None, None)
-    assert one.global_step == 0
-    with pytest.raises(ConfigError, match="part of a run once"):
-        _ = one.total_training_steps
-    with pytest.raises(ConfigError, match="called by `run"):
-        one.train()
+def test_unconnected_or_synchronous_trainer_raises_error():
+    trainer = RayPPOTrainer(CFG, None, None, None, None, None)
+    assert trainer.global_step == 0
+    with pytest.raises(ConfigError, match="not connected to a run yet"):
+        _ = trainer.total_training_steps
+    with pytest.raises(ConfigError, match="the run has not started"):
+        trainer.train()
     with pytest.raises(ConfigError, match=r"trainer\.fully_async\.enabled=false"):
         FullyAsyncRayPPOTrainer(CFG, None, None, None, None, None)

@@ -1,4 +1,4 @@
-"""Overrides that nothing would call are refused when the class is defined, with what replaces them."""
+"""Overrides that the run never calls raise an error with their replacement when the class is defined."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ BASES = (
 )
 
 
-def trainer(kind: type[RayPPOTrainer] = RayPPOTrainer, **more: Any) -> RayPPOTrainer:
-    return kind(CFG, None, None, None, None, None, **more)
+def trainer(kind: type[RayPPOTrainer] = RayPPOTrainer, **kwargs: Any) -> RayPPOTrainer:
+    return kind(CFG, None, None, None, None, None, **kwargs)
 
 
-def test_overrides_without_effect_are_refused_with_their_replacement():
+def test_ineffective_overrides_raise_error_with_replacement():
     for base, table in (*BASES, (SkyRLGymGenerator, GENERATOR_REPLACEMENTS)):
         for name, advice in table.items():
-            with pytest.raises(ConfigError) as refused:
+            with pytest.raises(ConfigError) as error:
                 type("Mine", (base,), {name: lambda self: None})
-            assert str(refused.value).startswith(f"Mine.{name}: the run does not call it"), name
-            assert f"Instead: {advice} (docs/from_skyrl.md#programs)" in str(refused.value)
+            assert str(error.value).startswith(f"Mine.{name}: the run does not call this method"), name
+            assert f"Instead: {advice} (docs/from_skyrl.md#programs)" in str(error.value)
 
 
-def test_overrides_of_a_mixin_are_refused():
+def test_ineffective_overrides_in_mixin_raise_error():
     class Mixin:
         def build_models(self) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"Mine\.build_models: the run does not call it"):
+    with pytest.raises(ConfigError, match=r"Mine\.build_models: the run does not call this method"):
         type("Mine", (Mixin, RayPPOTrainer), {})
 
 
-def test_names_without_counterpart_say_what_replaces_them():
+def test_unsupported_attributes_raise_error_with_replacement():
     for name, advice in TRAINER_REPLACEMENTS.items():
-        with pytest.raises(AttributeError) as refused:
+        with pytest.raises(AttributeError) as error:
             getattr(trainer(), name)
-        assert f"no {name!r}. Instead: {advice}" in str(refused.value)
+        assert f"no {name!r}. Instead: {advice}" in str(error.value)
     for name in (*TRAINER_REPLACEMENTS, *READ_ONLY_ATTRIBUTES):
         with pytest.raises(AttributeError, match=f"no {name!r}. Instead: "):
             setattr(trainer(), name, None)
@@ -72,11 +72,13 @@ def test_names_without_counterpart_say_what_replaces_them():
     for name in CLIENT_REPLACEMENTS:
         with pytest.raises(AttributeError, match=f"no {name!r}. Instead: "):
             getattr(InferenceEngineClient.__new__(InferenceEngineClient), name)
-    with pytest.raises(AttributeError, match=r"no 'nonsense'\. docs/from_skyrl.md#programs lists what it has"):
+    with pytest.raises(
+        AttributeError, match=r"no 'nonsense'\. docs/from_skyrl.md#programs lists the attributes that RayPPOTrainer has"
+    ):
         trainer().nonsense  # noqa: B018
 
 
-def test_replacements_name_keys_and_methods_that_exist():
+def test_replacements_name_existing_keys_and_methods():
     keys, methods = set(all_keys()), re.compile(r"override (\w+)")
     sections = {name.rpartition(".")[0] for name in keys}
     hooks = {*dir(RayPPOTrainer), *dir(BasePPOExp), *dir(SkyRLGymGenerator)}
@@ -86,18 +88,18 @@ def test_replacements_name_keys_and_methods_that_exist():
         assert set(methods.findall(advice)) <= hooks, advice
 
 
-def test_training_loop_without_super_is_refused():
-    class Around(RayPPOTrainer):
+def test_training_loop_without_super_raises_error():
+    class Parent(RayPPOTrainer):
         def prepare(self) -> None: ...
 
         def train(self) -> None:
             self.prepare()
             super().train()
 
-    class Further(Around): ...
+    class Child(Parent): ...
 
-    assert isinstance(trainer(Further), Around)
-    with pytest.raises(ConfigError, match=r"Mine\.train has a training loop of its own"):
+    assert isinstance(trainer(Child), Parent)
+    with pytest.raises(ConfigError, match=r"Mine\.train never calls super\(\)\.train\(\)"):
 
         class Mine(RayPPOTrainer):
             async def train(self) -> None:
@@ -105,7 +107,7 @@ def test_training_loop_without_super_is_refused():
                     self.all_metrics.clear()
 
 
-def test_coroutines_in_place_of_methods_are_refused():
+def test_coroutine_overrides_raise_error():
     with pytest.raises(ConfigError, match=r"Mine\.save_checkpoints is a coroutine"):
 
         class Mine(RayPPOTrainer):
@@ -119,9 +121,9 @@ def test_coroutines_in_place_of_methods_are_refused():
         type("Mine", (Mixin, RayPPOTrainer), {})
 
 
-def test_misspelt_methods_are_refused():
+def test_misspelled_methods_raise_error():
     for name in ("compute_advantage_and_returns", "convert_to_train_input", "save_checkpoint"):
-        with pytest.raises(ConfigError, match=rf"Mine\.{name}: the run does not call it\. Did you mean \w+\?"):
+        with pytest.raises(ConfigError, match=rf"Mine\.{name}: the run does not call this method\. Did you mean \w+\?"):
             type("Mine", (RayPPOTrainer,), {name: lambda self: None})
 
     class Helper(RayPPOTrainer):
@@ -135,21 +137,21 @@ def test_misspelt_methods_are_refused():
 
 
 def test_generator_that_calls_its_own_methods_is_allowed():
-    class Own(SkyRLGymGenerator):
+    class Subclass(SkyRLGymGenerator):
         async def agent_loop(self, prompt: Any) -> Any:
             return prompt
 
         async def generate(self, input_batch: Any, disable_tqdm: bool = True) -> Any:
-            return [await self.agent_loop(one) for one in input_batch["prompts"]]
+            return [await self.agent_loop(prompt) for prompt in input_batch["prompts"]]
 
-    assert Own.generate is not SkyRLGymGenerator.generate
-    with pytest.raises(ConfigError, match=r"Mine\._setup_env_extras: the run does not call it"):
+    assert Subclass.generate is not SkyRLGymGenerator.generate
+    with pytest.raises(ConfigError, match=r"Mine\._setup_env_extras: the run does not call this method"):
 
-        class Mine(Own):
+        class Mine(Subclass):
             def _setup_env_extras(self, env_extras: Any) -> Any: ...
 
 
-def test_callbacks_are_refused():
+def test_callbacks_raise_error():
     with pytest.raises(ConfigError, match=r"callbacks must be empty\. Instead: override train_critic_and_policy"):
         trainer(callbacks=[object()])
     assert trainer(callbacks=[]).all_metrics == {}

@@ -1,4 +1,4 @@
-"""A driver with one hung and one idle environment process; prints their pids, then waits to be killed."""
+"""A driver with one hung and one idle environment process. It prints their pids and waits to be killed."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Environments that do what environments should not; a plugin of the host tests."""
+"""Environments that misbehave. Tests use this module as a plugin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.errors import EnvironmentFailure
 
 
 class Counter(TextEnv):
-    """Well-behaved and stateful: reports its steps, the actions it received, and its process."""
+    """A well-behaved, stateful environment that reports the actions it received and its process."""
 
     def init(self, prompt):
         self.actions = []
@@ -32,13 +32,13 @@ class Counter(TextEnv):
 
 
 class SideEffects(Counter):
-    """A step of it must never happen twice."""
+    """An environment whose steps must never be repeated."""
 
     replayable = False
 
 
 class Misbehaving(TextEnv):
-    """Does what the text says."""
+    """An environment that misbehaves as the model's text says."""
 
     def step(self, action):
         rewards = {
@@ -88,7 +88,7 @@ class Misbehaving(TextEnv):
 
 
 class Strays(TextEnv):
-    """Starts a process in a session of its own and an orphan that has no variables; then does what the text says."""
+    """Starts a process in another session and an orphan without environment variables, then acts as the text says."""
 
     def step(self, action):
         leader = subprocess.Popen(["sleep", "300"], start_new_session=True)
@@ -110,7 +110,7 @@ class Strays(TextEnv):
 
 
 class KillsItsHost(TextEnv):
-    """Kills the parent of its process supervisor: an actor, never a driver."""
+    """Kills the parent of its process supervisor if that is a Ray actor."""
 
     def step(self, action):
         supervisor = psutil.Process().parent()
@@ -121,7 +121,7 @@ class KillsItsHost(TextEnv):
 
 
 class Printing(TextEnv):
-    """Prints a lot, and then ends without a word of Python's."""
+    """Prints a lot, and then exits without a message from Python if the text is "dies"."""
 
     def step(self, action):
         for number in range(100_000):
@@ -133,7 +133,7 @@ class Printing(TextEnv):
 
 
 class BadEnd(TextEnv):
-    """Shows a secret, and raises another time."""
+    """Returns a secret in an observation, and raises an error that contains it in `close`."""
 
     def step(self, action):
         return StepOutput([{"role": "user", "content": f"a key: {os.environ['HF_TOKEN']}"}], 1.0, True)
@@ -143,7 +143,7 @@ class BadEnd(TextEnv):
 
 
 class Chatty(TextEnv):
-    """Writes to and reads from everything that could be the wire, and speaks control characters."""
+    """Writes to and reads from all descriptors that could be the wire, and prints control characters."""
 
     def step(self, action):
         print("\x00\x00\x00\x02{}", "\x1b[2J", flush=True)
@@ -158,7 +158,7 @@ class Chatty(TextEnv):
 
 
 class SkyRLGymStyle(BaseTextEnv):
-    """As users of SkyRL-Gym write them."""
+    """An environment as users of SkyRL-Gym write it."""
 
     def __init__(self, env_config, extras={}):  # noqa: B006
         super().__init__()
@@ -189,7 +189,7 @@ class NeverCloses(TextEnv):
 
 
 class Nests(TextEnv):
-    """Lists in lists, in one part of what it returns."""
+    """Returns nested lists in one part of its output."""
 
     def nested(self, part):
         value: list = []

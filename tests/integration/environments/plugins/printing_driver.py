@@ -1,4 +1,4 @@
-"""A driver whose environment prints more than a pipe holds: `printing_driver.py [LOG]`. It prints the step's result."""
+"""A driver whose environment prints more than a pipe holds, and that prints the result: `printing_driver.py [LOG]`."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""A driver whose environment has processes in other sessions and hangs: `straying_driver.py FOLDER`. To be killed."""
+"""A driver to be killed, whose environment hangs and has processes in other sessions: `straying_driver.py FOLDER`."""
 
 import asyncio
 import sys

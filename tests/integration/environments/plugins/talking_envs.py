@@ -1,4 +1,4 @@
-"""Three turns, and in the second one whatever the row says."""
+"""An environment of three turns that may fail or hang in the second one, as the row says."""
 
 from __future__ import annotations
 

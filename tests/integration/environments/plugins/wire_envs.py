@@ -1,4 +1,4 @@
-"""Environments that fork, and that write to the wire of their process; a plugin of the wire's tests."""
+"""Environments that fork or write to the wire of their process. Tests use this module as a plugin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_train.environments.registry import register
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 WRONG = 7.0
-"""What only a process that must not answer would say."""
+"""Reward that only a forked child returns, which must not answer."""
 
 
 def _seven() -> int:
@@ -22,7 +22,7 @@ def _seven() -> int:
 
 
 class Forks(TextEnv):
-    """Forks as the text says; the child goes on in our code, the parent answers with reward 1."""
+    """Forks as the text says. The child continues in the worker's code, and the parent answers with reward 1."""
 
     def step(self, action):
         if action == "multiprocessing":
@@ -43,7 +43,7 @@ class Forks(TextEnv):
 
 
 class Writes(TextEnv):
-    """Writes to every pipe of its process, then answers with reward 1."""
+    """Writes to every pipe of its process, and answers with reward 1."""
 
     def step(self, action):
         frame = self.extras["frame"].encode("latin-1")
@@ -65,14 +65,14 @@ class Writes(TextEnv):
 
 
 class OwnKinds(TextEnv):
-    """Fails in a way that has the name of the text."""
+    """Raises an exception class that is named like the text."""
 
     def step(self, action):
         raise type(action, (Exception,), {})("no")
 
 
 class Unreadable(TextEnv):
-    """Opens with metadata that is none, or fails with an exception that cannot be told as it is."""
+    """Returns invalid metadata, or raises an exception that cannot be described as it is."""
 
     class Unreadable(Exception):
         def __str__(self):

@@ -29,7 +29,7 @@ from skyrl_train.environments.graders.numbers import parse_number
         ("", None),
     ],
 )
-def test_the_answer_is_what_the_box_holds(text: str, answer: str | None):
+def test_answer_is_content_of_box(text: str, answer: str | None):
     assert extract_boxed_answer(text) == answer
 
 
@@ -44,7 +44,7 @@ def test_the_answer_is_what_the_box_holds(text: str, answer: str | None):
         r"\boxed{\boxed{42}",
     ],
 )
-def test_several_boxes_that_differ_are_no_answer(text: str):
+def test_different_boxes_are_not_an_answer(text: str):
     assert extract_boxed_answer(text) is None
 
 
@@ -52,7 +52,7 @@ def test_several_boxes_that_differ_are_no_answer(text: str):
 @pytest.mark.parametrize(
     "unit", ["{", "}", r"\boxed{", r"\boxed{1}", "\\", r"\{", "9", "</think>", r"\boxed" + " " * 99]
 )
-def test_a_megabyte_of_anything_is_read_in_one_pass(unit: str):
+def test_boxes_are_found_in_linear_time(unit: str):
     start = time.process_time()
     for text in (unit * (2**20 // len(unit)), r"\boxed{" + unit * (2**20 // len(unit))):
         extract_boxed_answer(text)
@@ -61,7 +61,7 @@ def test_a_megabyte_of_anything_is_read_in_one_pass(unit: str):
 
 
 @given(st.text(alphabet=r"\{}boxed4 ", max_size=60), st.integers(0, 99))
-def test_any_text_before_a_box_leaves_it_readable_or_no_answer(text: str, value: int):
+def test_text_before_box_never_changes_answer(text: str, value: int):
     assert extract_boxed_answer(rf"{text}</think>\boxed{{{value}}}") == str(value)
     assert extract_boxed_answer(rf"{text}\boxed{{{value}}}\boxed{{{value + 1}}}") is None
 

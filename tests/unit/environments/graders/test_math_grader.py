@@ -1,4 +1,4 @@
-"""The math grader's verdicts on pairs written by hand, and its errors by category."""
+"""The math grader's verdicts on hand-written pairs, with its errors by category."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.environments.graders.math_grader import MathGrader
 from tests.unit.environments.graders.math_pairs import PAIRS
 
 DEADLINE_S = 30.0
-"""For one comparison, on a busy machine."""
+"""Deadline of one comparison on a busy machine."""
 MAX_ERRORS = 0.02
 
 

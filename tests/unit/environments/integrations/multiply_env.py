@@ -1,5 +1,5 @@
 # ruff: noqa: UP006, UP035, B006, SIM401
-"""An environment as people write them for SkyRL-Gym (its tutorial's task); only the import lines are other ones."""
+"""An environment written for SkyRL-Gym (the task of its tutorial); only the import lines differ."""
 
 import re
 from typing import Any, Dict

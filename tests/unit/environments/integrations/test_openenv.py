@@ -1,4 +1,4 @@
-"""Against a real server on this machine that speaks OpenEnv's protocol over HTTP and over WebSockets."""
+"""Tests with a real local server that implements OpenEnv's protocol over HTTP and WebSockets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TOKEN = "a secret of the tests"
 
 
 class Server:
-    """Every episode echoes; misbehaves on request. Runs in a thread with an event loop of its own."""
+    """A server that counts the received texts and misbehaves on request, with its own event loop and thread."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, list[str]] = {}
         self.resets: list[dict[str, Any]] = []
-        self.stolen: list[str] = []
+        self.redirected_tokens: list[str] = []
         self.loop = asyncio.new_event_loop()
         self.released = asyncio.Event()
         self._thread = threading.Thread(target=self.loop.run_forever)
@@ -70,21 +70,21 @@ class Server:
     async def step(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         text = body["action"]["message"]
-        return await self.misbehaves(request, text) or web.json_response(self.answer(body["episode_id"], text))
+        return await self.misbehave(request, text) or web.json_response(self.answer(body["episode_id"], text))
 
     def answer(self, episode: str, text: str) -> dict[str, Any]:
-        heard = self.episodes[episode]
-        heard.append(text)
+        texts = self.episodes[episode]
+        texts.append(text)
         done = text == "done"
-        observation = {"text": f"heard {len(heard)}"}
+        observation = {"text": f"heard {len(texts)}"}
         return {
             "observation": observation,
             "reward": 2.5 if done else None,
             "done": done,
-            "info": {"heard": len(heard)},
+            "info": {"heard": len(texts)},
         }
 
-    async def misbehaves(self, request: web.Request, text: str) -> web.StreamResponse | None:
+    async def misbehave(self, request: web.Request, text: str) -> web.StreamResponse | None:
         if text == "hang":
             await self.released.wait()
         if text == "trickle":
@@ -93,39 +93,45 @@ class Server:
             while not self.released.is_set():
                 await response.write(b" ")
                 await asyncio.sleep(0.05)
-        odd = {"not json": b"<html>", "list": b"[1]", "deep": b"[" * 100_000, "large": b" " * 10_000}
-        return web.Response(body=odd[text]) if text in odd else web.Response(status=500) if text == "500" else None
+        invalid_bodies = {"not json": b"<html>", "list": b"[1]", "deep": b"[" * 100_000, "large": b" " * 10_000}
+        return (
+            web.Response(body=invalid_bodies[text])
+            if text in invalid_bodies
+            else web.Response(status=500)
+            if text == "500"
+            else None
+        )
 
     async def moved(self, request: web.Request) -> web.Response:
         return web.Response(status=307, headers={"Location": f"http://127.0.0.1:{self.port}/elsewhere"})
 
     async def elsewhere(self, request: web.Request) -> web.Response:
-        self.stolen.append(request.headers.get("Authorization", ""))
+        self.redirected_tokens.append(request.headers.get("Authorization", ""))
         return web.Response()
 
     async def session(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         episode = str(id(socket))
-        async for message in socket:
-            said = json.loads(message.data)
-            if said["type"] == "close":
+        async for frame in socket:
+            request_message = json.loads(frame.data)
+            if request_message["type"] == "close":
                 break
-            if said["type"] == "reset":
-                self.resets.append(said["data"])
+            if request_message["type"] == "reset":
+                self.resets.append(request_message["data"])
                 self.episodes[episode] = []
                 data: dict[str, Any] = {"observation": {"text": "hello"}, "reward": None, "done": False}
-            elif said["data"]["message"] == "large":
+            elif request_message["data"]["message"] == "large":
                 await socket.send_str(" " * 10_000)
                 continue
-            elif said["data"]["message"] == "500":
+            elif request_message["data"]["message"] == "500":
                 await socket.send_json({"type": "error", "data": {"code": "EXECUTION_ERROR"}})
                 continue
-            elif said["data"]["message"] == "hang":
+            elif request_message["data"]["message"] == "hang":
                 await self.released.wait()
                 break
             else:
-                data = self.answer(episode, said["data"]["message"])
+                data = self.answer(episode, request_message["data"]["message"])
             await socket.send_json({"type": "observation", "data": data})
         return socket
 
@@ -139,7 +145,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def play(url: str, texts: list[str], extras: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
-    """The opening messages, then every step's output or the kind of its failure."""
+    """Play an episode; return the first messages, then the output of every step or the kind of its failure."""
     config = {"base_url": url, "token_variable": "TEST_ENV_TOKEN", "observation_key": "text"} | settings
 
     async def main() -> list[Any]:
@@ -158,7 +164,7 @@ def play(url: str, texts: list[str], extras: dict[str, Any] | None = None, **set
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{}", "ws://127.0.0.1:{}/ws"])
-def test_an_episode_over_the_network(server: Server, address: str):
+def test_episode_runs_over_network(server: Server, address: str):
     row = {"reset": {"seed": 7}}
     opening, first, last = play(address.format(server.port), ["one", "done"], row)
     assert opening == [*QUESTION, {"role": "user", "content": "hello"}]
@@ -168,12 +174,12 @@ def test_an_episode_over_the_network(server: Server, address: str):
     assert [*server.episodes.values()] == [["one", "done"]]
 
 
-def test_the_last_turn_ends_the_episode(server: Server):
+def test_last_turn_ends_episode(server: Server):
     *_, last = play(f"http://127.0.0.1:{server.port}", ["one", "two"], {"max_turns": 2})
     assert (last.reward, last.done) == (0.0, True)
 
 
-def test_without_a_key_an_observation_is_shown_as_json(server: Server):
+def test_observation_without_key_is_json(server: Server):
     opening, *_ = play(f"http://127.0.0.1:{server.port}", [], observation_key=None)
     assert opening[-1]["content"] == '{"text": "hello"}'
 
@@ -190,21 +196,21 @@ def test_without_a_key_an_observation_is_shown_as_json(server: Server):
         ("500", "server"),
     ],
 )
-def test_a_server_that_misbehaves_fails_the_episode_by_kind(server: Server, text: str, kind: str):
-    waits = 1.0 if kind == "timeout" else 60.0
+def test_http_server_failure_has_kind(server: Server, text: str, kind: str):
+    timeout = 1.0 if kind == "timeout" else 60.0
     size = 1_000_000 if text == "deep" else 5000
-    *_, last = play(f"http://127.0.0.1:{server.port}", [text], timeout=waits, max_response_bytes=size)
+    *_, last = play(f"http://127.0.0.1:{server.port}", [text], timeout=timeout, max_response_bytes=size)
     assert last == kind
 
 
 @pytest.mark.parametrize(("text", "kind"), [("hang", "timeout"), ("large", "too_large"), ("500", "server")])
-def test_a_session_that_misbehaves_fails_the_episode_by_kind(server: Server, text: str, kind: str):
-    waits = 1.0 if kind == "timeout" else 60.0
-    *_, last = play(f"ws://127.0.0.1:{server.port}/ws", [text], timeout=waits, max_response_bytes=5000)
+def test_websocket_failure_has_kind(server: Server, text: str, kind: str):
+    timeout = 1.0 if kind == "timeout" else 60.0
+    *_, last = play(f"ws://127.0.0.1:{server.port}/ws", [text], timeout=timeout, max_response_bytes=5000)
     assert last == kind
 
 
-def test_a_server_that_is_not_there_and_a_wrong_token(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_missing_server_and_wrong_token_fail(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TEST_ENV_TOKEN", "another")
     assert play(f"http://127.0.0.1:{server.port}", []) == ["server"]
     assert play("http://127.0.0.1:1", []) == ["server"]
@@ -213,10 +219,10 @@ def test_a_server_that_is_not_there_and_a_wrong_token(server: Server, monkeypatc
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{}/loose", "ws://127.0.0.1:{}/moved"])
 def test_redirects_are_not_followed(server: Server, address: str):
     assert play(address.format(server.port), []) == ["server"]
-    assert server.stolen == []
+    assert server.redirected_tokens == []
 
 
-def test_a_row_chooses_no_server_and_no_token(server: Server):
+def test_row_cannot_choose_server_or_token(server: Server):
     row = {"base_url": "http://127.0.0.1:1", "token_variable": "HOME", "reset": {"episode_id": "theirs"}}
     opening, *_ = play(f"http://127.0.0.1:{server.port}", [], row)
     assert opening[-1]["content"] == "hello"
@@ -224,7 +230,7 @@ def test_a_row_chooses_no_server_and_no_token(server: Server):
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"base_url": None}, r"openenv\.base_url=None"),
         ({"base_url": "file:///etc/passwd"}, r"openenv\.base_url='file:///etc/passwd'"),
@@ -232,9 +238,9 @@ def test_a_row_chooses_no_server_and_no_token(server: Server):
         ({"base_url": "ws://x/ws", "action_key": None}, "action_key"),
     ],
 )
-def test_wrong_settings_stop_the_run(settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_settings_stop_the_run(settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TEST_ENV_TOKEN", TOKEN)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         play("http://127.0.0.1:1", [], **settings)
 
 

@@ -1,4 +1,4 @@
-"""docs/foreign_environments.md: its environment runs, and what it says of reasoning_gym is so."""
+"""Tests of docs/foreign_environments.md: its example runs, and it lists the restricted datasets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.environments.integrations.reasoning_gym import SAFE_ANSWERS_FOR
 PAGE = (Path(__file__).parents[4] / "docs" / "foreign_environments.md").read_text()
 
 
-def test_the_environment_of_the_page_runs(monkeypatch: pytest.MonkeyPatch):
+def test_page_example_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code, {"__name__": "page"})
@@ -23,5 +23,5 @@ def test_the_environment_of_the_page_runs(monkeypatch: pytest.MonkeyPatch):
     assert (second["reward"], second["done"]) == (0.5, True)
 
 
-def test_every_dataset_with_a_restriction_is_on_the_page():
+def test_page_lists_restricted_datasets():
     assert all(f"`{task}`" in PAGE for task in (*UNSUPPORTED_DATASETS, *SAFE_ANSWERS_FOR_EVAL))

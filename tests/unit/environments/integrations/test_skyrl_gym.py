@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def play(env_class: str, texts: Sequence[str], **extras: Any) -> list[StepOutput]:
-    """One episode as a run with SETTINGS has it."""
+    """Play one episode with the configuration SETTINGS and return the output of every step."""
     cfg = prepare_config(SETTINGS, has_accelerator=False).config
 
     async def main() -> list[StepOutput]:
@@ -44,14 +44,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def test_an_environment_file_for_skyrl_gym_runs_with_another_import_line():
+def test_skyrl_gym_environment_runs_with_new_import():
     first, second, third = play("multiply", ["400 + 8?", "<add>400,8</add>", r"\boxed{408}"])
     assert (first.observations[0]["content"], first.reward, first.done) == ("try again", 0.0, False)
     assert second.observations == [{"role": "user", "content": "408"}]
     assert (third.reward, third.done, third.metadata) == (1.0, True, {"parsed_answer": "408", "turns": 3})
 
 
-def test_a_class_registered_with_arguments_gets_them_and_its_own_settings():
+def test_registered_arguments_and_settings_are_passed():
     first, second = play("multiply_by_class", ["?", r"\boxed{407}"], max_turns=2)
     assert first.observations[0]["content"] == "once more"
     assert (second.reward, second.done) == (0.5, True)
@@ -70,7 +70,7 @@ def test_own_settings_come_on_top_of_a_section():
     assert (search["topk"], search["mine"], search["timeout"]) == (7, 1, 30.0)
 
 
-def test_a_name_that_comes_along_is_taken_over_aloud_and_a_users_name_is_not(caplog: pytest.LogCaptureFixture):
+def test_only_built_in_names_can_be_replaced(caplog: pytest.LogCaptureFixture):
     name, built_in = next(iter(environments.table.items()))
     try:
         skyrl_gym.register(name, "multiply_env:MultiplyEnv")
@@ -83,6 +83,6 @@ def test_a_name_that_comes_along_is_taken_over_aloud_and_a_users_name_is_not(cap
         environments.table[name] = built_in
 
 
-def test_metrics_are_averaged_as_skyrl_gym_does():
+def test_default_metrics_are_averaged():
     episodes = [{"turns": 1, "won": True, "name": "a"}, {"turns": 2, "won": False}]
     assert skyrl_gym.metrics.default_aggregate_metrics(episodes) == {"turns": 1.5, "won": 0.5}

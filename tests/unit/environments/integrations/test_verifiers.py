@@ -1,4 +1,4 @@
-"""With environments of the real library, where it is installed: it pins versions that the rest does not have."""
+"""Tests with environments of the real library, if it is installed: it pins versions of other packages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def play(texts: list[str], max_turns: int = 10, row: int = 0, **env_args: Any) -> list[Any]:
     config = {"env_id": "vf-guess", "env_args": env_args}
-    made = list(verifiers.make_rows(config, "train"))[row]
-    extras = {key: value for key, value in made.items() if key not in ("prompt", "env_class")}
+    dataset_row = list(verifiers.make_rows(config, "train"))[row]
+    extras = {key: value for key, value in dataset_row.items() if key not in ("prompt", "env_class")}
 
     async def main() -> list[Any]:
         outputs: list[Any] = []
         async with WorkerPool({"verifiers": config}, 1, 120.0) as pool:
-            prompt = Prompt("0", made["prompt"], "verifiers", extras | {"max_turns": max_turns})
+            prompt = Prompt("0", dataset_row["prompt"], "verifiers", extras | {"max_turns": max_turns})
             episode = await pool.start("verifiers", prompt)
             outputs.append(episode.messages)
             try:
@@ -46,7 +46,7 @@ def play(texts: list[str], max_turns: int = 10, row: int = 0, **env_args: Any) -
 
 
 @needs_library
-def test_one_turn_is_scored_by_the_rubric():
+def test_single_turn_is_scored_by_rubric():
     opening, output = play(["I say 18, surely"])
     assert opening == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "6 * 3?"}]
     assert (output.reward, output.done, output.observations) == (1.0, True, [])
@@ -54,7 +54,7 @@ def test_one_turn_is_scored_by_the_rubric():
 
 
 @needs_library
-def test_many_turns_go_on_until_the_environment_ends_them():
+def test_multi_turn_episode_ends_by_environment():
     _, first, second, last = play(["1?", "2?", "8"], row=1, turns=5)
     assert (first.observations, first.reward, first.done) == ([{"role": "user", "content": "1 guesses"}], 0.0, False)
     assert second.observations[0]["content"] == "2 guesses"
@@ -64,34 +64,34 @@ def test_many_turns_go_on_until_the_environment_ends_them():
 
 @needs_library
 @pytest.mark.parametrize("limits", [{"max_turns": 2, "turns": 9}, {"max_turns": 9, "turns": 2}])
-def test_whoever_ends_an_episode_it_is_scored(limits: dict[str, int]):
+def test_truncated_episode_is_scored(limits: dict[str, int]):
     *_, last = play(["1?", "2?"], **limits)
     assert (last.reward, last.done) == (0.5, True)
 
 
 @needs_library
-def test_an_error_of_the_environment_fails_the_episode_by_name():
+def test_environment_error_class_is_failure_kind():
     assert play(["break", "8"], turns=5)[-1] == "ToolError"
 
 
 @needs_library
-def test_an_environment_that_does_not_load_is_a_mistake_in_the_configuration():
+def test_unknown_environment_is_a_config_error():
     with pytest.raises(ConfigError, match="no-such-thing"):
         next(verifiers.make_rows({"env_id": "no-such-thing"}, "train"))
 
 
 @pytest.mark.skipif(INSTALLED, reason="verifiers is installed")
-def test_without_the_library_it_says_what_to_install():
+def test_missing_library_error_says_what_to_install():
     with pytest.raises(ConfigError, match=r"uv pip install 'verifiers>=0\.1"):
         verifiers.VerifiersEnv.check({"env_id": "x"})
 
 
-def test_rows_name_no_environment(monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    monkeypatch.setattr(verifiers, "_loaded", lambda name, arguments: asked.append(name))
+def test_rows_cannot_choose_environment(monkeypatch: pytest.MonkeyPatch):
+    loaded = []
+    monkeypatch.setattr(verifiers, "_load_environment", lambda name, arguments: loaded.append(name))
     row = {"verifiers": {"input": '{"answer": "1", "env_id": "os"}', "env_id": "os"}, "env_id": "os"}
     environment = verifiers.VerifiersEnv({"env_id": "mine"}, row)
     environment.close()
-    assert asked == ["mine"]
+    assert loaded == ["mine"]
     with pytest.raises(ConfigError, match=r"verifiers\.env_id=None"):
         verifiers.VerifiersEnv({}, row)

@@ -1,4 +1,4 @@
-"""Environments of the verifiers library, as its users write them; named by `env_id` in the tests."""
+"""Environments for the verifiers library, which the tests load by `env_id`."""
 
 import verifiers as vf
 from datasets import Dataset
@@ -20,10 +20,10 @@ def short(completion, **kwargs):
 
 class Guess(vf.MultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
-        said = messages[-1]["content"]
-        if said == "break":
+        text = messages[-1]["content"]
+        if text == "break":
             raise vf.ToolError("the environment's own error")
-        if state["answer"] in said:
+        if state["answer"] in text:
             state["final_env_response"] = [{"role": "user", "content": "yes"}]
             return []
         return [{"role": "user", "content": f"{len(state['trajectory'])} guesses"}]

@@ -35,7 +35,7 @@ def step(text: str, truth: Any = "42", spec: str = "reward_spec") -> tuple[float
         "Answer: 41" + " so I try on" * 30 + "\nAnswer: 42",
     ],
 )
-def test_the_integer_of_the_end_is_the_answer(text: str):
+def test_final_integer_is_the_answer(text: str):
     assert step(text) == (1.0, {"acc": 1.0, "no_answer": 0.0, "pred": "42"})
 
 
@@ -64,26 +64,26 @@ def test_the_integer_of_the_end_is_the_answer(text: str):
         "",
     ],
 )
-def test_guesses_and_other_answers_pay_minus_one(text: str):
+def test_wrong_answers_get_minus_one(text: str):
     reward, metadata = step(text)
     assert (reward, metadata["acc"]) == (-1.0, 0.0)
 
 
 @pytest.mark.fault("F14")
 @pytest.mark.parametrize("unit", ["9", "Answer: 9\n", "answer", "\\boxed{", "{", "10000000! "])
-def test_only_the_end_of_a_long_text_is_read(unit: str):
+def test_only_end_of_long_text_is_parsed(unit: str):
     assert step(unit * (2**20 // len(unit)))[0] == -1.0
     assert extract_answer(unit * (2**20 // len(unit)) + "</think>\nAnswer: 42") == "42"
 
 
 @given(st.text(max_size=400), st.integers(0, 999))
-def test_every_integer_is_recognised_and_its_neighbour_is_not_it(before: str, number: int):
+def test_integers_are_recognized_exactly(before: str, number: int):
     assert extract_answer(f"{before}</think>\nAnswer: {number}") == str(number)
     assert extract_answer(f"{before}</think>\nAnswer: {number} or {number + 1}") is None
 
 
 @pytest.mark.parametrize("truth", ["1/2", r"\frac{1}{2}", r"$\dfrac{2}{4}$"])
-def test_where_the_truth_is_a_fraction_answers_are_fractions(truth: str):
+def test_fractions_are_compared_by_value(truth: str):
     assert step(r"Answer: \frac{1}{2}", truth)[0] == 1.0
     for right in ("1/2.", "(1/2)", r"\tfrac12", r"$\frac{1}{2}$.", "**2/4**"):
         assert step(f"Answer: {right}", truth)[0] == 1.0
@@ -93,7 +93,7 @@ def test_where_the_truth_is_a_fraction_answers_are_fractions(truth: str):
         assert step(f"Answer: {wrong}", truth)[0] == -1.0
 
 
-def test_rows_of_dapo_are_read_and_rows_without_an_integer_refused():
+def test_dapo_rows_are_accepted_and_others_rejected():
     assert step("Answer: 42", 42, "reward_model")[0] == 1.0
     with pytest.raises(ValueError, match=r"'three' is neither a number nor a fraction"):
         step("Answer: 3", "three")

@@ -9,12 +9,12 @@ from skyrl_train.errors import ConfigError
 
 
 def words(text: str) -> list[str]:
-    """What a tokenizer of words and digits sees."""
+    """Split text as a tokenizer of words and digits does."""
     return re.findall(r"[0-9]|[A-Za-z]+|####|[^\s\w]|\n", text)
 
 
 @pytest.mark.parametrize("operations", [1, 2, 3, 4, 5])
-def test_both_solutions_are_right_and_the_question_has_the_asked_number_of_steps(operations: int):
+def test_solutions_are_right_and_have_requested_steps(operations: int):
     for row in generate(200, operations, max_value=9, seed=1, split="train"):
         info = row["extra_info"]
         environment = ArithmeticEnv({}, row)
@@ -27,7 +27,7 @@ def test_both_solutions_are_right_and_the_question_has_the_asked_number_of_steps
         assert row["prompt"] == [{"role": "user", "content": info["question"]}]
 
 
-def test_solutions_calculate_what_the_numbers_of_the_question_say():
+def test_solutions_match_numbers_of_question():
     for row in generate(200, operations=3, max_value=20, seed=3, split="train"):
         start, *steps = re.findall(r"[+*-]?\d+", row["extra_info"]["expression"])
         assert re.findall(r"\d+", row["extra_info"]["question"]) == [start, *(step[1:] for step in steps)]
@@ -39,7 +39,7 @@ def test_solutions_calculate_what_the_numbers_of_the_question_say():
             total = after
 
 
-def test_the_splits_share_no_expression_whatever_the_seeds_and_knobs():
+def test_splits_share_no_expression():
     seen: dict[str, set[str]] = {"train": set(), "validation": set()}
     for split in seen:
         for seed in range(3):
@@ -51,7 +51,7 @@ def test_the_splits_share_no_expression_whatever_the_seeds_and_knobs():
     assert {assign_split(expression) for expression in seen["validation"]} == {"validation"}
 
 
-def test_the_split_of_an_expression_never_changes():
+def test_split_of_expression_is_stable():
     sample = [f"{a}+{b}-1" for a in range(1, 10) for b in range(1, 10)]
     assert [expression for expression in sample if assign_split(expression) == "validation"] == [
         "1+9-1",
@@ -66,7 +66,7 @@ def test_the_split_of_an_expression_never_changes():
     ]
 
 
-def test_the_same_arguments_give_the_same_problems():
+def test_same_arguments_give_same_problems():
     assert generate(50, 2, 9, 0, "train") == generate(50, 2, 9, 0, "train")
     assert generate(50, 2, 9, 0, "train") != generate(50, 2, 9, 1, "train")
     assert generate(50, 2, 9, 0, "train") == generate(80, 2, 9, 0, "train")[:50]
@@ -88,15 +88,15 @@ def test_prompts_are_short_and_the_vocabulary_small():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ((10, 0, 9, 0, "train"), "operations=0 is not in 1..5"),
         ((10, 6, 9, 0, "train"), "operations=6"),
         ((10, 2, 1, 0, "train"), "max_value=1"),
         ((10, 2, 9, 0, "test"), "split='test' is not 'train' or 'validation'"),
-        ((10_000, 1, 2, 0, "train"), "different train problems of the 10000 asked for"),
+        ((10_000, 1, 2, 0, "train"), "different train problems of count=10000"),
     ],
 )
-def test_impossible_wishes_are_refused(arguments: tuple[int, int, int, int, str], says: str):
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_impossible_arguments_are_rejected(arguments: tuple[int, int, int, int, str], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         generate(*arguments)

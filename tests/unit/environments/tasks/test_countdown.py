@@ -27,14 +27,14 @@ def reward(text: str, target: Any = 24, numbers: Any = (3, 3, 8, 8), **settings:
         "((8))/((3)-(8)/(3))",
     ],
 )
-def test_a_solution_pays_1(answer: str):
+def test_solution_gets_1(answer: str):
     assert reward(f"<think>8*3 <answer>no</answer></think> <answer> {answer} </answer>") == 1.0
 
 
 @pytest.mark.parametrize(
     "answer", ["8 * 3", "8 * 3 * 8 / 8 + 3 - 3", "8 + 8 + 8", "3 / (8 - 8) + 3", "24", "9999999999 * 8"]
 )
-def test_another_expression_pays_the_format_score(answer: str):
+def test_other_expression_gets_format_score(answer: str):
     assert reward(f"<answer>{answer}</answer>") == 0.1
     assert reward(f"<answer>{answer}</answer>", format_score=0.0) == 0.0
 
@@ -53,7 +53,7 @@ def test_another_expression_pays_the_format_score(answer: str):
         "",
     ],
 )
-def test_no_single_expression_pays_nothing(text: str):
+def test_ambiguous_expression_gets_0(text: str):
     assert reward(text) == 0.0
 
 
@@ -86,7 +86,7 @@ def test_no_single_expression_pays_nothing(text: str):
         "\u0663",
     ],
 )
-def test_anything_but_the_four_operations_is_no_expression(expression: str):
+def test_only_four_operations_are_accepted(expression: str):
     start = time.process_time()
     assert evaluate_expression(expression) is None
     assert time.process_time() - start < 2.0
@@ -94,7 +94,7 @@ def test_anything_but_the_four_operations_is_no_expression(expression: str):
 
 @pytest.mark.fault("F14")
 @pytest.mark.parametrize("unit", ["<answer>", "</answer>", "<answer>9</answer>", "<", "(", "</think>"])
-def test_a_megabyte_of_anything_is_read_at_once(unit: str):
+def test_megabyte_of_text_is_parsed_quickly(unit: str):
     start = time.process_time()
     assert reward(unit * (2**20 // len(unit))) in (0.0, 0.1)
     assert time.process_time() - start < 5.0
@@ -109,20 +109,20 @@ def test_a_megabyte_of_anything_is_read_at_once(unit: str):
         max_leaves=6,
     )
 )
-def test_values_are_those_of_python(case: tuple[str, list[int]]):
+def test_values_match_python(case: tuple[str, list[int]]):
     expression, numbers = case
-    found = evaluate_expression(expression)
-    assert found is not None and found[1] == numbers
+    result = evaluate_expression(expression)
+    assert result is not None and result[1] == numbers
     try:
         expected = eval(expression, {}, {})
     except ZeroDivisionError:
-        assert found[0] is None
+        assert result[0] is None
         return
-    assert found[0] is not None and float(found[0]) == pytest.approx(float(expected), rel=1e-9, abs=1e-6)
-    assert isinstance(found[0], Fraction)
+    assert result[0] is not None and float(result[0]) == pytest.approx(float(expected), rel=1e-9, abs=1e-6)
+    assert isinstance(result[0], Fraction)
 
 
 @pytest.mark.parametrize("truth", [None, "24", {"target": 24}, {"target": "x", "numbers": [1]}])
-def test_a_row_without_target_and_numbers_is_refused(truth: Any):
+def test_row_without_target_and_numbers_is_rejected(truth: Any):
     with pytest.raises(ValueError, match=r"needs reward_spec|invalid literal"):
         registry.make("countdown", {}, {"reward_spec": {"ground_truth": truth}})

@@ -41,7 +41,7 @@ from skyrl_train.environments.tasks.gsm8k import GSM8KEnv, extract_flexible_answ
         ("#### 70000", "70,000"),
     ],
 )
-def test_right_answers_are_right_however_they_are_written(answer: str, truth: str):
+def test_right_answers_are_accepted_in_all_spellings(answer: str, truth: str):
     assert score(answer, truth) == 1.0
     assert score(answer, truth, method="flexible") == 1.0
 
@@ -60,7 +60,7 @@ def test_right_answers_are_right_however_they_are_written(answer: str, truth: st
         "#### 181",
     ],
 )
-def test_a_wrong_or_unmarked_answer_is_not_right(answer: str):
+def test_wrong_or_unmarked_answer_is_rejected(answer: str):
     assert score(answer, "18") == 0.0
 
 
@@ -106,7 +106,7 @@ def test_guessing_is_never_right(method: str, answer: str):
     "answer",
     ["41 or 42", "41, 42", "41/42", "41 42", "41 (or 42)", "**41** or **42**", "41, maybe 42", "41or42", "$41 and $42"],
 )
-def test_alternatives_are_not_a_last_number(answer: str):
+def test_alternatives_are_not_an_answer(answer: str):
     assert extract_flexible_answer(f"So it is {answer}.") is None
 
 
@@ -121,7 +121,7 @@ def test_alternatives_are_not_a_last_number(answer: str):
         ("", None),
     ],
 )
-def test_the_flexible_answer_is_the_last_number(text: str, answer: str | None):
+def test_flexible_answer_is_last_number(text: str, answer: str | None):
     assert extract_flexible_answer(text) == answer
 
 
@@ -149,7 +149,7 @@ def test_the_flexible_answer_is_the_last_number(text: str, answer: str | None):
     ],
 )
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("#### 1", "1"), ("41 ", " 42")])
-def test_a_megabyte_of_anything_takes_well_under_a_second(unit: str, before: str, after: str):
+def test_megabyte_of_text_takes_under_a_second(unit: str, before: str, after: str):
     text = before + unit * (2**20 // len(unit)) + after
     start = time.process_time()
     extract_strict_answer(text)
@@ -158,14 +158,14 @@ def test_a_megabyte_of_anything_takes_well_under_a_second(unit: str, before: str
 
 
 @given(st.text(alphabet="#0123456789.,-$ or\n½٤", max_size=60) | st.text(max_size=60))
-def test_any_text_gets_a_score(text: str):
+def test_any_text_is_scored(text: str):
     for method in ("strict", "flexible"):
         assert score(text, "42", method) in (0.0, 1.0)
         assert score(text + "\n#### 42\n#### 43", "42", method) == 0.0
 
 
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{}.", "{}.00", "${}", "{:,}", "{:,}.0"]))
-def test_every_integer_is_recognised(number: int, written: str):
+def test_every_integer_is_recognized(number: int, written: str):
     assert score(f"#### {written.format(number)}", str(number)) == 1.0
     assert score(f"#### {written.format(number + 1)}", str(number)) == 0.0
 
@@ -180,7 +180,7 @@ def env(**settings: Any) -> GSM8KEnv:
     return GSM8KEnv(settings, {"reward_spec": {"method": "rule", "ground_truth": "18"}})
 
 
-def test_the_environment_takes_one_turn_and_reads_its_settings():
+def test_environment_has_one_turn_and_uses_settings():
     output = env().step("it is 18")
     assert (output.reward, output.done, output.observations) == (0.0, True, [])
     assert env(method="flexible").step("it is 18").reward == 1.0
@@ -191,22 +191,22 @@ def test_the_environment_takes_one_turn_and_reads_its_settings():
 
 @pytest.mark.fault("F15")
 @pytest.mark.parametrize("text", ["", " \n", "First, 9 * 2 = 1", "#### "])
-def test_an_empty_or_truncated_answer_scores_zero(text: str):
+def test_empty_or_truncated_answer_gets_0(text: str):
     assert env().step(text).reward == 0.0
 
 
 @pytest.mark.parametrize("extras", [{}, {"reward_spec": None}, {"reward_spec": {"method": "rule"}}])
-def test_a_row_without_an_answer_is_refused(extras: dict[str, Any]):
+def test_row_without_answer_is_rejected(extras: dict[str, Any]):
     with pytest.raises(ValueError, match="reward_spec"):
         GSM8KEnv({}, extras)
 
 
-def test_an_answer_that_is_no_number_is_refused():
+def test_non_numeric_ground_truth_is_rejected():
     with pytest.raises(ValueError, match="'eighteen' is not a number"):
         score("#### 18", "eighteen")
 
 
-def test_every_solution_of_gsm8k_is_right_by_the_strict_rule(gsm8k_jsonl: Path):
+def test_gsm8k_solutions_pass_the_strict_rule(gsm8k_jsonl: Path):
     for name in ("train", "test"):
         for line in (gsm8k_jsonl / f"{name}.jsonl").read_text().splitlines():
             answer = json.loads(line)["answer"]

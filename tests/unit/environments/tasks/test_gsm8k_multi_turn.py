@@ -13,7 +13,7 @@ def env(**extras: Any) -> GSM8KMultiTurnEnv:
     return registry.make("gsm8k_multi_turn", {}, {"reward_spec": {"ground_truth": "18"}} | extras)
 
 
-def test_wrong_and_missing_answers_get_feedback_and_the_right_one_pays_the_remainder():
+def test_wrong_answers_get_feedback_and_partial_reward():
     environment = env(max_turns=3)
     wrong, missing, right = (environment.step(text) for text in ("#### 17", "I think 18", "#### 18"))
     assert wrong.reward == pytest.approx(0.2 / 3)
@@ -26,7 +26,7 @@ def test_wrong_and_missing_answers_get_feedback_and_the_right_one_pays_the_remai
     assert right.metadata == {"turns": 3, "acc": 1.0}
 
 
-def test_the_last_turn_ends_the_episode():
+def test_last_turn_ends_episode():
     environment = env(max_turns=2)
     assert not environment.step("#### 1").done
     last = environment.step("#### 2")
@@ -35,19 +35,19 @@ def test_the_last_turn_ends_the_episode():
 
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize("text", ["#### 17 or 18", "#### 17\n#### 18", "#### 181", "18", ""])
-def test_several_guesses_in_a_turn_pay_nothing(text: str):
+def test_several_guesses_get_0(text: str):
     output = env().step(text)
     assert output.reward == (0.04 if text == "#### 181" else 0.0)
     assert not output.done
 
 
 @pytest.mark.fault("F14")
-def test_a_megabyte_of_digits_is_answered_with_a_short_message():
+def test_feedback_to_long_answer_is_short():
     assert len(env().step("#### " + "9" * 2**20).observations[0]["content"]) < 200
 
 
 @given(st.lists(st.sampled_from(["#### 17", "#### 18", "no idea", "#### 1\n#### 18"]), min_size=1, max_size=8))
-def test_turns_sum_to_one_at_most_and_to_one_exactly_where_the_answer_came(texts: list[str]):
+def test_rewards_of_turns_sum_to_at_most_one(texts: list[str]):
     environment, total, done = env(max_turns=5), 0.0, False
     for text in texts:
         output = environment.step(text)
@@ -63,10 +63,10 @@ def test_turns_sum_to_one_at_most_and_to_one_exactly_where_the_answer_came(texts
     ("extras", "turns"),
     [({}, 5), ({"max_turns": 3}, 3), ({"max_turns": 8, "extra_info": {"max_turns": 2}}, 2), ({"extra_info": None}, 5)],
 )
-def test_the_smallest_number_of_turns_counts(extras: dict[str, Any], turns: int):
+def test_smallest_turn_limit_applies(extras: dict[str, Any], turns: int):
     assert resolve_max_turns(extras) == turns
 
 
-def test_no_turn_at_all_is_refused():
+def test_zero_turns_are_rejected():
     with pytest.raises(ValueError, match="max_turns=0"):
         env(max_turns=0)

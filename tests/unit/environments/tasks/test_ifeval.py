@@ -195,7 +195,7 @@ def test_instruction_is_followed_or_not(id: str, arguments: dict[str, Any], good
     assert [text for text in bad if follows(id, arguments, text)] == []
 
 
-def test_all_25_instructions_are_covered_and_a_blank_response_follows_none():
+def test_blank_response_follows_none_of_25_instructions():
     assert {id for id, _, good, bad in CASES if good and bad} == set(INSTRUCTIONS)
     assert len(INSTRUCTIONS) == 25
     for id, arguments, _, _ in CASES:
@@ -248,8 +248,8 @@ HOSTILE = [
 
 
 @pytest.mark.fault("F14")
-def test_every_check_takes_linear_time_on_hostile_text():
-    """A quadratic one would take a minute for one text; all of them take seconds for all."""
+def test_checks_take_linear_time_on_adversarial_text():
+    """A quadratic check would take a minute for one text. All checks take seconds for all texts."""
     checks = {id: arguments | {"keywords": ["aab"], "forbidden_words": ["aab"]} for id, arguments, _, _ in CASES}
     prepared = [(INSTRUCTIONS[id], parse_instruction_kwargs(id, arguments, "x")) for id, arguments in checks.items()]
     for unit in HOSTILE:
@@ -260,14 +260,14 @@ def test_every_check_takes_linear_time_on_hostile_text():
         assert time.process_time() - before < 10, unit
 
 
-def test_loose_scores_forgive_a_first_line_a_last_line_and_asterisks():
+def test_loose_scores_ignore_outer_lines_and_asterisks():
     for text in ('Sure:\n"a"', '"a"\nBye', 'Sure:\n"a"\nBye', '**"a"**', 'Sure:\n**"a"**\nBye'):
         assert score(["startend:quotation"], [{}], "", text) == IFEvalScores((False,), (True,)), text
     for text in ('Sure:\nwell\n"a"', "a", "Sure:\nBye"):
         assert score(["startend:quotation"], [{}], "", text) == IFEvalScores((False,), (False,)), text
 
 
-def test_scores_keep_the_order_of_the_instructions_and_give_both_accuracies():
+def test_scores_are_ordered_and_have_both_accuracies():
     scores = score(["punctuation:no_comma", "startend:quotation"], [None, {"language": None}], "", "a b")
     assert scores == IFEvalScores((True, False), (True, False))
     assert scores.metrics() == {
@@ -278,7 +278,7 @@ def test_scores_keep_the_order_of_the_instructions_and_give_both_accuracies():
     }
 
 
-def test_the_prompt_is_what_is_repeated_where_the_row_does_not_say():
+def test_prompt_is_default_of_prompt_to_repeat():
     assert score(["combination:repeat_prompt"], [{"prompt_to_repeat": None}], "Sing!", "sing! la").strict == (True,)
 
 
@@ -303,22 +303,22 @@ def test_the_prompt_is_what_is_repeated_where_the_row_does_not_say():
         ("language:response_language", {"language": "tlh"}, "language='tlh' is not one of af, ar"),
     ],
 )
-def test_a_row_that_cannot_be_checked_is_named(id: str, arguments: dict[str, Any], message: str):
+def test_invalid_instruction_is_reported(id: str, arguments: dict[str, Any], message: str):
     extras = {"reward_spec": {"ground_truth": {"instruction_id_list": [id], "kwargs": [arguments]}}}
     with pytest.raises(ValueError, match=re.escape(message)):
         IFEvalEnv({}, extras)
 
 
-def test_numbers_that_a_table_made_floats_count():
+def test_integral_floats_are_accepted():
     assert follows("length_constraints:number_paragraphs", {"num_paragraphs": 1.0}, "a")
 
 
 def environment(settings: dict[str, Any], *, as_json: bool) -> IFEvalEnv:
     truth = {"instruction_id_list": ["punctuation:no_comma", "combination:repeat_prompt"], "kwargs": [{}, {}]}
     extras = {"reward_spec": {"ground_truth": json.dumps(truth) if as_json else truth}}
-    made = IFEvalEnv(settings, extras)
-    made.init([{"role": "system", "content": "x"}, {"role": "user", "content": "Sing!"}])
-    return made
+    env = IFEvalEnv(settings, extras)
+    env.init([{"role": "system", "content": "x"}, {"role": "user", "content": "Sing!"}])
+    return env
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def environment(settings: dict[str, Any], *, as_json: bool) -> IFEvalEnv:
         ({"reward": "all", "loose": True}, "*Sing!* La", 1.0),
     ],
 )
-def test_the_reward_is_the_share_followed_or_all_or_nothing(settings: dict[str, Any], text: str, reward: float):
+def test_reward_is_fraction_or_all(settings: dict[str, Any], text: str, reward: float):
     output = environment(settings, as_json=bool(settings)).step(text)
     assert (output.reward, output.done) == (reward, True)
     assert output.metadata["prompt_level_strict_acc"] == float(text == "Sing! La")
@@ -342,7 +342,7 @@ def test_the_reward_is_the_share_followed_or_all_or_nothing(settings: dict[str, 
 @pytest.mark.parametrize(
     "truth", [None, "{}", {"instruction_id_list": [], "kwargs": []}, {"instruction_id_list": ["x"]}]
 )
-def test_a_row_without_instructions_is_refused(truth: Any):
+def test_row_without_instructions_is_rejected(truth: Any):
     with pytest.raises(ValueError, match="instruction_id_list"):
         IFEvalEnv({}, {"reward_spec": {"ground_truth": truth}})
 
@@ -354,12 +354,12 @@ def test_settings_are_checked_before_the_run():
         )
 
 
-def test_long_text_is_judged_by_its_ends():
+def test_language_of_long_text_uses_both_ends():
     assert detect_language(GERMAN + "x " * MAX_CHARACTERS + GERMAN) == "de"
     assert detect_language("12 3.") is None
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_library_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     from skyrl_train.environments.graders import language_detection as module
 
     module._identifier.cache_clear()
@@ -386,11 +386,11 @@ def test_local_rows_are_converted_and_scored(tmp_path: Path):
     assert "train.parquet: 2 rows, 1 left out" in done.stdout
     for prompt in load_prompts([str(tmp_path / "out" / "train.parquet")], lambda messages: 1, 10, "other").prompts:
         assert (prompt.env_class, prompt.data_source) == ("ifeval", "ifeval_like")
-        made = IFEvalEnv({}, prompt.env_extras)
-        assert [made.step(text).reward for text in ("two words", "one", "one, two")] == [1.0, 0.5, 0.5]
+        env = IFEvalEnv({}, prompt.env_extras)
+        assert [env.step(text).reward for text in ("two words", "one", "one, two")] == [1.0, 0.5, 0.5]
 
 
-def test_a_row_without_lists_of_one_length_is_named(tmp_path: Path):
+def test_row_with_unequal_lists_is_reported(tmp_path: Path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a", "instruction_id_list": ["x"], "kwargs": []}))
     command = [sys.executable, str(SCRIPT), "--input", str(tmp_path), "--output", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -17,6 +17,7 @@ from skyrl_train.config.prepare import prepare_config
 from skyrl_train.data.dataset import load_prompts
 from skyrl_train.environments.graders.code_tests import (
     CodeTest,
+    GradingFailure,
     GradingResult,
     grade,
     last_python_block,
@@ -61,21 +62,21 @@ def verdict(code: str, tests: list[CodeTest], test_timeout_s: float = 30.0, time
         ("def pair(x):\n    return (x, {1: None})", [CodeTest("true", '[true, {"1": null}]', "pair")]),
     ],
 )
-def test_a_right_program_passes_every_test(code: str, tests: list[CodeTest]):
+def test_correct_program_passes_every_test(code: str, tests: list[CodeTest]):
     assert verdict(code, tests) == GradingResult(len(tests), len(tests), None)
 
 
 @pytest.mark.parametrize(
     ("code", "tests", "expected"),
     [
-        ("print(3)", ADD, GradingResult(1, 2, "wrong_answer")),
-        ("print(input())", ADD, GradingResult(0, 2, "wrong_answer")),
-        ("print(3); raise SystemExit(1)", ADD, GradingResult(0, 2, "error")),
-        ("print(3", ADD, GradingResult(0, 2, "error")),
-        ("print('x' * 10**7)", ADD, GradingResult(0, 2, "limit")),
-        ("def total(xs, y): return {y}", METHOD, GradingResult(0, 2, "error")),
-        ("def other(xs, y): return 7", METHOD, GradingResult(0, 2, "error")),
-        ("def total(xs, y): print(7)", METHOD, GradingResult(0, 2, "wrong_answer")),
+        ("print(3)", ADD, GradingResult(1, 2, GradingFailure.WRONG_ANSWER)),
+        ("print(input())", ADD, GradingResult(0, 2, GradingFailure.WRONG_ANSWER)),
+        ("print(3); raise SystemExit(1)", ADD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("print(3", ADD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("print('x' * 10**7)", ADD, GradingResult(0, 2, GradingFailure.LIMIT)),
+        ("def total(xs, y): return {y}", METHOD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("def other(xs, y): return 7", METHOD, GradingResult(0, 2, GradingFailure.ERROR)),
+        ("def total(xs, y): print(7)", METHOD, GradingResult(0, 2, GradingFailure.WRONG_ANSWER)),
     ],
 )
 def test_grading_ends_at_the_first_test_that_fails(code: str, tests: list[CodeTest], expected: GradingResult):
@@ -123,8 +124,8 @@ ATTACKS = {
 
 @pytest.mark.fault("F23")
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_program_passes_without_the_answer(attack: str):
-    """Whatever it does to its own process, what is compared, and with what, is out here."""
+def test_cheating_program_fails(attack: str):
+    """A program cannot affect the comparison, which happens outside of its sandbox."""
     for tests in (ADD, METHOD):
         assert verdict(ATTACKS[attack], tests).failure is not None
         assert verdict(ATTACKS[attack], tests).passed == 0
@@ -133,9 +134,9 @@ def test_no_program_passes_without_the_answer(attack: str):
 def test_a_test_and_all_tests_have_deadlines():
     before = time.monotonic()
     loop = "while True: pass"
-    assert verdict(loop, ADD, test_timeout_s=1.0) == GradingResult(0, 2, "limit")
+    assert verdict(loop, ADD, test_timeout_s=1.0) == GradingResult(0, 2, GradingFailure.LIMIT)
     assert verdict(loop, ADD, timeout_s=1.0).failure in ("out_of_time", "limit")
-    assert verdict(loop, ADD, timeout_s=0.0) == GradingResult(0, 2, "out_of_time")
+    assert verdict(loop, ADD, timeout_s=0.0) == GradingResult(0, 2, GradingFailure.OUT_OF_TIME)
     assert time.monotonic() - before < 100
 
 
@@ -145,7 +146,7 @@ def test_a_test_and_all_tests_have_deadlines():
         ("```python\na = 1\n```", "a = 1"),
         ("```python\na\n```\ntext\n```Python3\nb\nc\n```\nbye", "b\nc"),
         ("  ```py\n  a\n  ```", "a"),
-        ("```python\na\n```\n```python\nb", "a"),  # the last one was cut off
+        ("```python\na\n```\n```python\nb", "a"),  # the last block is truncated
         ("```python\na\n```python\nb\n```", "b"),
         ("```python\na", "a"),
         ("text\n```python\na\n```\n```sh\nls", "a"),
@@ -203,7 +204,7 @@ def test_values_are_compared_as_json(written: str, expected: str, same: bool):
     assert values_match(written, expected) is same
 
 
-def test_tests_are_read_in_every_form():
+def test_tests_are_parsed_in_every_format():
     stdin = [CodeTest("1\n2", "3")]
     assert parse_tests('[{"input": "1\\n2", "output": "3", "testtype": "stdin"}]') == stdin
     assert parse_tests([{"input": ["1", "2"], "output": ["3"], "type": "stdin_stdout"}]) == stdin
@@ -233,7 +234,7 @@ def test_tests_are_read_in_every_form():
         [{"input": "1", "output": "2", "testtype": "assert"}],
     ],
 )
-def test_a_row_without_tests_is_refused(truth: Any):
+def test_row_without_tests_is_rejected(truth: Any):
     with pytest.raises(ValueError, match="test"):
         LCBEnv({}, {"reward_spec": {"ground_truth": truth}})
 
@@ -260,7 +261,7 @@ def test_the_reward_is_all_or_nothing():
         (["environment.skyrl_gym.lcb.max_tests=0"], "lcb.max_tests=0"),
     ],
 )
-def test_limits_that_do_not_fit_into_a_step_are_refused(overrides: list[str], message: str):
+def test_limits_beyond_step_timeout_are_rejected(overrides: list[str], message: str):
     with pytest.raises(ConfigError) as caught:
         prepare_config(["environment.env_class=lcb", *overrides], has_accelerator=False)
     assert message.partition(": must")[0] in str(caught.value)
@@ -312,7 +313,7 @@ def test_local_rows_are_converted_and_graded(tmp_path: Path):
 
 
 @pytest.mark.fault("F38")
-def test_hidden_tests_that_are_code_are_refused(tmp_path: Path):
+def test_pickled_code_in_tests_is_rejected(tmp_path: Path):
     done = convert(tmp_path, {"question_content": "x", "public_test_cases": "[]", "private_test_cases": packed(Evil())})
     assert done.returncode == 1
     assert "private_test_cases name builtins.eval: not a text" in done.stderr

@@ -17,11 +17,11 @@ from skyrl_train.errors import ConfigError
 
 DEADLINE_S = 1.0
 PATIENCE_S = 30.0
-"""For a process to end, on a busy machine."""
+"""Time for a process to end on a busy machine."""
 
 
 def servers() -> set[psutil.Process]:
-    """The servers of graders that this process has started."""
+    """Return the child processes of graders that this process has started."""
     return {child for child in psutil.Process().children() if math_grader.__name__ in child.cmdline()}
 
 
@@ -51,7 +51,7 @@ def grader() -> Iterator[MathGrader]:
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ],
 )
-def test_equal_answers_are_right_however_they_are_written(grader: MathGrader, answer: str, truth: str):
+def test_equal_answers_are_accepted_in_all_spellings(grader: MathGrader, answer: str, truth: str):
     assert grader.grade(answer, truth)[0]
 
 
@@ -88,7 +88,7 @@ def test_other_answers_are_wrong(grader: MathGrader, answer: str, truth: str):
         "4242",
     ],
 )
-def test_an_answer_that_hedges_is_not_right(grader: MathGrader, answer: str):
+def test_hedging_answer_is_rejected(grader: MathGrader, answer: str):
     assert grader.grade(answer, "42")[0] is False
 
 
@@ -113,10 +113,10 @@ def test_digits_side_by_side_are_not_added():
     ],
     ids=lambda answer: answer[:12],
 )
-def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(answer: str):
+def test_endless_comparison_times_out(answer: str):
     took = []
     with MathGrader(PATIENCE_S) as grader:
-        for _ in range(4):  # again, should the machine have been busy with something else
+        for _ in range(4):  # repeats in case the machine was busy
             assert grader.grade("42.0", "42") == (True, "graded")
             start = time.monotonic()
             grader.deadline_s = DEADLINE_S
@@ -129,12 +129,12 @@ def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(
 
 
 @pytest.mark.fault("F14")
-def test_a_megabyte_is_no_answer(grader: MathGrader):
+def test_megabyte_is_not_an_answer(grader: MathGrader):
     assert grader.grade("9" * 2**20, "42") == (False, "no_answer")
 
 
 @pytest.mark.fault("F14")
-def test_a_server_that_was_killed_or_hangs_is_replaced():
+def test_dead_or_hung_child_is_replaced():
     with MathGrader(PATIENCE_S) as grader:
         before = servers()
         assert grader.grade("42.0", "42") == (True, "graded")
@@ -150,7 +150,7 @@ def test_a_server_that_was_killed_or_hangs_is_replaced():
 
 
 @pytest.mark.defect("forked-child-answers-on-pipe")
-def test_a_fork_does_not_share_the_child_of_its_grader():
+def test_fork_starts_its_own_child():
     with MathGrader(PATIENCE_S) as grader:
         before = servers()
         assert grader.grade("42.0", "42") == (True, "graded")
@@ -165,17 +165,19 @@ def test_a_fork_does_not_share_the_child_of_its_grader():
 
 
 @pytest.mark.defect("forked-child-answers-on-pipe")
-def test_a_reply_to_another_request_is_not_taken():
+def test_reply_to_another_request_is_ignored():
     with MathGrader(PATIENCE_S) as grader:
         before = servers()
         assert grader.grade("42.0", "42") == (True, "graded")
         (server,) = servers() - before
-        asked = {"truth": "1", "answer": "1.0", "deadline_s": 5.0, "number": -1}
-        Path(f"/proc/{server.pid}/fd/0").write_text(json.dumps(asked) + "\n")  # as another thread may at the same time
+        request = {"truth": "1", "answer": "1.0", "deadline_s": 5.0, "number": -1}
+        Path(f"/proc/{server.pid}/fd/0").write_text(
+            json.dumps(request) + "\n"
+        )  # as another thread could do at the same time
         assert grader.grade("44.0", "43") == (False, "graded")
 
 
-def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_math_verify_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(math_grader.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[math\]'"):
         registry.check_environments(["math"], {})
@@ -183,7 +185,7 @@ def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         MathGrader().start()
 
 
-def test_the_environment_scores_the_box_and_says_why_it_paid_nothing():
+def test_environment_scores_box_and_reports_reason():
     extras = {"reward_spec": {"method": "rule", "ground_truth": r"\frac{1}{2}"}}
     environment = registry.make("math", {"timeout": PATIENCE_S}, extras)
     grader = math_grader.get_grader(PATIENCE_S)

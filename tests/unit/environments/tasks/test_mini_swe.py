@@ -1,4 +1,4 @@
-"""Ten repositories with a fault: who mends it scores 1, who does not scores 0, and so does who cheats."""
+"""Ten repositories with a fault. Only an agent that fixes the fault gets 1, and cheating gets 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_train.errors import ConfigError
 DONE = f"echo {SUBMIT}"
 SETTINGS = to_dict(load_preset().environment.skyrl_gym.mini_swe)
 LONG = "/".join(["d" * 100] * 40)
-"""With a name of 35 characters below it a path can still be opened, but not with a prefix more."""
+"""A long folder name. A path with 35 more characters can be opened, but not with an additional prefix."""
 CHEATS = {
     "edits the tests": "echo > {test}; echo 'import unittest' > {test}",
     "exits early": "printf 'import os\\nprint(\"OK\")\\nos._exit(0)\\n' > {module}",
@@ -45,13 +45,13 @@ def _sandbox() -> None:
 
 
 class Episode:
-    """An episode of a row, played with commands."""
+    """An episode of a row that runs commands."""
 
-    def __init__(self, given: dict[str, Any], **settings: Any):
-        self.environment = MiniSWEEnv(SETTINGS | settings, {"max_turns": 9} | given)
-        self.opening, _ = self.environment.init(given["prompt"])
+    def __init__(self, columns: dict[str, Any], **settings: Any):
+        self.environment = MiniSWEEnv(SETTINGS | settings, {"max_turns": 9} | columns)
+        self.opening, _ = self.environment.init(columns["prompt"])
 
-    def does(self, command: str) -> StepOutput:
+    def run(self, command: str) -> StepOutput:
         return self.environment.step(f"I do this.\n\n```bash\n{command}\n```")
 
     def __enter__(self) -> Episode:
@@ -74,28 +74,30 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def mend(task: Task) -> str:
+def fix_command(task: Task) -> str:
     return f"cat > {task.module} <<'END'\n{task.fixed}END"
 
 
 @pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
-def test_a_right_agent_scores_1_a_wrong_one_0_and_a_cheating_one_0(task: Task):
+def test_only_correct_fix_gets_1(task: Task):
     with Episode(row(task)) as right:
         assert '"returncode": 0' not in right.opening[1]["content"] and task.problem in right.opening[1]["content"]
-        seen = right.does("python3 -m unittest 2>&1 | tail -1; git log --oneline | wc -l").observations[0]["content"]
-        assert seen == "<returncode>0</returncode>\n<output>\nOK\n1\n</output>"  # its own tests do not find the fault
-        assert not right.does(mend(task)).done
-        done = right.does(DONE)
+        seen = right.run("python3 -m unittest 2>&1 | tail -1; git log --oneline | wc -l").observations[0]["content"]
+        assert (
+            seen == "<returncode>0</returncode>\n<output>\nOK\n1\n</output>"
+        )  # the repository's tests do not find the fault
+        assert not right.run(fix_command(task)).done
+        done = right.run(DONE)
         assert (done.done, done.reward) == (True, 1.0)
         assert done.metadata["submitted"] and done.metadata["tests_passed"] == 1.0
     with Episode(row(task)) as wrong:
-        done = wrong.does(DONE)
+        done = wrong.run(DONE)
         assert (done.done, done.reward, done.metadata["submitted"]) == (True, 0.0, True)
         assert done.metadata["tests_passed"] < 1
     cheat = list(CHEATS.values())[TASKS.index(task) % len(CHEATS)]
     with Episode(row(task)) as cheating:
-        assert not cheating.does(cheat.replace("{test}", task.test_file).replace("{module}", task.module)).done
-        assert cheating.does(DONE).reward == 0.0
+        assert not cheating.run(cheat.replace("{test}", task.test_file).replace("{module}", task.module)).done
+        assert cheating.run(DONE).reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -106,63 +108,63 @@ def test_a_right_agent_scores_1_a_wrong_one_0_and_a_cheating_one_0(task: Task):
     ],
     ids=["roman", "words"],
 )
-def test_a_table_with_a_gap_is_wrong_and_another_kind_of_mapping_is_right(name: str, old: str, new: str, reward: float):
+def test_alternative_fixes_are_graded_by_behavior(name: str, old: str, new: str, reward: float):
     task = next(task for task in TASKS if task.name == name)
     with Episode(row(task)) as episode:
-        episode.does(mend(replace(task, fixed=task.fixed.replace(old, new))))
-        assert episode.does(DONE).reward == reward
+        episode.run(fix_command(replace(task, fixed=task.fixed.replace(old, new))))
+        assert episode.run(DONE).reward == reward
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_every_way_to_cheat_scores_0(name: str):
+def test_cheating_gets_0(name: str):
     task = TASKS[1]
     with Episode(row(task)) as cheating:
-        cheating.does(CHEATS[name].replace("{test}", task.test_file).replace("{module}", task.module))
-        assert cheating.does(DONE).reward == 0.0
+        cheating.run(CHEATS[name].replace("{test}", task.test_file).replace("{module}", task.module))
+        assert cheating.run(DONE).reward == 0.0
 
 
-def test_an_agent_sees_neither_tests_nor_answers_and_no_other_machine(ring: Episode):
+def test_agent_sees_neither_tests_nor_network(ring: Episode):
     look = "cat /tmp/*.py /tmp/.[a-z]* 2>/dev/null | grep -c 'from ring import'; ls /tmp; cat /etc/shadow 2>&1"
-    seen = ring.does(look).observations[0]["content"]
+    seen = ring.run(look).observations[0]["content"]
     assert "\n0\n" in seen and "repository" in seen and "check" not in seen and "root:" not in seen
 
 
-def test_files_stay_and_shells_do_not_and_what_takes_too_long_is_ended():
+def test_files_persist_and_slow_commands_are_killed():
     with Episode(row(TASKS[0]), command_timeout_s=1.0, max_output=1000) as episode:
-        episode.does("cd /tmp; export X=1; echo kept > notes.txt; echo kept > /tmp/repository/notes.txt")
-        seen = episode.does("pwd; echo [$X]; cat notes.txt").observations[0]["content"]
+        episode.run("cd /tmp; export X=1; echo kept > notes.txt; echo kept > /tmp/repository/notes.txt")
+        seen = episode.run("pwd; echo [$X]; cat notes.txt").observations[0]["content"]
         assert "/tmp/repository\n[]\nkept\n" in seen
-        seen = episode.does("echo begun; sleep 30").observations[0]["content"]
+        seen = episode.run("echo begun; sleep 30").observations[0]["content"]
         assert seen == "<returncode>124</returncode>\n<output>\nbegun\n\n[timed out after 1 s]</output>"
-        seen = episode.does("seq 1000").observations[0]["content"]
+        seen = episode.run("seq 1000").observations[0]["content"]
         assert "bytes are left out" in seen and "\n1000\n" in seen and len(seen) < 1200
-        seen = episode.does("exit 3").observations[0]["content"]
+        seen = episode.run("exit 3").observations[0]["content"]
         assert seen.startswith("<returncode>3</returncode>")
-        seen = episode.does("exit 124").observations[0]["content"]
+        seen = episode.run("exit 124").observations[0]["content"]
         assert seen == "<returncode>124</returncode>\n<output>\n</output>"
-        seen = episode.does(
+        seen = episode.run(
             "git add -A; git stash -q && git stash pop -q; git commit -qm mine; git log --oneline | wc -l"
         )
         assert seen.observations[0]["content"] == "<returncode>0</returncode>\n<output>\n2\n</output>"
 
 
-def test_what_a_command_left_running_ends_with_it_without_a_sandbox_too():
+def test_background_processes_end_with_command_without_sandbox():
     local = {"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True}
     with Episode(row(TASKS[0]), sandbox=local) as episode:
-        seen = episode.does("pwd; sleep 60 & echo $!").observations[0]["content"]
+        seen = episode.run("pwd; sleep 60 & echo $!").observations[0]["content"]
         folder, pid = seen.splitlines()[2:4]
         assert Path(folder, "ring.py").exists()
         deadline = time.monotonic() + 5
         while is_running(int(pid)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        episode.does(mend(TASKS[0]))
-        assert episode.does(DONE).reward == 1.0
+        episode.run(fix_command(TASKS[0]))
+        assert episode.run(DONE).reward == 1.0
     assert not Path(folder).parent.exists()
 
 
-def test_a_command_may_have_fences_within_its_lines_and_be_empty(ring: Episode):
-    seen = ring.does("echo 'a ```python x``` b'").observations[0]["content"]
+def test_command_may_contain_fences_or_be_empty(ring: Episode):
+    seen = ring.run("echo 'a ```python x``` b'").observations[0]["content"]
     assert seen == "<returncode>0</returncode>\n<output>\na ```python x``` b\n</output>"
     two = ring.environment.step("```bash\n```\nor\n```bash\nls\n```").observations[0]["content"]
     assert "there were 2" in two
@@ -171,28 +173,28 @@ def test_a_command_may_have_fences_within_its_lines_and_be_empty(ring: Episode):
     assert time.process_time() - begun < 1
 
 
-def test_an_episode_is_not_played_again_in_another_process():
+def test_episode_is_not_replayable():
     assert not MiniSWEEnv.replayable
 
 
-def test_a_turn_needs_one_command_and_turns_are_bounded():
+def test_turn_needs_one_command():
     with Episode(row(TASKS[0]) | {"max_turns": 3}) as episode:
         none = episode.environment.step("I think.")
         assert not none.done and "there were 0" in none.observations[0]["content"]
         two = episode.environment.step("```bash\nls\n```\n```bash\nls\n```")
         assert not two.done and "there were 2" in two.observations[0]["content"]
-        last = episode.does("ls")
+        last = episode.run("ls")
         assert (none.tool_calls, two.tool_calls) == ([], [])
         assert last.tool_calls == [{"name": "bash", "arguments": "ls"}]
         assert (last.done, last.reward) == (True, 0.0)
         assert last.metadata["format_errors"] == 2 and not last.metadata["submitted"]
 
 
-def test_a_repository_too_large_to_be_judged_scores_0_and_one_that_ends_its_sandbox_is_over(ring: Episode):
-    ring.does(mend(TASKS[0]) + "\nhead -c 2000000 /dev/urandom > big")
-    assert ring.does(DONE).reward == 0.0
+def test_oversized_submission_or_lost_sandbox_gets_0(ring: Episode):
+    ring.run(fix_command(TASKS[0]) + "\nhead -c 2000000 /dev/urandom > big")
+    assert ring.run(DONE).reward == 0.0
     with Episode(row(TASKS[0])) as episode:
-        done = episode.does("kill -9 $PPID; sleep 5")
+        done = episode.run("kill -9 $PPID; sleep 5")
         assert done.done and done.reward == 0.0 and done.metadata["session_lost"]
 
 
@@ -207,31 +209,31 @@ def test_a_repository_too_large_to_be_judged_scores_0_and_one_that_ends_its_sand
     ],
     ids=["folder", "file", "package", "library", "long"],
 )
-def test_what_is_in_the_way_of_protected_files_does_not_count_and_is_no_failure(spoilt: str, reward: float):
-    given = row(TASKS[0])
-    files = json.loads(given["repository"]) | {"test_ring.py": "VALUE = 7", "deep/inner.py": "VALUE = 9"}
+def test_files_in_place_of_protected_ones_are_ignored(spoilt: str, reward: float):
+    columns = row(TASKS[0])
+    files = json.loads(columns["repository"]) | {"test_ring.py": "VALUE = 7", "deep/inner.py": "VALUE = 9"}
     script = "import json, unittest, test_ring, deep.inner\nfrom ring import Ring\nr = Ring(1)\nr.add(5)\n"
     tests = [{"script": f"{script}print(r.items(), test_ring.VALUE, deep.inner.VALUE)", "output": "[5] 7 9"}]
-    given |= {"repository": json.dumps(files), "protected": '["test_ring.py", "./deep/inner.py"]', "tests": tests}
-    with Episode(given) as episode:
-        assert "<returncode>0" in episode.does(spoilt).observations[0]["content"]
-        assert episode.does(DONE).reward == reward
+    columns |= {"repository": json.dumps(files), "protected": '["test_ring.py", "./deep/inner.py"]', "tests": tests}
+    with Episode(columns) as episode:
+        assert "<returncode>0" in episode.run(spoilt).observations[0]["content"]
+        assert episode.run(DONE).reward == reward
 
 
-def test_a_large_repository_may_grow():
+def test_large_repository_may_grow():
     files = {f"data/{number}.txt": "x" * 2000 for number in range(499)} | {"ring.py": TASKS[0].buggy}
     with Episode(row(TASKS[0]) | {"repository": files, "protected": []}) as episode:
-        episode.does(mend(TASKS[0]) + "\nmkdir more; cp data/1*.txt more")
-        assert episode.does(DONE).reward == 1.0
+        episode.run(fix_command(TASKS[0]) + "\nmkdir more; cp data/1*.txt more")
+        assert episode.run(DONE).reward == 1.0
 
 
 @pytest.mark.parametrize(("test_s", "grading_s"), [(0.5, 20.0), (10.0, 1.0)])
-def test_grading_ends_at_the_first_failed_test_and_in_time(test_s: float, grading_s: float):
+def test_grading_stops_at_first_failure_or_timeout(test_s: float, grading_s: float):
     passes, hangs = {"script": "print(1)", "output": "1"}, {"script": "import time\ntime.sleep(60)", "output": ""}
-    given = row(TASKS[1]) | {"tests": json.dumps([passes, hangs, passes])}
-    with Episode(given, test_timeout_s=test_s, grading_timeout_s=grading_s) as episode:
+    columns = row(TASKS[1]) | {"tests": json.dumps([passes, hangs, passes])}
+    with Episode(columns, test_timeout_s=test_s, grading_timeout_s=grading_s) as episode:
         begun = time.monotonic()
-        done = episode.does(DONE)
+        done = episode.run(DONE)
         assert (done.done, done.reward) == (True, 0.0)
         assert done.metadata["submitted"] and done.metadata["tests_passed"] == 1 / 3
         assert time.monotonic() - begun < 5
@@ -245,31 +247,31 @@ def test_grading_ends_at_the_first_failed_test_and_in_time(test_s: float, gradin
         ("max_output=999", "max_output=999: must be at least 1000 and at most 200000"),
     ],
 )
-def test_limits_that_do_not_fit_together_are_refused(override: str, message: str):
+def test_inconsistent_limits_are_rejected(override: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         prepare_config(["environment.env_class=mini_swe", f"environment.skyrl_gym.mini_swe.{override}", "device=cpu"])
 
 
-def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
+def test_trajectories_are_saved_in_configured_folder(tmp_path: Path):
     with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as episode:
-        episode.does("ls")
-        episode.does(DONE)
-    with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as cut:
-        cut.does("ls")
+        episode.run("ls")
+        episode.run(DONE)
+    with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as truncated:
+        truncated.run("ls")
     with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")):
-        pass  # it had no turn
+        pass  # an episode without turns
     paths = list((tmp_path / "kept").iterdir())
     assert all(path.name.startswith("median-") for path in paths)
-    kept = [json.loads(path.read_text()) for path in paths]
-    assert {one["reward"]: [step["command"] for step in one["steps"]] for one in kept} == {
+    trajectories = [json.loads(path.read_text()) for path in paths]
+    assert {trajectory["reward"]: [step["command"] for step in trajectory["steps"]] for trajectory in trajectories} == {
         0.0: ["ls", DONE],
         None: ["ls"],
     }
-    assert len(kept) == 2
+    assert len(trajectories) == 2
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"repository": None}, "the row needs repository"),
         ({"repository": {"../x": ""}}, "the row needs repository"),
@@ -282,18 +284,18 @@ def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
         ({"tests": [{"script": ""}]}, "the row needs tests"),
     ],
 )
-def test_a_row_that_cannot_be_scored_is_refused(changed: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
+def test_row_that_cannot_be_graded_is_rejected(changed: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         MiniSWEEnv(SETTINGS, row(TASKS[0]) | changed)
 
 
-def test_the_machine_and_the_templates_are_checked_early():
+def test_git_and_templates_are_checked_early():
     MiniSWEEnv.check(SETTINGS)
-    with pytest.raises(ConfigError, match=r"mini_swe\.system_template: is no Jinja template"):
+    with pytest.raises(ConfigError, match=r"mini_swe\.system_template: is not a valid Jinja template"):
         MiniSWEEnv.check(SETTINGS | {"system_template": "{{ task"})
 
 
-def test_a_recipe_s_own_keys_become_settings(tmp_path: Path):
+def test_keys_of_recipe_become_settings(tmp_path: Path):
     example = Path(__file__).parents[4] / "examples" / "mini_swe_agent" / "swebench.yaml"
     keys = add_recipe_defaults([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
     prepared = prepare_config(

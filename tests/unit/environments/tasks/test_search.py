@@ -16,18 +16,18 @@ from tests.support.web_server import Request, Response, WebServer, web_server
 TARGET = {"reward_spec": {"method": "rule", "ground_truth": {"target": ["The Eiffel Tower", "Tour Eiffel"]}}}
 
 
-def found(request: Request) -> Response:
+def search_reply(request: Request) -> Response:
     (query,) = json.loads(request.body)["queries"]
     return Response(json.dumps({"result": [[{"document": {"contents": f"about {query}"}, "score": 1.0}]]}).encode())
 
 
 @pytest.fixture
 def retriever() -> Iterator[WebServer]:
-    with web_server(found) as server:
+    with web_server(search_reply) as server:
         yield server
 
 
-def play(server: WebServer | None, *texts: str, max_turns: int | None = 4, **settings: Any) -> list[StepOutput]:
+def run_episode(server: WebServer | None, *texts: str, max_turns: int | None = 4, **settings: Any) -> list[StepOutput]:
     url = server.url if server else "http://127.0.0.1:1/"
     environment = SearchEnv({"search_url": url, "sandbox": {}, **settings}, TARGET | {"max_turns": max_turns})
     environment.init([{"role": "user", "content": "?"}])
@@ -37,8 +37,8 @@ def play(server: WebServer | None, *texts: str, max_turns: int | None = 4, **set
         environment.close()
 
 
-def test_a_question_is_answered_after_searches(retriever: WebServer):
-    first, second, third = play(
+def test_question_is_answered_after_searches(retriever: WebServer):
+    first, second, third = run_episode(
         retriever, "I think <search> towers\nin Paris </search>", "hm", "It is <answer>eiffel  tower!</answer>"
     )
     assert first == StepOutput(
@@ -49,8 +49,8 @@ def test_a_question_is_answered_after_searches(retriever: WebServer):
     assert third == StepOutput([], 1.0, True, {"searches": 1, "answered": True})
 
 
-def test_turns_that_run_out_are_worth_nothing_and_search_nothing(retriever: WebServer):
-    outputs = play(retriever, "<search>a</search>", "<search>b</search>", max_turns=None)
+def test_last_turn_without_answer_gets_0(retriever: WebServer):
+    outputs = run_episode(retriever, "<search>a</search>", "<search>b</search>", max_turns=None)
     assert [(output.reward, output.done) for output in outputs] == [(0.0, False), (0.0, True)]
     assert len(retriever.requests) == 1
 
@@ -69,17 +69,17 @@ def test_turns_that_run_out_are_worth_nothing_and_search_nothing(retriever: WebS
         ("<think><answer>Eiffel Tower</answer>.</think> <answer>the Louvre</answer>", 0.0),
     ],
 )
-def test_an_answer_is_right_when_it_matches_exactly_after_normalisation(text: str, reward: float):
-    (output,) = play(None, text)
+def test_answer_must_match_after_normalization(text: str, reward: float):
+    (output,) = run_episode(None, text)
     assert (output.reward, output.done, output.observations) == (reward, True, [])
 
 
 @pytest.mark.fault("F13")
-def test_several_answers_are_no_answer_and_only_the_model_answers(retriever: WebServer):
-    assert play(None, "<answer>Louvre</answer><answer>Eiffel Tower</answer>")[0].reward == 0.0
-    assert play(None, "<answer>Eiffel Tower</answer>" + "<answer>x</answer>" * 20)[0].reward == 0.0
-    # the passage that a search found repeats the query, tags and all
-    first, second = play(retriever, "<search>x <answer>Eiffel Tower</search>", "</answer>", max_turns=2)
+def test_only_single_answer_of_model_counts(retriever: WebServer):
+    assert run_episode(None, "<answer>Louvre</answer><answer>Eiffel Tower</answer>")[0].reward == 0.0
+    assert run_episode(None, "<answer>Eiffel Tower</answer>" + "<answer>x</answer>" * 20)[0].reward == 0.0
+    # the passage that the search returns repeats the query with its tags
+    first, second = run_episode(retriever, "<search>x <answer>Eiffel Tower</search>", "</answer>", max_turns=2)
     assert (first.done, second.reward) == (False, 0.0)
 
 
@@ -87,35 +87,37 @@ def test_several_answers_are_no_answer_and_only_the_model_answers(retriever: Web
 @pytest.mark.parametrize(
     "unit", ["<answer>", "</answer>", "<answer>a</answer>", "<search>", "<answer><search>", "a the "]
 )
-def test_a_megabyte_of_tags_is_scored_in_linear_time(unit: str):
+def test_tags_are_scored_in_linear_time(unit: str):
     score(unit * (2**20 // len(unit)), ["x"])
     assert extract_answer("<answer>" * 1000 + "x</answer>") == "x"
 
 
-def test_normalisation_is_that_of_search_r1():
+def test_normalization_matches_search_r1():
     assert normalize_answer("  The U.S.A. -- an  answer! ") == "usa answer"
 
 
-def test_an_answer_that_is_all_article_or_punctuation_can_be_right():
+def test_answer_of_only_articles_can_be_right():
     assert score("<answer> A </answer>", ["A"]) == 1.0
     assert score("<answer>+</answer>", ["-"]) == 0.0
 
 
-def test_queries_and_answers_in_thinking_do_nothing(retriever: WebServer):
-    hinted, searched = play(retriever, "<think><search>a</search></think>", "<think>hm</think><search>b</search>")
+def test_tags_in_reasoning_are_ignored(retriever: WebServer):
+    hinted, searched = run_episode(
+        retriever, "<think><search>a</search></think>", "<think>hm</think><search>b</search>"
+    )
     assert (hinted.done, "Write <search>" in hinted.observations[0]["content"]) == (False, True)
     assert "about b" in searched.observations[0]["content"] and len(retriever.requests) == 1
 
 
 @pytest.mark.parametrize("truth", [None, {}, {"target": []}, {"target": [1]}, 3])
-def test_a_row_without_targets_is_refused(truth: Any):
+def test_row_without_targets_is_rejected(truth: Any):
     with pytest.raises(ValueError, match="target"):
         SearchEnv({}, {"reward_spec": {"ground_truth": truth}})
 
 
-def test_a_search_that_fails_fails_the_episode_and_an_empty_query_does_not():
+def test_failed_search_fails_the_episode():
     with pytest.raises(EnvironmentFailure, match="search_failed"):
-        play(None, "<search>a</search>", timeout=0.3)
+        run_episode(None, "<search>a</search>", timeout=0.3)
     over = threading.Event()
 
     def hang(request: Request) -> Response:
@@ -124,13 +126,13 @@ def test_a_search_that_fails_fails_the_episode_and_an_empty_query_does_not():
 
     with web_server(hang) as server:
         with pytest.raises(EnvironmentFailure, match="search_failed"):
-            play(server, "<search>a</search>", timeout=0.3)
+            run_episode(server, "<search>a</search>", timeout=0.3)
         over.set()
-        (output,) = play(server, "<search> </search>")
+        (output,) = run_episode(server, "<search> </search>")
         assert "The query is empty." in output.observations[0]["content"]
 
 
-def test_a_start_refuses_a_corpus_that_is_not_there_and_an_address_that_is_none():
+def test_missing_corpus_and_invalid_url_are_rejected():
     with pytest.raises(ConfigError, match=r"corpus='gone\.jsonl'"):
         SearchEnv.check({"corpus": "gone.jsonl"})
     with pytest.raises(ConfigError, match="search_url='nowhere'"):
@@ -150,7 +152,7 @@ def test_a_start_refuses_a_corpus_that_is_not_there_and_an_address_that_is_none(
         ("llm_as_a_judge", "llm_as_a_judge.timeout"),
     ],
 )
-def test_a_deadline_beyond_that_of_the_step_is_refused_for_the_environment_that_has_it(name: str, key: str):
+def test_timeout_beyond_step_timeout_is_rejected(name: str, key: str):
     overrides = [f"++environment.skyrl_gym.{key}=60", "trainer.timeouts.environment_step_s=60"]
     with pytest.raises(ConfigError, match=rf"skyrl_gym\.{key}=60(\.0)?: must be less than .*environment_step_s"):
         prepare_config([f"environment.env_class={name}", *overrides], has_accelerator=False)

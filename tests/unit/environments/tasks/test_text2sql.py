@@ -22,7 +22,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Databases as in SkyRL-SQL's archive, one in no archive, and a secret next to them."""
+    """Databases as in SkyRL-SQL's archive, a database outside of it, and a secret next to them."""
     root = tmp_path_factory.mktemp("sql")
     for place in ("data/spider/database/farm/farm.sqlite", "data/farm.sqlite", "outside.sqlite"):
         path = root / place
@@ -55,8 +55,8 @@ SPECIES = "SELECT species FROM animals"
     ("gold", "answer", "expected"),
     [
         (SPECIES, "SELECT species FROM animals", 1.0),
-        (SPECIES, "SELECT species AS s FROM animals ORDER BY age;", 1.0),  # neither names nor order were asked for
-        (SPECIES, "SELECT DISTINCT species FROM animals", 0.0),  # as often, not only as a set
+        (SPECIES, "SELECT species AS s FROM animals ORDER BY age;", 1.0),  # names and order do not matter
+        (SPECIES, "SELECT DISTINCT species FROM animals", 0.0),  # duplicates count
         (SPECIES, "SELECT species, age FROM animals", 0.0),
         (SPECIES, "SELECT species FROM animals LIMIT 3", 0.0),
         (f"{SPECIES} ORDER BY species", f"{SPECIES} ORDER BY species DESC", 0.0),
@@ -66,7 +66,7 @@ SPECIES = "SELECT species FROM animals"
         ("SELECT sum(weight) FROM animals WHERE age > 0", "SELECT 0.3 + 0.2 + 0.1", 1.0),
         ("SELECT age FROM animals WHERE age IS NULL", "SELECT NULL", 1.0),
         ("SELECT age FROM animals WHERE age IS NULL", "SELECT 'NULL'", 0.0),
-        ("SELECT 1, 2 WHERE 0", "SELECT 1 WHERE 0", 0.0),  # no rows of another width
+        ("SELECT 1, 2 WHERE 0", "SELECT 1 WHERE 0", 0.0),  # empty results with different columns
         (SPECIES, "SELEKT", 0.0),
         (SPECIES, "", 0.0),
         (SPECIES, f"{SPECIES}; DROP TABLE animals", 0.0),
@@ -74,7 +74,7 @@ SPECIES = "SELECT species FROM animals"
         (SPECIES, "ATTACH 'x' AS y", 0.0),
     ],
 )
-def test_results_are_compared_and_not_texts(folder: Path, gold: str, answer: str, expected: float):
+def test_query_results_are_compared(folder: Path, gold: str, answer: str, expected: float):
     assert reward(folder, gold, answer) == expected
 
 
@@ -93,7 +93,7 @@ def test_results_are_compared_and_not_texts(folder: Path, gold: str, answer: str
         ("SELECT a, '''' FROM t ORDER BY a", True),
     ],
 )
-def test_order_counts_where_the_gold_query_itself_has_it(sql: str, ordered: bool):
+def test_order_matters_if_gold_query_orders(sql: str, ordered: bool):
     assert has_top_level_order_by(sql) is ordered
 
 
@@ -105,81 +105,81 @@ def test_order_counts_where_the_gold_query_itself_has_it(sql: str, ordered: bool
         f"<solution>{SPECIES}</solution><solution>{SPECIES}</solution>",
     ],
 )
-def test_several_solutions_are_no_answer(folder: Path, text: str):
+def test_several_solutions_get_minus_one(folder: Path, text: str):
     output = environment(folder, SPECIES).step(text)
     assert (output.reward, output.done, output.metadata["has_solution"]) == (-1.0, True, False)
 
 
 @pytest.mark.fault("F15")
 @pytest.mark.parametrize("text", ["", "no idea", f"<solution>{SPECIES}", f"<sql>{SPECIES}</sql>"])
-def test_the_last_turn_without_a_solution_is_no_answer(folder: Path, text: str):
+def test_last_turn_without_solution_gets_minus_one(folder: Path, text: str):
     output = environment(folder, SPECIES, max_turns=1).step(text)
     assert (output.reward, output.done) == (-1.0, True)
 
 
-def test_queries_are_answered_turn_by_turn_until_the_solution(folder: Path):
-    made = environment(folder, SPECIES, max_turns=4)
+def test_queries_are_answered_until_solution(folder: Path):
+    env = environment(folder, SPECIES, max_turns=4)
     texts = (
         "<sql>SELECT species, age FROM animals WHERE age IS NOT 3</sql>",
         "<sql>SELECT plant FROM animals</sql> <sql>SELECT 1</sql>",
         "I wonder <sql>SELECT",
     )
-    outputs = [made.step(text) for text in texts]
+    outputs = [env.step(text) for text in texts]
     assert [(output.reward, output.done) for output in outputs] == [(0.0, False)] * 3
-    said = [output.observations[0]["content"] for output in outputs]
-    assert said[0] == (
+    observations = [output.observations[0]["content"] for output in outputs]
+    assert observations[0] == (
         "<observation>\nspecies | age\nhen | 1\nhen | NULL\n(2 rows)\n"
         "<reminder>You have 3 turns left to complete the task.</reminder>\n</observation>"
     )
-    assert "Error: no such column: plant" in said[1] and "2 turns left" in said[1]
-    assert "Error: write one <sql>" in said[2] and "1 turn left" in said[2]
+    assert "Error: no such column: plant" in observations[1] and "2 turns left" in observations[1]
+    assert "Error: write one <sql>" in observations[2] and "1 turn left" in observations[2]
     assert [output.tool_calls for output in outputs] == [
         [{"name": "sql", "arguments": "SELECT species, age FROM animals WHERE age IS NOT 3"}],
         [{"name": "sql", "arguments": "SELECT plant FROM animals", "error": "query_error"}],
         [],
     ]
     assert outputs[0].observations[0]["role"] == "user"
-    last = made.step(f"<solution>{SPECIES}</solution>")
+    last = env.step(f"<solution>{SPECIES}</solution>")
     assert (last.reward, last.done) == (1.0, True)
     assert last.metadata == {"turns": 4, "failed_queries": 1, "has_solution": True}
 
 
-def test_observations_are_bounded_and_queries_have_deadlines(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_observations_and_queries_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(text2sql, "EXPLORATION_LIMITS", QueryLimits(wall_s=0.5, max_rows=50))
     monkeypatch.setattr(text2sql, "SCORING_LIMITS", QueryLimits(wall_s=0.5))
-    made = environment(folder, SPECIES, max_turns=9)
+    env = environment(folder, SPECIES, max_turns=9)
     before = time.monotonic()
-    many = made.step("<sql>SELECT a.age FROM animals a, animals b, animals c</sql>").observations[0]["content"]
+    many = env.step("<sql>SELECT a.age FROM animals a, animals b, animals c</sql>").observations[0]["content"]
     assert "(first 50 rows; there are more)" in many
-    wide = made.step("<sql>SELECT hex(zeroblob(50000)), char(27, 0) FROM animals</sql>").observations[0]["content"]
+    wide = env.step("<sql>SELECT hex(zeroblob(50000)), char(27, 0) FROM animals</sql>").observations[0]["content"]
     assert len(wide) < text2sql.MAX_OBSERVATION + 500
     assert "\x1b" not in wide and "\x00" not in wide
-    assert "timed out" in made.step(f"<sql>{ENDLESS}</sql>").observations[0]["content"]
-    assert made.step(f"<solution>{ENDLESS}</solution>").reward == 0.0
+    assert "timed out" in env.step(f"<sql>{ENDLESS}</sql>").observations[0]["content"]
+    assert env.step(f"<solution>{ENDLESS}</solution>").reward == 0.0
     assert time.monotonic() - before < 60
 
 
 @pytest.mark.parametrize("name", ["../outside", "../outside.sqlite", "/etc/passwd", "link", "none", "farm\0", "~/farm"])
-def test_a_row_cannot_name_a_database_outside_the_folder(folder: Path, name: str):
+def test_database_outside_folder_is_rejected(folder: Path, name: str):
     for data in ("spider", "other"):
         with pytest.raises(DataError, match="no database"):
             environment(folder, SPECIES, db_id=name, data=data)
 
 
-def test_databases_are_found_inside_and_outside_the_archive(folder: Path):
+def test_databases_are_found_with_and_without_archive(folder: Path):
     archive = environment(folder, SPECIES).database
     assert archive == (folder / "spider/database/farm/farm.sqlite").resolve()
     assert environment(folder, SPECIES, data=None).database == (folder / "farm.sqlite").resolve()
 
 
-def test_a_row_whose_gold_query_fails_is_an_error_and_not_a_reward(folder: Path):
+def test_failing_gold_query_raises_data_error(folder: Path):
     with pytest.raises(DataError, match=r"the gold query of farm\.sqlite fails: no such table: plants"):
         environment(folder, "SELECT * FROM plants").step("<solution>SELECT 1</solution>")
 
 
-def test_the_folder_must_be_there_before_the_run_starts(folder: Path):
+def test_missing_database_folder_is_rejected(folder: Path):
     Text2SQLEnv.check({"db_path": str(folder)})
-    with pytest.raises(ConfigError, match=r"text2sql\.db_path='/nowhere' is no folder"):
+    with pytest.raises(ConfigError, match=r"text2sql\.db_path='/nowhere' is not a folder"):
         Text2SQLEnv.check({"db_path": "/nowhere"})
 
 
@@ -214,5 +214,5 @@ def test_local_rows_are_converted_and_answered(folder: Path, tmp_path: Path):
     prompts = load_prompts([str(tmp_path / "out" / "train.parquet")], lambda messages: 1, 10, "other").prompts
     assert [prompt.messages[-1]["content"][-6:] for prompt in prompts] == ["ecies?", "Which?"]
     for prompt in prompts:
-        made = Text2SQLEnv({"db_path": str(folder)}, prompt.env_extras)
-        assert (prompt.env_class, made.step(f"<solution>{SPECIES}</solution>").reward) == ("text2sql", 1.0)
+        env = Text2SQLEnv({"db_path": str(folder)}, prompt.env_extras)
+        assert (prompt.env_class, env.step(f"<solution>{SPECIES}</solution>").reward) == ("text2sql", 1.0)

@@ -27,7 +27,7 @@ ROW = {"reward_spec": {"method": "rule", "ground_truth": "42"}, "max_turns": 3}
 
 
 class Calculator(Tool):
-    """Adds up, and refuses words."""
+    """A tool that adds numbers and rejects words."""
 
     name = "add"
     description = "Adds two numbers."
@@ -84,7 +84,7 @@ def step(environment: ToolUseEnv, text: str) -> StepOutput:
     return output
 
 
-def test_a_call_is_answered_and_the_message_without_one_is_scored(episode: Any):
+def test_message_without_call_is_scored(episode: Any):
     environment = episode()
     first = step(environment, f"I add. {call(40)}")
     assert (first.done, first.reward) == (False, 0.0)
@@ -95,11 +95,11 @@ def test_a_call_is_answered_and_the_message_without_one_is_scored(episode: Any):
 
 
 @pytest.mark.parametrize(("text", "reward"), [("#### 42", 1.0), ("#### 41", 0.0), ("42", 0.0), ("", 0.0)])
-def test_the_answer_is_scored_by_the_strict_rule(episode: Any, text: str, reward: float):
+def test_answer_is_scored_by_strict_rule(episode: Any, text: str, reward: float):
     assert step(episode(), text).reward == reward
 
 
-def test_mistakes_get_feedback_and_the_episode_continues(episode: Any):
+def test_invalid_calls_get_feedback(episode: Any):
     environment = episode({"max_turns": 9})
     for text, observation in [
         (call(-1), "no negative numbers"),
@@ -113,7 +113,7 @@ def test_mistakes_get_feedback_and_the_episode_continues(episode: Any):
     assert step(environment, "#### 42").metadata["tool_errors"] == 5
 
 
-def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any, request: pytest.FixtureRequest):
+def test_tool_calls_are_recorded_with_errors(episode: Any, request: pytest.FixtureRequest):
     environment = episode({"max_turns": 9})
     for text, *told in [
         (call(40), {"name": "add", "arguments": '{"a": 40, "b": 2}'}),
@@ -131,15 +131,15 @@ def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any,
         assert validate_step_output(step(environment, str(text))).tool_calls == told
     assert step(environment, "#### 42").tool_calls == []
     request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
-    sys.setrecursionlimit(1000)  # as a process begins with; what ran before in this one may have raised it
-    deep = [call("[" * depth + "]" * depth) for depth in range(800, 1000, 5)]  # about as deep as JSON can be read
+    sys.setrecursionlimit(1000)  # the default of a new process; earlier tests may have raised it
+    deep = [call("[" * depth + "]" * depth) for depth in range(800, 1000, 5)]  # near the depth limit of JSON parsing
     told = [step(episode({"max_turns": 9}), text).tool_calls[0]["error"] for text in deep]
     assert {*told} == {"bad_arguments", "unreadable"}
     last = step(episode({"max_turns": 1}), call(40))
     assert last.tool_calls == [{"name": "add", "arguments": '{"a": 40, "b": 2}', "error": "no_turn_left"}]
 
 
-def test_several_calls_of_one_message_are_answered_in_order(episode: Any):
+def test_calls_of_a_message_are_answered_in_order(episode: Any):
     for role, count in (("user", 1), ("tool", 2)):
         messages = step(episode(observation_role=role), call(1) + call(2)).observations
         assert [message["role"] for message in messages] == [role] * count
@@ -147,22 +147,22 @@ def test_several_calls_of_one_message_are_answered_in_order(episode: Any):
         assert text.index("3") < text.index("4")
 
 
-def test_calls_that_slow_ones_kept_waiting_are_not_begun(episode: Any, monkeypatch: pytest.MonkeyPatch):
-    """Else sixteen programs that sleep would take the step past its deadline, and cost its process."""
+def test_calls_after_slow_calls_are_not_started(episode: Any, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise sixteen sleeping programs would exceed the step's deadline, and its process would be killed."""
     monkeypatch.setattr(tool_use, "CALL_START_TIMEOUT_S", -1.0)
     environment = episode()
     observation = step(environment, call(1) + "<tool_call>{</tool_call>").observations[0]["content"]
     assert "Not run" in observation and "not valid JSON" in observation
 
 
-def test_a_call_that_nobody_would_read_is_not_run_and_is_no_answer(episode: Any):
+def test_call_in_last_turn_is_not_run(episode: Any):
     environment = episode({"max_turns": 1})
     output = step(environment, f"#### 42 {call(40)}")
     assert (output.done, output.reward) == (True, 0.0)
     assert output.metadata == {"answered": False, "tool_calls": 0, "tool_errors": 0}
 
 
-def test_with_tools_required_a_right_answer_needs_a_call_that_worked(episode: Any):
+def test_tools_required_needs_a_successful_call(episode: Any):
     assert step(episode(tools_required=True), "#### 42").reward == 0.0
     failed = episode(tools_required=True)
     step(failed, call(-1))
@@ -182,7 +182,7 @@ def test_tools_are_described_in_the_system_message(episode: Any):
     assert episode(describe_tools=False).init(QUESTION) == (QUESTION, {})
 
 
-def test_a_row_chooses_only_what_the_tool_leaves_to_rows(episode: Any):
+def test_row_overrides_only_allowed_settings(episode: Any):
     episode({"tool_settings": {"add": {"offset": 5, "scale": 7}}}, tool_settings={"add": {"scale": 2}})
     assert Calculator.made == [{"offset": 5, "scale": 2}]
 
@@ -191,7 +191,7 @@ def test_settings_are_checked_when_a_run_starts():
     ToolUseEnv.check({"tools": ["add"]})
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tools": ["ad"]}, "Unknown tool 'ad'"),
-        ({"tools": ["add"], "tool_settings": {"add": {"ofset": 1}}}, "does not take the settings"),
+        ({"tools": ["add"], "tool_settings": {"add": {"ofset": 1}}}, "does not accept the settings"),
         ({"tools": ["add"], "tool_settings": {"add": {"scale": 0}}}, "scale=0"),
         ({"tools": ["add"], "tool_settings": {"python": {}}}, "settings of 'python', which is not one of"),
         ({"tool": ["add"]}, "has no 'tool'"),
@@ -204,7 +204,7 @@ def test_settings_are_checked_when_a_run_starts():
 
 
 @pytest.mark.fault("F22")
-def test_a_run_is_refused_before_it_starts_where_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_missing_sandbox_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     settings = ["trainer.policy.model.path=model", "environment.env_class=tool_use"]
     cfg = prepare_config(settings, has_accelerator=False).config
@@ -215,12 +215,12 @@ def test_a_run_is_refused_before_it_starts_where_there_is_no_sandbox(monkeypatch
 
 
 @pytest.mark.parametrize("extras", [{}, {"reward_spec": None}, {"reward_spec": {"ground_truth": None}}])
-def test_a_row_without_an_answer_is_refused(extras: dict[str, Any]):
+def test_row_without_answer_is_rejected(extras: dict[str, Any]):
     with pytest.raises(ValueError, match="ground_truth"):
         ToolUseEnv({"tools": ["add"]}, extras)
 
 
-def test_episodes_with_the_sandboxed_tool_run_in_the_processes_of_a_run():
+def test_sandboxed_tool_runs_in_worker_pool():
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
 

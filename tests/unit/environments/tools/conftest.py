@@ -9,9 +9,9 @@ from skyrl_train.environments.tools.sandbox import Sandbox
 
 @pytest.fixture(scope="session")
 def sandbox() -> Sandbox:
-    """One that was probed; tests are skipped where bubblewrap is not installed (scripts/sandbox_tools installs it)."""
+    """A sandbox that passed its check; skip the test if bubblewrap is not installed."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
-    made = Sandbox()
-    made.check()
-    return made
+    sandbox = Sandbox()
+    sandbox.check()
+    return sandbox

@@ -1,4 +1,4 @@
-"""Tests of the check of tool arguments: accepted values, messages to the model, and limits for what a model writes."""
+"""Tests of argument validation: accepted values, messages for the model, and limits on hostile arguments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_valid_nested_arguments_are_accepted(arguments: Any):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"filters": {}}, "the argument 'filters' must be of type array, not object: {}."),
         ({"filters": []}, "the argument 'filters' must have at least 1 items, not []."),
@@ -121,12 +121,12 @@ def test_valid_nested_arguments_are_accepted(arguments: Any):
         (None, "arguments must be an object, not null."),
     ],
 )
-def test_mistake_is_described_with_place_and_allowed_values(arguments: Any, told: str):
-    assert told in str(ArgumentValidator(NESTED).find_problem(arguments))
+def test_mistake_is_described_with_place_and_allowed_values(arguments: Any, message: str):
+    assert message in str(ArgumentValidator(NESTED).find_problem(arguments))
 
 
 @pytest.mark.parametrize(
-    ("schema", "closed", "fits"),
+    ("schema", "reject_unknown", "accepted"),
     [
         ({"properties": {"a": {}}}, True, False),
         ({"properties": {"a": {}}}, False, True),
@@ -137,8 +137,8 @@ def test_mistake_is_described_with_place_and_allowed_values(arguments: Any, told
         ({"$ref": "#/$defs/b", "$defs": {"b": {"required": ["c"]}}}, True, False),
     ],
 )
-def test_closed_schema_refuses_unknown_names(schema: Any, closed: bool, fits: bool):
-    assert (ArgumentValidator(schema, reject_unknown=closed).find_problem({"b": 1}) is None) == fits
+def test_unknown_names_are_rejected(schema: Any, reject_unknown: bool, accepted: bool):
+    assert (ArgumentValidator(schema, reject_unknown=reject_unknown).find_problem({"b": 1}) is None) == accepted
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_schema_is_read_as_its_own_draft(dialect: str, good: int, bad: int):
 
 @contextmanager
 def listening() -> Iterator[tuple[str, list[str]]]:
-    """A server that answers every request with a schema, and the paths that it was asked for."""
+    """Run a server that returns a schema for every request; yield its URL and the list of requested paths."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -195,7 +195,7 @@ def listening() -> Iterator[tuple[str, list[str]]]:
 )
 def test_references_are_never_fetched(schema: Any):
     with listening() as (url, asked):
-        with pytest.raises(SchemaError, match=r"refers to .*nothing is fetched"):
+        with pytest.raises(SchemaError, match=r"refers to .*other documents are not fetched"):
             ArgumentValidator(json.loads(json.dumps(schema).replace("URL", url)))
     assert asked == []
 
@@ -224,16 +224,16 @@ for _ in range(5000):
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "message"),
     [
         ({"type": "whatever"}, "at type: 'whatever' is not valid"),
         ({"properties": {"x": {"type": 3}}}, "at properties/x/type"),
         ({"properties": []}, "at properties"),
         ({"required": "x"}, "at required"),
         ({"properties": {"x": {"$ref": "#/$defs/none"}}}, "/$defs/none', which is not in it"),
-        ({"properties": {"x": {"pattern": "("}}}, "'(', which is no regular expression"),
-        ({"properties": {"x": {"patternProperties": {"[": {}}}}}, "'[', which is no regular expression"),
-        ({"$schema": "https://example.com/mine"}, '$schema="https://example.com/mine" is none of'),
+        ({"properties": {"x": {"pattern": "("}}}, "'(', which is not a valid regular expression"),
+        ({"properties": {"x": {"patternProperties": {"[": {}}}}}, "'[', which is not a valid regular expression"),
+        ({"$schema": "https://example.com/mine"}, '$schema="https://example.com/mine" is not supported'),
         ({"properties": {"x": {"enum": [object()]}}}, "cannot be written as JSON"),
         (DEEP, "cannot be written as JSON"),
         ({"$schema": DRAFT_4, "properties": {"x": {"$ref": 5}}}, "it refers to 5, which cannot be read"),
@@ -241,10 +241,10 @@ for _ in range(5000):
         ({"$ref": "#/allOf", "allOf": [{}]}, """it refers to "#/allOf", which is not a schema: [{}]"""),
     ],
 )
-def test_invalid_schema_is_refused_with_place(schema: Any, told: str):
+def test_invalid_schema_is_refused_with_place(schema: Any, message: str):
     with pytest.raises(SchemaError) as refused:
         ArgumentValidator(schema)
-    assert told in str(refused.value) and len(str(refused.value)) < 1000
+    assert message in str(refused.value) and len(str(refused.value)) < 1000
 
 
 SLOW: dict[str, Any] = {"patternProperties": {"^(a|a)*$": {}}}
@@ -258,7 +258,7 @@ for _ in range(30):
 
 
 @pytest.mark.parametrize(
-    ("schema", "value", "told"),
+    ("schema", "value", "message"),
     [
         ({"pattern": "^(a|a)*$"}, "a" * 40 + "!", "take too long"),
         (SLOW, {"a" * 40 + "!": 1}, "take too long"),
@@ -271,23 +271,25 @@ for _ in range(30):
         ({"multipleOf": 0.3}, 10**4000, "cannot be checked"),
     ],
 )
-def test_expensive_check_ends_in_time(schema: Any, value: Any, told: str, monkeypatch: pytest.MonkeyPatch):
+def test_expensive_check_ends_in_time(schema: Any, value: Any, message: str, monkeypatch: pytest.MonkeyPatch):
     definitions = {"condition": {"anyOf": OPERATORS}}
-    assert told in str(checked_in_time({"$defs": definitions, "properties": {"x": schema}}, {"x": value}, monkeypatch))
+    assert message in str(
+        find_problem_in_time({"$defs": definitions, "properties": {"x": schema}}, {"x": value}, monkeypatch)
+    )
 
 
-def test_part_with_own_schema_keyword_has_the_deadline_too(monkeypatch: pytest.MonkeyPatch):
+def test_nested_schema_keyword_has_the_deadline(monkeypatch: pytest.MonkeyPatch):
     part = {"$schema": "http://json-schema.org/draft-07/schema#", "pattern": "^(a|a)*$"}
-    assert "too long" in str(checked_in_time({"properties": {"x": part}}, {"x": "a" * 40 + "!"}, monkeypatch))
+    assert "too long" in str(find_problem_in_time({"properties": {"x": part}}, {"x": "a" * 40 + "!"}, monkeypatch))
 
 
-def checked_in_time(schema: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def find_problem_in_time(schema: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
     monkeypatch.setattr("skyrl_train.environments.tools.argument_validation.MAX_CHECK_CPU_S", 0.2)
     check = ArgumentValidator(schema)
-    begun = time.process_time()
-    told = check.find_problem(arguments)
-    assert time.process_time() - begun < 1.5
-    return told
+    started = time.process_time()
+    message = check.find_problem(arguments)
+    assert time.process_time() - started < 1.5
+    return message
 
 
 def test_unique_items_are_compared_in_linear_time():
@@ -348,8 +350,8 @@ def test_messages_are_short_for_any_arguments(value: Any):
         "$defs": {"node": {"properties": {"x": {"$ref": "#/$defs/node"}}, "additionalProperties": False}},
         "properties": {"s": {"maxLength": 3}, "n": {"items": {"maximum": 3}}, "x": {"$ref": "#/$defs/node"}},
     }
-    told = ArgumentValidator(schema).find_problem(value)
-    assert told is None or len(told) < 800
+    message = ArgumentValidator(schema).find_problem(value)
+    assert message is None or len(message) < 800
 
 
 def test_tool_with_invalid_schema_is_refused_at_start():
@@ -359,7 +361,9 @@ def test_tool_with_invalid_schema_is_refused_at_start():
 
     tools.register("broken")(Broken)
     try:
-        with pytest.raises(ConfigError, match=r"tool 'broken' has parameters .* at properties/x/type: 'text'"):
+        with pytest.raises(
+            ConfigError, match=r"tool 'broken' are not a usable JSON schema.* at properties/x/type: 'text'"
+        ):
             check_tool("broken")
     finally:
         tools.unregister("broken")

@@ -17,7 +17,7 @@ TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required"
 
 class Echo(Tool):
     name = "echo"
-    description = "Says it again."
+    description = "Returns its argument."
     parameters = TEXT
     closed = 0
 
@@ -28,8 +28,8 @@ class Echo(Tool):
         self.closed += 1
 
 
-class Does(Echo):
-    """Does what it was made with."""
+class RunAction(Echo):
+    """A tool that runs a given action."""
 
     name = "does"
 
@@ -49,8 +49,8 @@ def raises(error: BaseException) -> Any:
     return action
 
 
-def test_a_call_is_answered_and_the_tools_that_were_used_are_closed_once():
-    used, unused = Echo(), Does(lambda: "x")
+def test_call_returns_result_and_close_is_idempotent():
+    used, unused = Echo(), RunAction(lambda: "x")
     box = ToolBox([used, unused])
     assert box.call("echo", {"text": "hi"}).text == "hi"
     assert box.call("echo", {"text": "hi"}).error is None
@@ -60,15 +60,15 @@ def test_a_call_is_answered_and_the_tools_that_were_used_are_closed_once():
     assert (used.closed, unused.closed) == (1, 0)
 
 
-def test_a_box_that_nobody_called_starts_no_thread():
+def test_unused_tool_box_starts_no_thread():
     before = threading.active_count()
     box = ToolBox([Echo()])
     assert threading.active_count() == before
     box.close()
 
 
-def test_names_are_unique():
-    with pytest.raises(ConfigError, match="two tools are called 'echo'"):
+def test_tool_box_rejects_duplicate_names():
+    with pytest.raises(ConfigError, match="Two tools of the episode have the name 'echo'"):
         ToolBox([Echo(), Echo()])
 
 
@@ -85,7 +85,7 @@ def test_names_are_unique():
         ("echo", "a", "bad_arguments", "must be an object, not string"),
     ],
 )
-def test_what_a_model_gets_wrong_is_a_text(name: Any, arguments: Any, error: str, text: str):
+def test_model_mistake_becomes_text(name: Any, arguments: Any, error: str, text: str):
     box = ToolBox([Echo()])
     result = box.call(name, arguments)
     assert result.error == error
@@ -105,8 +105,8 @@ def test_what_a_model_gets_wrong_is_a_text(name: Any, arguments: Any, error: str
         (lambda: None, "TypeError", "returned NoneType, not text"),
     ],
 )
-def test_whatever_a_tool_raises_is_a_text_and_the_box_goes_on(action: Any, error: str, text: str):
-    box = ToolBox([Does(action), Echo()])
+def test_tool_exception_becomes_text(action: Any, error: str, text: str):
+    box = ToolBox([RunAction(action), Echo()])
     result = box.call("does", {"text": ""})
     assert result.error == error
     assert text in result.text and len(result.text) < 1000
@@ -114,7 +114,7 @@ def test_whatever_a_tool_raises_is_a_text_and_the_box_goes_on(action: Any, error
     box.close()
 
 
-def test_a_tool_that_waits_too_long_is_cancelled():
+def test_slow_tool_is_canceled():
     cancelled = []
 
     async def wait() -> str:
@@ -125,7 +125,7 @@ def test_a_tool_that_waits_too_long_is_cancelled():
             raise
         return ""
 
-    box = ToolBox([Does(wait, deadline_s=1.0), Echo()])
+    box = ToolBox([RunAction(wait, deadline_s=1.0), Echo()])
     assert box.call("echo", {"text": "its loop runs"}).error is None
     assert box.call("does", {"text": ""}).error == "timeout"
     assert box.call("echo", {"text": "still here"}).text == "still here"
@@ -134,9 +134,9 @@ def test_a_tool_that_waits_too_long_is_cancelled():
     box.close()
 
 
-def test_a_tool_that_blocks_its_loop_is_given_up_and_the_others_go_on():
-    free = threading.Event()
-    box = ToolBox([Does(lambda: free.wait(600), deadline_s=0.2), Echo()])
+def test_tool_that_blocks_event_loop_is_abandoned():
+    released = threading.Event()
+    box = ToolBox([RunAction(lambda: released.wait(600), deadline_s=0.2), Echo()])
     thread = None
     try:
         result = box.call("does", {"text": ""})
@@ -145,41 +145,41 @@ def test_a_tool_that_blocks_its_loop_is_given_up_and_the_others_go_on():
         assert box.call("echo", {"text": "still here"}).text == "still here"
         assert "not available any more" in box.call("does", {"text": ""}).text
     finally:
-        free.set()
+        released.set()
         box.close()
     thread.join(30)
     assert not thread.is_alive()
 
 
-def test_a_tool_that_does_not_close_holds_up_nothing_for_long():
-    class Clings(Echo):
+def test_hanging_close_is_abandoned_after_timeout():
+    class HangsOnClose(Echo):
         async def close(self) -> None:
             await asyncio.sleep(600)
 
     import skyrl_train.environments.tools.base as base
 
-    patience, base.CLOSE_TIMEOUT_S = base.CLOSE_TIMEOUT_S, 0.1
+    original_timeout, base.CLOSE_TIMEOUT_S = base.CLOSE_TIMEOUT_S, 0.1
     try:
-        box = ToolBox([Clings()])
+        box = ToolBox([HangsOnClose()])
         box.call("echo", {"text": ""})
         started = time.monotonic()
         box.close()
         assert time.monotonic() - started < 60
     finally:
-        base.CLOSE_TIMEOUT_S = patience
+        base.CLOSE_TIMEOUT_S = original_timeout
 
 
-def test_errors_in_closing_are_passed_over():
-    class Breaks(Echo):
+def test_errors_while_closing_are_ignored():
+    class RaisesOnClose(Echo):
         async def close(self) -> None:
             raise ValueError("broken")
 
-    box = ToolBox([Breaks()])
+    box = ToolBox([RaisesOnClose()])
     box.call("echo", {"text": ""})
     box.close()
 
 
-def test_a_long_result_loses_its_middle_and_says_so():
+def test_long_result_is_truncated_in_the_middle():
     box = ToolBox([Echo()])
     text = box.call("echo", {"text": "a" * 10_000 + "b" * 10_000}).text
     assert text.startswith("a" * 4096 + "\n[... 11808 characters left out ...]\n") and text.endswith("\n" + "b" * 4096)
@@ -190,9 +190,9 @@ def test_a_long_result_loses_its_middle_and_says_so():
 
 
 @pytest.mark.fault("F24")
-def test_results_carry_no_control_characters_and_can_be_encoded():
-    every = "".join(map(chr, range(0x100))) + "\ud800\udfff" + "é\r\n<script>[red]"
-    text = sanitize(every)
+def test_sanitize_removes_unsafe_characters():
+    all_characters = "".join(map(chr, range(0x100))) + "\ud800\udfff" + "é\r\n<script>[red]"
+    text = sanitize(all_characters)
     text.encode()
     assert not set(text) & ({chr(c) for c in (*range(32), *range(0x7F, 0xA0))} - {"\n", "\t"})
     assert text.endswith("é\n<script>[red]")
@@ -211,13 +211,13 @@ def test_results_carry_no_control_characters_and_can_be_encoded():
         ([], ["a", 1, True], []),
     ],
 )
-def test_arguments_are_of_their_types(type_: Any, good: list[Any], bad: list[Any]):
+def test_argument_types_are_checked(type_: Any, good: list[Any], bad: list[Any]):
     check = ArgumentValidator({"properties": {"x": {"type": type_} if type_ else {}}})
     assert [value for value in good if check.find_problem({"x": value})] == []
     assert [value for value in bad if not check.find_problem({"x": value})] == []
 
 
-def test_arguments_are_of_the_choices_where_there_are_some():
+def test_argument_enum_is_checked():
     check = ArgumentValidator({"properties": {"unit": {"enum": ["km", "mile"]}}})
     assert check.find_problem({"unit": "km"}) is None
     assert 'must be one of ["km", "mile"], not "inch"' in str(check.find_problem({"unit": "inch"}))

@@ -30,7 +30,7 @@ needs_chromium = pytest.mark.skipif(
 SCRIPTS = Path(__file__).parents[4] / "scripts"
 
 
-async def through(proxy: FilteringProxy, request: bytes) -> bytes:
+async def send_request(proxy: FilteringProxy, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(request)
     try:
@@ -39,23 +39,23 @@ async def through(proxy: FilteringProxy, request: bytes) -> bytes:
         writer.close()
 
 
-def ask_proxy(guard: UrlPolicy, *requests: bytes, max_bytes: int = 2**20) -> list[bytes]:
+def ask_proxy(policy: UrlPolicy, *requests: bytes, max_bytes: int = 2**20) -> list[bytes]:
     async def run() -> list[bytes]:
-        async with FilteringProxy(guard, max_bytes) as proxy:
-            return [await through(proxy, request) for request in requests]
+        async with FilteringProxy(policy, max_bytes) as proxy:
+            return [await send_request(proxy, request) for request in requests]
 
     return asyncio.run(run())
 
 
 @pytest.mark.fault("F26")
-def test_the_proxy_asks_the_guard_about_every_connection():
+def test_proxy_checks_every_connection():
     async def private(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
     with web_server(lambda request: Response(b"inside")) as inside:
-        guard = UrlPolicy(["wiki.test"], lookup=private)
+        policy = UrlPolicy(["wiki.test"], lookup=private)
         answers = ask_proxy(
-            guard,
+            policy,
             f"GET http://{inside.at}/ HTTP/1.1\r\nHost: wiki.test\r\n\r\n".encode(),
             f"CONNECT {inside.at} HTTP/1.1\r\n\r\n".encode(),
             b"GET http://wiki.test/ HTTP/1.1\r\n\r\n",
@@ -70,7 +70,7 @@ def test_the_proxy_asks_the_guard_about_every_connection():
         assert inside.requests == []
 
 
-def test_the_proxy_passes_requests_and_tunnels_to_the_checked_address_one_for_each_connection():
+def test_proxy_forwards_one_request_per_connection():
     with web_server(lambda request: Response(request.path.encode())) as server:
 
         async def here(host: str, port: int) -> list[str]:
@@ -91,7 +91,7 @@ def test_the_proxy_passes_requests_and_tunnels_to_the_checked_address_one_for_ea
         assert [request.path for request in server.requests] == ["/a?b", "/t"]
 
 
-def test_the_proxy_lets_no_more_than_its_bytes_through():
+def test_proxy_limits_transferred_bytes():
     with web_server(lambda request: Response(bytes(2**22))) as server:
         (answer,) = ask_proxy(
             UrlPolicy([], [server.at]), f"GET {server.url}/ HTTP/1.1\r\n\r\n".encode(), max_bytes=2**20
@@ -154,49 +154,49 @@ def browser(server: WebServer) -> Iterator[tuple[ToolBox, BrowserTool]]:
         box.close()
 
 
-def do(box: ToolBox, action: str, **arguments: Any) -> ToolResult:
+def browse(box: ToolBox, action: str, **arguments: Any) -> ToolResult:
     return box.call("browser", {"action": action, **arguments})
 
 
 @needs_chromium
 @pytest.mark.parametrize("element", [1, 2, 3, 4], ids=["same tab", "new tab", "redirected new tab", "script"])
-def test_a_click_shows_the_document_that_it_opens_however_late_that_arrives(element: int):
+def test_click_waits_for_late_document(element: int):
     with web_server(pages()) as server, browser(server) as (box, _):
-        do(box, "goto", url=f"{server.url}/slow")
-        assert do(box, "click", element=element).text.startswith("Late\n")
+        browse(box, "goto", url=f"{server.url}/slow")
+        assert browse(box, "click", element=element).text.startswith("Late\n")
 
 
 @needs_chromium
 @pytest.mark.parametrize("element", [1, 2, 3], ids=["a document that never ends", "in a frame", "nothing"])
-def test_a_click_that_leads_to_no_whole_document_keeps_the_browser(element: int):
+def test_click_on_endless_document_keeps_browser(element: int):
     with web_server(pages()) as server, browser(server) as (box, tool):
-        do(box, "goto", url=f"{server.url}/trickle")
-        tool.deadline_s = 10.0  # of which starting the browser may take most
+        browse(box, "goto", url=f"{server.url}/trickle")
+        tool.deadline_s = 10.0  # enough for a click; starting the browser took longer
         context = tool._context
-        assert do(box, "click", element=element).error is None
-        assert do(box, "read").error is None and tool._context is context
+        assert browse(box, "click", element=element).error is None
+        assert browse(box, "read").error is None and tool._context is context
 
 
 @needs_chromium
 @pytest.mark.fault("F26")
 @pytest.mark.defect("D37")
-def test_a_real_browser_reads_pages_and_is_refused_everything_else():
+def test_browser_reads_allowed_pages_only():
     with web_server(lambda request: Response(b"secret")) as inside, web_server(pages(inside)) as server:
         with browser(server) as (box, _):
-            start = do(box, "goto", url=server.url).text
+            start = browse(box, "goto", url=server.url).text
             assert start.startswith(f"Start\n{server.url}/\n\nWelcome")
             assert "[1] a Two" in start and "[3] input your name" in start
 
-            assert do(box, "click", element=1).text.startswith("Two\n")
-            assert do(box, "back").text.startswith("Start\n")
-            assert do(box, "type", element=3, text="x y").error is None
-            assert "you asked /found?q=x+y" in do(box, "click", element=4).text
-            do(box, "back")
-            assert do(box, "click", element=2).text.startswith("New\n")
-            assert do(box, "back").text.startswith("Start\n")
+            assert browse(box, "click", element=1).text.startswith("Two\n")
+            assert browse(box, "back").text.startswith("Start\n")
+            assert browse(box, "type", element=3, text="x y").error is None
+            assert "you asked /found?q=x+y" in browse(box, "click", element=4).text
+            browse(box, "back")
+            assert browse(box, "click", element=2).text.startswith("New\n")
+            assert browse(box, "back").text.startswith("Start\n")
 
-            assert "no element 99" in do(box, "click", element=99).text
-            assert "needs the argument 'url'" in do(box, "goto").text
+            assert "no element 99" in browse(box, "click", element=99).text
+            assert "needs the argument 'url'" in browse(box, "goto").text
 
             for url in (
                 "file:///etc/passwd",
@@ -205,75 +205,73 @@ def test_a_real_browser_reads_pages_and_is_refused_everything_else():
                 "http://169.254.169.254/",
                 "view-source:x",
             ):
-                assert do(box, "goto", url=url).error == "tool_error", url
+                assert browse(box, "goto", url=url).error == "tool_error", url
             for path in ("/away", "/file", "/download"):
-                assert do(box, "goto", url=server.url + path).error == "tool_error", path
-                assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n"), (
-                    path
-                )  # the next one goes through
-                assert do(box, "goto", url=server.url + path).error == "tool_error", path
-                assert do(box, "read").error is None, path
-            assert "root:" not in do(box, "read").text
+                assert browse(box, "goto", url=server.url + path).error == "tool_error", path
+                assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n"), path
+                assert browse(box, "goto", url=server.url + path).error == "tool_error", path
+                assert browse(box, "read").error is None, path
+            assert "root:" not in browse(box, "read").text
 
-            assert do(box, "goto", url=f"{server.url}/spy").error is None
+            assert browse(box, "goto", url=f"{server.url}/spy").error is None
             deadline = time.monotonic() + 60
-            while not (text := do(box, "read").text).startswith("tried\n"):
+            while not (text := browse(box, "read").text).startswith("tried\n"):
                 assert time.monotonic() < deadline, text
             assert "secret" not in text
-            assert "left out" in do(box, "goto", url=f"{server.url}/long").text
+            assert "left out" in browse(box, "goto", url=f"{server.url}/long").text
         assert inside.requests == []
 
 
 @needs_chromium
 @pytest.mark.defect("D37")
 @pytest.mark.defect("processes-outlive-python-call")
-def test_a_page_that_never_lets_go_costs_the_browser_and_not_the_episode():
+def test_endless_script_ends_browser_but_not_episode():
     with web_server(pages()) as server, browser(server) as (box, tool):
-        assert do(box, "goto", url=f"{server.url}/loop").text.startswith("Loop\n")
+        assert browse(box, "goto", url=f"{server.url}/loop").text.startswith("Loop\n")
         tool.deadline_s = 3.0
-        assert do(box, "click", element=1).error == "timeout"
+        assert browse(box, "click", element=1).error == "timeout"
         waited = time.monotonic() + 60
-        while chromium():
+        while browser_processes():
             assert time.monotonic() < waited
             time.sleep(0.05)
         tool.deadline_s = 120.0
-        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+        assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
 
 
 @needs_chromium
 @pytest.mark.defect("endless-page-blocks-browser")
-def test_a_page_that_spins_or_crashed_is_closed_and_the_next_call_works():
+def test_stuck_or_crashed_page_is_closed():
     with web_server(pages()) as server, browser(server) as (box, tool):
-        do(box, "goto", url=f"{server.url}/two")
+        browse(box, "goto", url=f"{server.url}/two")
         context = tool._context
         tool.deadline_s = 15.0
         context.set_default_timeout(2000)
-        spun = do(box, "goto", url=f"{server.url}/spin")
+        spun = browse(box, "goto", url=f"{server.url}/spin")
         assert spun.error == "tool_error" and "did not answer any more, so it was closed" in spun.text
         context.set_default_timeout(60_000)
-        before = seconds()
+        before = browser_cpu_seconds()
         time.sleep(0.5)
-        assert seconds() - before < 0.25
-        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+        assert browser_cpu_seconds() - before < 0.25
+        assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
 
-        assert do(box, "goto", url=f"{server.url}/spin-later").text.startswith("Spin later\n")
-        time.sleep(2.2)  # it is read before it spins, however slow the machine
-        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+        assert browse(box, "goto", url=f"{server.url}/spin-later").text.startswith("Spin later\n")
+        time.sleep(2.2)  # the page has been read before its script starts to spin
+        assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
 
         for then, error in (("read", "tool_error"), ("goto", None)):
-            assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
-            kill("--type=renderer")  # as the kernel does when memory is short
+            assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+            kill("--type=renderer")  # like the kernel when memory is short
             time.sleep(0.5)
-            assert do(box, then, url=f"{server.url}/two").error == error
+            assert browse(box, then, url=f"{server.url}/two").error == error
         assert tool._context is context
 
         tool.deadline_s = 120.0
         kill("--proxy-server")
         time.sleep(0.5)
-        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+        assert browse(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
 
 
-def chromium(mark: str = "") -> list[psutil.Process]:
+def browser_processes(mark: str = "") -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -284,14 +282,14 @@ def chromium(mark: str = "") -> list[psutil.Process]:
 
 
 def kill(mark: str) -> None:
-    for process in chromium(mark):
+    for process in browser_processes(mark):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def seconds() -> float:
-    """Processor time of the browser's processes."""
-    return sum(sum(process.cpu_times()[:2]) for process in chromium())
+def browser_cpu_seconds() -> float:
+    """Return the processor seconds of the browser's processes."""
+    return sum(sum(process.cpu_times()[:2]) for process in browser_processes())
 
 
 KILLED = """
@@ -305,7 +303,7 @@ sys.stdin.read()
 
 
 @needs_chromium
-def test_a_browser_ends_with_the_process_of_its_environment_also_when_that_is_killed():
+def test_browser_ends_when_environment_process_is_killed():
     with web_server(pages()) as server:
         with subprocess.Popen(
             [sys.executable, "-c", KILLED, server.at],
@@ -318,12 +316,12 @@ def test_a_browser_ends_with_the_process_of_its_environment_also_when_that_is_ki
             assert process.stdout.readline() == "Two\n"
             children = psutil.Process(process.pid).children(recursive=True)
             assert any("--headless" in " ".join(child.cmdline()) for child in children)
-            os.killpg(process.pid, signal.SIGKILL)  # as the host of environments does
+            os.killpg(process.pid, signal.SIGKILL)  # like the pool of environment workers
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 
-def test_a_browser_that_is_not_there_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_missing_browser_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"executable='no-such-browser'.*scripts/browser_tools"):
         BrowserTool(["wiki.test"], executable="no-such-browser")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -331,16 +329,16 @@ def test_a_browser_that_is_not_there_is_refused_at_the_start(monkeypatch: pytest
         BrowserTool(["wiki.test"])
 
 
-def test_the_script_that_installs_it_says_so_where_it_cannot_and_leaves_what_is_there(tmp_path: Path):
+def test_install_script_reports_unsupported_system(tmp_path: Path):
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "id").write_text("#!/bin/sh\necho 1000\n")
     (tools / "id").chmod(0o755)
     bash = shutil.which("bash") or "bash"
     script = [bash, str(SCRIPTS / "browser_tools")]
-    done = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
-    assert (done.returncode, "install it with your package manager" in done.stderr) == (0, True)
+    process = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert (process.returncode, "install it with your package manager" in process.stderr) == (0, True)
     (tools / "chromium").write_text("#!/bin/sh\n")
     (tools / "chromium").chmod(0o755)
-    done = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -63,7 +63,7 @@ def call(opened: ToolBox, tool: str, **arguments: Any) -> ToolResult:
 
 @pytest.mark.fault("F25")
 @pytest.mark.parametrize("kind", ["stdio", "http"])
-def test_allowed_tools_of_a_real_server_are_called_and_an_episode_survives_the_rest(kind: str):
+def test_only_allowed_tools_of_server_are_called(kind: str):
     with server_of(kind) as entry, box(s=entry) as opened:
         (schema,) = opened.schemas()
         assert "- s.add: Add two numbers." in schema["function"]["description"]
@@ -77,12 +77,12 @@ def test_allowed_tools_of_a_real_server_are_called_and_an_episode_survives_the_r
         failed = call(opened, "s.fail")
         assert (failed.error, "luck" in failed.text, "\x1b" in failed.text) == ("tool_error", True, False)
 
-        cut = call(opened, "s.big")
-        assert cut.error is None and "left out" in cut.text and len(cut.text) < 8300
+        truncated = call(opened, "s.big")
+        assert truncated.error is None and "left out" in truncated.text and len(truncated.text) < 8300
         assert call(opened, "s.add", a=20, b=3) == ToolResult("23")
 
 
-def test_arguments_are_checked_against_the_server_s_own_schemas_before_it_is_asked():
+def test_arguments_are_validated_before_calling_server():
     with box(s=stdio()) as opened:
         boxes = [{"size": 2, "inside": [{"size": 3}]}]
         assert call(opened, "s.volume", boxes=boxes, unit="m") == ToolResult("5 m")
@@ -93,48 +93,48 @@ def test_arguments_are_checked_against_the_server_s_own_schemas_before_it_is_ask
             ({"boxes": [], "unit": "mile"}, """'unit' must be one of ["cm", "m"], not "mile"."""),
             ({}, "'boxes' is missing."),
         ]
-        for wrong, told in mistakes:
+        for wrong, message_part in mistakes:
             result = call(opened, "s.volume", **wrong)
             assert (result.error, result.text.startswith("s.volume: the argument")) == ("bad_arguments", True)
-            assert told in result.text
+            assert message_part in result.text
         assert call(opened, "s.calls") == ToolResult("1")
 
 
-def test_a_server_whose_schema_refers_elsewhere_is_refused_at_the_start_and_nothing_is_fetched():
+def test_remote_schema_reference_is_never_fetched():
     with listening() as (url, asked):
         entry = stdio("fetching", env={"REFERS_TO": f"{url}/schema"}) | {"tools": ["add"]}
-        with pytest.raises(ConfigError, match=r"servers\.s\.tools: .*'add' .* nothing is fetched; leave"):
+        with pytest.raises(ConfigError, match=r"servers\.s\.tools: .*'add' .* other documents are not fetched; leave"):
             McpTool({"s": entry})
     assert asked == []
 
 
-def test_threads_that_use_a_server_first_pin_one_list(monkeypatch: pytest.MonkeyPatch):
-    shown: list[dict[str, Any]] = []
+def test_concurrent_first_use_pins_one_listing(monkeypatch: pytest.MonkeyPatch):
+    listings: list[dict[str, Any]] = []
     meet = threading.Barrier(2)
 
     def first_listing(server: McpServer) -> ToolListing:
         with suppress(threading.BrokenBarrierError):
-            meet.wait(0.2)  # both threads are here, if both may be
-        shown.append({"add": {"description": f"version {len(shown)}", "parameters": {}}})
-        return shown[-1]
+            meet.wait(0.2)  # both threads arrive here if nothing prevents it
+        listings.append({"add": {"description": f"version {len(listings)}", "parameters": {}}})
+        return listings[-1]
 
     monkeypatch.setattr(mcp, "_first_listing", first_listing)
     server = McpServer("of two threads", ("add",), command=sys.executable)
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(mcp.pinned_tools, [server, server])
-    assert one is other and len(shown) == 1
+    assert one is other and len(listings) == 1
 
 
 @pytest.mark.fault("F25")
 @pytest.mark.parametrize("name", ["s.secret", "other.add", "s.", "s.add.add"])
-def test_the_tool_refuses_what_is_not_allowed_also_by_itself(name: str):
+def test_call_rejects_tools_that_are_not_allowed(name: str):
     with pytest.raises(ToolError, match="not an allowed tool"):
         asyncio.run(McpTool({"s": stdio()}).call({"tool": name, "arguments": {}}))
 
 
 @pytest.mark.fault("F25")
 @pytest.mark.defect("D38")
-def test_a_call_that_hangs_times_out_and_the_next_one_is_answered():
+def test_hanging_call_times_out_and_next_succeeds():
     tool = McpTool({"s": stdio()})
     opened = ToolBox([tool])
     assert call(opened, "s.add", a=2, b=3) == ToolResult("5")  # the server has started
@@ -148,7 +148,7 @@ def test_a_call_that_hangs_times_out_and_the_next_one_is_answered():
 
 @pytest.mark.fault("F25")
 @pytest.mark.parametrize("what", ["description", "list"])
-def test_a_tool_list_that_changes_is_refused_from_then_on(what: str):
+def test_changed_tool_list_is_rejected(what: str):
     with box(s=stdio()) as opened:
         assert call(opened, "s.change", what=what) == ToolResult("changed")
         for _ in range(2):
@@ -156,13 +156,13 @@ def test_a_tool_list_that_changes_is_refused_from_then_on(what: str):
             assert (refused.error, "has changed its tools" in refused.text) == ("tool_error", True)
 
 
-def test_a_server_that_dies_fails_one_call_and_is_started_again():
+def test_crashed_server_is_restarted_at_next_call():
     with box(s=stdio()) as opened:
         assert call(opened, "s.die").error == "tool_error"
         assert call(opened, "s.add", a=2, b=3) == ToolResult("5")
 
 
-def test_a_server_gets_no_variables_of_this_process_and_is_gone_after_the_episode(monkeypatch: pytest.MonkeyPatch):
+def test_server_inherits_no_environment_and_ends_with_episode(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     with box(s=stdio(env={"OWN": "1"})) as opened:
         pid, *names = call(opened, "s.environment").text.split()
@@ -172,7 +172,7 @@ def test_a_server_gets_no_variables_of_this_process_and_is_gone_after_the_episod
 
 
 @pytest.mark.defect("detached-children-outlive-environment")
-def test_what_a_server_has_started_is_gone_after_the_episode_whatever_session_it_is_in():
+def test_server_children_in_other_sessions_are_killed():
     with box(s=stdio()) as opened:
         pid = int(call(opened, "s.stray").text)
         assert psutil.pid_exists(pid)
@@ -180,7 +180,7 @@ def test_what_a_server_has_started_is_gone_after_the_episode_whatever_session_it
 
 
 @pytest.mark.fault("F25")
-def test_a_server_that_is_deaf_is_killed_with_its_episode():
+def test_unresponsive_server_is_killed_with_episode():
     entry = stdio("stubborn")
     entry["tools"] = ["environment", "block"]
     tool = McpTool({"s": entry})
@@ -193,7 +193,7 @@ def test_a_server_that_is_deaf_is_killed_with_its_episode():
 
 
 @pytest.mark.fault("F25")
-def test_the_list_that_the_configuration_pins_and_the_first_one_of_a_process_hold():
+def test_fingerprint_mismatch_is_a_config_error():
     tool = McpTool({"s": stdio()})
     digest = fingerprint(tool.pinned["s"])
     assert McpTool({"s": stdio(sha256=digest)}).pinned == tool.pinned
@@ -204,24 +204,26 @@ def test_the_list_that_the_configuration_pins_and_the_first_one_of_a_process_hol
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"tools": ["a"]}, "either command"),
-        ({"command": "sh", "url": "http://x", "tools": ["a"]}, "either command"),
+        ({"tools": ["a"]}, "exactly one of command"),
+        ({"command": "sh", "url": "http://x", "tools": ["a"]}, "exactly one of command"),
         ({"command": "sh"}, r"servers\.s\.tools=None"),
         ({"command": "sh", "tools": []}, r"servers\.s\.tools=\[\]"),
         ({"command": "sh", "tools": "all"}, r"servers\.s\.tools='all'"),
-        ({"command": "no-such-program", "tools": ["a"]}, "no program on PATH"),
+        ({"command": "no-such-program", "tools": ["a"]}, "not a program on PATH"),
         ({"url": "localhost:1", "tools": ["a"]}, "not an http://"),
-        ({"url": "http://127.0.0.1:1/mcp", "tools": ["a"]}, "gave no list of tools"),
-        ({"command": "false", "tools": ["a"]}, "gave no list of tools"),
+        ({"url": "http://127.0.0.1:1/mcp", "tools": ["a"]}, "did not list its tools"),
+        ({"command": "false", "tools": ["a"]}, "did not list its tools"),
         ({"command": "sh", "tols": ["a"]}, "tols"),
-        ("sh", "'sh' is unknown"),
+        ("sh", "'sh' is not a mapping"),
     ],
 )
-def test_a_server_that_is_none_is_refused_at_the_start(entry: Any, message: str):
+def test_invalid_server_entry_is_a_config_error(entry: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         McpTool({"s": entry})
 
 
-def test_a_tool_that_the_server_does_not_have_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match=r"servers\.s\.tools: \['sub'\] are not among \['add'"):
+def test_missing_server_tool_is_a_config_error():
+    with pytest.raises(
+        ConfigError, match=r"servers\.s\.tools: the server has no tools \['sub'\]; choose among \['add'"
+    ):
         McpTool({"s": stdio() | {"tools": ["add", "sub"]}})

@@ -1,4 +1,4 @@
-"""The snippets of docs/tools.md and docs/web_tools.md run, and print what they say."""
+"""Tests that run the snippets of docs/tools.md and docs/web_tools.md and compare their output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DICE, PYTHON = snippets("docs/tools.md")
 (FETCH,) = snippets("docs/web_tools.md")
 
 
-def test_the_tool_of_the_page_throws_dice(monkeypatch: pytest.MonkeyPatch):
+def test_page_example_tool_throws_dice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry.tools, "loaded", dict(registry.tools.loaded))
     names: dict[str, Any] = {"__name__": "page"}
     exec(DICE, names)
@@ -25,12 +25,12 @@ def test_the_tool_of_the_page_throws_dice(monkeypatch: pytest.MonkeyPatch):
         asyncio.run(tool.call({"count": 0}))
 
 
-def test_a_call_is_read_from_text_and_answered(sandbox: Sandbox, capsys: pytest.CaptureFixture[str]):
+def test_page_example_parses_and_runs_call(sandbox: Sandbox, capsys: pytest.CaptureFixture[str]):
     exec(PYTHON, {})
     assert capsys.readouterr().out.split() == ["42"]
 
 
-def test_an_address_in_numbers_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_page_example_rejects_numeric_address(capsys: pytest.CaptureFixture[str]):
     exec(FETCH, {})
-    said = capsys.readouterr().out
-    assert FETCH.partition("# ... ")[2].splitlines()[0] in said
+    output = capsys.readouterr().out
+    assert FETCH.partition("# ... ")[2].splitlines()[0] in output

@@ -86,7 +86,7 @@ ADDED = [("add", {"a": 1, "b": 2})]
         ("native", "[1, 2, 3]", []),
     ],
 )
-def test_calls_are_read(style: str, text: str, calls: list[Any]):
+def test_calls_are_parsed(style: str, text: str, calls: list[Any]):
     assert read(text, style) == calls
 
 
@@ -118,7 +118,7 @@ def test_calls_are_counted():
     found = parse_calls("<python>1</python>" * 1000, "xml", TAGS)
     assert len(found) == MAX_CALLS + 1
     assert isinstance(found[-1], ParseError) and "More than" in found[-1].reason
-    with pytest.raises(ValueError, match="style='yaml' is not one of"):
+    with pytest.raises(ValueError, match="style='yaml' is not a known style"):
         parse_calls("", "yaml")
 
 
@@ -136,7 +136,7 @@ HOSTILE = st.lists(
 
 @given(text=HOSTILE | st.text(), style=st.sampled_from(STYLES))
 @settings(max_examples=400)
-def test_any_text_gives_calls_and_errors_and_no_exception(text: str, style: str):
+def test_parsing_never_raises(text: str, style: str):
     for item in parse_calls(text, style, TAGS):
         assert isinstance(item, ToolCall | ParseError)
         if isinstance(item, ToolCall):
@@ -149,12 +149,17 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-SPEAKABLE = JSON.filter(lambda value: not any(mark in json.dumps(value) for mark in ("tool_call", "think", "```")))
+UNAMBIGUOUS_JSON = JSON.filter(
+    lambda value: not any(mark in json.dumps(value) for mark in ("tool_call", "think", "```"))
+)
 
 
-@given(name=st.from_regex(r"\A[a-z_]{1,20}\Z"), arguments=st.dictionaries(st.text(max_size=5), SPEAKABLE, max_size=3))
+@given(
+    name=st.from_regex(r"\A[a-z_]{1,20}\Z"),
+    arguments=st.dictionaries(st.text(max_size=5), UNAMBIGUOUS_JSON, max_size=3),
+)
 @settings(max_examples=150)
-def test_what_was_called_is_what_is_read_in_every_format(name: str, arguments: dict[str, Any]):
+def test_every_format_round_trips(name: str, arguments: dict[str, Any]):
     call = json.dumps({"name": name, "arguments": arguments})
     llama = json.dumps({"name": name, "parameters": arguments})
     texts = {
@@ -162,8 +167,8 @@ def test_what_was_called_is_what_is_read_in_every_format(name: str, arguments: d
         "json": [call, f"so:\n```json\n{call}\n```"],
         "native": [f"<tool_call>\n{call}\n</tool_call>", llama, f"[TOOL_CALLS] [{call}]"],
     }
-    for style, written in texts.items():
-        for text in written:
+    for style, formatted in texts.items():
+        for text in formatted:
             assert read(text, style) == [(name, arguments)], text
 
 
@@ -172,33 +177,33 @@ UNITS += ["\n{", "[TOOL_CALLS]x[ARGS]", "<tool_call>{", '{"b":"x","a":', " ", "\
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_time_grows_no_faster_than_the_text(style: str):
-    """A megabyte of each. Reading again from every opening would take minutes to hours."""
+def test_parsing_takes_linear_time(style: str):
+    """Parse a megabyte of each unit. Parsing again from every opening tag would take minutes to hours."""
     started = time.process_time()
     for unit in UNITS:
         parse_calls(unit * (10**6 // len(unit)), style, TAGS)
     assert time.process_time() - started < 20
 
 
-def test_only_tools_of_one_text_have_a_tag_of_their_own():
+def test_only_tools_with_one_string_have_tags():
     assert tool_tags([PYTHON, ADD]) == {"python": "code"}
 
 
 @pytest.mark.parametrize(("style", "dialect"), [*((s, "hermes") for s in STYLES), *(("native", d) for d in DIALECTS)])
-def test_a_model_that_follows_the_words_is_understood(style: str, dialect: str):
-    words = render_tools([PYTHON, ADD], style, dialect)
-    assert "Runs Python." in words and "Adds two numbers." in words
+def test_rendered_instructions_match_the_parser(style: str, dialect: str):
+    instructions = render_tools([PYTHON, ADD], style, dialect)
+    assert "Runs Python." in instructions and "Adds two numbers." in instructions
     if style == "xml":
-        start = words.index("<python>")
-        assert read(words[start : words.index("</python>") + 9], style) == [("python", {"code": "code"})]
+        start = instructions.index("<python>")
+        assert read(instructions[start : instructions.index("</python>") + 9], style) == [("python", {"code": "code"})]
     elif style == "json":
-        assert "```json" in words
+        assert "```json" in instructions
     else:
         marker = {"hermes": "<tool_call>", "llama": '"parameters"', "mistral": "[TOOL_CALLS]"}[dialect]
-        assert marker in words
+        assert marker in instructions
 
 
-def test_an_unknown_style_or_dialect_is_refused():
+def test_unknown_style_or_dialect_is_rejected():
     for style, dialect in (("yaml", "hermes"), ("native", "klingon")):
-        with pytest.raises(ValueError, match="styles are"):
+        with pytest.raises(ValueError, match="choose a style of"):
             render_tools([ADD], style, dialect)

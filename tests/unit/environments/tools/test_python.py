@@ -13,7 +13,7 @@ from skyrl_train.environments.tools.sandbox import Limits, Sandbox
 from skyrl_train.errors import ConfigError
 
 
-def answers(*codes: str, **settings: Any) -> list[str]:
+def run_codes(*codes: str, **settings: Any) -> list[str]:
     box = ToolBox([PythonTool(**{"wall_s": 60.0, **settings})])
     try:
         return [box.call("python", {"code": code}).text for code in codes]
@@ -21,20 +21,20 @@ def answers(*codes: str, **settings: Any) -> list[str]:
         box.close()
 
 
-def test_what_a_program_prints_is_the_result(sandbox: Sandbox):
-    printed, silent, failed, left = answers("print(6 * 7)", "x = 1", "print('a'); 1 / 0", "import os; os._exit(7)")
+def test_printed_output_is_the_result(sandbox: Sandbox):
+    printed, silent, failed, left = run_codes("print(6 * 7)", "x = 1", "print('a'); 1 / 0", "import os; os._exit(7)")
     assert (printed, silent, left) == ("42", "[no output]", "[exit status 7]")
     assert failed.startswith("a\nTraceback") and failed.endswith("ZeroDivisionError: division by zero")
 
 
-def test_calls_share_nothing_unless_the_tool_is_persistent(sandbox: Sandbox):
+def test_only_persistent_calls_share_state(sandbox: Sandbox):
     codes = ["x = 41\nopen('kept', 'w').write('k')", "x += 1", "print(x, open('kept').read())"]
-    assert "NameError" in answers(*codes)[1]
-    assert answers(*codes, persistent=True)[2] == "42 k"
+    assert "NameError" in run_codes(*codes)[1]
+    assert run_codes(*codes, persistent=True)[2] == "42 k"
 
 
-def test_a_session_lives_through_errors_and_exits_and_shows_the_line(sandbox: Sandbox):
-    first, second, third, fourth = answers(
+def test_session_survives_errors_and_sys_exit(sandbox: Sandbox):
+    first, second, third, fourth = run_codes(
         "x = 1",
         "import sys; sys.exit(3)",
         "def f():\n    return x / 0\nf()",
@@ -47,30 +47,30 @@ def test_a_session_lives_through_errors_and_exits_and_shows_the_line(sandbox: Sa
 
 
 @pytest.mark.fault("F17")
-def test_time_is_limited_and_what_was_printed_is_kept(sandbox: Sandbox):
-    assert answers("print('so far'); 9**9**9", wall_s=1.5)[0].endswith("[timed out after 1.5 s]")
+def test_timeout_is_reported(sandbox: Sandbox):
+    assert run_codes("print('so far'); 9**9**9", wall_s=1.5)[0].endswith("[timed out after 1.5 s]")
 
 
 @pytest.mark.fault("F17")
-def test_a_session_that_timed_out_is_gone_and_the_next_call_has_a_new_one(sandbox: Sandbox):
-    hung, after = answers("x = 1\nwhile True: pass", "print('x' in globals())", persistent=True, wall_s=5.0)
+def test_timeout_ends_session_and_next_call_restarts(sandbox: Sandbox):
+    hung, after = run_codes("x = 1\nwhile True: pass", "print('x' in globals())", persistent=True, wall_s=5.0)
     assert "[timed out after 5 s]\n[the Python process has ended: its variables are gone]" in hung
     assert after == "False"
 
 
 @pytest.mark.fault("F18")
-def test_endless_output_is_cut_with_a_marker(sandbox: Sandbox):
+def test_endless_output_is_truncated_with_marker(sandbox: Sandbox):
     for persistent in (False, True):
-        (text,) = answers("while True: print('x' * 1000)", persistent=persistent)
+        (text,) = run_codes("while True: print('x' * 1000)", persistent=persistent)
         assert "[... " in text and "[stopped: it printed more than 65536 bytes]" in text and len(text) < 9000
 
 
-def test_a_session_that_is_ended_from_inside_says_so(sandbox: Sandbox):
-    ended, after = answers("import os; os._exit(0)", "print(1)", persistent=True)
+def test_session_exit_is_reported(sandbox: Sandbox):
+    ended, after = run_codes("import os; os._exit(0)", "print(1)", persistent=True)
     assert "variables are gone" in ended and after == "1"
 
 
-def test_a_session_bears_whatever_its_code_does_to_it(sandbox: Sandbox):
+def test_session_survives_hostile_code(sandbox: Sandbox):
     with sandbox.session(Limits(wall_s=60.0)) as session:
         assert session.execute("import sys; sys.stdout = None; sys.stderr = open('/dev/null')").killed_by is None
         assert session.execute("sys.stdout = sys.__stdout__; print('back')").stdout == "back\n"
@@ -81,7 +81,7 @@ def test_a_session_bears_whatever_its_code_does_to_it(sandbox: Sandbox):
 
 
 @pytest.mark.defect("processes-outlive-python-call")
-def test_what_a_block_started_ends_with_it_and_its_threads_wait_for_the_next_block(sandbox: Sandbox):
+def test_processes_end_and_threads_pause_between_blocks(sandbox: Sandbox):
     code = """
 import os, subprocess, threading
 ticks = 0
@@ -110,7 +110,7 @@ sleeper = subprocess.Popen(["/usr/bin/sleep", "1000"])
 
 
 @pytest.mark.defect("forged-end-of-output")
-def test_only_the_end_of_a_block_ends_it(sandbox: Sandbox):
+def test_code_cannot_forge_end_of_block(sandbox: Sandbox):
     forge = """
 import os, time
 for fd in range(3, 64):
@@ -127,18 +127,18 @@ for fd in range(3, 64):
         assert session.execute(forge.replace("os.write", "while True: os.write")).killed_by == "output"
 
 
-def test_the_model_is_told_for_what_its_program_was_stopped(sandbox: Sandbox):
-    (text,) = answers("import os\nfor number in range(10**6): os.mkdir(str(number))", persistent=True)
+def test_result_names_exceeded_limit(sandbox: Sandbox):
+    (text,) = run_codes("import os\nfor number in range(10**6): os.mkdir(str(number))", persistent=True)
     assert text.startswith("[stopped: it made more than 10000 files and folders]\n[the Python process has ended")
 
 
-def test_the_sandbox_is_checked_when_a_run_starts(sandbox: Sandbox):
+def test_sandbox_settings_are_checked_at_start(sandbox: Sandbox):
     PythonTool.check(sandbox={})
     with pytest.raises(ConfigError, match="i_know_this_runs_model_code"):
         PythonTool.check(sandbox={"kind": "unsafe_local"})
 
 
-def test_closing_in_the_middle_of_a_call_leaves_nothing(sandbox: Sandbox):
+def test_close_during_call_ends_session(sandbox: Sandbox):
     async def run() -> None:
         tool = PythonTool(persistent=True, wall_s=2.0)
         call = asyncio.create_task(tool.call({"code": "import time; time.sleep(1000)"}))

@@ -12,13 +12,13 @@ from skyrl_train.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def registries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (registry.tools, environments.environments):
-        monkeypatch.setattr(each, "table", dict(each.table))
-        monkeypatch.setattr(each, "loaded", dict(each.loaded))
+def restore_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in (registry.tools, environments.environments):
+        monkeypatch.setattr(entry, "table", dict(entry.table))
+        monkeypatch.setattr(entry, "loaded", dict(entry.loaded))
 
 
-def test_a_tool_is_made_by_name_with_its_settings():
+def test_tool_is_created_by_name_with_settings():
     @registry.tools.register("dice")
     class Dice(Tool):
         name = "dice"
@@ -31,22 +31,22 @@ def test_a_tool_is_made_by_name_with_its_settings():
         async def call(self, arguments: dict[str, Any]) -> str:
             return str(self.sides)
 
-    made = registry.make_tool("dice", {"sides": 20})
-    assert isinstance(made, Dice) and made.sides == 20
-    assert made.schema()["function"]["description"] == "Throws a die."
-    with pytest.raises(ConfigError, match=r"tool 'dice' does not take the settings \{'edges': 3\}.*edges"):
+    tool = registry.make_tool("dice", {"sides": 20})
+    assert isinstance(tool, Dice) and tool.sides == 20
+    assert tool.schema()["function"]["description"] == "Throws a die."
+    with pytest.raises(ConfigError, match=r"tool 'dice' does not accept the settings \{'edges': 3\}.*edges"):
         registry.make_tool("dice", {"edges": 3})
     with pytest.raises(ConfigError, match=r"Unknown tool 'dise'.*Did you mean 'dice'"):
         registry.make_tool("dise")
 
 
-def test_a_tool_that_does_not_load_is_named():
+def test_import_error_names_the_tool():
     registry.tools.table["broken"] = "no_such_module_at_all:Tool"
-    with pytest.raises(ConfigError, match=r"tool 'broken'.*does not load"):
+    with pytest.raises(ConfigError, match=r"tool 'broken'.*cannot be imported"):
         registry.make_tool("broken")
 
 
-def test_environments_are_checked_with_their_settings_before_a_run():
+def test_environments_check_their_settings():
     seen = []
 
     class Needy(TextEnv):

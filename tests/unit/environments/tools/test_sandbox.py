@@ -1,4 +1,4 @@
-"""Programs in a real sandbox, trying to get out of it. F23 is held by the tests of code graders."""
+"""Tests with programs that try to escape from a real sandbox. The tests of code graders cover F23."""
 
 from __future__ import annotations
 
@@ -22,65 +22,67 @@ from skyrl_train.environments.tools import sandbox as module
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, SandboxResult
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
-PATIENT = Limits(wall_s=60.0, cpu_s=60.0)
-"""For programs that end by themselves, however busy the machine is."""
+GENEROUS_LIMITS = Limits(wall_s=60.0, cpu_s=60.0)
+"""Limits for programs that end by themselves, even on a busy machine."""
 
 
-def run(sandbox: Sandbox, code: str, limits: Limits = PATIENT, stdin: bytes = b"", **files: bytes) -> SandboxResult:
+def run(
+    sandbox: Sandbox, code: str, limits: Limits = GENEROUS_LIMITS, stdin: bytes = b"", **files: bytes
+) -> SandboxResult:
     return sandbox.run({"main.py": code, **files}, [PYTHON, "-I", "main.py"], stdin, limits)
 
 
-def mine(marker: str) -> list[int]:
-    """Processes on this machine whose command line has `marker`."""
+def find_processes(marker: str) -> list[int]:
+    """Return the ids of the processes on this machine whose command line contains `marker`."""
     return [p.pid for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or ())]
 
 
-def test_a_program_reads_its_files_and_input_and_its_streams_are_kept_separate(sandbox: Sandbox):
+def test_program_gets_files_input_and_separate_streams(sandbox: Sandbox):
     code = "import sys; print(open('data/in.txt').read() + input()); print('oops', file=sys.stderr); sys.exit(3)"
-    outcome = sandbox.run({"main.py": code, "data/in.txt": b"a"}, [PYTHON, "main.py"], b"b\nc", PATIENT)
-    assert outcome == SandboxResult("ab\n", "oops\n", 3)
+    result = sandbox.run({"main.py": code, "data/in.txt": b"a"}, [PYTHON, "main.py"], b"b\nc", GENEROUS_LIMITS)
+    assert result == SandboxResult("ab\n", "oops\n", 3)
 
 
-def test_output_that_is_no_text_is_replaced(sandbox: Sandbox):
-    outcome = run(sandbox, "import sys; sys.stdout.buffer.write(b'a\\xff\\x00')")
-    assert outcome.stdout == "a\ufffd\0"
+def test_undecodable_output_is_replaced(sandbox: Sandbox):
+    result = run(sandbox, "import sys; sys.stdout.buffer.write(b'a\\xff\\x00')")
+    assert result.stdout == "a\ufffd\0"
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "", "a/../../x", "a\0b"])
-def test_files_stay_in_the_folder(sandbox: Sandbox, name: str):
+def test_file_names_must_stay_in_folder(sandbox: Sandbox, name: str):
     with pytest.raises(ValueError, match="does not stay inside"):
         sandbox.run({name: ""}, [PYTHON, "-c", ""])
 
 
-def test_a_sandbox_that_cannot_be_made_is_no_verdict_on_the_program(sandbox: Sandbox):
+def test_sandbox_setup_failure_is_environment_failure(sandbox: Sandbox):
     with pytest.raises(EnvironmentFailure) as caught:
-        sandbox.run({"big": b"x" * 3_000_000}, [PYTHON, "-c", ""], limits=replace(PATIENT, file_mb=2))
+        sandbox.run({"big": b"x" * 3_000_000}, [PYTHON, "-c", ""], limits=replace(GENEROUS_LIMITS, file_mb=2))
     assert caught.value.kind == "sandbox"
 
 
 @pytest.mark.fault("F17")
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(10**6)", "9**9**9"])
-def test_what_does_not_end_is_killed_at_the_wall_limit(sandbox: Sandbox, code: str):
-    outcome = run(sandbox, code, Limits(wall_s=0.7, cpu_s=600))
-    assert (outcome.timed_out, outcome.killed_by) == (True, "wall")
+def test_endless_program_is_killed_at_wall_limit(sandbox: Sandbox, code: str):
+    result = run(sandbox, code, Limits(wall_s=0.7, cpu_s=600))
+    assert (result.timed_out, result.killed_by) == (True, "wall")
 
 
 @pytest.mark.fault("F17")
-def test_what_computes_too_long_is_killed_by_the_processors_clock(sandbox: Sandbox):
-    outcome = run(sandbox, "while True: pass", replace(PATIENT, cpu_s=1))
-    assert (outcome.timed_out, outcome.killed_by) == (True, "cpu")
+def test_busy_program_is_killed_at_cpu_limit(sandbox: Sandbox):
+    result = run(sandbox, "while True: pass", replace(GENEROUS_LIMITS, cpu_s=1))
+    assert (result.timed_out, result.killed_by) == (True, "cpu")
 
 
 @pytest.mark.fault("F17")
-def test_output_before_a_timeout_is_kept_and_closed_streams_change_nothing(sandbox: Sandbox):
+def test_output_before_timeout_is_kept(sandbox: Sandbox):
     code = "import os, time; print('so far', flush=True); os.close(1); os.close(2); time.sleep(10**6)"
-    outcome = run(sandbox, code, Limits(wall_s=2))
-    assert outcome.timed_out
-    assert outcome.stdout in ("so far\n", "")  # "" where the machine is too busy to come that far
+    result = run(sandbox, code, Limits(wall_s=2))
+    assert result.timed_out
+    assert result.stdout in ("so far\n", "")  # "" where the machine is too busy to come that far
 
 
 @pytest.mark.fault("F18")
-def test_a_fork_bomb_finds_its_limit_and_hurts_nobody_outside(sandbox: Sandbox):
+def test_fork_bomb_is_limited(sandbox: Sandbox):
     code = """
 import os, time
 count = 0
@@ -92,8 +94,8 @@ try:
 except OSError as error:
     print(count, error.errno)
 """
-    outcome = run(sandbox, code)
-    count, errno = map(int, outcome.stdout.split())
+    result = run(sandbox, code)
+    count, errno = map(int, result.stdout.split())
     assert 4 <= count <= 16 and errno == 11
     endless = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
     assert run(sandbox, endless, Limits(wall_s=1, cpu_s=600)).killed_by == "wall"
@@ -101,7 +103,7 @@ except OSError as error:
 
 
 @pytest.mark.fault("F18")
-def test_memory_and_files_have_limits(sandbox: Sandbox):
+def test_memory_and_file_sizes_are_limited(sandbox: Sandbox):
     code = """
 def attempt(name, action):
     try:
@@ -130,7 +132,7 @@ attempt("programs", lambda: open("/usr/bin/python3", "w"))
     assert set(lines.values()) <= {"OSError", "PermissionError"} and len(lines) == 6
 
 
-# Writes machine code over the one that the first process waits in, and wakes that by an orphan's end.
+# Overwrites the machine code in which the first process waits, and wakes that process with the end of an orphan.
 INTO_THE_FIRST_PROCESS = """
 import os, time
 forks_40_times_and_waits = bytes.fromhex("bb28000000 b839000000 0f05 85c0 7404 ffcb 75f1 b822000000 0f05 ebf7")
@@ -149,16 +151,16 @@ print(sum(map(str.isdigit, os.listdir("/proc"))), flush=True)
 @pytest.mark.fault("F18")
 @pytest.mark.defect("sandbox-init-has-no-limits")
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="has machine code of x86-64")
-def test_code_that_takes_over_the_first_process_stays_within_the_limits(sandbox: Sandbox):
-    outcome = run(sandbox, INTO_THE_FIRST_PROCESS, Limits(wall_s=5))  # which cannot end any more
-    assert outcome.stderr == ""
-    assert 8 < int(outcome.stdout) <= PATIENT.processes
+def test_first_process_is_limited_too(sandbox: Sandbox):
+    result = run(sandbox, INTO_THE_FIRST_PROCESS, Limits(wall_s=5))  # the program cannot end after this
+    assert result.stderr == ""
+    assert 8 < int(result.stdout) <= GENEROUS_LIMITS.processes
 
 
 @pytest.mark.fault("F18")
 @pytest.mark.defect("sandbox-memory-sum-unlimited")
 @pytest.mark.parametrize(("shared_mb", "own_mb", "killed_by"), [(0, 100, "memory"), (100, 0, None)])
-def test_memory_of_all_processes_together_is_limited_and_what_they_share_counts_once(
+def test_total_memory_limit_counts_shared_memory_once(
     sandbox: Sandbox, shared_mb: int, own_mb: int, killed_by: str | None
 ):
     code = f"""
@@ -170,12 +172,12 @@ for _ in range(4):
         time.sleep(1000)
 time.sleep(1 if shared else 1000)
 """
-    assert run(sandbox, code, replace(PATIENT, memory_mb=256)).killed_by == killed_by
+    assert run(sandbox, code, replace(GENEROUS_LIMITS, memory_mb=256)).killed_by == killed_by
 
 
 @pytest.mark.fault("F18")
 @pytest.mark.defect("unmapped-shared-memory-not-counted")
-def test_there_is_no_memory_that_stays_when_it_is_unmapped(sandbox: Sandbox):
+def test_shared_anonymous_memory_is_denied(sandbox: Sandbox):
     code = """
 import mmap, os
 for fd in (-1, os.open("/dev/zero", os.O_RDWR)):
@@ -195,7 +197,7 @@ with open("file", "w+b") as file:
 
 @pytest.mark.fault("F18")
 @pytest.mark.defect("sandbox-file-count-unlimited")
-def test_files_and_folders_have_a_limit_of_their_number(sandbox: Sandbox):
+def test_number_of_files_is_limited(sandbox: Sandbox):
     code = """
 import os
 {streams}
@@ -207,18 +209,18 @@ for number in range(100_000):
 
 
 @pytest.mark.fault("F18")
-def test_endless_output_is_cut_and_our_memory_stays_flat(sandbox: Sandbox):
+def test_endless_output_uses_bounded_memory(sandbox: Sandbox):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for stream in ("stdout", "stderr"):
-        outcome = run(sandbox, f"import sys\nwhile True: sys.{stream}.write('x' * 100_000)")
-        assert outcome.killed_by == "output" and not outcome.timed_out
-        assert len(getattr(outcome, stream)) == PATIENT.output
+        result = run(sandbox, f"import sys\nwhile True: sys.{stream}.write('x' * 100_000)")
+        assert result.killed_by == "output" and not result.timed_out
+        assert len(getattr(result, stream)) == GENEROUS_LIMITS.output
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
 @pytest.mark.fault("F19")
 @pytest.mark.parametrize("end", ["print('done')", "os._exit(1)", "time.sleep(10**6)"])
-def test_no_descendant_survives(sandbox: Sandbox, end: str):
+def test_no_descendant_survives_a_run(sandbox: Sandbox, end: str):
     marker = f"daemon-{os.getpid()}-{abs(hash(end))}"
     code = f"""
 import os, subprocess, sys, time
@@ -235,22 +237,22 @@ time.sleep(0.2)
 {end}
 """
     before = {p.pid for p in psutil.process_iter()}
-    outcome = run(sandbox, code, Limits(wall_s=3, cpu_s=60))
-    assert outcome.timed_out == ("sleep" in end) or outcome.killed_by == "wall"
-    assert mine(marker) == []
+    result = run(sandbox, code, Limits(wall_s=3, cpu_s=60))
+    assert result.timed_out == ("sleep" in end) or result.killed_by == "wall"
+    assert find_processes(marker) == []
     left = [p for p in psutil.process_iter(["name", "uids"]) if p.pid not in before and p.info["name"] == "bwrap"]
-    assert [p.pid for p in left if ours(p)] == []
+    assert [p.pid for p in left if is_own_descendant(p)] == []
 
 
-def ours(process: psutil.Process) -> bool:
-    """Started by this process, and still there: others' come and go meanwhile."""
+def is_own_descendant(process: psutil.Process) -> bool:
+    """True if `process` is still running and this process started it."""
     with contextlib.suppress(psutil.Error):
         return os.getpid() in {parent.pid for parent in process.parents()}
     return False
 
 
 @pytest.mark.fault("F19")
-def test_a_sandbox_dies_with_the_process_that_started_it():
+def test_sandbox_ends_with_its_parent():
     marker = f"orphan-{os.getpid()}"
     script = f"""
 import threading
@@ -263,20 +265,21 @@ Sandbox().run({{}}, command, limits=Limits(wall_s=600))
     starter = subprocess.Popen([sys.executable, "-c", script])
     try:
         deadline = time.monotonic() + 60
-        while len(mine(marker)) < 3 and time.monotonic() < deadline:  # the starter, bubblewrap, the program...
+        # At least three: the starter, bubblewrap and the program.
+        while len(find_processes(marker)) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert len(mine(marker)) >= 3
+        assert len(find_processes(marker)) >= 3
     finally:
         starter.kill()
         starter.wait()
     deadline = time.monotonic() + 60
-    while mine(marker) and time.monotonic() < deadline:
+    while find_processes(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert mine(marker) == []
+    assert find_processes(marker) == []
 
 
 @pytest.mark.fault("F20")
-def test_nothing_of_ours_can_be_read(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_host_data_is_not_readable(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secret = tmp_path / "secret"
     secret.write_text("planted")
     inherited = os.open(secret, os.O_RDONLY)
@@ -318,7 +321,7 @@ print(json.dumps(dict(
 
 
 @pytest.mark.fault("F20")
-def test_the_kernels_doors_are_closed(sandbox: Sandbox):
+def test_dangerous_system_calls_are_denied(sandbox: Sandbox):
     code = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -343,11 +346,11 @@ except OSError:
     output = run(sandbox, code).stdout
     assert "written" not in output
     if os.uname().machine == "x86_64":
-        assert set(eval(output).values()) == {1}, output  # EPERM, and not what the kernel itself would have said
+        assert set(eval(output).values()) == {1}, output  # EPERM, not the error of the kernel itself
 
 
 @pytest.mark.fault("F21")
-def test_no_network_of_any_kind_is_reached(sandbox: Sandbox):
+def test_no_network_is_reachable(sandbox: Sandbox):
     name = f"\0skyrl-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(name)
@@ -378,8 +381,8 @@ print([line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[
 
 
 @pytest.mark.fault("F21")
-def test_without_its_filter_the_network_is_still_another_one(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
-    """Namespaces alone refuse too: neither layer rests on the other."""
+def test_namespaces_alone_isolate_network(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    """Namespaces alone block the network, too, so neither layer depends on the other."""
     import pyseccomp
 
     with open(os.memfd_create("allow"), "w+b") as file:
@@ -406,7 +409,7 @@ for family, address in ((socket.AF_INET, {server.getsockname()!r}), (socket.AF_U
 
 
 @pytest.mark.fault("F22")
-def test_without_bubblewrap_it_refuses_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_missing_bubblewrap_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for action in (Sandbox().check, lambda: run(Sandbox(), ""), Sandbox().session):
         with pytest.raises(ConfigError, match=r"bwrap is not installed.*apt-get install bubblewrap.*unsafe_local"):
@@ -419,14 +422,16 @@ def test_without_bubblewrap_it_refuses_and_says_what_to_install(monkeypatch: pyt
     [
         ("bwrap", "echo 'No permissions to create new namespace' >&2; exit 1", "No permissions to create new name"),
         ("bwrap", 'while [ "$1" != -- ]; do shift; done; exec "$@"', "cannot run programs here"),
-        ("prlimit", "echo 'Operation not permitted' >&2; exit 1", "no limits could be set: Operation not permitted"),
+        (
+            "prlimit",
+            "echo 'Operation not permitted' >&2; exit 1",
+            "prlimit could not set the limits of the sandbox: Operation not permitted",
+        ),
         ("prlimit", "exit 0", "open: limits"),
     ],
 )
-def test_a_bubblewrap_that_does_not_box_in_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, script: str, reason: str
-):
-    """The second one is a bubblewrap that runs the program and does nothing else, the last one sets no limits."""
+def test_check_rejects_sandbox_without_isolation(monkeypatch: pytest.MonkeyPatch, name: str, script: str, reason: str):
+    """The second script is a bubblewrap that only runs the program; the last one is a prlimit that sets no limits."""
     import tempfile
 
     if name == "prlimit" and not Path("/usr/bin/bwrap").exists():
@@ -442,22 +447,24 @@ def test_a_bubblewrap_that_does_not_box_in_is_refused(
 
 
 @pytest.mark.fault("F22")
-def test_unsafe_local_needs_a_second_key_and_prints_a_banner(capsys: pytest.CaptureFixture[str]):
+def test_unsafe_local_needs_consent_and_prints_banner(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="i_know_this_runs_model_code_on_this_machine=true"):
         Sandbox.from_config({"kind": "unsafe_local"})
-    with pytest.raises(ConfigError, match="kind='docker' is not one of bubblewrap, unsafe_local"):
+    with pytest.raises(
+        ConfigError, match="kind='docker' is not a known kind of sandbox; choose one of: bubblewrap, unsafe_local"
+    ):
         Sandbox.from_config({"kind": "docker"})
     unsafe = Sandbox.from_config({"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True})
     unsafe.check()
     assert "RUNS ON THIS MACHINE" in capsys.readouterr().err
     assert run(unsafe, "print(open('data').read() + input())", stdin=b"b", data=b"a").stdout == "ab\n"
     assert run(unsafe, "import time; time.sleep(10**6)", Limits(wall_s=0.5)).timed_out
-    with unsafe.session(PATIENT) as session:
+    with unsafe.session(GENEROUS_LIMITS) as session:
         session.execute("x = 1")
         assert session.execute("print(x)").stdout == "1\n"
 
 
-def test_runs_of_many_threads_do_not_disturb_each_other(sandbox: Sandbox):
+def test_concurrent_runs_are_independent(sandbox: Sandbox):
     outcomes: dict[int, Any] = {}
 
     def one(number: int) -> None:

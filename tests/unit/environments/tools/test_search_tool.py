@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError
 from tests.support.web_server import Request, Response, web_server
 
 
-def found(*passages: Any) -> Response:
+def search_response(*passages: Any) -> Response:
     return Response(json.dumps({"result": [list(passages)]}).encode())
 
 
@@ -35,20 +35,20 @@ def ask(answer: Callable[[Request], Response], query: str = "who?", **settings: 
             box.close()
 
 
-def test_a_retriever_is_asked_in_skyrls_protocol_and_its_passages_are_numbered():
+def test_search_uses_skyrl_protocol_and_numbers_passages():
     asked: list[Any] = []
 
     def answer(request: Request) -> Response:
         asked.append((request.method, request.path, json.loads(request.body)))
-        return found(passage(' "Paris"\nCapital. '), {"contents": "bare"}, passage("one too many"))
+        return search_response(passage(' "Paris"\nCapital. '), {"contents": "bare"}, passage("one too many"))
 
     result = ask(answer, "  capital \ud800", topk=2)
     assert result == ToolResult('Doc 1: "Paris"\nCapital.\nDoc 2: bare')
     assert asked == [("POST", "/retrieve", {"queries": ["capital ?"], "topk": 2, "return_scores": True})]
 
 
-def test_a_retriever_that_fails_for_a_moment_is_asked_again():
-    answers = iter([Response(status=503), Response(status=500), found(passage("there"))])
+def test_temporary_retriever_failure_is_retried():
+    answers = iter([Response(status=503), Response(status=500), search_response(passage("there"))])
     assert ask(lambda request: next(answers)) == ToolResult("Doc 1: there")
 
 
@@ -65,35 +65,35 @@ def test_a_retriever_that_fails_for_a_moment_is_asked_again():
         Response(bytes(9 * 2**20)),
     ],
 )
-def test_an_answer_of_another_shape_is_the_retrievers_failure(answer: Response):
+def test_invalid_response_is_request_failure(answer: Response):
     result = ask(lambda request: answer)
-    assert result.error == "NoAnswer"
+    assert result.error == "RequestFailed"
     assert len(result.text) < 1000
 
 
-def test_a_retriever_that_hangs_or_is_down_fails_at_the_deadline():
-    over = threading.Event()
+def test_unavailable_retriever_fails_at_deadline():
+    released = threading.Event()
 
     def hang(request: Request) -> Response:
-        over.wait(60)
-        return found()
+        released.wait(60)
+        return search_response()
 
     with web_server(hang) as server:
         box = ToolBox([SearchTool(search_url=server.url, timeout=0.3)])
-        assert box.call("search", {"query": "x"}).error == "NoAnswer"
+        assert box.call("search", {"query": "x"}).error == "RequestFailed"
         box.close()
-        over.set()
+        released.set()
     box = ToolBox([SearchTool(search_url=server.url, timeout=0.3)])  # its port is closed now
-    assert box.call("search", {"query": "x"}).error == "NoAnswer"
+    assert box.call("search", {"query": "x"}).error == "RequestFailed"
     box.close()
 
 
-def test_nothing_found_and_no_query_are_said_to_the_model():
-    assert ask(lambda request: found()).text == "No search results found."
-    assert ask(lambda request: found(), " \n").error == "tool_error"
+def test_empty_result_and_empty_query_are_reported():
+    assert ask(lambda request: search_response()).text == "No search results found."
+    assert ask(lambda request: search_response(), " \n").error == "tool_error"
 
 
-def test_an_address_that_is_none_is_refused_at_the_start():
+def test_invalid_search_url_is_a_config_error():
     with pytest.raises(ConfigError, match="search_url='localhost:8000'"):
         SearchTool(search_url="localhost:8000")
 
@@ -105,7 +105,7 @@ from pathlib import Path
 
 folder = Path(sys.argv[1])
 sys.argv = ["bm25", str(folder / "corpus.jsonl"), str(folder / "index")]
-runpy.run_module("skyrl_train.environments.tools.bm25", run_name="__main__")  # as `python -m` does
+runpy.run_module("skyrl_train.environments.tools.bm25", run_name="__main__")  # like `python -m`
 from skyrl_train.environments.tools import bm25
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.search import SearchTool
@@ -121,8 +121,9 @@ for corpus in ("corpus.jsonl", "corpus.parquet", "index"):
     box.close()
 assert "numba" not in sys.modules
 assert bm25.open_index(str(folder / "index")) is bm25.open_index(str(folder / "index"))
-for path, error in (("gone", ConfigError), ("bad.jsonl", DataError), ("empty.jsonl", DataError), ("torn", ConfigError)):
-    (folder / "torn").mkdir(exist_ok=True)
+cases = (("gone", ConfigError), ("bad.jsonl", DataError), ("empty.jsonl", DataError), ("incomplete", ConfigError))
+for path, error in cases:
+    (folder / "incomplete").mkdir(exist_ok=True)
     try:
         bm25.open_index(str(folder / path))
     except error as raised:
@@ -132,8 +133,8 @@ for path, error in (("gone", ConfigError), ("bad.jsonl", DataError), ("empty.jso
 """
 
 
-def test_a_local_corpus_is_searched_by_bm25_from_a_file_and_from_a_saved_index(tmp_path: Path):
-    """In a process of its own, which imports what a process of an environment would."""
+def test_bm25_searches_corpus_file_and_saved_index(tmp_path: Path):
+    """The search runs in a separate process, with the imports of an environment process."""
     rows = [
         {"title": "Paris", "text": "Is the capital of France."},
         {"title": "Cats", "text": "Cats chase mice."},
@@ -145,6 +146,8 @@ def test_a_local_corpus_is_searched_by_bm25_from_a_file_and_from_a_saved_index(t
     pq.write_table(pa.Table.from_pylist(contents), tmp_path / "corpus.parquet")
     (tmp_path / "bad.jsonl").write_text('{"id": 1}\n')
     (tmp_path / "empty.jsonl").write_text('{"text": "the"}\n')
-    done = subprocess.run([sys.executable, "-W", "error", "-c", LOCAL, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "4 documents" in done.stdout
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LOCAL, str(tmp_path)], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert "4 documents" in process.stdout

@@ -14,7 +14,7 @@ from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, SQLTool, find_database, query
 from skyrl_train.errors import ConfigError, DataError
 
-PATIENT = QueryLimits(wall_s=60.0)
+GENEROUS_LIMITS = QueryLimits(wall_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shop(folder: Path) -> Iterator[Path]:
-    """The database, which must be unchanged at the end, without files next to it."""
+    """A database that must be unchanged at the end of the test, without other files next to it."""
     path = find_database(folder, "shop")
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     yield path
@@ -41,13 +41,13 @@ def shop(folder: Path) -> Iterator[Path]:
     assert [entry.name for entry in path.parent.iterdir()] == ["shop.sqlite"]
 
 
-def test_rows_come_back_as_they_are(shop: Path):
-    found = query(shop, "select * from item order by rowid", PATIENT)
-    assert found.columns == ["name", "price", "photo"] and not found.more
-    assert found.rows == [["pen", 1.5, "<3 bytes>"], ["ink\nred", None, None], ["é", "inf", "<0 bytes>"]]
+def test_query_returns_rows(shop: Path):
+    result = query(shop, "select * from item order by rowid", GENEROUS_LIMITS)
+    assert result.columns == ["name", "price", "photo"] and not result.more
+    assert result.rows == [["pen", 1.5, "<3 bytes>"], ["ink\nred", None, None], ["é", "inf", "<0 bytes>"]]
     recursive = "with recursive n(x) as (select 1 union all select x + 1 from n limit 5) select sum(x) from n"
-    assert query(shop, recursive, PATIENT).rows == [[15]]
-    assert query(shop, "select sql from sqlite_schema", PATIENT).rows[0][0].startswith("CREATE TABLE item")
+    assert query(shop, recursive, GENEROUS_LIMITS).rows == [[15]]
+    assert query(shop, "select sql from sqlite_schema", GENEROUS_LIMITS).rows[0][0].startswith("CREATE TABLE item")
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_rows_come_back_as_they_are(shop: Path):
         "select '\0'",
     ],
 )
-def test_whatever_does_not_only_read_is_an_error(shop: Path, sql: str):
+def test_statements_that_write_are_rejected(shop: Path, sql: str):
     with pytest.raises(QueryError):
-        query(shop, sql, PATIENT)
+        query(shop, sql, GENEROUS_LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_whatever_does_not_only_read_is_an_error(shop: Path, sql: str):
         "item l, item m, item n, item o, item p, item q, item r",
     ],
 )
-def test_a_query_that_does_not_end_is_stopped(shop: Path, sql: str):
+def test_endless_query_times_out(shop: Path, sql: str):
     with pytest.raises(QueryError, match="timed out"):
         query(shop, sql, QueryLimits(wall_s=0.3))
 
@@ -100,14 +100,14 @@ def test_a_query_that_does_not_end_is_stopped(shop: Path, sql: str):
         "with recursive n(x) as (select 'a' union all select x || x from n) select length(x) from n",
     ],
 )
-def test_memory_has_a_limit(shop: Path, sql: str):
+def test_query_memory_is_limited(shop: Path, sql: str):
     started = time.monotonic()
     with pytest.raises(QueryError):
         query(shop, sql, QueryLimits(wall_s=20.0))
     assert time.monotonic() - started < 120
 
 
-def seconds_of_children() -> float:
+def children_cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -119,45 +119,45 @@ def seconds_of_children() -> float:
         "select instr(printf('%.*c', 8000000, 'a'), printf('%.*c', 4000000, 'a') || 'b')",
     ],
 )
-def test_a_query_that_sqlite_does_not_interrupt_is_killed_at_its_deadline(shop: Path, sql: str):
-    """By its own process's clock: also where the environment that waited for it was killed."""
-    before = seconds_of_children()
+def test_uninterruptible_query_is_killed_at_deadline(shop: Path, sql: str):
+    """The query process ends itself, even if the environment process that waits for it is killed."""
+    before = children_cpu_seconds()
     with pytest.raises(QueryError, match="timed out"):
         query(shop, sql, QueryLimits(wall_s=0.5))
-    assert seconds_of_children() - before < 4.0
+    assert children_cpu_seconds() - before < 4.0
 
 
-def test_results_are_cut(shop: Path):
+def test_results_are_truncated(shop: Path):
     many = "with recursive n(x) as (select 1 union all select x + 1 from n limit 100000) select x from n"
-    found = query(shop, many, PATIENT)
-    assert (len(found.rows), found.more) == (100, True)
+    result = query(shop, many, GENEROUS_LIMITS)
+    assert (len(result.rows), result.more) == (100, True)
     wide = f"select {', '.join(['1'] * 101)}"
     with pytest.raises(QueryError, match="101 columns; at most 100"):
-        query(shop, wide, PATIENT)
-    ((long,),) = query(shop, "select hex(zeroblob(100000))", PATIENT).rows
+        query(shop, wide, GENEROUS_LIMITS)
+    ((long,),) = query(shop, "select hex(zeroblob(100000))", GENEROUS_LIMITS).rows
     assert long.endswith("... (200000 characters)") and len(long) < 1100
     heavy = "with recursive n(x) as (select 1 union all select x + 1 from n limit 500) select hex(zeroblob(400)) from n"
     assert len(query(shop, heavy, QueryLimits(wall_s=60, max_rows=500)).rows) == 125
 
 
 @pytest.mark.parametrize("name", ["../outside", "../outside.sqlite", "link", "/etc/passwd", "none", "", ".", "a\0b"])
-def test_a_name_leads_to_a_database_in_the_folder_or_nowhere(folder: Path, name: str):
-    with pytest.raises(DataError, match="there is no database"):
+def test_database_must_be_inside_folder(folder: Path, name: str):
+    with pytest.raises(DataError, match="There is no database"):
         find_database(folder, name)
 
 
-def test_databases_are_found_by_the_names_that_data_sets_use(folder: Path):
+def test_databases_are_found_by_dataset_names(folder: Path):
     for name in ("shop", "shop/shop", "shop/shop.sqlite"):
         assert find_database(folder, name) == (folder / "shop" / "shop.sqlite").resolve()
 
 
-def test_the_tool_shows_a_table_and_what_sqlite_says(folder: Path):
+def test_sql_tool_returns_table_or_error(folder: Path):
     box = ToolBox([SQLTool(str(folder), "shop", wall_s=60.0, max_rows=2)])
     try:
         table = box.call("sql", {"query": "select name, price from item order by rowid"}).text
         assert table == "name | price\npen | 1.5\nink\\nred | NULL\n(first 2 rows; there are more)"
-        wrong = box.call("sql", {"query": "select cost from item"})
-        assert (wrong.text, wrong.error) == ("Error: no such column: cost", "tool_error")
+        failed = box.call("sql", {"query": "select cost from item"})
+        assert (failed.text, failed.error) == ("Error: no such column: cost", "tool_error")
     finally:
         box.close()
 

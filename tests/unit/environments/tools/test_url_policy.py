@@ -15,15 +15,15 @@ from skyrl_train.environments.tools.url_policy import Target, UrlNotAllowed, Url
 from skyrl_train.errors import ConfigError
 from tests.support.web_server import Request, Response, WebServer, web_server
 
-GUARD = UrlPolicy(["wiki.test", "docs.test:8443"])
+POLICY = UrlPolicy(["wiki.test", "docs.test:8443"])
 
 
-def get(url: str, guard: UrlPolicy, max_bytes: int = 2**20, deadline_s: float = 20.0) -> Page:
-    return asyncio.run(fetch(url, guard, max_bytes, deadline_s))
+def get(url: str, policy: UrlPolicy, max_bytes: int = 2**20, deadline_s: float = 20.0) -> Page:
+    return asyncio.run(fetch(url, policy, max_bytes, deadline_s))
 
 
-def leads_to(*addresses: str) -> UrlPolicy:
-    """A guard whose names all have these addresses."""
+def policy_resolving_to(*addresses: str) -> UrlPolicy:
+    """Return a policy that resolves every name to these addresses."""
 
     async def lookup(host: str, port: int) -> Sequence[str]:
         return addresses
@@ -40,8 +40,8 @@ def leads_to(*addresses: str) -> UrlPolicy:
         ("https://docs.test:8443/", Target("https", "docs.test", 8443)),
     ],
 )
-def test_a_listed_domain_and_its_subdomains_may_be_visited(url: str, target: Target):
-    assert GUARD.check_url(url) == target
+def test_listed_domains_and_subdomains_are_allowed(url: str, target: Target):
+    assert POLICY.check_url(url) == target
 
 
 @pytest.mark.fault("F26")
@@ -92,15 +92,15 @@ def test_a_listed_domain_and_its_subdomains_may_be_visited(url: str, target: Tar
         "",
     ],
 )
-def test_any_other_way_to_write_an_address_is_refused(url: str):
+def test_other_urls_are_rejected(url: str):
     with pytest.raises(UrlNotAllowed):
-        GUARD.check_url(url)
+        POLICY.check_url(url)
     with pytest.raises(UrlNotAllowed):
-        get(url, GUARD)
+        get(url, POLICY)
 
 
 @pytest.mark.fault("F26")
-def test_numeric_hosts_are_refused_also_where_every_name_is_allowed():
+def test_numeric_hosts_are_rejected_with_wildcard():
     for host in ("127.1", "0x7f.1", "2130706433", "8.8.8.8", "[::1]", "a.1"):
         with pytest.raises(UrlNotAllowed, match="numeric"):
             UrlPolicy(["*"]).check_url(f"http://{host}/")
@@ -150,24 +150,24 @@ def test_numeric_hosts_are_refused_also_where_every_name_is_allowed():
         "2001:db8::1",
     ],
 )
-def test_a_name_that_leads_to_a_private_address_is_refused(address: str):
+def test_private_addresses_are_rejected(address: str):
     assert not is_public(address)
     for found in ((address,), ("93.184.215.14", address)):
         with pytest.raises(UrlNotAllowed, match="not a public address"):
-            get("http://wiki.test/", leads_to(*found))
+            get("http://wiki.test/", policy_resolving_to(*found))
 
 
 def test_public_addresses_are_public():
     for address in ("93.184.215.14", "8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8"):
         assert is_public(address)
     target = Target("http", "wiki.test", 80)
-    assert asyncio.run(leads_to("8.8.8.8", "8.8.8.8", "8.8.4.4").resolve(target)) == ["8.8.8.8", "8.8.4.4"]
+    assert asyncio.run(policy_resolving_to("8.8.8.8", "8.8.8.8", "8.8.4.4").resolve(target)) == ["8.8.8.8", "8.8.4.4"]
     with pytest.raises(UrlNotAllowed, match="has no address"):
-        asyncio.run(leads_to().resolve(target))
+        asyncio.run(policy_resolving_to().resolve(target))
 
 
 @pytest.mark.parametrize("domain", ["http://wiki.test", "127.0.0.1", "wiki.test/", "[::1]", "*.wiki.test", "", "a..b"])
-def test_a_domain_that_is_none_is_refused_at_the_start(domain: str):
+def test_invalid_domain_is_a_config_error(domain: str):
     with pytest.raises(ConfigError, match="domains: "):
         UrlPolicy([domain])
     with pytest.raises(ConfigError, match="allow_private: "):
@@ -175,7 +175,7 @@ def test_a_domain_that_is_none_is_refused_at_the_start(domain: str):
 
 
 @pytest.mark.fault("F26")
-def test_a_redirect_to_a_private_address_is_refused_at_the_hop():
+def test_redirect_to_private_address_is_rejected():
     with web_server(lambda request: Response(b"secret")) as secret:
         hops = {
             "/there": f"{secret.url}/",
@@ -190,15 +190,15 @@ def test_a_redirect_to_a_private_address_is_refused_at_the_hop():
             return Response(status=302, headers={"Location": hops[request.path]})
 
         with web_server(answer) as open_server:
-            guard = UrlPolicy(["wiki.test"], [open_server.at])
+            policy = UrlPolicy(["wiki.test"], [open_server.at])
             for path in hops:
                 with pytest.raises(UrlNotAllowed):
-                    get(open_server.url + path, guard)
+                    get(open_server.url + path, policy)
             assert len(open_server.requests) == 5 + 1 + 6
         assert secret.requests == []
 
 
-def test_a_redirect_within_the_list_is_followed():
+def test_allowed_redirect_is_followed():
     answers = {"/a": Response(status=301, headers={"Location": "b?x=1"}), "/b?x=1": Response(b"here")}
     with web_server(lambda request: answers[request.path]) as server:
         page = get(f"{server.url}/a", UrlPolicy([], [server.at]))
@@ -206,16 +206,16 @@ def test_a_redirect_within_the_list_is_followed():
 
 
 @pytest.mark.fault("F26")
-def test_a_name_that_changes_its_address_is_looked_up_once_for_a_connection_and_connects_to_what_was_checked():
+def test_dns_rebinding_connects_to_checked_address():
     looked_up: list[str] = []
     with web_server(lambda request: Response(b"pinned")) as server:
 
         async def rebinding(host: str, port: int) -> Sequence[str]:
             looked_up.append(host)
-            return ["127.0.0.1"] if len(looked_up) == 1 else ["127.0.0.2"]  # nobody listens there
+            return ["127.0.0.1"] if len(looked_up) == 1 else ["127.0.0.2"]  # no server listens there
 
-        guard = UrlPolicy([], [f"own.test:{server.port}"], lookup=rebinding)
-        assert get(f"http://own.test:{server.port}/", guard).body == b"pinned"
+        policy = UrlPolicy([], [f"own.test:{server.port}"], lookup=rebinding)
+        assert get(f"http://own.test:{server.port}/", policy).body == b"pinned"
         assert looked_up == ["own.test"]
         assert server.requests[0].headers["Host"] == f"own.test:{server.port}"
 
@@ -230,50 +230,50 @@ def test_a_name_that_changes_its_address_is_looked_up_once_for_a_connection_and_
 
 @pytest.mark.fault("F26")
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "identity", "br", "gzip, gzip"])
-def test_an_answer_is_cut_off_by_its_size_after_decompression(coding: str):
+def test_decompressed_size_is_limited(coding: str):
     bomb = {"gzip": gzip.compress(bytes(2**26)), "deflate": zlib.compress(bytes(2**26))}.get(coding, bytes(2**21))
     with web_server(lambda request: Response(bomb, headers={"Content-Encoding": coding})) as server:
         with pytest.raises(UrlNotAllowed, match=r"more than 1048576 bytes|encoding"):
             get(server.url, UrlPolicy([], [server.at]), max_bytes=2**20)
 
 
-def test_a_compressed_answer_within_the_size_is_read():
+def test_compressed_response_is_read():
     content = b"x" * 10**6
     with web_server(lambda request: Response(gzip.compress(content), headers={"Content-Encoding": "gzip"})) as server:
         assert get(server.url, UrlPolicy([], [server.at])).body == content
 
 
-def test_a_server_that_never_answers_ends_at_the_deadline():
-    over = threading.Event()
+def test_unresponsive_server_ends_at_deadline():
+    released = threading.Event()
 
     def answer(request: Request) -> Response:
-        over.wait(60)
+        released.wait(60)
         return Response()
 
     with web_server(answer) as server:
         with pytest.raises(ToolError, match=r"did not answer within 0\.3 s"):
             get(server.url, UrlPolicy([], [server.at]), deadline_s=0.3)
-        over.set()
+        released.set()
 
 
-def test_proxies_and_cookies_of_the_machine_play_no_part(monkeypatch: pytest.MonkeyPatch):
+def test_environment_proxies_and_cookies_are_ignored(monkeypatch: pytest.MonkeyPatch):
     with web_server(lambda request: Response(b"direct", headers={"Set-Cookie": "a=1"})) as server:
         monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
         assert get(server.url, UrlPolicy([], [server.at])).body == b"direct"
 
 
-def page_of(server: WebServer) -> ToolBox:
+def fetch_tool_box(server: WebServer) -> ToolBox:
     return ToolBox([FetchTool(domains=[], allow_private=[server.at])])
 
 
-def test_the_fetch_tool_reads_a_page_as_a_person_would():
+def test_fetch_tool_returns_visible_text():
     html = (
         b"<html><head><title>no</title></head><body><h1>Big &amp; bold</h1><script>evil()</script>"
         b"<p>One <a href='/two'>two</a>\n  three</p></body></html>"
     )
     with web_server(lambda request: Response(html, 404 if request.path == "/none" else 200)) as server:
-        box = page_of(server)
+        box = fetch_tool_box(server)
         assert box.call("fetch", {"url": server.url}).text == "Big & bold\nOne two (/two)\nthree"
         refused = box.call("fetch", {"url": "http://169.254.169.254/latest"})
         assert (refused.error, "numeric address" in refused.text) == ("tool_error", True)
@@ -286,7 +286,7 @@ def html(text: str, content_type: str = "text/html; charset=utf-8") -> str:
     return Page("http://wiki.test/", 200, content_type, text.encode()).text()
 
 
-def test_a_page_is_read_without_what_nobody_sees():
+def test_invisible_elements_are_skipped():
     page = "<!DOCTYPE html><!-- a > b --><HEAD><title>no<body>1 < 2 &lt; 3<SCRIPT>if (a < b) {}</script><br/>"
     assert html(f"{page}<A class=x HREF='/a?b&amp;c'>go</A> <b>on</b><svg><p>no</p></svg>.<style>p") == (
         "1 < 2 < 3\ngo (/a?b&c) on."
@@ -300,7 +300,7 @@ def test_a_page_is_read_without_what_nobody_sees():
 @pytest.mark.parametrize(
     "unit", ["<!--", "<a ", "</", "<", "<a href='", "< ", "<svg></p>", "<a>", "</a>", "&", "<?", " \n"]
 )
-def test_a_megabyte_of_a_hostile_page_is_read_in_linear_time(unit: str):
+def test_hostile_page_is_parsed_in_linear_time(unit: str):
     start = time.process_time()
     html(unit * (2**20 // len(unit)) + ">")
     assert time.process_time() - start < 20.0
