@@ -31,7 +31,6 @@ NOT_YET: tuple[str, ...] = (
     "skyrl_train/tensordict",
     "tests/integration/environments",
     "tests/unit/environments",
-    "tests/unit/report",
     "tests/unit/skyrl",
     "tests/unit/tensordict",
 )

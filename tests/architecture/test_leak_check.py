@@ -36,5 +36,5 @@ def test_leak_check_reports_each_leak(tmp_path: Path):
         file.unlink()
     assert "5 passed, 3 errors" in result.stdout, result.stdout
     assert "ERROR " + "test_tidy" not in result.stdout
-    for what in ("sleep 60", "ports left listening", "left in /dev/shm"):
+    for what in ("sleep 60", "left listening ports", "left files in /dev/shm"):
         assert what in result.stdout
