@@ -20,21 +20,13 @@ PROSE_FILES = {".md", ".ts", ".tsx", ".sh", ".yaml", ".toml"}
 TEXT_TOKENS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-NOT_YET: tuple[str, ...] = (
+NOT_CHECKED = (
     "CHANGELOG.md",
     "docs",
-    "examples",
-    "scripts",
-    "skyrl_train/environments",
-    "skyrl_train/inference_engines",
-    "skyrl_train/skyrl",
-    "skyrl_train/tensordict",
-    "tests/integration/environments",
-    "tests/unit/environments",
-    "tests/unit/skyrl",
-    "tests/unit/tensordict",
+    "skyrl_train/environments/tasks/mini_swe.py",
+    "examples/mini_swe_agent/swebench.yaml",
 )
-"""Files and folders that are not rewritten yet."""
+"""Pages that are not rewritten yet, and prompts, whose words are data: a change moves the tokens of a run."""
 
 
 def test_no_private_words():
@@ -79,7 +71,7 @@ def name(path: Path) -> str:
 @cache
 def checked_files() -> tuple[Path, ...]:
     """Return the tracked files that contain prose and are already rewritten."""
-    exempt = [REPOSITORY / entry for entry in NOT_YET]
+    exempt = [REPOSITORY / entry for entry in NOT_CHECKED]
     return tuple(
         path
         for path in tracked()
