@@ -81,7 +81,7 @@ class McpServer:
             raise ConfigError(f"{key}: set exactly one of command (a program) and url (a streamable HTTP server).")
         if not isinstance(entry.get("tools"), Sequence) or isinstance(entry["tools"], str) or not entry["tools"]:
             raise ConfigError(
-                f"{key}.tools={entry.get('tools')!r} is not a list; list the names of the tools that may be called."
+                f"{key}.tools={entry.get('tools')!r} is not a list of names; list the tools that may be called."
             )
         url, command = entry.get("url"), entry.get("command")
         if url is not None and not str(url).startswith(("http://", "https://")):

@@ -71,7 +71,7 @@ class SearchTool(Tool):
             log.info("search: %r", query)
         texts = await self._search(query)
         passages = [f"Doc {number}: {text.strip()}" for number, text in enumerate(texts, 1)]
-        return "\n".join(passages) or "No search results texts."
+        return "\n".join(passages) or "No search results found."
 
     async def _search(self, query: str) -> list[str]:
         if self.corpus is None:
