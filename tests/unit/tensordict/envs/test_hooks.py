@@ -80,7 +80,7 @@ def test_keys_are_transformed_one_by_one_and_missing_ones_are_errors():
     assert changed["next", "shifted"][0, :, 0].tolist() == [4, 3]
     assert changed["action"].flatten().tolist() == [1] * 4  # what the policy did is what is stored
     assert played(Applies(["reward"]))["next", "reward"].flatten().tolist() == [6] * 4
-    with pytest.raises(KeyError, match="no 'missing'"):
+    with pytest.raises(KeyError, match="'missing' is missing"):
         played(Applies(["missing"]))
 
 

@@ -226,7 +226,7 @@ def test_a_reward_of_every_token_keeps_its_place_and_others_must_be_one_number()
     [
         (lambda env, row: row.set("log_probs", LogProbs(batch_size=[])), KeyError, "no log-probs under"),
         (lambda env, row: row["tokens"].set("prompt", None), KeyError, "all_assistant_mask"),
-        (lambda env, row: env.transforms.pop(0), KeyError, "no 'reward'"),
+        (lambda env, row: env.transforms.pop(0), KeyError, "'reward' is missing"),
     ],
 )
 def test_missing_inputs_of_a_penalty_are_reported(change: Callable[..., Any], error: type[Exception], words: str):

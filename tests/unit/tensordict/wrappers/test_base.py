@@ -365,7 +365,7 @@ def test_keywords_of_a_call_replace_the_wrappers_by_any_name(wrap: Any):
 @pytest.mark.defect("D04")
 @pytest.mark.parametrize("name", ["top_p", "min_tokens", "ignore_eos", "stop", "seed"])
 def test_what_an_engine_cannot_honour_is_refused_by_name(name: str):
-    engine = ScriptedEngine(capabilities=Capabilities(name="poor", sampling=frozenset(), seeds=False))
+    engine = ScriptedEngine(name="poor", capabilities=Capabilities(name="poor", sampling=frozenset(), seeds=False))
     kwargs = {name: {**EVERY_PARAMETER, "seed": 3}[name]}
     wrapper = LLMWrapperBase(engine, tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs)
     with pytest.raises(UnsupportedParameter, match=rf"'poor' .*{name}="):

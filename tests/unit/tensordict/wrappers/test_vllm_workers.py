@@ -125,7 +125,7 @@ def test_an_actor_has_the_accelerators_that_ray_gave_it(
     asked = []
 
     class OneAccelerator:
-        connected, gpus = True, 1.0
+        is_connected, num_gpus = True, 1.0
 
         def connect(self) -> None: ...
 
