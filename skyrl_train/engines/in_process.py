@@ -256,7 +256,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def _transfer(self, step: partial[None]) -> None:
-        """Call `step`, a method of WeightReceiver, with that of every rank; tell the life cycle if one is torn."""
+        """Run one step of a weight sync on every rank, and invalidate the weights if a rank is partially loaded."""
 
     @abstractmethod
     def _serve(self, version: int) -> None:

@@ -56,7 +56,7 @@ class EnvironmentHost(WorkerPool):
         self._episodes: dict[int, Episode] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._answers: list[Answer] = []
-        """Those that the driver has not confirmed."""
+        """Warnings that the driver has not confirmed."""
         self._confirmed = 0
         self._has_answers = asyncio.Event()
 
@@ -124,7 +124,7 @@ class _Host:
         self._outbox: list[HostCall] = []
         self._sending: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[Reply]] = {}
-        """Of the calls that are under way, by number."""
+        """Pending calls, by number."""
         self._num_received = 0
 
     async def call(self, episode: Episode, history: Sequence[bytes], op: str, frame: bytes) -> Reply:

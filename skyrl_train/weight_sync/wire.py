@@ -23,7 +23,7 @@ class TensorSpec:
     dtype: str
     """torch's name of the wire dtype, e.g. "float32"."""
     fingerprint: int = 0
-    """Of the tensor in that dtype; see buckets.fingerprint."""
+    """Fingerprint of the tensor in that dtype; see buckets.fingerprint."""
 
     def __reduce__(self) -> tuple[type[TensorSpec], tuple[Any, ...]]:
         return TensorSpec, (self.name, self.shape, self.dtype, self.fingerprint)  # compact: thousands are sent

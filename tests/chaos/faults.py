@@ -70,7 +70,7 @@ class Fault:
     can_mask: bool = False
     """Whether it costs an episode where it strikes within a call of an environment, which few do."""
     needs_proxy: bool = False
-    """Whether it strikes only runs whose engine is reached through a proxy."""
+    """True if the fault strikes only runs whose engine is reached through a proxy."""
     needs_start: bool = False
     """Whether it strikes only once a step was taken since the start: nothing starts without a disk."""
     settles_s: float = 0.0

@@ -88,7 +88,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypat
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         def connections() -> int:
-            """Those that the endpoint has."""
+            """Return the number of connections that the endpoint holds."""
             found = psutil.Process().net_connections("inet")
             return sum(one.laddr[1:] == (port,) and one.status == psutil.CONN_ESTABLISHED for one in found)
 
