@@ -213,7 +213,10 @@ class TrainBatch:
         return TrainBatch(offsets=offsets, **self._select_fields(rows, copy))
 
     def to_arrays(self, rows: Sequence[int], without: Collection[str]) -> dict[str, NDArray[Any]]:
-        """Return copies of the fields of some sequences as arrays, by field name, to send them to another process.
+        """Return copies of the fields of some sequences as arrays by field name, to send them to another process.
+
+        Token-level fields are concatenated, without padding. The receiver needs the same sequences' boundaries from its
+        own batch; see `with_arrays`.
 
         Args:
             rows: Indices of the sequences, in the order of the result.

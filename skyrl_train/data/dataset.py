@@ -204,12 +204,16 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
 
 
 def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
-    """Return an iterator over (where, row) of a dataset on the hub, as in `read_rows`.
+    """Return an iterator over the rows of a dataset on the Hugging Face hub, which downloads it when the first row is
+    read.
 
     Args:
         name: Name of the dataset.
         split: Name of a split, or a part of one such as train[:1000].
-        config: Configuration of the dataset, if it has several.
+        config: Configuration of the dataset; None if it has only one.
+
+    Returns:
+        Iterator over pairs (where, row): the location of the row for messages, such as "NAME, row 7", and its columns.
 
     Raises:
         DataError: The name does not have the form of a name on the hub. The iterator raises it if the dataset cannot be

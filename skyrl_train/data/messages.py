@@ -155,7 +155,7 @@ def join_text_parts(content: Any) -> Any:
 def _normalize_tool_calls(calls: Any) -> list[dict[str, Any]]:
     """Return tool calls with arguments as mappings. Raises ValueError if a call is malformed."""
     if not isinstance(calls, list):
-        raise ValueError(f"tool_calls is {calls!r:.80}, not a list.")
+        raise ValueError(f"tool_calls is {calls!r:.80}, not a list of calls with the name of a function.")
     normal = []
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None

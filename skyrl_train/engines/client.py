@@ -169,9 +169,13 @@ class EngineClient:
             self._in_background(with_timeout(HEALTH_TIMEOUT_S, engine.close()))
 
     def replace(self, name: str, engine: InferenceEngine) -> None:
-        """Replace the dead engine `name` by a new engine, which must already have the current weights.
+        """Replace a dead engine by a new one, which gets requests from now on.
 
-        The new engine keeps the sessions and groups of the old one and gets requests from now on.
+        The new engine takes over the sessions and groups that are routed to the old one, but not its caches.
+
+        Args:
+            name: Name of the dead engine. The client must have an engine of this name.
+            engine: The new engine. The caller must have loaded the current weights into it.
         """
         old = self._find_record(name)
         self._count_removed(old)
@@ -594,7 +598,14 @@ class EngineClient:
         await self._call_all("reset_prefix_cache")
 
     async def health(self) -> list[EngineHealth]:
-        """Return the health of all live engines, in order. Engines that do not respond in time are marked dead."""
+        """Return the health of all live engines, in the order in which they were added.
+
+        Engines that do not respond within HEALTH_TIMEOUT_S seconds are marked dead and left out of the result.
+
+        Raises:
+            EngineError: No live engine is left, and dead engines are not restarted. DeadlineExceeded instead if the
+                first one did not respond in time.
+        """
         return await self._call_all("health", deadline_s=HEALTH_TIMEOUT_S)
 
     async def cancel_restart(self) -> None:

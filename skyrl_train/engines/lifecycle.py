@@ -169,7 +169,7 @@ class Lifecycle:
         return self._asleep if tags is None else self._asleep.intersection(tags)
 
     def wake_up(self, tags: frozenset[str]) -> None:
-        """Record that the memory of `tags` is allocated again."""
+        """Record that the memory of `tags` ("weights", "kv_cache") is allocated again. This allocates nothing."""
         self._asleep -= tags
 
     def check_can_load(self, manifest: Manifest) -> None:
@@ -177,7 +177,8 @@ class Lifecycle:
 
         Raises:
             EngineError: The memory of the weights is freed.
-            WeightSyncError: The sync sends only changed tensors, but the engine has no complete model to change.
+            WeightSyncError: The sync sends only changed tensors, but the engine has no complete model to change,
+                because its weights were discarded or an earlier sync failed.
         """
         if MemoryTag.WEIGHTS in self._asleep:
             raise EngineError(f'Engine {self.name!r} sleeps without its weights; call wake_up(["weights"]) first.')

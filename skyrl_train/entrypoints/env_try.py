@@ -116,7 +116,9 @@ def _episode_inputs(arguments: argparse.Namespace) -> list[EpisodeInput]:
     try:
         lines = arguments.completions.read_bytes().split(b"\n")
     except OSError as error:
-        raise DataError(f"--completions {arguments.completions}: {error.strerror}.") from error
+        raise DataError(
+            f"--completions {arguments.completions}: {error.strerror}. Give a JSON Lines file of one episode per line."
+        ) from error
     found = [
         _episode_input(f"{arguments.completions}, line {number}", line, arguments.row)
         for number, line in enumerate(lines, 1)

@@ -159,11 +159,12 @@ class Experiment:
         return build_generator(self.config, self.tokenizer, client, environments, evaluation=evaluation)
 
     def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
-        """Return the training loop over the started resources.
+        """Build the trainer of a run from the started engines, environments and learner. It does not start training.
 
         Args:
             running: The started engines, environments and learner.
-            schedule: The schedule of steps; None for the configured one.
+            schedule: The number of prompts, epochs and steps, and the division of epochs into steps; None for what the
+                configuration and the dataset give.
         """
         from skyrl_train.experiment.trainer import build_trainer
 

@@ -58,7 +58,14 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 def require_installed(backend: str) -> None:
-    """Raise ConfigError with the install command if a backend is not installed in this environment."""
+    """Check that the package of an engine backend is installed. Backends without an own package pass.
+
+    Args:
+        backend: Value of generator.backend, such as "vllm".
+
+    Raises:
+        ConfigError: The package is not installed. The message has the command that installs it.
+    """
     if backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
         raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL_COMMANDS[backend]}.")
 

@@ -54,7 +54,7 @@ class UpdatePlan:
     num_loss_tokens: int
     share_prompts: bool
     logprob_indices: list[list[int]] | None
-    """See `MiniBatch`."""
+    """The fields of the rank's `MiniBatch` of these names."""
 
     def build_arguments(self, shard: TrainBatch, computed: dict[str, NDArray[Any]]) -> tuple[MiniBatch]:
         """Return the mini-batch of the rank.

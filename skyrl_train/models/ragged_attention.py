@@ -52,7 +52,10 @@ class Segments:
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """[S]: the number of tokens that the last token of each segment attends to, itself included."""
+        """Number of tokens that the last token of each segment attends to, including itself [S].
+
+        This is the segment's length, plus the length of the shared tokens in front of it if it has any.
+        """
         return self.lengths if self.key_lengths is None else self.key_lengths
 
     def group_equal_lengths(self) -> list[tuple[int, int, int]]:

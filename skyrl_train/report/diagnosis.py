@@ -264,7 +264,11 @@ def _time_weighted_mean(name: str, rows: Rows) -> float:
 
 
 def entropy_collapse(history: History) -> str | None:
-    """Return evidence if the entropy of the last three steps is below 0.02 nats and a tenth of the first steps'."""
+    """Return a text with the numbers if the policy's entropy has collapsed, otherwise None.
+
+    It has if the mean policy/entropy of the last three steps is below 0.02 nats and below a tenth of the mean of the
+    first five. Without these values, or before step 10, the result is None.
+    """
     recent = values(history.steps, "policy/entropy", 3)
     first = [row["policy/entropy"] for row in history.first_steps if math.isfinite(row.get("policy/entropy", math.nan))]
     if recent is None or len(history.steps) < 10 or not first:

@@ -164,7 +164,10 @@ class FSDP2Strategy(Strategy):
         loss.backward()
 
     def free_transient_memory(self) -> None:
-        """See `Strategy`. Without resharding after forward, a pass without gradient leaves all layers gathered."""
+        """Free gathered layers and other memory that is only needed within a pass.
+
+        Without resharding after forward, a pass without gradient leaves all layers gathered.
+        """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

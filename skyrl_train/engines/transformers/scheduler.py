@@ -49,7 +49,10 @@ class GenerateCall:
             self.future.set_result([row.completion for row in self.requests if row.completion is not None])
 
     def fail(self, error: Exception) -> None:
-        """Set `error` as the future's exception, unless the future is done."""
+        """Raise `error` to the caller that waits for this call.
+
+        Does nothing if the call has finished or was cancelled.
+        """
         if not self.future.done():
             self.future.set_exception(error)
 

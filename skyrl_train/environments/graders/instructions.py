@@ -104,7 +104,10 @@ def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation
 
 
 def response_language(text: str, *, language: str) -> bool:
-    """True if the entire response is most likely in the language, an ISO 639-1 code."""
+    """True if `language`, an ISO 639-1 code, is the most likely language of the response as a whole.
+
+    False for a text without letters. Raises ConfigError if py3langid is not installed.
+    """
     return detect_language(text) == language
 
 

@@ -30,7 +30,10 @@ class LCBEnv(TextEnv):
     def parse_row(cls, extras: Mapping[str, Any]) -> list[CodeTest]:
         reward_spec = extras.get("reward_spec")
         if not isinstance(reward_spec, Mapping):
-            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<tests as JSON>"}')
+            raise ValueError(
+                'the row needs reward_spec={"method": "rule", "ground_truth": TESTS}, where TESTS is JSON such as '
+                '[{"input": "1 2", "output": "3", "testtype": "stdin"}]'
+            )
         return parse_tests(reward_spec.get("ground_truth"))
 
     @classmethod

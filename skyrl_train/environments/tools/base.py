@@ -75,7 +75,10 @@ class Tool(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027 (most tools hold nothing)
-        """Release the tool's resources. The ToolBox calls this once, when the episode ends, if the tool was called."""
+        """Release the tool's resources. The default does nothing.
+
+        The ToolBox calls this once, when the episode ends, if the tool was called.
+        """
 
     def schema(self) -> dict[str, Any]:
         """Return the tool's name, description and parameters in the format of OpenAI's API and of chat templates."""

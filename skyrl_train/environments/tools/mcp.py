@@ -105,7 +105,11 @@ ToolListing = dict[str, dict[str, Any]]
 
 
 def fingerprint(listing: ToolListing) -> str:
-    """Return the SHA-256 of the names, descriptions and schemas of a server's tools, independent of their order."""
+    """Return the SHA-256 (hex) of the names, descriptions and schemas of an MCP server's tools.
+
+    The order of the tools does not matter. A run compares the result with `servers.NAME.sha256`, to notice that a
+    server has changed its tools.
+    """
     return hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()
 
 

@@ -80,7 +80,11 @@ class Delivery(ABC):
         self._stopping.set()
 
     def set_postproc(self, postproc: Postproc) -> None:
-        """Set the function applied to every batch before delivery. Raises RuntimeError if there already is one."""
+        """Set the function that is applied to every batch before the collector delivers it.
+
+        Raises:
+            RuntimeError: The collector already has such a function.
+        """
         if self.postproc is not None:
             raise RuntimeError("the collector already has a postproc; make another collector.")
         self.postproc = postproc

@@ -248,10 +248,14 @@ class TensorDictEnv(ABC):
         """
         if "episode" not in keys_of(tensordict):
             raise RuntimeError(
-                "step needs a tensordict from reset with the policy's keys added, but it has no 'episode'"
+                "step needs a tensordict from reset with the policy's keys added, but it has no 'episode'. Call reset "
+                "first."
             )
         if tensordict.batch_dims != 1:
-            raise ValueError(f"step needs one batch dimension, got batch_size={tuple(tensordict.batch_size)}")
+            raise ValueError(
+                f"step needs a tensordict with one batch dimension, got batch_size={tuple(tensordict.batch_size)}. "
+                "Pass the tensordict that reset returned, with the actions added."
+            )
         lazy = isinstance(tensordict, LazyStackedTensorDict)
         root: TensorDictBase = tensordict if lazy else lazy_stack(list(tensordict.unbind(0)))
         received = root
@@ -288,17 +292,19 @@ class TensorDictEnv(ABC):
         break_when_any_done: bool = True,
         tensordict: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Run up to `max_steps` steps, [B, T]. `policy` adds the action; None: the observation already has it.
+        """Run up to `max_steps` steps, and return them as a tensordict [B, T].
 
         Args:
             max_steps: Maximum number of steps T.
-            policy: Function that adds the action to an observation.
+            policy: Function that adds the action to an observation. None calls no function; the observation of each
+                step must then already contain the action, for example from a transform.
             auto_reset: Begin with `reset(tensordict)`; otherwise, `tensordict` is the first observation.
-            break_when_any_done: Stop when the first row is done; otherwise, such rows begin a new episode.
+            break_when_any_done: Stop after the first step in which any of the B rows is done; otherwise, a row that is
+                done begins a new episode.
             tensordict: Input of the reset, or the first observation.
 
         Raises:
-            RuntimeError: If `auto_reset` is False and there is no `tensordict`.
+            RuntimeError: `auto_reset` is False and there is no `tensordict`, or it did not come from `reset`.
         """
         if not auto_reset and tensordict is None:
             raise RuntimeError("auto_reset=False needs tensordict=, the first observation")

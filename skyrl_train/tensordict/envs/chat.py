@@ -89,7 +89,17 @@ class ChatEnv(TensorDictEnv):
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Any, **settings: Any) -> Self:
-        """Make an environment that also keeps ("tokens", "prompt"), like the argument of this name."""
+        """Make an environment that also keeps the token ids of prompts, under ("tokens", "prompt").
+
+        This equals `ChatEnv(tokenizer=tokenizer, with_tokenizer=True, ...)`.
+
+        Args:
+            tokenizer: Hugging Face tokenizer with a chat template.
+            **settings: Other arguments of the constructor.
+
+        Raises:
+            ValueError: `input_mode` is not "history", or another argument is invalid.
+        """
         return cls(tokenizer=tokenizer, with_tokenizer=True, **settings)
 
     @classmethod

@@ -316,10 +316,18 @@ class LLMWrapperBase(TensorDictModuleBase):
     # -- versions, batching ----------------------------------------------------------------------------------------
 
     def get_new_version(self, **changes: Any) -> LLMWrapperBase:
-        """Return a wrapper over the same engine with some settings changed; all others keep their values.
+        """Return a wrapper over the same engine with some settings changed. This wrapper does not change.
 
-        Changing `generate` or `input_mode` also changes the input key, unless `input_key` is given. Raises
-        TypeError for an unknown setting.
+        All other settings keep their values, with two exceptions: changing `generate` or `input_mode` resets
+        `input_key`, and `generate=False` resets `return_log_probs`, to the default for the new mode, unless they are
+        also given.
+
+        Args:
+            **changes: Settings of the constructor.
+
+        Raises:
+            TypeError: A setting is unknown.
+            ConfigError: A value is invalid, or the values do not fit together.
         """
         known = set(self._given)
         if unknown := set(changes) - known:
@@ -335,7 +343,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self._engine
 
     def cleanup_batching(self, flush: bool = False) -> None:
-        """Cancel the calls that wait for a batch or, with `flush`, answer them now; does nothing without batching."""
+        """Empty the queue of calls that wait for a batch, which accepts new calls afterwards.
+
+        Does nothing without batching.
+
+        Args:
+            flush: True runs the waiting calls now without waiting for more items, and blocks until they are answered,
+                for at most 60 seconds. False cancels them: their callers get `concurrent.futures.CancelledError`.
+        """
         if self._dispatcher is not None:
             self._dispatcher.cleanup(flush)
 

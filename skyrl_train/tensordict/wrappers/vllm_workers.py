@@ -23,7 +23,7 @@ class vLLMWorker(EngineView):
     """An engine whose weights may arrive tensor by tensor: it loads them once the model's last tensor has arrived."""
 
     def __init__(self, engine: Any, model: str, **options: Any):
-        """See EngineView."""
+        """Create a worker over an engine; `options` are those of EngineView."""
         super().__init__(engine, model, **options)
         self._arrived: dict[str, Tensor] = {}
 
