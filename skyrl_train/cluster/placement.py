@@ -360,7 +360,8 @@ async def wait_for_rescheduling(pool: ResourcePool, indices: Sequence[int], with
     while not await _are_on_live_nodes(pool, indices):
         if time.monotonic() > deadline:
             raise InsufficientResources(
-                "a node of this run was lost, and the other nodes have no free resources for its actors."
+                "A node of this run was lost, and the other nodes have no free resources for its actors. Add a node, "
+                "or resume with fewer GPUs."
             )
         await asyncio.sleep(min(CHECK_INTERVAL_S, max(within_s, 0.1)))
 

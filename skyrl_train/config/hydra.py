@@ -223,7 +223,7 @@ def compose(overrides: Sequence[str], name: str | None = None, preset_folder: st
     except RecursionError as error:
         raise ConfigError(
             f"The configuration {name or BASE_PRESET} cannot be composed: presets include each other, or a YAML alias "
-            "refers to itself."
+            "refers to itself. Remove the cycle."
         ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         if isinstance(error, MissingConfigException) and preset_folder is not None:

@@ -475,7 +475,7 @@ def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) ->
         for sequence in item.sequences()
     ]
     if not rows:
-        raise ValueError("a batch needs at least one trajectory")
+        raise ValueError("A batch needs at least one trajectory.")
     offsets = np.concatenate(([0], np.cumsum([row.length for row in rows])))
     has_logprobs = all(len(item.logprobs) == len(item.response_ids) for _, item in trajectories)
     total = int(offsets[-1])
@@ -537,7 +537,8 @@ class _Row(NamedTuple):
         if len(item.logprobs) not in (0, len(item.response_ids)) or last_sampled > len(item.response_ids):
             raise ValueError(
                 f"prompt {item.prompt.uid}: token fields differ in length: {len(item.response_ids)} response_ids, "
-                f"{len(item.logprobs)} logprobs, loss_spans up to {last_sampled}."
+                f"{len(item.logprobs)} logprobs, loss_spans up to {last_sampled}. Return one log-prob for each "
+                "response token."
             )
         response, end = begin + len(self.prompt_ids), begin + self.length
         ids[begin:response], ids[response:end] = self.prompt_ids, item.response_ids[start:stop]

@@ -425,7 +425,10 @@ def render_generation_prompt(
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     before, after = chat.text(len(messages)), chat.text(len(messages), add_generation_prompt=True)
     if not after.startswith(before):
-        raise DataError("the chat template renders a conversation differently when an answer follows it.")
+        raise DataError(
+            "the chat template renders a conversation differently when an answer follows it. Use a template whose "
+            "rendering of a message does not depend on later ones."
+        )
     return chat.encode(after[len(before) :])
 
 
@@ -511,7 +514,10 @@ class _Chat:
         marked = self._render([{**self.messages[0], "content": ASSISTANT_PLACEHOLDER}], False)
         before, placeholder, _ = marked.partition(ASSISTANT_PLACEHOLDER)
         if not placeholder:
-            raise DataError("the chat template does not render the answer with which the conversation begins.")
+            raise DataError(
+                "the chat template does not render the answer with which the conversation begins. Begin the "
+                "conversation with a message of the user, or use another template."
+            )
         header = opened[len(closed) :]
         if opened.startswith(closed) and header and header in before:
             return before[: before.rindex(header) + len(header)]
@@ -571,7 +577,10 @@ class _Chat:
         """
         index, message = len(self.messages) - 1, self.messages[-1]
         if message["role"] != "assistant":
-            raise DataError(f"messages[{index}] is a message of role {message['role']!r}, not an answer.")
+            raise DataError(
+                f"messages[{index}] is a message of role {message['role']!r}, not an answer. Only answers of the "
+                "assistant can be trained on."
+            )
         before, after = self.before_answer(index), self.text(index + 1)
         has_reasoning = CLOSE_MARKER_PATTERN.search(message["content"])
         if after.startswith(before) and (
@@ -591,7 +600,10 @@ class _Chat:
         if has_calls_only:
             placeholder, end = placeholder if after.startswith(header) else "", after[len(header) :]
         if not placeholder:
-            raise DataError(f"messages[{index}].content: the chat template does not write this answer.")
+            raise DataError(
+                f"messages[{index}].content: the chat template does not write this answer. Put its text into content, "
+                "or use another template."
+            )
         return before, self._after_header(before, message["content"]) + end
 
     def _after_header(self, header: str, content: str) -> str:

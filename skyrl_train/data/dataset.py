@@ -95,7 +95,7 @@ def load_prompts(
             if first_prompt_timeout_s is not None and (prompts or time.monotonic() - begun > first_prompt_timeout_s):
                 return PromptDataset(tuple(prompts), number - len(prompts))
         if number == before:
-            raise DataError(f"{source}: has no rows.")
+            raise DataError(f"{source}: has no rows. Give a file with at least one row.")
     if not prompts:
         raise DataError(
             f"{', '.join(sources) or 'no data files'}: none of {number} prompts has at most {max_prompt_length} tokens"
@@ -193,7 +193,7 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
     if is_dataset_file(source):
         path = Path(source).expanduser()
         if not path.is_file():
-            raise DataError(f"{source}: no such file.")
+            raise DataError(f"{source}: no such file. Correct the path.")
         read = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": _read_json_lines}[path.suffix.lower()]
         return read(path)
     name, split = parse_split(source)
@@ -221,7 +221,8 @@ def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterat
     """
     if not may_be_hub_name(name):
         raise DataError(
-            f"{name}: not a {', '.join(DATASET_SUFFIXES)} file, not a folder, not a dataset's name on the hub."
+            f"{name}: there is no such folder, and this is neither a {', '.join(DATASET_SUFFIXES)} file nor the name "
+            "of a dataset on the hub. Correct the path or name."
         )
     return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 
@@ -320,7 +321,7 @@ def _parse_json(where: str, data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start} is not UTF-8 ({error.reason}); convert the file.") from error
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
-        raise DataError(f"{where}: not JSON: {error}.") from error
+        raise DataError(f"{where}: not JSON: {error}. Correct the line.") from error
 
 
 def _check_row(where: str, row: Any) -> DatasetRow:

@@ -62,7 +62,9 @@ def parse_messages(where: str, column: str, value: Any) -> list[Message]:
     """
     check_json(where, column, value)
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {column} is {value!r:.80}, not a list of messages with role and content.")
+        raise DataError(
+            f"{where}: {column} is {value!r:.80}, not a list of messages with role and content. Correct the row."
+        )
     return [_parse_message(where, f"{column}[{index}]", message) for index, message in enumerate(value)]
 
 
@@ -87,7 +89,10 @@ def _parse_message(where: str, field: str, message: Any) -> Message:
     if not isinstance(present.get("role"), str) or not isinstance(present.get("content", ""), str | list):
         raise DataError(f'{where}: {message!r:.80} is not a message {{"role": "user", "content": "..."}}.')
     if "content" not in present and not present.get("tool_calls"):
-        raise DataError(f"{where}: {field}: the content of a {present['role']} message is null.")
+        raise DataError(
+            f"{where}: {field}: the content of a {present['role']} message is null. Write a text, or leave the message "
+            "out."
+        )
     try:
         return _normalize(present)
     except ValueError as error:

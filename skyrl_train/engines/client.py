@@ -425,7 +425,7 @@ class EngineClient:
         """
         alive = [record for record in self._all if record.accepts_requests]
         if not alive:
-            raise EngineError(f"There is no inference engine left. {self._describe_deaths()}")
+            raise EngineError(f"No inference engine is left. {self._describe_deaths()}")
         candidates = [record for record in alive if record not in avoid] or alive
         sticky = next((self._sticky[key] for key in keys if self._sticky.get(key) in candidates), None)
         return min(candidates, key=lambda record: record.load) if sticky is None else sticky

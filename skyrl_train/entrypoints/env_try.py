@@ -133,7 +133,7 @@ def _episode_input(where: str, line: bytes, row: int) -> EpisodeInput:
     try:
         value: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}.") from error
+        raise DataError(f"{where} is not JSON: {error}. Correct the line.") from error
     if isinstance(value, dict):
         value, row = value.get("completion"), value.get("row", row)
     texts = [value] if isinstance(value, str) else value

@@ -141,7 +141,9 @@ class TextEnv:
         Raises:
             NotImplementedError: The subclass does not define `step`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define step")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define step. Define step(action), which returns a TextEnvStepOutput."
+        )
 
     def close(self) -> None:
         """Release the episode's resources. Called once, even after a failure."""

@@ -228,5 +228,7 @@ def _sequences(
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not any(any(mask) for _, mask in sequences):
-        raise DataError(f"{where}: its messages hold no answer of the assistant to train on.")
+        raise DataError(
+            f"{where}: its messages hold no answer of the assistant to train on. Add an answer, or leave the row out."
+        )
     return sequences

@@ -336,7 +336,7 @@ class Mirror:
         if taker := self.lease.lost_to:
             raise StorageError(
                 f"{self.store.uri} was taken by {taker}. Nothing was uploaded since. The files of this run are in "
-                f"{self.local}."
+                f"{self.local}. End one of the two processes."
             )
         if not is_done:
             with self._condition:

@@ -184,7 +184,7 @@ class RemoteFolder:
                 self._files.put_file(str(local), target)
             arrived = int(self._files.info(path)["size"])
         if arrived < min(size, local.stat().st_size):  # A log may have grown or been truncated during the upload.
-            raise StorageError(f"{self.uri}/{name}: {arrived} bytes of {size} arrived.")
+            raise StorageError(f"{self.uri}/{name}: {arrived} bytes of {size} arrived. Start again.")
 
     def get(self, name: str, local: Path) -> bool:
         """Download a file, which appears at `local` complete or not at all.
@@ -232,7 +232,7 @@ class RemoteFolder:
 
     def _path(self, name: str) -> str:
         if not is_relative_name(name):
-            raise StorageError(f"{self.uri}: {name!r} is not the name of a file inside this folder.")
+            raise StorageError(f"{self.uri}: {name!r} is not the name of a file inside this folder. Rename the file.")
         return f"{self._root}/{name}"
 
     def _create(self, target: Path, content: bytes) -> bool:

@@ -68,7 +68,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         Raises DataError for an empty list.
         """
         if not chats:
-            raise DataError("History.from_chats got an empty list; give at least one message.")
+            raise DataError("History.from_chats got an empty list. Give at least one message.")
         if not isinstance(chats[0], Mapping):
             return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
         turns = []
@@ -92,7 +92,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             return [history.to_chats() for history in self.unbind(0)]
         if self.ndim == 0:
             raise RuntimeError(
-                "a History without a batch dimension is a single message, not a conversation; unsqueeze it first."
+                "A History without a batch dimension is a single message, not a conversation. Unsqueeze it first."
             )
         chat: list[dict[str, Any]] = []
         for turn in self._tensordict.unbind(0):  # tensor classes take microseconds for each attribute
@@ -166,12 +166,12 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
         if return_tensors not in (None, "pt"):
             raise ConfigError(
-                f"return_tensors={return_tensors!r} is not supported; use 'pt' or None: ids are torch tensors."
+                f"return_tensors={return_tensors!r} is not supported. Use 'pt' or None: ids are torch tensors."
             )
         if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
             return _texts(self, tokenizer, add_generation_prompt, continue_final_message, options)
         if truncation:
-            raise ConfigError("truncation=True would cut a conversation silently; shorten the messages instead.")
+            raise ConfigError("truncation=True would cut a conversation silently. Shorten the messages instead.")
         if continue_final_message and return_assistant_tokens_mask:
             raise ConfigError(
                 "continue_final_message=True cannot be combined with return_assistant_tokens_mask=True: a message to "
@@ -213,7 +213,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             raise ConfigError(f"chat_template_name={name!r} has no parser; known: {sorted(_PARSERS)}.")
         messages = _PARSERS[name](text) if name else _PARSERS["chatml"](text) or _PARSERS["llama"](text)
         if not messages:
-            raise RuntimeError(f"no turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
+            raise RuntimeError(f"No turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
         return cls.from_chats(messages)
 
 
@@ -235,7 +235,7 @@ def add_chat_template(
         )
     if template_name in {**TEMPLATES, **_OTHER_NAMES} or _ADDED.get(template_name, template) != template:
         raise ConfigError(
-            f"template_name={template_name!r} is already the name of another template; choose a new name."
+            f"template_name={template_name!r} is already the name of another template. Choose a new name."
         )
     _ADDED[template_name] = template
     if inverse_parser is not None:
@@ -255,7 +255,7 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
             raise ConfigError(f"chat_template_name={name!r} is not one of {sorted(known)}; see add_chat_template.")
         return {"chat_template": known[name]}
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("the tokenizer has no chat template: pass chat_template_name or chat_template.")
+        raise ConfigError("The tokenizer has no chat template: pass chat_template_name or chat_template.")
     return {}
 
 

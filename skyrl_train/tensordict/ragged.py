@@ -146,8 +146,8 @@ class TokenLayout:
                 result[index, places] = False
             else:
                 raise ValueError(
-                    f"Row {index} does not begin with its prompt of {length} tokens, so its response is not known; "
-                    "give the assistant mask and masking_strategy='rlhf'."
+                    f"Row {index} does not begin with its prompt of {length} tokens, so its response is not known. "
+                    "Give the assistant mask and masking_strategy='rlhf'."
                 )
         return result[self.present]
 

@@ -231,4 +231,7 @@ class ScriptedEngine:
 
     def _check_serving(self) -> None:
         if self.partially_loaded or self.asleep:
-            raise EngineError(f"Engine {self.name!r} is {'partially loaded' if self.partially_loaded else 'asleep'}.")
+            raise EngineError(
+                f"Engine {self.name!r} is {'partially loaded' if self.partially_loaded else 'asleep'}. Sync its "
+                "weights or wake it up first."
+            )

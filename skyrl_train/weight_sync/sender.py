@@ -147,7 +147,10 @@ class WeightSender:
         """
         self.disconnect()
         if adapter_only and self._lora_model is None:
-            raise WeightSyncError("there is no adapter to send separately: trainer.policy.model.lora.rank is 0.")
+            raise WeightSyncError(
+                "There is no adapter to send separately, because trainer.policy.model.lora.rank is 0. Set it above 0, "
+                "or send merged weights."
+            )
         self._adapter_source = self._lora_model if adapter_only else None
         self._route = route
         if (
@@ -350,7 +353,7 @@ class WeightSender:
             if buffer is None:
                 return None
             if group is None:
-                raise WeightSyncError(f"version {version}: no transfer group is connected. Connect before a sync.")
+                raise WeightSyncError(f"version {version}: no transfer group is connected. Call connect before a sync.")
             group.send_bucket(version, bucket.index, buffer, gather_next)
             return bucket
         finally:

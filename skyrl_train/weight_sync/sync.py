@@ -179,7 +179,7 @@ class WeightSync:
                 raise WeightSyncError(
                     f"engine {name}: perturbed weights changed the probe's log-probs by only {diff.largest:.3g} nats, "
                     f"the true weights by {largest:.3g}. Either the engine does not load the weights that it receives, "
-                    "or the probe is not sensitive enough."
+                    "or the probe is not sensitive enough. Check the engine's version and backend."
                 )
         self.metrics = metrics | {"weights/self_test_gap": min(diff.largest for diff in diffs.values())}
         return self.metrics
@@ -216,7 +216,10 @@ class WeightSync:
     async def _transfer(self, version: int, engines: list[Any], perturbed: bool = False) -> tuple[Manifest, int]:
         """Send the weights, perturbed ones for a self-test. Return the manifest and the number of buckets."""
         if not engines:
-            raise WeightSyncError("no inference engine is alive, so the weights cannot be sent.")
+            raise WeightSyncError(
+                "No inference engine is alive, so the weights cannot be sent. The engines' logs in the run's folder "
+                "say why they died."
+            )
         await self._connect(engines)
         self._phase = "the trainer's manifest"
         manifest: Manifest = (await self._trainer.call_all("prepare_manifest", version, perturbed))[0]

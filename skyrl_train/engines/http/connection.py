@@ -82,7 +82,9 @@ class Connection:
                 and `wait_until_ready` handle these errors.
         """
         if self._session is None:
-            raise EngineError(f"Engine {self.name!r} is closed or was never connected.")
+            raise EngineError(
+                f"Engine {self.name!r} is closed or was never connected. Create a new RemoteEngine and call connect()."
+            )
         try:
             while True:
                 # A redirect would carry the token to another server.

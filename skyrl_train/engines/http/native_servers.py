@@ -298,8 +298,8 @@ class VLLMServer(NativeServer):
             if (await self.request_json("POST", "/reset_prefix_cache", hints={404: _DEV_MODE_HINT}))["success"]:
                 return
         raise EngineError(
-            f"Engine {self.connection.name!r}: {self.kind} did not reset its prefix cache; requests may still "
-            "be running."
+            f"Engine {self.connection.name!r}: {self.kind} did not reset its prefix cache. Other clients of this "
+            "server may have running requests. Stop them, and give the run a server of its own."
         )
 
     async def sleep(self, level: int) -> frozenset[str]:

@@ -49,7 +49,7 @@ class Delivery(ABC):
         timeout: float,
     ):
         if replay_buffer is not None and queue is not None:
-            raise RuntimeError("a collector got both a replay_buffer and a queue; give only one of them.")
+            raise RuntimeError("A collector got both a replay_buffer and a queue. Give only one of them.")
         if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
             raise ConfigError(f"max_staleness={max_staleness!r}: give an integer of at least 0, or None.")
         if not timeout > 0:
@@ -86,7 +86,7 @@ class Delivery(ABC):
             RuntimeError: The collector already has such a function.
         """
         if self.postproc is not None:
-            raise RuntimeError("the collector already has a postproc; make another collector.")
+            raise RuntimeError("The collector already has a postproc. Make another collector.")
         self.postproc = postproc
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
@@ -107,7 +107,7 @@ class Delivery(ABC):
         Raises RuntimeError without a replay buffer or queue, if the thread already runs, or after `shutdown`.
         """
         if self.replay_buffer is None and self.queue is None:
-            raise RuntimeError("start() needs a replay_buffer or a queue to write to.")
+            raise RuntimeError("start() needs a replay_buffer or a queue to write to. Give the collector one of them.")
         self._check_usable()
         self._stopping.clear()
         self._thread = threading.Thread(target=self._run, name="skyrl-collector", daemon=True)
@@ -224,14 +224,14 @@ class Delivery(ABC):
         self._check_open()
         if self.is_running():
             raise RuntimeError(
-                "the collector's thread is running; read from its replay buffer or queue, or call shutdown()."
+                "The collector's thread is running. Read from its replay buffer or queue, or call shutdown()."
             )
 
     def _check_open(self) -> None:
         """Raise RuntimeError after `shutdown`, or the error that ended the thread."""
         self._raise_failure()
         if self._closed:
-            raise RuntimeError("the collector was shut down; make another one.")
+            raise RuntimeError("The collector was shut down. Make another one.")
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

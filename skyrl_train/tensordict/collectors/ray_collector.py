@@ -149,7 +149,7 @@ class RayLLMCollector(Delivery):
             )
         except TypeError as error:  # Ray's, with a long text about what cannot be pickled
             raise ConfigError(
-                f"RayLLMCollector: an argument cannot be pickled for the actor ({str(error).splitlines()[0]}); give "
+                f"RayLLMCollector: an argument cannot be pickled for the actor ({str(error).splitlines()[0]}). Give "
                 "functions that make it there: env, policy_factory, weight_updater."
             ) from error
         call(actor.get_attribute("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)

@@ -143,5 +143,8 @@ def engine_of(model: Any) -> InferenceEngine:
     """Return the engine of a wrapper, worker or server, or `model` if it is one. Raises ConfigError for others."""
     found = model.engine if isinstance(model, LLMWrapperBase | EngineView) else model
     if not hasattr(found, "capabilities") or not hasattr(found, "begin_weights"):
-        raise ConfigError(f"{type(model).__name__} has no inference engine to send weights to.")
+        raise ConfigError(
+            f"{type(model).__name__} has no inference engine to send weights to. Use a model that samples with an "
+            "engine, such as vLLMWrapper."
+        )
     return found  # type: ignore[no-any-return]

@@ -66,7 +66,7 @@ def check_actor(actor: Any) -> None:
     """Raise ValueError for a wrapper that would generate instead of scoring."""
     if getattr(actor, "generate", None) is True:
         raise ValueError(
-            "The actor has generate=True, but a loss scores given tokens; use actor.get_new_version(generate=False)."
+            "The actor has generate=True, but a loss scores given tokens. Use actor.get_new_version(generate=False)."
         )
 
 
@@ -91,7 +91,7 @@ def score(
     policy that only has log-probs.
     """
     if actor is None:
-        raise ValueError("The loss has no actor_network; give it the policy to train.")
+        raise ValueError("The loss has no actor_network. Give it the policy to train.")
     actor, tokens = _reader_of(actor, action), read(tensordict, action, "action")
     layout = TokenLayout.of(tokens, column(tensordict, ATTENTION))
     mask = token_mask(tensordict, tokens, layout, strategy)
@@ -99,7 +99,7 @@ def score(
     distribution = _distribution(actor, _unpadded(tensordict, ids, layout, action))
     if distribution is None:
         if entropy:
-            raise ValueError("The policy only gives log-probs, which have no entropy; use entropy_bonus=False.")
+            raise ValueError("The policy only gives log-probs, which have no entropy. Use entropy_bonus=False.")
         return Scored(layout, mask, _called(actor, _unpadded(tensordict, ids, layout, action), ids, action), None)
     theirs, device = TokenLayout.of(ids, None), layout.present.device
     found = distribution.log_prob(theirs.rectangle(ids, action)).to(device)
@@ -188,7 +188,7 @@ def _entropy(distribution: Any, samples: int) -> Tensor:
             drawn = distribution.sample((samples,))
         except NotImplementedError:
             raise ValueError(
-                "The policy's distribution has no entropy and cannot be sampled; use entropy_bonus=False."
+                "The policy's distribution has no entropy and cannot be sampled. Use entropy_bonus=False."
             ) from None
         sampled: Tensor = -distribution.log_prob(drawn).mean(0)
         return sampled
@@ -206,8 +206,8 @@ def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: K
     layout = TokenLayout.of(theirs, None if attention is None else _moved(attention, device))
     if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
         raise ValueError(
-            "The policy scored other tokens than those that were sampled, because it rendered the text again; "
-            'use input_mode="tokens".'
+            "The policy scored other tokens than those that were sampled, because it rendered the text again. Use "
+            'input_mode="tokens".'
         )
     return layout.flat(values, LOG_PROBS)
 

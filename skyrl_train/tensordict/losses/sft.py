@@ -191,8 +191,8 @@ class SFTLoss(TensorDictModuleBase):
         for row in rows.unbind(0):
             if row.get(self.tensor_keys.history, None) is None:
                 raise ValueError(
-                    f"No conversation at {self.tensor_keys.history!r} and no tokens at {self.tensor_keys.tokens!r}; "
-                    "name other keys with set_keys."
+                    f"No conversation at {self.tensor_keys.history!r} and no tokens at {self.tensor_keys.tokens!r}. "
+                    "Name other keys with set_keys."
                 )
             found = row[self.tensor_keys.history].apply_chat_template(tokenizer=tokenizer, **settings)
             row = row.copy()

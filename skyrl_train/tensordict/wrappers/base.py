@@ -43,7 +43,7 @@ class _Setting:
         return MappingProxyType(value) if isinstance(value, dict) else value
 
     def __set__(self, wrapper: LLMWrapperBase, value: Any) -> None:
-        raise AttributeError(f"{self.name} cannot be changed after construction; use get_new_version({self.name}=...).")
+        raise AttributeError(f"{self.name} cannot be changed after construction. Use get_new_version({self.name}=...).")
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -278,8 +278,8 @@ class LLMWrapperBase(TensorDictModuleBase):
                 own = row.assistant if mask == "rlhf" else self._reader.response(record, row)
                 if not any(own[1:]):
                     raise ConfigError(
-                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0; leave the "
-                        "row out or choose another mask."
+                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0. Leave the row "
+                        "out or choose another mask."
                     )
             counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
         return LLMMaskedCategorical(logits, counts)
@@ -386,16 +386,16 @@ class LLMWrapperBase(TensorDictModuleBase):
         if self.num_samples is not None and self.inplace is not False:
             raise ConfigError(f"num_samples={self.num_samples} needs inplace=False, got {self.inplace!r}.")
         if not self.generate and log_probs is False:
-            raise ConfigError("return_log_probs=False with generate=False leaves no output; set one of them to True.")
+            raise ConfigError("return_log_probs=False with generate=False leaves no output. Set one of them to True.")
         if batching is False and (min_size is not None or max_size is not None):
             raise ConfigError(
-                f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}; leave them out."
+                f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}. Leave them out."
             )
         if self.tokenizer is None and self.input_mode != "tokens":
             raise ConfigError(f"input_mode={self.input_mode!r} needs a tokenizer: pass tokenizer=.")
         if self.pad_model_input is not None and (self.generate or not self._reads_rectangles):
             where = "TransformersWrapper(module, generate=False)"
-            raise ConfigError(f"pad_model_input={self.pad_model_input} only applies to {where}; leave it out.")
+            raise ConfigError(f"pad_model_input={self.pad_model_input} only applies to {where}. Leave it out.")
         if self.layout not in (None, torch.strided, torch.jagged) or (self.layout is torch.jagged and self.pad_output):
             raise ConfigError(f"layout={self.layout}: give torch.strided, or torch.jagged without pad_output.")
         if not self.timeout > 0:

@@ -201,7 +201,10 @@ class Dispatcher:
         try:
             results = self._run([submission.items[index] for submission, index in batch], parameters)
             if len(results) != len(batch):
-                raise RuntimeError(f"the batch function returned {len(results)} answers for {len(batch)} items")
+                raise RuntimeError(
+                    f"The batch function returned {len(results)} answers for {len(batch)} items. It must return one "
+                    "for each item, in order."
+                )
             return results
         except Exception as error:
             return error

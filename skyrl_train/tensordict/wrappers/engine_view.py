@@ -56,7 +56,8 @@ class EngineView:
         """The engine. Raises RuntimeError before it is started and after `close`."""
         if self._engine is None:
             raise RuntimeError(
-                f"{type(self).__name__} of {self.model_path!r} has no engine: it was not started, or it was closed."
+                f"{type(self).__name__} of {self.model_path!r} has no engine: it was not started, or it was closed. "
+                "Make a new one."
             )
         return self._engine
 
@@ -133,7 +134,7 @@ class EngineView:
 
     def _received(self, dtype: torch.dtype | str, shape: Sequence[int]) -> Tensor:
         if self._group is None:
-            raise RuntimeError("no process group is joined; call init_weight_update_group first.")
+            raise RuntimeError("No process group is joined. Call init_weight_update_group first.")
         kind = dtype if isinstance(dtype, torch.dtype) else dtype_of(str(dtype).removeprefix("torch."))
         return self._group.broadcast(torch.empty(tuple(shape), dtype=kind, device=self._group.device))
 

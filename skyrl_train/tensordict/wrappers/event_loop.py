@@ -25,7 +25,7 @@ def call(work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
     if threading.current_thread() is _thread:
         work.close()
         raise RuntimeError(
-            f"{what} was called on the event loop's own thread, which would block itself; call it from another thread."
+            f"{what} was called on the event loop's own thread, which would block itself. Call it from another thread."
         )
     future = asyncio.run_coroutine_threadsafe(work, _running())
     try:

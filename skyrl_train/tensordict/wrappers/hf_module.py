@@ -50,7 +50,7 @@ class ModuleScorer:
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Raise EngineError: a module only computes log-probs."""
         raise EngineError(
-            "a wrapper with generate=False only computes log-probs; make one with generate=True to sample."
+            "A wrapper with generate=False only computes log-probs. Make one with generate=True to sample."
         )
 
     async def close(self) -> None:
@@ -83,6 +83,6 @@ def check_shared(module: nn.Module, own: nn.Module) -> None:
     for (name, theirs), ours in zip(module.named_parameters(), own.parameters(), strict=True):
         if theirs.data_ptr() != ours.data_ptr():
             raise ConfigError(
-                f"the model's {name!r} was moved, cast or assigned after the wrapper was made, which still samples "
+                f"The model's {name!r} was moved, cast or assigned after the wrapper was made, which still samples "
                 "from the old weights: move and cast a model first, then make its wrapper."
             )

@@ -43,7 +43,7 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
     key, values = "generate_kwargs", common_names(given)
     for name, off in _ONLY_OFF.items():
         if (value := values.pop(name, None)) not in off:
-            raise ConfigError(f"{key}.{name}={value!r} requests beam search, which no engine supports; leave it out.")
+            raise ConfigError(f"{key}.{name}={value!r} requests beam search, which no engine supports. Leave it out.")
     samples = _samples(key, values.pop("num_return_sequences", None), num_samples)
     seed, skip = values.pop("seed", None), values.pop("skip_special_tokens", False)
     if seed is not None and (type(seed) is not int or seed < 0):
@@ -67,7 +67,7 @@ def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:
         common = _SAME.get(name, name)
         if common in values and values[common] != value:
             raise ConfigError(
-                f"generate_kwargs.{name}={value!r} contradicts {common}={values[common]!r}; give one of them."
+                f"generate_kwargs.{name}={value!r} contradicts {common}={values[common]!r}. Give one of them."
             )
         values[common] = value
     return values
@@ -91,7 +91,7 @@ def _samples(key: str, asked: int | None, num_samples: int | None) -> int | None
     if type(asked) is not int or asked < 1:
         raise ConfigError(f"{key}['n']={asked!r}: give an integer of at least 1.")
     if num_samples not in (None, asked):
-        raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}; give one of them.")
+        raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}. Give one of them.")
     return num_samples if num_samples is not None or asked == 1 else asked
 
 

@@ -70,7 +70,7 @@ class AsyncSGLang(EngineView):
             ConnectionError: If no SGLang server answers within `connect_timeout`.
         """
         if dp_size != 1:
-            raise ConfigError(f"dp_size={dp_size}: an AsyncSGLang is a single replica; make {dp_size} of them.")
+            raise ConfigError(f"dp_size={dp_size}: an AsyncSGLang is a single replica. Make {dp_size} of them.")
         on_cpu = not torch.cuda.is_available()
         self.server_url = server_url
         dtype = dtype or ("float32" if on_cpu else "bfloat16")
@@ -80,7 +80,7 @@ class AsyncSGLang(EngineView):
         if server_url is not None:
             if server_kwargs or tp_size != 1:
                 given = sorted(server_kwargs) or ["tp_size"]
-                raise ConfigError(f"{given} cannot be changed on a running server (server_url); leave them out.")
+                raise ConfigError(f"{given} cannot be changed on a running server (server_url). Leave them out.")
             key = os.environ.get(API_KEY_ENV, "") if token is None else token
             folder = weight_folder or tempfile.mkdtemp(prefix="skyrl-sglang-")
             if weight_folder is None:
@@ -140,7 +140,7 @@ class AsyncSGLang(EngineView):
             raise ConfigError("generate needs exactly one of prompts and input_ids.")
         rows, one = self._rows(prompts, input_ids)
         if not rows or not all(rows):
-            raise ConfigError("a prompt has no tokens; give prompts that are not empty.")
+            raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
         generation = read_generate_kwargs({"skip_special_tokens": True, **(sampling_params or {})}, None)
         check_supported(generation.sampling, self.engine.capabilities)
         requests = sample_requests(rows, generation, self.engine.capabilities)
@@ -202,7 +202,9 @@ def _reach(
     try:
         return call(connected(), f"connecting to {url}", 2 * deadline_s + 60.0)
     except (DeadlineExceeded, EngineError) as error:
-        raise ConnectionError(f"no SGLang server at {url}: {error}") from error
+        raise ConnectionError(
+            f"No SGLang server answers at {url}: {error}. Start one there, or correct server_url."
+        ) from error
 
 
 async def _served(connection: Connection, deadline_s: float) -> str:
@@ -222,7 +224,10 @@ async def _served(connection: Connection, deadline_s: float) -> str:
     except (ValueError, KeyError, TypeError):
         path = None
     if not isinstance(path, str):
-        raise EngineError(f"/server_info returned HTTP status {status} without a model_path.")
+        raise EngineError(
+            f"/server_info returned HTTP status {status} without a model_path. Check that server_url is an SGLang "
+            "server."
+        )
     return path
 
 

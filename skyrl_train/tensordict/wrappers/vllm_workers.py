@@ -188,5 +188,5 @@ def choose_devices(indices: Sequence[int]) -> None:
     if visible[: len(wanted)] == wanted:
         return
     if torch.cuda.is_initialized():
-        raise ConfigError(f"devices={list(indices)}: torch already uses other accelerators; use make_ray_worker=True.")
+        raise ConfigError(f"devices={list(indices)}: torch already uses other accelerators. Use make_ray_worker=True.")
     os.environ[VISIBLE] = ",".join(wanted)
