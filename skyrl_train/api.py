@@ -113,7 +113,7 @@ def load_config(
     Args:
         overrides: {"trainer.max_steps": 20, ...}, or arguments as on the command line, ["trainer.max_steps=20", ...].
         preset: Name of a YAML file in `config_dir` or of a preset of this package. None means the defaults.
-        config_dir: Folder with your own YAML files.
+        config_dir: Folder with your own YAML files; None uses only the package's presets.
 
     Raises:
         ConfigError: Lists all problems at once, each with key, value and what is allowed.

@@ -100,7 +100,7 @@ def reserve_pool(
         deadline_s: Seconds to wait for the slots.
         key: Configuration key that needs the slots, for error messages.
         strategy: "PACK" for as few nodes as possible, "SPREAD" for as many as possible.
-        labels: Ray's label selectors that nodes must match, by label name.
+        labels: Ray's label selectors that nodes must match, by label name. None: any node.
         slots_per_bundle: Number of neighboring slots that must be on one node.
         reserved_cpus: CPUs of the cluster that the pool must leave free.
 
@@ -177,7 +177,7 @@ async def reserve_additional_pool(
         count: Number of slots, a multiple of `existing_pool.slots_per_bundle`.
         total_slots: Slots of the whole run, including the new ones.
         deadline_s: Seconds to wait for the slots.
-        labels: Ray's label selectors that nodes must match, by label name.
+        labels: Ray's label selectors that nodes must match, by label name. None: any node.
         reserved_cpus: CPUs of the cluster that the slots must leave free.
 
     Raises:

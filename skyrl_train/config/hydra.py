@@ -207,7 +207,8 @@ def compose(overrides: Sequence[str], name: str | None = None, preset_folder: st
     Args:
         overrides: Overrides in Hydra's grammar, as `Override.for_hydra` returns them.
         name: Name of the preset; None is the base preset.
-        preset_folder: Folder in which presets are looked for in addition to the package's own.
+        preset_folder: Folder in which presets are looked for in addition to the package's own; None for only the
+            package's own.
 
     Returns:
         The composed configuration, including Hydra's own section, with unresolved interpolations and unchecked keys.
@@ -276,7 +277,8 @@ def preset_keys(name: str | None, preset_folder: str | None) -> frozenset[str]:
 
     Args:
         name: Name of the preset; None is the base preset.
-        preset_folder: Folder in which the preset is looked for before the package's own presets.
+        preset_folder: Folder in which the preset is looked for before the package's own presets; None for only the
+            package's own.
 
     Returns:
         Dotted names of keys, with aliases resolved. Empty if there is no such preset.

@@ -397,7 +397,8 @@ def pack(
         max_sequences: Maximum number of rows per bin; None sets no limit.
         token_budget: Maximum number of computed tokens per bin; None sets no limit. A longer row is a separate bin.
         shared_prompt_lengths: Number of tokens that each row does not compute if the row before it is in the same bin.
-            The full lengths of a bin then sum to at most MAX_ATTENDED_RATIO times the budget.
+            The full lengths of a bin then sum to at most MAX_ATTENDED_RATIO times the budget. None: rows share no
+            tokens.
 
     Returns:
         The indices of the rows of each bin.

@@ -90,8 +90,8 @@ def render_prompt(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
-        prefix: Record of the rendering, which is updated for a later `render_continuation`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        prefix: Record of the rendering, which is updated for a later `render_continuation`; None keeps no record.
         continue_final_message: True continues the last message, False begins a new answer. None continues a last
             message of the assistant without tool calls.
 
@@ -119,7 +119,7 @@ def render_text(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
         mode: A RenderMode or its value.
 
     Raises:
@@ -148,11 +148,12 @@ def render_continuation(
         messages: The conversation.
         assistant_indices: Indices of the messages that the model sampled, in order. Their tokens are known, so a
             placeholder is rendered in place of each.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
         verbatim: Render the texts of the sampled messages instead of placeholders, for templates that treat some texts
             (reasoning) specially.
         prefix: Record of the last rendering of this conversation under the same options, which is updated. The messages
-            before the last answer are not rendered again if the new text begins with it.
+            before the last answer are not rendered again if the new text begins with it. None renders the complete
+            conversation.
 
     Returns:
         The ids, or None if the template renders the messages before the last answer, or that answer, differently than
@@ -177,7 +178,7 @@ def template_rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str,
 
     Args:
         tokenizer: A Hugging Face tokenizer.
-        chat_template_kwargs: Variables of the template.
+        chat_template_kwargs: Variables of the template; None for none.
 
     Raises:
         DataError: The template rejects a conversation of user and assistant.
@@ -317,7 +318,7 @@ def render_messages(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Raises:
         DataError: The template rejects the messages, or does not write all of their content.
@@ -341,7 +342,7 @@ def render_conversation(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Returns:
         Token ids [L] and mask [L].
@@ -372,7 +373,7 @@ def render_sft_sequences(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Returns:
         Token ids [L] and mask [L] of each sequence.
@@ -417,7 +418,7 @@ def render_generation_prompt(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Raises:
         DataError: The template rejects the messages, or renders them differently before an answer.

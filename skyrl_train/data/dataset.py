@@ -176,12 +176,15 @@ _CONVERSION_ERRORS = (ValueError, OverflowError, LookupError)
 
 
 def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
-    """Return an iterator over (where, row) of a source. `where` names the file and the row or line, from 1, for errors.
+    """Return an iterator over the rows of a source.
 
     Args:
         source: A .parquet, .json or .jsonl file, a folder that `datasets` can load, or the name of a dataset on the
             hub. A folder or name may end in ":split"; the default is "train". Files and folders may be URIs, which are
             downloaded first (see `storage.download_cache`).
+
+    Returns:
+        Iterator over pairs (where, row): the file and the row or line, from 1, for messages, and the row's columns.
 
     Raises:
         DataError: The source does not exist. The iterator raises it for a row that cannot be read.

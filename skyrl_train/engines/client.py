@@ -557,7 +557,18 @@ class EngineClient:
         return sum(await self._call_all("sleep", level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Wake up all live engines; see `InferenceEngine.wake_up`. Requests continue once "kv_cache" is allocated."""
+        """Let all live engines allocate the memory that `sleep` freed.
+
+        Requests continue once the memory of the KV cache is allocated. An engine that does not respond in time is
+        marked dead.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
+            EngineError: No live engine is left, and dead engines are not restarted.
+        """
         await self._call_all("wake_up", tags)
         self._asleep = self._asleep and tags is not None and MemoryTag.KV_CACHE not in tags
         self._update_serving()
@@ -594,7 +605,7 @@ class EngineClient:
             raise DeadlineExceeded("engines that sleep or load weights", self._deadline_s) from error
 
     async def reset_prefix_cache(self) -> None:
-        """Drop the prefix caches of all live engines."""
+        """Drop the prefix caches of all live engines. An engine that does not respond in time is marked dead."""
         await self._call_all("reset_prefix_cache")
 
     async def health(self) -> list[EngineHealth]:

@@ -319,7 +319,14 @@ class HostPool(EnvironmentPool):
         self.hosts.clear()
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
-        """Send an encoded call and return the environment's answer. The call is repeated if its host is lost."""
+        """Send an encoded call to the episode's host and return the environment's answer.
+
+        If the host is lost, another host rebuilds the episode and the call is repeated there.
+
+        Raises:
+            EnvironmentFailure: The episode failed, cannot be replayed, or lost its host MAX_HOST_LOSSES times.
+            EnvironmentHostsLost: No host is left, and none could be restarted in time.
+        """
         while True:
             history: Sequence[bytes] = ()
             if episode.runner is None:

@@ -496,7 +496,11 @@ class WorkerPool(EnvironmentPool):
             log.warning("%d environment workers were killed and have not ended", len(self._exiting))
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
-        """Send an encoded call to the episode's worker and return the answer."""
+        """Send an encoded call to the episode's worker and return the answer. Waits for a free worker if necessary.
+
+        Raises:
+            EnvironmentFailure: The episode failed, for example because its worker exceeded a deadline or died.
+        """
         self._raise_if_failed(episode)
         answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
         self._dispatch(_PendingCall(op, frame, episode, answer))

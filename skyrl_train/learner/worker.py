@@ -308,7 +308,13 @@ class LearnerWorker(WeightSenderMixin):
         return parameters if self.adapters is None else self.adapters.iter_merged(parameters, adapters)
 
     def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield like `sharded_parameters`, but with complete tensors. Iterating is collective."""
+        """Yield (Hugging Face name, complete tensor) of every parameter, with adapters merged.
+
+        Iterating is collective: all ranks must do it.
+
+        Args:
+            adapters: A dictionary that receives the unmerged adapters while iterating; None to leave them out.
+        """
         for name, parameter in self.sharded_parameters(adapters):
             yield name, parameter.full_tensor()
 

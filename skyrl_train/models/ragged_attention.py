@@ -109,9 +109,9 @@ def ragged_attention(
         segments: The segments, or the offsets [B+1] of sequences.
         scaling: Factor of the scores; 1/√D by default.
         sliding_window: Number of tokens that a token attends to, itself included; None for all.
-        softcap: With a softcap c, scores become c·tanh(scores/c).
+        softcap: With a softcap c, scores become c·tanh(scores/c). None: no softcap.
         sinks: Score, in each head [H], of an additional key with value 0 that all tokens attend to (gpt-oss,
-            arXiv:2508.10925).
+            arXiv:2508.10925). None: no such key.
 
     Returns:
         The attended values [T, H, D].

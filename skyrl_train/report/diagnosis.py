@@ -280,7 +280,11 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def kl_runs_away(history: History) -> str | None:
-    """Return evidence if the KL divergence exceeds 1 nat per token in three steps and rose by 20 % in these steps."""
+    """Return a text with the numbers if the policy moves ever further from the reference model, otherwise None.
+
+    It does if policy/kl exceeds 1 nat per token in each of the last three steps, and its mean over them is more than 20
+    % above that of the three steps before.
+    """
     recent = values(history.steps, "policy/kl", 6)
     if recent is None or not min(recent[-3:]) > 1.0:
         return None
@@ -349,9 +353,11 @@ _DEADLINE_FAILURES = "rollouts/failed/deadline"
 
 
 def episodes_fail(history: History) -> str | None:
-    """Return evidence if over 5 % of the episodes failed in each of three steps, with the most frequent kind.
+    """Return a text with the numbers if over 5 % of the episodes failed in each of the last three steps, otherwise
+    None.
 
-    Episodes that took longer than trainer.timeouts.rollout_s do not count.
+    The text names the most frequent kind of failure. Episodes that took longer than trainer.timeouts.rollout_s do not
+    count.
     """
     rows = history.steps
     failed, total = values(rows, "rollouts/failed", 3), values(rows, "rollouts/trajectories", 3)
@@ -367,7 +373,10 @@ def episodes_fail(history: History) -> str | None:
 
 
 def long_answers_are_cut(history: History) -> str | None:
-    """Return evidence if episodes exceeded trainer.timeouts.rollout_s in each of the last three steps."""
+    """Return a text with their number if episodes exceeded trainer.timeouts.rollout_s in each of the last three steps.
+
+    Otherwise return None.
+    """
     recent = values(history.steps, _DEADLINE_FAILURES, 3)
     if recent is None or not min(recent) > 0:
         return None
@@ -378,11 +387,12 @@ def long_answers_are_cut(history: History) -> str | None:
 
 
 def evaluation_falls(history: History) -> str | None:
-    """Return evidence if the last two evaluations are below the best one while the training reward rose since then.
+    """Return a text with the numbers if evaluations get worse while the training reward rises, otherwise None.
 
-    A fall is at least 0.05 and a rise at least 0.02, or 5 % and 2 % if scores or rewards exceed 1. The best of many
-    noisy evaluations is partly luck. So from eight evaluations on, a fall must also exceed five standard deviations of
-    the noise, which is estimated from the second differences of the scores.
+    They do if the last two evaluations are below the best one and the training reward rose since then. A fall is at
+    least 0.05 and a rise at least 0.02, or 5 % and 2 % if scores or rewards exceed 1. The best of many noisy
+    evaluations is partly luck. So from eight evaluations on, a fall must also exceed five standard deviations of the
+    noise, which is estimated from the second differences of the scores.
     """
     if len(history.evaluations) < 3:
         return None

@@ -120,7 +120,11 @@ class RolloutCollector:
             self.admit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as of the last finished step, from which a resumed run draws the same prompts."""
+        """Return the state as of the last finished step, from which a resumed run draws the same prompts.
+
+        Its keys are "consumed" (position in the order of prompts), "pass_rates" (by uid) and "decided" (skip
+        decisions).
+        """
         return {"consumed": self.consumed, "pass_rates": self._pass_rates, "decided": self._saved_skip_decisions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

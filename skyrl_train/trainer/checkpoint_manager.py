@@ -70,7 +70,7 @@ class SkippedUpdates:
         self.since = (step if self.since is None else self.since) if skipped else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint."""
+        """Return the state to save in a checkpoint, {"since": ...}."""
         return {"since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -406,7 +406,16 @@ class WeightSenderMixin:
         return self.sender.prepare_manifest(version, perturbed)
 
     def send_weights(self, index: int) -> Bucket | None:
-        """Send bucket `index` of the manifest, or return it; see `WeightSender.send`."""
+        """Send bucket `index` of the manifest to the group, or return it for the engines.
+
+        This is a collective of all ranks.
+
+        Returns:
+            The bucket, or None on ranks that have nothing to pass to the engines.
+
+        Raises:
+            WeightSyncError: The bucket is not the next one, the parameters changed, or the transfer failed.
+        """
         return self.sender.send(index)
 
     def mark_weights_delivered(self, version: int) -> None:

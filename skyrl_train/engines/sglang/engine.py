@@ -186,7 +186,17 @@ class SGLangEngine:
         return await self._run_on_loop(self._requests.sleep(level), shielded=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory that `sleep` freed; see `InferenceEngine.wake_up`."""
+        """Allocate the memory that `sleep` freed, and continue requests that wait for it.
+
+        It continues even if the caller is cancelled.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both. Memory that is not freed is ignored.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
+            EngineError: The engine is broken or closed.
+        """
         self._checks.check_wake_up(tags)
         await self._run_on_loop(self._requests.wake_up(tags), shielded=True)
 

@@ -57,6 +57,9 @@ class SGLangWeightStore:
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
         """Return the model's tensors by Hugging Face name, on the meta device.
 
+        Args:
+            adapter: Adapter that the sync sends separately; must be None.
+
         Raises:
             WeightSyncError: The sync has an adapter, which SGLang does not support.
         """

@@ -293,7 +293,8 @@ def parse_instruction_kwargs(id: str, kwargs: Mapping[str, Any] | None, prompt: 
 
     Args:
         id: Published id of the instruction.
-        kwargs: Keyword arguments in the row. Arguments of other instructions may be present and are ignored.
+        kwargs: Keyword arguments in the row. Arguments of other instructions may be present and are ignored. None
+            counts as {}, and arguments that are None as absent.
         prompt: The request, which is the default of `prompt_to_repeat`.
 
     Raises:

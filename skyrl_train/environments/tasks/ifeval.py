@@ -97,7 +97,11 @@ class IFEvalEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-        """Return the instructions' ids and their keyword arguments."""
+        """Return the ids of the row's instructions and their keyword arguments, one entry for each instruction.
+
+        Raises:
+            ValueError: The ground truth is missing or malformed, or an instruction is unknown.
+        """
         instructions, kwargs = _ground_truth(extras)
         for id, arguments in zip(instructions, kwargs, strict=True):
             parse_instruction_kwargs(id, arguments, "the request")

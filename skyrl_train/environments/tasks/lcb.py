@@ -28,6 +28,11 @@ class LCBEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> list[CodeTest]:
+        """Return the row's tests, from `reward_spec["ground_truth"]`.
+
+        Raises:
+            ValueError: The row has no `reward_spec`, or its ground truth has no tests in a known format.
+        """
         reward_spec = extras.get("reward_spec")
         if not isinstance(reward_spec, Mapping):
             raise ValueError(

@@ -155,6 +155,12 @@ class McpTool(Tool):
         return text[:MAX_DESCRIPTION]
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Call a tool of an MCP server, which is named as "server.tool", and return its result as text.
+
+        Raises:
+            ToolError: The tool is not allowed, fails, or the server has changed its tools since the episode began.
+            BadArguments: The arguments do not fit the tool's schema.
+        """
         name, _, tool = arguments["tool"].partition(".")
         server = self.servers.get(name)
         if server is None or tool not in server.tools:

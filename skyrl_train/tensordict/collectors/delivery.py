@@ -93,7 +93,13 @@ class Delivery(ABC):
         return self.iterator()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Iterate over batches. Raises RuntimeError while the thread of `start` runs, or after `shutdown`."""
+        """Iterate over batches until the last one or `shutdown`.
+
+        It yields None for a batch that went into the buffer or queue.
+
+        Raises:
+            RuntimeError: The thread of `start` is running, or the collector was shut down.
+        """
         while True:
             self._check_usable()
             batch = self.rollout()
@@ -118,9 +124,17 @@ class Delivery(ABC):
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the thread after the current turn, and close environment and policy if the collector owns them.
+        """End the thread after the current turn, and close what the collector made: environment and policy.
 
-        Raises the error that ended the thread, or DeadlineExceeded if it does not end. A second call does nothing.
+        A second call does nothing.
+
+        Args:
+            timeout: Seconds to wait for the thread; None for the collector's `timeout`.
+            close_env: False keeps the environment open.
+
+        Raises:
+            DeadlineExceeded: The thread did not end in time.
+            Exception: The error that ended the thread earlier.
         """
         if self._closed:
             return
@@ -137,7 +151,16 @@ class Delivery(ABC):
             self._release(close_env)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Same as `shutdown`: TorchRL's name for it after `start`."""
+        """End the thread, as `shutdown` does; this is TorchRL's name for it after `start`.
+
+        Args:
+            timeout: Seconds to wait for the thread; None for the collector's `timeout`.
+            close_env: False keeps the environment open.
+
+        Raises:
+            DeadlineExceeded: The thread did not end in time.
+            Exception: The error that ended the thread earlier.
+        """
         self.shutdown(timeout, close_env)
 
     def __enter__(self) -> Self:

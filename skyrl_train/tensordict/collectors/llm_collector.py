@@ -152,10 +152,21 @@ class LLMCollector(Delivery):
         policy: Source | None = None,
         weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
-        """Push weights, given in one of four ways (`weights_dict` as {"policy": ...}), or by default the updater's own.
+        """Push weights to the engines. Blocks until the current turn ends and the weights have arrived.
 
-        Blocks until the current turn ends and the weights have arrived. Raises ConfigError without an updater, for
-        weights that are given twice or for another model; also the error that ended the thread of `start`.
+        Give the weights in at most one of four ways. Without any, the updater pushes those of its own source.
+
+        Args:
+            policy_or_weights: Module, wrapper, or tensors by name.
+            worker_ids: Engines that get the weights, for the updater; None for all.
+            model_id: Only "policy" or None, because a collector has one model.
+            weights: The same as `policy_or_weights`.
+            policy: The same as `policy_or_weights`.
+            weights_dict: {"policy": weights}.
+
+        Raises:
+            ConfigError: There is no updater, or the weights are given twice or for another model.
+            Exception: The error that ended the thread of `start`.
         """
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)

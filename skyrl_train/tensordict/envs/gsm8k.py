@@ -98,6 +98,11 @@ class GSM8KRewardParser(Transform):
         self.format_reward, self.correct_reward = format_reward, correct_reward
 
     def attach(self, environment: TensorDictEnv) -> None:
+        """Attach the transform to an environment.
+
+        Raises:
+            ValueError: The environment has another `input_mode` than the transform.
+        """
         mode = getattr(environment, "input_mode", "text")
         if self.input_mode not in (None, mode):
             raise ValueError(
@@ -107,6 +112,11 @@ class GSM8KRewardParser(Transform):
         super().attach(environment)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the rewards of the step's responses to `following`, under `out_keys`.
+
+        Raises:
+            ValueError: A row lacks the model's response or the expected answer.
+        """
         tokenizer = self.tokenizer or getattr(self.environment, "tokenizer", None)
         role = getattr(self.environment, "policy_role", "assistant")
         columns: dict[str, list[float]] = {name: [] for name in self.out_keys}
@@ -116,7 +126,7 @@ class GSM8KRewardParser(Transform):
                 missing = "the model's response" if text is None else f"the row's {self.answer_key!r}"
                 raise ValueError(
                     f"GSM8KRewardParser: {missing} is missing; the row has the keys {sorted(map(str, row.keys()))}. "
-                    "Keep it in the dataset."
+                    "The reward needs both the response and the answer."
                 )
             for name, value in zip(self.out_keys, self._scores(text, answer), strict=True):
                 columns[name].append(value)
@@ -202,6 +212,11 @@ class GSM8KPrepareQuestion(Transform):
         self.keys = list(zip(sources, outs, strict=True))
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
+        """Replace each question by the prompt that asks for reasoning and an answer in tags.
+
+        Raises:
+            KeyError: A row has no text at one of the input keys.
+        """
         for source, out in self.keys:
             questions = [text_of(row, source) for row in given.unbind(0)]
             if None in questions:

@@ -86,11 +86,21 @@ class IfEvalScorer(Transform):
         self.set_done_if_answer = set_done_if_answer
 
     def attach(self, environment: Any) -> None:
+        """Attach the transform to an environment.
+
+        Raises:
+            ValueError: The environment is not a ChatEnv with input_mode="history".
+        """
         if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
             raise ValueError("IfEvalScorer needs a ChatEnv with input_mode='history'.")
         super().attach(environment)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the scores and the reward of the step's responses to `following`.
+
+        Raises:
+            ValueError: The history does not end with the model's answer, or a row lacks the columns that scoring needs.
+        """
         scores, rewards, answered = [], [], []
         role = getattr(self.environment, "policy_role", "assistant")
         for row in root.unbind(0):

@@ -94,6 +94,11 @@ class RetrieveLogProb(_Scores):
         return tensordict.set(container, self._following(tensordict, tensordict).get(container))
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the model's log-probs of the step's tokens to `following`.
+
+        Raises:
+            ValueError: `detach` is False, but the model's log-probs have no gradient.
+        """
         sampled = [_has_tokens(row) for row in root.unbind(0)]
         model, mode = (self._of_tokens, "tokens") if all(sampled) else (self.model, self.mode)
         scored = scored_by(model, root, mode, with_gradient=not self.detach)
@@ -192,6 +197,13 @@ class KLRewardTransform(_Scores):
         return self._made
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the KL penalty and the reference model's log-probs to `following`, and subtract the penalty from the
+        reward.
+
+        Raises:
+            KeyError: The reward or the policy's log-probs are missing.
+            ValueError: The reward or the reference's log-probs do not fit the tokens.
+        """
         model = self.ref_model
         scored = scored_by(model, root, "tokens")
         source = (getattr(model, "log_probs_key", "log_probs"), "full")

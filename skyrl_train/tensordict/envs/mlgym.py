@@ -133,7 +133,8 @@ def make_mlgym(
     Args:
         task, tasks: Exactly one of them; ValueError otherwise.
         base_url: The server's URL.
-        settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key.
+        settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key. None: the
+            defaults.
         num_envs: Number of episodes in the batch.
     """
     if (task is None) == (tasks is None):

@@ -75,6 +75,11 @@ class ToolTransform(Transform, ABC):
         return None
 
     def attach(self, environment: TensorDictEnv) -> None:
+        """Attach the transform to an environment.
+
+        Raises:
+            RuntimeError: The environment is not a ChatEnv with input_mode="history".
+        """
         if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
             raise RuntimeError(f"{type(self).__name__} needs a ChatEnv with input_mode='history'.")
         super().attach(environment)

@@ -157,7 +157,8 @@ class LLMWrapperBase(TensorDictModuleBase):
 
         Args:
             tensordict: Input of any batch size.
-            tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses.
+            tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses. None: `inplace`
+                chooses.
             generate_kwargs: Override the wrapper's for this call.
 
         Returns:

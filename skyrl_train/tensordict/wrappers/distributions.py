@@ -31,9 +31,11 @@ class LogProbDistribution(Distribution):
         return self.log_probs.masked_fill(~counts, 0.0)
 
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # type: ignore[override]  # noqa: B008
+        """Raise NotImplementedError, because the log-probs of given tokens are not a distribution to sample from."""
         raise NotImplementedError("Cannot sample from the log-probs of given tokens. Use get_dist, which has logits.")
 
     def entropy(self) -> Tensor:
+        """Raise NotImplementedError, because the log-probs of given tokens have no entropy."""
         raise NotImplementedError("Log-probs of given tokens have no entropy. Use get_dist where logits exist.")
 
 

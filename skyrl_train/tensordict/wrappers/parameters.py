@@ -74,7 +74,14 @@ def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a wrapper's generate_kwargs (`own`, under common names) overridden by those of a call (`given`)."""
+    """Return generate_kwargs of a call on top of those of its wrapper.
+
+    A temperature of the call removes the wrapper's `do_sample`; `do_sample=False` removes the wrapper's temperature.
+
+    Args:
+        own: The wrapper's values, under common names.
+        given: The call's values. They take precedence.
+    """
     gone = {_SAME.get(name, name) for name in given}
     if "temperature" in given:
         gone.add("do_sample")

@@ -116,8 +116,8 @@ def make_vllm_worker(
 
     Args:
         model_name: Path or hub name.
-        devices: Accelerators visible to this process, by index. For an actor, Ray chooses them; ConfigError is raised
-            if it assigns others.
+        devices: Accelerators visible to this process, by index; None for any `num_devices` ones. For an actor, Ray
+            chooses them; ConfigError is raised if it assigns others.
         num_devices: Number of accelerators, wherever they are free; 1 by default. An alternative to `devices`.
         make_ray_worker: True for an actor, which needs a running Ray.
         enforce_eager: Do not use CUDA graphs.

@@ -149,9 +149,15 @@ class WeightPusher:
         self._lock = threading.Lock()
 
     def push(self, weights: Mapping[str, Tensor], version: int | None = None) -> int:
-        """Send the weights and return the version that the engines now serve (`version`, or their last one + 1).
+        """Send the weights to all engines and return the version that they now serve.
 
-        Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase.
+        Args:
+            weights: Tensors by checkpoint name.
+            version: Version of the weights; None for the highest version of the engines + 1.
+
+        Raises:
+            WeightSyncError: Weights did not arrive intact. The message names the engine and the tensor.
+            DeadlineExceeded: The sync took too long. The message names its phase.
         """
 
         async def sync() -> int:
