@@ -517,6 +517,9 @@ def save_resolved(config: Config, path: Path) -> None:
     Args:
         config: The configuration.
         path: The file to write. An existing file is replaced.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     text = yaml.safe_dump(
         {"defaults": [BASE_PRESET, "_self_"], **redact(to_dict(config))}, sort_keys=False, allow_unicode=True

@@ -256,6 +256,9 @@ def append_assistant_text(messages: Sequence[Message], text: str, role: str = "a
         messages: The conversation. It is not changed.
         text: The model's text. It continues the last message if `continues_last_message`, else it is a new message.
         role: Role of a new message.
+
+    Raises:
+        ValueError: The last message is to be continued, but has parts that are not text.
     """
     if continues_last_message(messages, role):
         last = messages[-1]

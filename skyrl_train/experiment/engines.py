@@ -489,7 +489,11 @@ def print_endpoint(endpoint: HttpEndpoint) -> None:
 
 @asynccontextmanager
 async def run_endpoint(cfg: Config, client: EngineClient, tokenizer: Any) -> AsyncIterator[None]:
-    """Serve the run's engines over HTTP, for sampling only, while the body runs. Does nothing if that is off."""
+    """Serve the run's engines over HTTP, for sampling only, while the body runs. Does nothing if that is off.
+
+    Raises:
+        ConfigError: The server cannot listen at the configured address, or the token is missing or invalid.
+    """
     if not cfg.generator.enable_http_endpoint:
         yield
         return

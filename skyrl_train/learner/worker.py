@@ -209,7 +209,11 @@ class LearnerWorker(WeightSenderMixin):
         return self.build(spec.model_path)
 
     def reload(self, path: str) -> None:
-        """Replace the model by the model in the Hugging Face folder `path`. A reference follows the policy this way."""
+        """Replace the model by the model in the Hugging Face folder `path`. A reference follows the policy this way.
+
+        Raises:
+            ConfigError: The model in the folder cannot be loaded.
+        """
         del self.module, self.strategy, self.sender
         gc.collect()  # a module is a reference cycle: without this both models would be in memory at once
         self.build(path)

@@ -411,6 +411,9 @@ def has_untied_head(path: str) -> bool:
     """True if config.json ties the head to the embedding, but the weights of a folder or hub name have different ones.
 
     transformers then keeps both. Other engines rely on config.json, so they need an override.
+
+    Raises:
+        ConfigError: The model's configuration or weights cannot be loaded.
     """
     config = load_config(path)
     if not any(getattr(section, "tie_word_embeddings", False) for section in (config, config.get_text_config())):
@@ -467,7 +470,12 @@ def to_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor])
 
 
 def list_checkpoint_names(path: str) -> set[str]:
-    """Return the names of the tensors in the safetensors files of a folder or hub name; empty if it has none."""
+    """Return the names of the tensors in the safetensors files of a folder, hub name or URI; empty if it has none.
+
+    Raises:
+        ConfigError: The URI is not valid.
+        StorageError: The URI cannot be downloaded.
+    """
     optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     if index := cached_file(local_copy(path, weights=False), "model.safetensors.index.json", **optional):
         return set(json.loads(Path(index).read_text())["weight_map"])
@@ -505,7 +513,12 @@ def _check_inside_folder(model: str, *files: str) -> None:
 
 
 def has_tokenizer(path: str) -> bool:
-    """True if a folder or hub name has files of a tokenizer."""
+    """True if a folder, hub name or URI has files of a tokenizer.
+
+    Raises:
+        ConfigError: The URI is not valid.
+        StorageError: The URI cannot be downloaded.
+    """
     optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     path = local_copy(path, weights=False)
     return any(cached_file(path, name, **optional) for name in TOKENIZER_FILES)

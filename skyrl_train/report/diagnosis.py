@@ -111,7 +111,15 @@ class Diagnosis:
         self.findings: list[Finding] = []
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Load metrics and findings up to `step` from the run's folder, and drop the findings of later steps."""
+        """Load metrics and findings up to `step` from the run's folder, and drop the findings of later steps.
+
+        Args:
+            step: The last finished step; 0 for a new run, which reads nothing.
+            total_steps: Number of steps of the run; 0 if it is not known.
+
+        Raises:
+            OSError: A file of the run's folder cannot be read or written.
+        """
         self._history, self.findings = History(total_steps), []
         if step:
             for row in read_metrics(self._folder / METRICS_FILE):

@@ -65,6 +65,9 @@ class RemoteFolder:
 
         Args:
             subfolder: Name of a subfolder; empty for the folder itself.
+
+        Raises:
+            StorageError: The storage rejects the request or does not respond.
         """
         with wrap_storage_errors(f"{self.uri}: its files cannot be listed"):
             try:
@@ -107,7 +110,11 @@ class RemoteFolder:
         return None if file is None else file.version
 
     def has_bucket(self) -> bool:
-        """False if the bucket does not exist. True on a disk, and if the storage forbids the question."""
+        """False if the bucket does not exist. True on a disk, and if the storage forbids the question.
+
+        Raises:
+            StorageError: The storage does not respond.
+        """
         if not self._on_disk:
             with wrap_storage_errors(f"{self.uri}: its bucket cannot be checked"):
                 try:
@@ -193,6 +200,9 @@ class RemoteFolder:
 
         Returns:
             False if the remote file does not exist.
+
+        Raises:
+            StorageError: The storage rejects the request or does not respond.
         """
         with self._access(name, "cannot be read") as path:
             local.parent.mkdir(parents=True, exist_ok=True)
@@ -214,6 +224,9 @@ class RemoteFolder:
         """Delete the parts of interrupted multipart uploads, which a bucket keeps forever and no listing shows.
 
         Does nothing on a disk.
+
+        Raises:
+            StorageError: The storage rejects the request or does not respond.
         """
         if self._on_disk:
             return

@@ -225,8 +225,14 @@ def add_chat_template(
 ) -> None:
     """Register a template under a name, for this process. The template need not mark {% generation %}.
 
-    Raises ConfigError if the name has another template, or if `model_family_keywords` is given: templates are never
-    guessed from a model's path.
+    Args:
+        template_name: The name.
+        template: The Jinja template.
+        inverse_parser: Function that parses a rendered text back into a History; None for none.
+        model_family_keywords: Must be None: templates are never guessed from a model's path.
+
+    Raises:
+        ConfigError: The name has another template, or `model_family_keywords` is given.
     """
     if model_family_keywords:
         raise ConfigError(

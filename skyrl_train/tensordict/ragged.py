@@ -62,7 +62,15 @@ class TokenLayout:
 
     @classmethod
     def of(cls, tokens: Column, attention: Column | None) -> TokenLayout:
-        """Make the layout of tokens and attention mask, given as rectangles or as rows."""
+        """Make the layout of tokens.
+
+        Args:
+            tokens: Tokens as a rectangle [B, T] or as rows of different lengths.
+            attention: Attention mask of the same form; None if all tokens count.
+
+        Raises:
+            ValueError: The mask has another shape than the tokens.
+        """
         rows = list(tokens)
         widths = tuple(len(row) for row in rows)
         device = rows[0].device if rows else None

@@ -419,7 +419,12 @@ class WeightSenderMixin:
         return self.sender.send(index)
 
     def mark_weights_delivered(self, version: int) -> None:
-        """Record that every engine has confirmed that version; see `WeightSender.mark_delivered`."""
+        """Record that every engine has all tensors of the last manifest, so that the next one may leave out equal
+        tensors.
+
+        Raises:
+            WeightSyncError: The last manifest had another version.
+        """
         self.sender.mark_delivered(version)
 
     def disconnect_weights(self) -> None:

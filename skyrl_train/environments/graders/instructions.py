@@ -245,12 +245,18 @@ def capital_word_frequency(text: str, *, capital_frequency: int, capital_relatio
 
 
 def english_capital(text: str) -> bool:
-    """True if the response is in English and in capital letters only."""
+    """True if the response is in English and in capital letters only.
+
+    Raises ConfigError if py3langid is not installed.
+    """
     return text.isupper() and detect_language(text) == "en"
 
 
 def english_lowercase(text: str) -> bool:
-    """True if the response is in English and in lower-case letters only."""
+    """True if the response is in English and in lower-case letters only.
+
+    Raises ConfigError if py3langid is not installed.
+    """
     return text.islower() and detect_language(text) == "en"
 
 

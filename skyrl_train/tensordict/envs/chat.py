@@ -282,11 +282,19 @@ class DatasetChatEnv(ChatEnv):
         batch_size: Sequence[int] | int | None = None,
         **settings: Any,
     ) -> Self:
-        """Make an environment over a loader of rows (mappings, lists of them, or batched mappings), repeated endlessly.
+        """Make an environment over a loader of rows, which is repeated endlessly.
 
-        `num_envs`, or TorchRL's `batch_size`: rows of the environment (1). `settings` are the constructor's; those that
-        determine how rows are read raise TypeError. Raises ValueError if both are given, or for
-        more than one dimension.
+        Args:
+            dataloader: Loader of mappings, lists of them, or batched mappings.
+            tokenizer: Tokenizer of the environment; None for text without one.
+            repeats: Number of consecutive episodes with the same row; None for one.
+            num_envs: Number of rows of the environment, B; None for 1 or that of `batch_size`.
+            batch_size: TorchRL's name for it: an integer or one dimension.
+            **settings: Other arguments of the constructor, except those that determine how rows are read.
+
+        Raises:
+            ValueError: Both `num_envs` and `batch_size` are given, or `batch_size` has more than one dimension.
+            TypeError: A setting determines how rows are read.
         """
         if num_envs is not None and batch_size is not None:
             raise ValueError(f"num_envs={num_envs}, batch_size={batch_size}: give only one of them.")

@@ -141,7 +141,14 @@ class IfEvalScorer(Transform):
         answer_blocks: Sequence[str] | None = None,
         complete: bool | None = None,
     ) -> torch.Tensor:
-        """Return the reward [..., 1] for accuracies and the number of blocks; see the class. `complete` is ignored."""
+        """Return the reward [..., 1] of a response: the weighted accuracies, plus bonuses for the format.
+
+        Args:
+            score: The accuracies of the response.
+            think_blocks: Blocks of reasoning; exactly one gives a bonus. None counts as no block.
+            answer_blocks: Blocks of answers; exactly one gives a bonus. None counts as no block.
+            complete: Ignored.
+        """
         parts = (
             score.prompt_level_strict_acc.sum(-1, keepdim=True),
             score.inst_level_strict_acc.mean(-1, keepdim=True),

@@ -137,8 +137,20 @@ def make_gsm8k_env(
 ) -> LLMEnv:
     """Make an LLMEnv with GSM8K: the question in the base prompt under "text", the response under "text_response".
 
-    Rows have "question" and "answer". An episode is one step, rewarded by `GSM8KRewardParser`.
-    `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
+    An episode is one step, rewarded by `GSM8KRewardParser`.
+
+    Args:
+        dataset: Source of rows with "question" and "answer", as in `data.dataset.read_rows`, or the rows themselves.
+        num_envs: Number of rows of the environment, B.
+        repeats: Number of consecutive episodes with the same question; None for one.
+        batch_size_dl: Number of rows that are read at a time.
+        seed: Seed of the order of the rows; None for a random order.
+        group_repeats: Accepted without effect: repeats are always consecutive.
+        tokenizer: Tokenizer of the environment; None for text only.
+
+    Raises:
+        DataError: The dataset cannot be read.
+        ValueError: `batch_size_dl` or `repeats` is invalid.
     """
     from skyrl_train.data.dataset import read_hub_dataset, read_rows
 

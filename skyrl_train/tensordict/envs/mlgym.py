@@ -131,11 +131,21 @@ def make_mlgym(
     `reward_wrong_format`) with /step. No part of MLGym or its containers runs in this process.
 
     Args:
-        task, tasks: Exactly one of them; ValueError otherwise.
+        task: Name of the only task. Give either this or `tasks`.
+        tasks: Names of tasks, which resets start in turn.
+        tokenizer: Tokenizer of the environment; None for text without one.
+        device: Device of the environment's tensors.
+        reward_wrong_format: Reward of an answer without exactly one block of code; None sends complete answers to the
+            server.
         base_url: The server's URL.
         settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key. None: the
             defaults.
         num_envs: Number of episodes in the batch.
+        system_prompt: System message of every conversation; None for none.
+
+    Raises:
+        ValueError: Both or none of `task` and `tasks` are given, or `tasks` is empty.
+        ConfigError: The settings are invalid.
     """
     if (task is None) == (tasks is None):
         raise ValueError("make_mlgym needs exactly one of task and tasks. Give one of them.")

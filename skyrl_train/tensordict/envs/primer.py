@@ -74,7 +74,11 @@ class DataLoadingPrimer(Transform):
         return [self._next() for _ in range(count)]
 
     def forward(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Return the next rows, stacked: as many as `tensordict` has, else `batch_size`."""
+        """Return the next rows of the loader, stacked.
+
+        Args:
+            tensordict: Its batch size is the number of rows; None, or no batch dimension, takes that of `batch_size`.
+        """
         size = [self.batch_size] if isinstance(self.batch_size, int) else list(self.batch_size or [1])
         count = tensordict.batch_size[0] if tensordict is not None and tensordict.batch_dims else size[0]
         return self._stack(self.take(count))
@@ -136,8 +140,15 @@ def batches(
 ) -> Iterable[Any]:
     """Return a loader over `rows` that can be iterated repeatedly.
 
-    It yields lists of `size` rows, or the results of `collate_fn` for these. With `shuffle`, every pass has a new
-    order, determined by `seed`. Raises ValueError for a size below 1.
+    Args:
+        rows: The rows.
+        size: Number of rows of a batch.
+        shuffle: True for a new order in every pass.
+        seed: Seed of the orders; None for random ones.
+        collate_fn: Function that converts a list of rows to a batch; None yields the lists.
+
+    Raises:
+        ValueError: `size` is below 1.
     """
     if size < 1:
         raise ValueError(f"batch_size_dl={size} must be at least 1.")

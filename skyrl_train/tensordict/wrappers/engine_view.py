@@ -82,11 +82,24 @@ class EngineView:
         return served
 
     def update_weights_from_tensor(self, named_tensors: Source | Iterable[tuple[str, Tensor]]) -> int:
-        """Same as `update_weights`, under SGLang's name."""
+        """Load tensors by name, as `update_weights` does; this is SGLang's name for it.
+
+        Returns:
+            The version that the engine now serves.
+
+        Raises:
+            WeightSyncError: A tensor is missing, unknown or of another shape. The message names it.
+            ConfigError: The source has no weights.
+        """
         return self.update_weights(named_tensors)
 
     def update_weights_from_disk(self, model_path: str) -> int:
-        """Load the weights in a Hugging Face folder of the same model; return the version that is now served."""
+        """Load the weights in a Hugging Face folder of the same model, and return the version that is now served.
+
+        Raises:
+            ConfigError: The model in the folder cannot be loaded.
+            WeightSyncError: It does not fit the engine's model.
+        """
         return self.update_weights(load_causal_lm(model_path, dtype=dtype_of(self.dtype), key="model_path"))
 
     # -- from a process group ---------------------------------------------------------------------------------------
@@ -99,9 +112,22 @@ class EngineView:
         world_size: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
-        """Join the trainer's group (stateless_init_process_group), whose rank 0 has the weights, as rank `rank_offset`.
+        """Join the trainer's group (`stateless_init_process_group`), whose rank 0 has the weights.
 
-        The whole engine is one member, however many accelerators it uses.
+        Blocks until all have joined.
+
+        The whole engine is one member, however many accelerators it uses. A group that was joined before is left first.
+
+        Args:
+            master_address: Host of rank 0.
+            master_port: Port of rank 0.
+            rank_offset: Rank of this engine in the group.
+            world_size: Number of members of the group.
+            device: Device on which tensors are received; None for the first accelerator, or the CPU.
+
+        Raises:
+            ConfigError: The rank is not valid.
+            WeightSyncError: The group did not form in time.
         """
         self.destroy_weight_update_group()
         self._group = stateless_init_process_group(

@@ -36,9 +36,14 @@ class Generation:
 
 
 def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | None) -> Generation:
-    """Parse generate_kwargs and the wrapper's `num_samples`; top_k=-1 turns top-k off.
+    """Parse generate_kwargs and the wrapper's `num_samples`.
 
-    Raises ConfigError (a ValueError) for unknown names, wrong values and contradictions.
+    Args:
+        given: Parameters under the names of TorchRL, vLLM or SGLang; None for the defaults. top_k=-1 turns top-k off.
+        num_samples: Number of samples of a prompt; None for that of `given`, or 1.
+
+    Raises:
+        ConfigError: A name is unknown, a value is wrong, or two values contradict each other.
     """
     key, values = "generate_kwargs", common_names(given)
     for name, off in _ONLY_OFF.items():
