@@ -438,7 +438,7 @@ def _locate_gpu() -> tuple[str, str]:
 
 
 def visible_devices(locations: Sequence[tuple[str, str]], key: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a process that uses all of these GPUs, in order.
+    """Return CUDA_VISIBLE_DEVICES for a process that uses all of these GPUs, in the order of `locations`.
 
     Args:
         locations: Node id and GPU of each, see `locate_gpus`.

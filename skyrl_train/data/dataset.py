@@ -65,7 +65,7 @@ def load_prompts(
     *,
     first_prompt_timeout_s: float | None = None,
 ) -> PromptDataset:
-    """Read the prompts of sources (see `read_rows`), in order.
+    """Read the prompts of sources (see `read_rows`), source by source, in the order of their rows.
 
     The uid of a prompt is its row number over all sources, from 0, including rows that are left out.
 

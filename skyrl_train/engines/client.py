@@ -123,7 +123,10 @@ class EngineClient:
 
     @property
     def engines(self) -> list[InferenceEngine]:
-        """The live engines, in order. Retired engines with requests are included and must receive weights, too."""
+        """The live engines, in the order in which they were added.
+
+        Retired engines with requests are included and must receive weights, too.
+        """
         return [record.engine for record in self._all if record.death_cause is None]
 
     @property
@@ -1007,7 +1010,7 @@ class BatchedEngineClient:
             self._check_soon()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Wait for all live episodes, sample completions, and return those of `requests` in order.
+        """Wait for all live episodes, sample completions, and return them in the order of `requests`.
 
         The shared call ignores the concurrency limit. Its error is raised to all callers in it; see
         `EngineClient.generate`.

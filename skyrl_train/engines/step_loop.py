@@ -230,9 +230,16 @@ class StepLoopEngine(ABC):
         await self._run(wake_up)
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the trainer's transfer group with every rank of the engine; see `InferenceEngine.connect_weights`.
+        """Join the trainer's transfer group with every rank.
 
         This blocks the engine's thread until the group has formed.
+
+        Args:
+            route: Name of the weight sync route.
+            address: host:port of the group's root; not used by routes without a group.
+            rank: First rank of this engine in the group.
+            world_size: Number of ranks in the group.
+            timeout_s: Seconds to wait for the other ranks, also in later transfers.
 
         Raises:
             WeightSyncError: The engine does not support the route, or the group did not form in time.

@@ -507,7 +507,13 @@ class WorkerPool(EnvironmentPool):
         return await answer
 
     def handle_reply(self, worker: WorkerHandle, call: _PendingCall, reply: dict[str, Any]) -> None:
-        """Process a worker's reply: record it in the episode and wake up the caller that waits for it."""
+        """Process a worker's reply: record it in the episode and wake up the caller that waits for it.
+
+        Args:
+            worker: The worker that replied.
+            call: The call to which the reply belongs.
+            reply: The decoded reply. An error in it ends the episode and is raised to the caller.
+        """
         error, episode = reply.get("error"), call.episode
         if call.op == "hello":
             if error is not None:

@@ -343,9 +343,15 @@ class LearnerWorker(WeightSenderMixin):
     def forward_with_routing(
         self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute like `forward`, and also return the chosen experts: int16 on the CPU, [T, L, k].
+        """Compute log-probs like `forward`, and also return the experts that the routers chose.
 
-        See `TrainBatch.routing` for their meaning. The arguments are those of `forward`.
+        Args:
+            micro_batches: The micro-batches of this rank.
+            num_micro_batches: Number of passes on every rank; a rank with fewer micro-batches adds fillers.
+            share_prompts: True to compute the shared prompt of adjacent sequences only once.
+
+        Returns:
+            The log-probs [T], and expert ids as int16 on the CPU [T, L, k]; see `TrainBatch.routing`.
         """
         self.routers.record_routed_experts = True
         try:

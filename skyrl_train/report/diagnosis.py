@@ -218,7 +218,16 @@ def _read_findings(file: Path, step: int) -> Iterator[Finding]:
 
 
 def values(rows: Rows, name: str, steps: int) -> list[float] | None:
-    """Return a metric in the last `steps` rows, in order; None if there are fewer rows or one lacks the metric."""
+    """Return the values of a metric in the last rows, the latest last.
+
+    Args:
+        rows: Metrics of consecutive steps.
+        name: Name of the metric.
+        steps: Number of rows.
+
+    Returns:
+        The values; None if there are fewer rows, or one of them lacks the metric.
+    """
     found = [row[name] for row in rows[-steps:] if name in row]
     return found if len(found) == steps else None
 

@@ -207,7 +207,7 @@ class RunReader:
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunReader]:
-    """Open the folders of several runs, in order.
+    """Open the folders of several runs, and return the readers in the order of the folders.
 
     Raises:
         ConfigError: If there is no folder, a folder is not a run's, or two of them are the same.

@@ -106,7 +106,17 @@ class ReplayBuffer:
         return self.insert_transform(len(self._transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
-        """Insert a transform at `index` among the existing ones; otherwise like `append_transform`."""
+        """Insert a transform at `index` among the existing ones, and return the buffer.
+
+        Args:
+            index: Position of the transform.
+            transform: A transform with `inv` (for written rows) or `forward` (for read rows), or a function for read
+                rows.
+            invert: True exchanges the two directions.
+
+        Raises:
+            TypeError: The transform is neither a function nor has `inv` or `forward`.
+        """
         self._transforms.insert(index, _ReadAndWrite.of(transform, invert))
         return self
 

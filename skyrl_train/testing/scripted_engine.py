@@ -165,7 +165,7 @@ class ScriptedEngine:
         self.asleep = tags is not None and "kv_cache" not in tags and self.asleep
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Accept weights of any version again. No connection is made."""
+        """Accept weights of any version again. No connection is made, and the arguments are ignored."""
         self._note("connect_weights")
         self._latest_version = -1
 

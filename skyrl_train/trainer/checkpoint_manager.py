@@ -65,7 +65,7 @@ class SkippedUpdates:
         """The first step of the series; None if the last step skipped no update."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Update `since` with the metrics of `step`. Call it once per step, in order."""
+        """Update `since` with the metrics of `step`. Call it once per step, in ascending order."""
         skipped = any(share for name, share in metrics.items() if name.endswith(SKIPPED_SUFFIX))
         self.since = (step if self.since is None else self.since) if skipped else None
 

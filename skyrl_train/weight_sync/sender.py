@@ -398,7 +398,20 @@ class WeightSenderMixin:
     def connect_weights(
         self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
     ) -> None:
-        """Prepare a route and join the engines' transfer group; see `WeightSender.connect`."""
+        """Close the previous connection, prepare a route and join the engines' transfer group.
+
+        For `broadcast`, rank 0 blocks until all engines have joined.
+
+        Args:
+            route: Name of the route, from `WeightRoute`.
+            address: "host:port" with a free port of rank 0's machine (`broadcast`), or a shared folder (`checkpoint`).
+            world_size: Number of ranks of the group: the trainer's rank 0, and those of all engines.
+            timeout_s: Seconds for joining, and for each later transfer.
+            adapter_only: True to send the adapter separately instead of merged into the model.
+
+        Raises:
+            WeightSyncError: There is no adapter, or not all ranks joined in time.
+        """
         self.sender.connect(route, address, world_size, timeout_s, adapter_only)
 
     def prepare_manifest(self, version: int, perturbed: bool = False) -> Manifest:

@@ -249,7 +249,7 @@ class Scheduler:
         return len(self._queue)
 
     def submit(self, call: GenerateCall) -> None:
-        """Queue the requests of a call, in order.
+        """Queue the requests of a call, in the order in which it lists them.
 
         Raises:
             UnsupportedParameter: A request names an adapter that is not loaded, or an id that another running or

@@ -56,7 +56,7 @@ class ParseError:
 
 
 def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) -> list[ToolCall | ParseError]:
-    """Return the calls of one message in order, with a ParseError in the place of each malformed call.
+    """Return the calls of one message, first to last, with a ParseError in the place of each malformed call.
 
     Args:
         text: The model's message, including its reasoning, which is skipped.

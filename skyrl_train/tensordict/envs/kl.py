@@ -124,7 +124,14 @@ class RetrieveLogProb(_Scores):
 
 
 def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: bool = False) -> TensorDictBase:
-    """Return the model's output for the whole sequences of `root`, which is not changed; it reads the key `mode`."""
+    """Return the output of a model that scores the sequences of a tensordict, which is not changed.
+
+    Args:
+        model: A wrapper with generate=False.
+        root: The tensordict; the model gets its entries `mode` and "masks".
+        mode: Key of the sequences: "tokens", "text" or "history".
+        with_gradient: True to compute gradients.
+    """
     with torch.set_grad_enabled(with_gradient):
         found: TensorDictBase = model(root.select(mode, "masks", strict=False).copy())
     return found

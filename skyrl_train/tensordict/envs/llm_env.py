@@ -65,9 +65,14 @@ class LLMEnv(TensorDictEnv):
         group_repeats: bool = True,
         **settings: Any,
     ) -> Self:
-        """Make an environment in which every reset takes the next rows of a loader; `settings` are the class's own.
+        """Make an environment in which every reset takes the next rows of a loader.
 
-        `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
+        Args:
+            dataloader: Loader of mappings, lists of them, or batched mappings.
+            num_envs: Number of rows of the environment, B.
+            repeats: Number of consecutive times that each row is used; None for once.
+            group_repeats: Accepted without effect: repeats are always consecutive.
+            **settings: Other arguments of the constructor.
         """
         env = cls(batch_size=(num_envs,), **settings)
         primer = _KeepsText(dataloader, repeats=repeats, group_repeats=group_repeats)

@@ -64,7 +64,7 @@ class ToolTransform(Transform, ABC):
 
     @abstractmethod
     def calls(self, text: str) -> list[ParsedCall]:
-        """Return the calls in one answer, in order."""
+        """Return the calls of tools in one answer, first to last."""
 
     @abstractmethod
     def told(self, call: ParsedCall, result: ToolResult) -> str:

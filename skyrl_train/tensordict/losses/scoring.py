@@ -71,7 +71,17 @@ def check_actor(actor: Any) -> None:
 
 
 def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError) -> Column:
-    """Return a required entry of a tensordict [B]; raise `error`, which calls the entry `what`, if it is missing."""
+    """Return a required entry of a tensordict.
+
+    Args:
+        tensordict: The tensordict [B].
+        key: Key of the entry.
+        what: Description of the entry for the error message.
+        error: Type of the error.
+
+    Raises:
+        error: The entry is missing.
+    """
     value = column(tensordict, key)
     if value is None:
         found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
@@ -109,10 +119,17 @@ def score(
 
 
 def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, strategy: str) -> Tensor:
-    """Return the mask [T] of tokens that count; it never includes a row's first token, which has no log-prob.
+    """Return the mask [T] of tokens that count. It never includes a row's first token, which has no log-prob.
 
-    "rlhf": the assistant's tokens, in all turns. "sft": the tokens after the prompt (the assistant's if the prompt is
-    not known). "generic": all tokens. Raises ValueError if the masks that the strategy needs are missing.
+    Args:
+        tensordict: The batch, with masks or prompts.
+        tokens: The tokens of the batch.
+        layout: The layout of `tokens`.
+        strategy: "rlhf": the assistant's tokens, in all turns. "sft": the tokens after the prompt (the assistant's if
+            the prompt is not known). "generic": all tokens.
+
+    Raises:
+        ValueError: The masks that the strategy needs are missing.
     """
     assistant, prompts = column(tensordict, ASSISTANT), column(tensordict, PROMPT)
     if strategy == "rlhf" or (strategy == "sft" and prompts is None):
@@ -133,9 +150,19 @@ def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, 
 
 
 def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[TensorDictBase, Tensor, TokenLayout]:
-    """Let the policy score conversations; return its tensordict with tokens and masks, log-probs [T], and their layout.
+    """Let the policy score conversations.
 
-    Raises ValueError if the policy writes no tokens at `action`, KeyError if it writes no log-probs.
+    Args:
+        actor: The policy, a wrapper with generate=False.
+        tensordict: The conversations [B].
+        action: Key at which the policy writes the tokens.
+
+    Returns:
+        The policy's tensordict with tokens and masks, the log-probs [T], and their layout.
+
+    Raises:
+        ValueError: The policy writes no tokens at `action`.
+        KeyError: The policy writes no log-probs.
     """
     result = actor(tensordict)
     tokens = read(result, action, "tokens of the policy")

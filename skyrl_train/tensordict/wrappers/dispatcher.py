@@ -77,7 +77,7 @@ class Dispatcher:
         """Number of threads in `submit`."""
 
     def submit(self, items: Sequence[Any], parameters: Hashable, deadline_s: float) -> list[Any]:
-        """Return the answers to `items`, in order; blocks until all are answered.
+        """Return the answers to `items`, one for each in the same order; blocks until all are answered.
 
         Only items with equal `parameters` share a batch. Raises what `run` raised for the items, DeadlineExceeded after
         `deadline_s` seconds, or CancelledError if `cleanup` empties the queue.

@@ -141,9 +141,19 @@ class EngineView:
         shapes: Sequence[Sequence[int]],
         version: int | None = None,
     ) -> int:
-        """Receive tensors from rank 0 of the group, one broadcast each in this order, then call `update_weights`.
+        """Receive tensors from rank 0 of the group, one broadcast each, load them, and return the version that is now
+        served.
 
-        Raises ConfigError for lists of different lengths, RuntimeError without a group.
+        Args:
+            names: Checkpoint names of the tensors, in the order in which rank 0 sends them.
+            dtypes: Data types of the tensors, in the same order.
+            shapes: Shapes of the tensors, in the same order.
+            version: Version of the weights; None for the engine's last one + 1.
+
+        Raises:
+            ConfigError: The lists differ in length.
+            RuntimeError: No group is joined.
+            WeightSyncError: A transfer failed, or the tensors do not fit the model.
         """
         if isinstance(names, str) or not len(names) == len(dtypes) == len(shapes):
             raise ConfigError(

@@ -60,9 +60,16 @@ class ModuleScorer:
 def load_module(
     path: str, device: torch.device | str | None, *, dtype: str | torch.dtype = "float32", **rope: Any
 ) -> nn.Module:
-    """Load a causal language model from a folder or hub name onto `device` (the CPU by default).
+    """Load a causal language model.
 
-    `rope` are `rope_scaling` and `rope_theta`.
+    Args:
+        path: Folder or hub name of the model.
+        device: Device of the model; None for the CPU.
+        dtype: Data type of the parameters.
+        **rope: `rope_scaling` and `rope_theta`; see `load_causal_lm`.
+
+    Raises:
+        ConfigError: The model cannot be loaded.
     """
     kind = dtype_of(dtype) if isinstance(dtype, str) else dtype
     model: nn.Module = load_causal_lm(path, dtype=kind, device=device or "cpu", key="model", **rope)

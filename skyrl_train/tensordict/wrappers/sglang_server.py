@@ -109,7 +109,17 @@ class AsyncSGLang(EngineView):
 
     @classmethod
     def from_pretrained(cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **options: Any) -> AsyncSGLang:
-        """Start SGLang here, on `tp_size` accelerators; `dp_size` must be 1."""
+        """Start SGLang on this machine and return it.
+
+        Args:
+            model_name: Folder or hub name of the model.
+            tp_size: Number of accelerators.
+            dp_size: Must be 1, because an AsyncSGLang is a single replica.
+            **options: Other arguments of the constructor.
+
+        Raises:
+            ConfigError: `dp_size` is not 1, or SGLang does not start.
+        """
         return cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **options)
 
     @property
@@ -128,13 +138,24 @@ class AsyncSGLang(EngineView):
         return_logprobs: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Sample answers. A single prompt gives a dict; a list, or `n` samples, give a list of dicts.
+        """Sample answers, and block until all have ended.
 
-        The samples of a prompt are adjacent. A dict has "text", "output_ids" and "meta_info":
-        finish_reason, prompt_tokens, completion_tokens, and with
-        `return_logprobs` output_token_logprobs, (nats, id, None) each, before truncation. `sampling_params` are those
-        of tensordict/wrappers/parameters.py. Raises ConfigError (a ValueError) unless exactly one of `prompts` and
-        `input_ids` is given, or for an empty prompt; DeadlineExceeded after `timeout` seconds.
+        Args:
+            prompts: One or several texts. Give either these or `input_ids`.
+            input_ids: Token ids of one or several prompts.
+            sampling_params: Parameters of sampling, as in tensordict/wrappers/parameters.py; None for the defaults.
+            return_logprobs: True to return log-probs.
+            timeout: Seconds for all answers; None for the default.
+
+        Returns:
+            A dict for a single prompt; a list of dicts for a list of prompts or `n` samples, with the samples of a
+            prompt next to each other. A dict has "text", "output_ids" and "meta_info": finish_reason, prompt_tokens,
+            completion_tokens and, with `return_logprobs`, output_token_logprobs: (nats, id, None) for each token,
+            before truncation.
+
+        Raises:
+            ConfigError: Not exactly one of `prompts` and `input_ids` is given, or a prompt is empty.
+            DeadlineExceeded: The answers took longer than `timeout`.
         """
         if (prompts is None) == (input_ids is None):
             raise ConfigError("generate needs exactly one of prompts and input_ids.")

@@ -28,7 +28,17 @@ class vLLMWorker(EngineView):
         self._arrived: dict[str, Tensor] = {}
 
     def update_weight_broadcast(self, name: str, dtype: torch.dtype | str, shape: Sequence[int]) -> None:
-        """Receive one tensor from the group. Raises ConfigError for a name that the model does not have."""
+        """Receive one tensor from the group; once the last has arrived, load all of them.
+
+        Args:
+            name: Checkpoint name of the tensor.
+            dtype: Its data type.
+            shape: Its shape.
+
+        Raises:
+            ConfigError: The model has no tensor of this name.
+            RuntimeError: No group is joined.
+        """
         self._check(name)
         self.update_weight(name, self._received(dtype, shape))
 
