@@ -476,7 +476,17 @@ class LearnerWorker(WeightSenderMixin):
         return self._fingerprints, lora
 
     def load(self, folder: str) -> LearningRates | None:
-        """Load this rank's part of a checkpoint from `folder`; see `Strategy.load` for the result and errors."""
+        """Load this rank's part of a checkpoint: parameters and, for a trained model, the optimizer's state.
+
+        Args:
+            folder: Folder that `save` has written, also with another number of ranks.
+
+        Returns:
+            The learning rates of the next update; None for a frozen model, and for a checkpoint without a recorded one.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete or corrupt, from another model, or without optimizer state.
+        """
         return self.strategy.load(Path(folder))
 
     def export(self, folder: str, chat_template: str | None = None) -> None:

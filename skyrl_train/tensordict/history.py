@@ -109,18 +109,30 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return chat
 
     def append(self, history: History, inplace: bool = True, dim: int = -1) -> History:
-        """Append one message along `dim` and return the result, which is `self` if `inplace`.
+        """Append one message to every conversation and return the result.
 
-        Raises RuntimeError unless `history` has exactly one dimension fewer than `self`.
+        Args:
+            history: The messages, with one dimension fewer than `self`.
+            inplace: True changes `self` and returns it; False leaves it unchanged.
+            dim: Dimension of the turns; -1 is the last one.
+
+        Raises:
+            RuntimeError: `history` does not have exactly one dimension fewer than `self`.
         """
         if history.ndim != self.ndim - 1:
             raise RuntimeError(f"append takes a History of {self.ndim - 1} dimensions, got {history.ndim}.")
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
-        """Append another History (ours or TorchRL's) along `dim` and return the result, which is `self` if `inplace`.
+        """Append the messages of another History and return the result.
 
-        Raises RuntimeError unless both have the same number of dimensions, at least 1.
+        Args:
+            history: A History of this package or of TorchRL, with the same number of dimensions as `self`.
+            inplace: True changes `self` and returns it; False leaves it unchanged.
+            dim: Dimension of the turns.
+
+        Raises:
+            RuntimeError: The numbers of dimensions differ, or are 0.
         """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(
@@ -152,16 +164,30 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return_assistant_tokens_mask: bool = False,
         **template_kwargs: Any,
     ) -> Any:
-        """Render with the chat template: to text, to ids [1, L] (`tokenize`, `return_tensors`) or to a TensorDict.
+        """Render conversations with a chat template, to text, to token ids or to a TensorDict.
 
-        `return_dict` and `return_assistant_tokens_mask` give a TensorDict with "input_ids",
-        "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
-        [B, turns] a list of texts or ids, or a lazy stack of TensorDicts (padded on the left with `padding`). Control
-        tokens come only from the template; if a message spells one, it is encoded as plain characters. Masks need no
-        {% generation %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops
-        the reasoning of earlier turns, ids and mask are those of the last answer and the context that it is given in.
-        Raises ConfigError for a missing template, DataError if the template rejects the messages or does not write all
-        that they say.
+        [turns] gives one result, [B, turns] a list of texts or ids, or a lazy stack of TensorDicts. Control tokens come
+        only from the template; if a message spells one, it is encoded as plain characters. Masks need no {% generation
+        %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops the reasoning
+        of earlier turns, ids and mask are those of the last answer and the context that it is given in.
+
+        Args:
+            tokenizer: Hugging Face tokenizer.
+            add_generation_prompt: True ends with the header of the model's next answer.
+            chat_template: Jinja template; None for the named one.
+            chat_template_name: Name of a template; None for the tokenizer's own.
+            continue_final_message: True leaves the last message open.
+            tokenize: True for ids [1, L], False for text; None for ids only if another argument requires them.
+            padding: True pads a lazy stack on the left.
+            truncation: Must be False, because conversations are never truncated.
+            return_tensors: "pt" for ids as tensors; None.
+            return_dict: True for a TensorDict with "input_ids", "attention_mask" and "assistant_masks", int64 [L].
+            return_assistant_tokens_mask: True for such a TensorDict with the mask of the assistant's tokens.
+            **template_kwargs: Variables of the template.
+
+        Raises:
+            ConfigError: There is no such template, or arguments contradict each other.
+            DataError: The template rejects the messages, or does not write all of their text.
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
         if return_tensors not in (None, "pt"):

@@ -30,6 +30,10 @@ class IFEvalScores:
         """Return the accuracies of this response under the benchmark's names.
 
         The benchmark weights instruction-level accuracies by each prompt's number of instructions.
+
+        Returns:
+            prompt_level_strict_acc and prompt_level_loose_acc: 1.0 if all instructions are followed, else 0.0;
+            inst_level_strict_acc and inst_level_loose_acc: the fraction of instructions that are followed.
         """
         return {
             "prompt_level_strict_acc": float(all(self.strict)),
