@@ -548,7 +548,12 @@ class Curriculum:
             self._rates[group.prompt.uid] = sum(passed) / len(passed)
 
     def should_skip(self, uid: str) -> bool:
-        """Return True if the prompt must be skipped now, and forget its pass rate so that it is drawn the next time."""
+        """True if the prompt's recorded pass rate is out of bounds.
+
+        Then forget the rate, so that the prompt is skipped only once.
+
+        A prompt without a recorded rate is not skipped.
+        """
         if self._min <= self._rates.get(uid, self._min) <= self._max:
             return False
         del self._rates[uid]

@@ -38,7 +38,7 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Do nothing."""
+        """Do nothing, because the coefficient is constant. The arguments are ignored."""
 
 
 class AdaptiveKLController:

@@ -119,7 +119,15 @@ class TokenLayout:
         raise ValueError(f"{name!r} has {len(row)} values in row {index}; its tokens have {self.widths[index]}.")
 
     def flat(self, values: Column, name: Key) -> Tensor:
-        """Return token-level values, given as a rectangle [B, L] or as rows, flat [T]. Raises like `rectangle`."""
+        """Return token-level values as a flat tensor [T].
+
+        Args:
+            values: The values as a rectangle [B, L] or as rows of different lengths.
+            name: Key of the values, for errors.
+
+        Raises:
+            ValueError: The values have other lengths than the tokens.
+        """
         return self.rectangle(values, name)[self.present]
 
     def spread(self, values: Column, name: Key) -> Tensor:

@@ -282,7 +282,13 @@ class CheckpointManager:
         return folder
 
     async def update_reference(self) -> None:
-        """Copy the policy's weights to the reference, if it follows the policy. Raises CheckpointError as `export`."""
+        """Copy the policy's weights to the reference model. Does nothing if the reference does not follow the policy.
+
+        A failed copy is retried after RETRY_INTERVAL_S seconds.
+
+        Raises:
+            CheckpointError: MAX_FAILED_SAVES attempts to write the copy failed.
+        """
         folder = self._reference_folder
         if folder is None:
             return

@@ -177,7 +177,12 @@ class SampledTokenBuffer:
         return self._ids[row, :count].astype(np.int32), logprobs, full
 
     def get_ids(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return one token id of each row, int64 [B]."""
+        """Return the token ids at (rows[i], columns[i]), int64 [B].
+
+        Args:
+            rows: Indices of rows [B].
+            columns: Positions of the tokens in their rows [B].
+        """
         return self._ids[rows, columns]
 
     def get_range(self, row: int, start: int, stop: int) -> list[int]:
