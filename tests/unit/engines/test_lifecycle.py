@@ -164,7 +164,7 @@ def test_sleeping_without_weights_refuses_sync():
 @pytest.mark.parametrize("change", ["discard", "load"])
 def test_lost_weights_need_complete_sync(change: str):
     lifecycle = make_lifecycle(change)
-    with pytest.raises(WeightSyncError, match="Engine 'a' has no complete weights to update. Send all tensors"):
+    with pytest.raises(WeightSyncError, match=r"Engine 'a' has no complete weights to update\. Send all tensors"):
         lifecycle.check_can_load(PARTIAL)
     lifecycle.check_can_load(COMPLETE)
     lifecycle.invalidate_weights()
