@@ -142,7 +142,7 @@ class TextEnv:
             NotImplementedError: The subclass does not define `step`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not define step. Define step(action), which returns a TextEnvStepOutput."
+            f"{type(self).__name__} does not define step. Define step(action), which returns a StepOutput."
         )
 
     def close(self) -> None:

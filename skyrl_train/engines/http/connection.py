@@ -82,9 +82,7 @@ class Connection:
                 and `wait_until_ready` handle these errors.
         """
         if self._session is None:
-            raise EngineError(
-                f"Engine {self.name!r} is closed or was never connected. Create a new RemoteEngine and call connect()."
-            )
+            raise EngineError(f"Engine {self.name!r} is closed or was never connected. Connect a new engine.")
         try:
             while True:
                 # A redirect would carry the token to another server.

@@ -224,7 +224,7 @@ def _reach(
         return call(connected(), f"connecting to {url}", 2 * deadline_s + 60.0)
     except (DeadlineExceeded, EngineError) as error:
         raise ConnectionError(
-            f"No SGLang server answers at {url}: {error}. Start one there, or correct server_url."
+            f"No SGLang server answers at {url}: {str(error).rstrip('.')}. Start one there, or correct server_url."
         ) from error
 
 
@@ -246,8 +246,7 @@ async def _served(connection: Connection, deadline_s: float) -> str:
         path = None
     if not isinstance(path, str):
         raise EngineError(
-            f"/server_info returned HTTP status {status} without a model_path. Check that server_url is an SGLang "
-            "server."
+            f"/server_info returned HTTP status {status} without a model_path, so this is not an SGLang server."
         )
     return path
 
