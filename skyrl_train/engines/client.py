@@ -521,14 +521,27 @@ class EngineClient:
         await self._call_all("abort", request_ids)
 
     async def pause(self, mode: str = "keep") -> None:
-        """Pause all live engines; see `InferenceEngine.pause`.
+        """Stop sampling on all live engines until `resume`, and return when they are paused.
 
         An engine that does not respond or does not finish its current step in time is marked dead.
+
+        Args:
+            mode: A PauseMode that decides what happens to running requests; see `InferenceEngine.pause`.
+
+        Raises:
+            UnsupportedParameter: An engine does not support the mode.
+            EngineError: No live engine is left, and dead engines are not restarted.
         """
         await self._call_all("pause", mode, waits_for_step=mode != PauseMode.WAIT)
 
     async def resume(self) -> None:
-        """Resume all live engines; see `InferenceEngine.resume`."""
+        """Let all live engines continue sampling after `pause`.
+
+        An engine that does not finish its step in time is marked dead.
+
+        Raises:
+            EngineError: No live engine is left, and dead engines are not restarted.
+        """
         await self._call_all("resume", waits_for_step=True)
 
     @asynccontextmanager
@@ -550,10 +563,16 @@ class EngineClient:
                     await self.resume()
 
     async def sleep(self, level: int = 1) -> int:
-        """Put all live engines to sleep and hold back requests until `wake_up`; see `InferenceEngine.sleep`.
+        """Put all live engines to sleep and hold back requests until `wake_up`.
+
+        Args:
+            level: 1 frees the KV cache; 2 also frees the weights.
 
         Returns:
             Bytes freed by all engines together.
+
+        Raises:
+            EngineError: No live engine is left, and dead engines are not restarted.
         """
         self._asleep = True
         self._update_serving()

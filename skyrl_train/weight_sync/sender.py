@@ -415,7 +415,14 @@ class WeightSenderMixin:
         self.sender.connect(route, address, world_size, timeout_s, adapter_only)
 
     def prepare_manifest(self, version: int, perturbed: bool = False) -> Manifest:
-        """Begin a sync of `version` and return its manifest; see `WeightSender.prepare_manifest`."""
+        """Begin a sync and return its manifest: names, shapes, dtypes, fingerprints and non-finite tensors.
+
+        This is a collective of all ranks. It ends an earlier sync.
+
+        Args:
+            version: Version of the weights.
+            perturbed: True to send perturbed weights for a self-test.
+        """
         return self.sender.prepare_manifest(version, perturbed)
 
     def send_weights(self, index: int) -> Bucket | None:

@@ -104,7 +104,12 @@ class ChatEnv(TensorDictEnv):
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[Any], **settings: Any) -> DatasetChatEnv:
-        """Make a DatasetChatEnv over a loader of rows; see `DatasetChatEnv.from_dataloader`."""
+        """Make a DatasetChatEnv over a loader of rows, which is repeated endlessly.
+
+        Args:
+            dataloader: Loader of mappings, lists of them, or batched mappings.
+            **settings: Arguments of `DatasetChatEnv.from_dataloader`, which also names the errors.
+        """
         return DatasetChatEnv.from_dataloader(dataloader, **settings)
 
     def opening(self, question: str | Sequence[Message]) -> list[Message]:
