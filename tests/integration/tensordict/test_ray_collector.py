@@ -137,7 +137,7 @@ def test_what_cannot_travel_is_refused(ray_runtime: None):
         ({"sync_iter": False, "max_staleness": 0}, ValueError, "max_staleness must be at least 1"),
         ({"frames_per_batch": 1}, TypeError, "frames_per_batch"),
         ({"async_envs": True}, RuntimeError, "Give the environment more rows"),
-        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "give only one of them"),
+        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "Give only one of them"),
     ],
 )
 def test_what_cannot_be_had_is_refused(settings: dict[str, Any], error: type[Exception], says: str):

@@ -12,7 +12,7 @@ from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, a
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.weight_sync.protocol import Manifest
 
-NOT_LOADED = "'a' is not fully loaded: .* It serves no requests until then"
+NOT_LOADED = "'a' is not fully loaded: .* It serves no requests until then\\. Run a full weight sync"
 ASLEEP = r"'a' is asleep; call wake_up\(\) first"
 COMPLETE, PARTIAL = Manifest(1, ()), Manifest(1, (), base_version=0)
 Change = Callable[[Lifecycle], object]

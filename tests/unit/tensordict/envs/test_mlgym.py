@@ -54,7 +54,7 @@ def test_an_episode_that_is_over_takes_no_step():
             root["text_response"] = ["a"]
             root = env.step(root)["next"]
         root["text_response"] = ["a"]
-        with pytest.raises(RuntimeError, match="reset"):
+        with pytest.raises(RuntimeError, match="Reset its row"):
             env.step(root)
 
 
