@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_train.environments.tasks.arithmetic import generate
-from tests.chaos.campaign import PROMPTS, STEPS
+from tests.chaos.campaign import CHECKPOINT_INTERVAL, PROMPTS, STEPS
 
 ASYNCHRONOUS = "asynchronous"
 KINDS = {
