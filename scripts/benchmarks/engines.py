@@ -69,7 +69,7 @@ Generate = Callable[[list[SampleRequest]], Sequence[int]]
 """Sample all requests, and return the number of tokens of each."""
 
 
-def requests_of(run: int) -> list[SampleRequest]:
+def make_requests(run: int) -> list[SampleRequest]:
     """Return the requests of a run, which differ from those of other runs."""
     ids = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(run)).tolist()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -177,7 +177,7 @@ def serve(connection: Connection, way: Callable[..., AbstractContextManager[Gene
     with way(*args) as generate:
         connection.send(None)
         while (run := connection.recv()) is not None:
-            requests = requests_of(run)
+            requests = make_requests(run)
             start = time.perf_counter()
             found = generate(requests)
             connection.send(time.perf_counter() - start)
@@ -266,7 +266,7 @@ async def compare(kind: str, model: str, repeats: int) -> EngineThroughput:
         client = build_client(engines, cfg.generator, timeouts)
 
         async def through_client(run: int) -> float:
-            requests = requests_of(run)
+            requests = make_requests(run)
             start = time.perf_counter()
             found = await in_calls(client, requests)
             seconds = time.perf_counter() - start

@@ -43,7 +43,7 @@ def main() -> None:
                 took = to_first_step([*command, *arguments], Path(folder) / f"{repeat}{name.partition(' ')[0]}")
                 if repeat:  # the first run of each command fills the caches
                     seconds[name].append(took)
-            found = phases_of(arguments, Path(folder) / f"{repeat}phases")
+            found = measure_phases(arguments, Path(folder) / f"{repeat}phases")
             if repeat:
                 phases.append(found)
     print("| started by | seconds to the first step: median | min | max |\n| --- | --- | --- | --- |")
@@ -83,7 +83,7 @@ def tiny_run(folder: Path) -> list[str]:
     ]
 
 
-def phases_of(arguments: list[str], folder: Path) -> dict[str, float]:
+def measure_phases(arguments: list[str], folder: Path) -> dict[str, float]:
     """Start a run once, and return the seconds of each phase."""
     folders = [f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-exports"]
     script = Path(__file__).with_name("startup_phases.py")
