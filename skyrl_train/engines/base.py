@@ -213,7 +213,7 @@ class EngineHealth:
     queued: int = 0
     paused: bool = False
     asleep: bool = False
-    torn: bool = False
+    partially_loaded: bool = False
     """True if the model is only partially loaded or was discarded. The engine rejects requests until a full sync."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0

@@ -435,7 +435,7 @@ class EngineClient:
             health = await with_timeout(HEALTH_TIMEOUT_S, record.engine.health())
         except (*_FATAL_ERRORS, TimeoutError):
             return False
-        return not health.torn
+        return not health.partially_loaded
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:

@@ -276,7 +276,7 @@ class Lifecycle:
             version=version,
             paused=self._paused or bool(self._drains or self._asleep),
             asleep=bool(self._asleep),
-            torn=self._lacks_weights,
+            partially_loaded=self._lacks_weights,
             **counters,
         )
 

@@ -178,7 +178,7 @@ class ScriptedEngine:
         self._note("begin_weights")
         if manifest.version <= self._latest_version:
             raise WeightSyncError(f"engine {self.name}: version {manifest.version} is stale: {self.version} is served.")
-        self._is_self_test = manifest.rehearsal
+        self._is_self_test = manifest.is_self_test
 
     async def receive_weights(self, bucket: Bucket) -> None:
         """Mark the weights as partially loaded, and ignore the bucket."""
@@ -212,7 +212,7 @@ class ScriptedEngine:
             running=len(self._aborted),
             paused=not self._may_run.is_set(),
             asleep=self.asleep,
-            torn=self.partially_loaded,
+            partially_loaded=self.partially_loaded,
             generated_tokens=self._generated_tokens,
         )
 

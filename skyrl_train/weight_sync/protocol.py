@@ -73,7 +73,7 @@ class Manifest:
     """Maximum size of a bucket of several tensors."""
     base_version: int | None = None
     """If not None, the sync sends only tensors that changed since this version."""
-    rehearsal: bool = False
+    is_self_test: bool = False
     """True if the weights are perturbed to test the probe. The true weights of the same version follow."""
     adapter: AdapterSpec | None = None
     """Adapter whose tensors are sent in addition to its model's, and which engines then serve. None means no

@@ -205,8 +205,8 @@ class WeightReceiver:
         self._loading = False
         self.version = version
         self.partially_loaded = False
-        self._has_trainer_weights = not manifest.rehearsal
-        self._latest_version = version - manifest.rehearsal
+        self._has_trainer_weights = not manifest.is_self_test
+        self._latest_version = version - manifest.is_self_test
 
     def close(self) -> None:
         """Leave the transfer group, and unmap the trainer's memory."""

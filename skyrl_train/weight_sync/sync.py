@@ -351,8 +351,8 @@ class WeightSync:
         """
         self._phase = "the check of the engines' versions"
         for health in await gather_all(engine.health() for engine in engines):
-            if health.torn or health.version != version:
-                state = "is partially loaded" if health.torn else f"serves version {health.version}"
+            if health.partially_loaded or health.version != version:
+                state = "is partially loaded" if health.partially_loaded else f"serves version {health.version}"
                 raise WeightSyncError(
                     f"engine {health.name} {state}, but the trainer is at version {version}. Sync the engine first."
                 )

@@ -233,7 +233,7 @@ class EngineHarness:
         health = await self.engine.health()
         if health.asleep:
             await self.engine.wake_up()
-        if health.torn:
+        if health.partially_loaded:
             await self.publish(self.model)
         await self.engine.resume()
 

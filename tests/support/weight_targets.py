@@ -119,7 +119,7 @@ class FakeEngine:
         return score(self.model, token_ids, temperature)
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(self.name, self.receiver.version, torn=self.receiver.partially_loaded)
+        return EngineHealth(self.name, self.receiver.version, partially_loaded=self.receiver.partially_loaded)
 
 
 @torch.no_grad()

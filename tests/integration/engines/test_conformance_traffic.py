@@ -45,7 +45,7 @@ def test_no_request_is_active_after_all_completions(bench: EngineHarness, refere
     bench.generate(*(bench.request(PROMPT, seed=n) for n in range(5)))
     health = bench.run(bench.engine.health())
     assert (health.name, health.running, health.queued) == (bench.capabilities.name, 0, 0)
-    assert not (health.paused or health.asleep or health.torn)
+    assert not (health.paused or health.asleep or health.partially_loaded)
 
 
 def test_no_requests_give_no_completions(bench: EngineHarness):

@@ -48,7 +48,7 @@ def assert_serves(bench: EngineHarness, reference: Reference) -> None:
 
 
 def assert_partially_loaded(bench: EngineHarness) -> None:
-    assert bench.run(bench.engine.health()).torn
+    assert bench.run(bench.engine.health()).partially_loaded
     for call in (bench.engine.generate([bench.request(PROMPT)]), bench.engine.score([[1, 2, 3]])):
         with pytest.raises(EngineError, match="is not fully loaded"):
             bench.run(call)
@@ -187,7 +187,7 @@ def failing_sync(
 def assert_old_or_partial_then_repaired(bench: EngineHarness, route: str, old: Reference) -> None:
     """Check that a staged route still serves the old weights, others serve none, and a full sync repairs both."""
     if route == STAGED:
-        assert not bench.run(bench.engine.health()).torn
+        assert not bench.run(bench.engine.health()).partially_loaded
         assert_serves(bench, old)
     else:
         assert_partially_loaded(bench)
@@ -197,7 +197,7 @@ def assert_old_or_partial_then_repaired(bench: EngineHarness, route: str, old: R
             await weight_sync.sync_all(await bench.next_version())
 
     bench.run(repair())
-    assert not bench.run(bench.engine.health()).torn
+    assert not bench.run(bench.engine.health()).partially_loaded
     assert_serves(bench, Reference(bench.model))
 
 
@@ -302,7 +302,7 @@ def test_mismatched_weights_are_rejected_before_transfer(
                 await weight_sync.sync_all(await bench.next_version())
 
     bench.run(run())
-    assert not bench.run(bench.engine.health()).torn
+    assert not bench.run(bench.engine.health()).partially_loaded
     assert_serves(bench, reference)
 
 

@@ -159,7 +159,7 @@ def test_failed_load_requires_complete_sync(
     monkeypatch.setattr(running.served, "load_weights", load_without_memory)
     with pytest.raises(WeightSyncError, match="engine particular: receive failed: RuntimeError: out of memory"):
         bench.run(bench.publish(bench.random_model(1)))
-    assert bench.run(running.engine.health()).torn
+    assert bench.run(running.engine.health()).partially_loaded
     with pytest.raises(EngineError, match="is not fully loaded"):
         bench.generate(bench.request(FIRST))
     monkeypatch.undo()
@@ -254,9 +254,9 @@ def test_sleep_level_2_discards_weights_until_commit(on_device: RunningEngine):
     with pytest.raises(WeightSyncError, match="Begin a sync first"):
         bench.run(engine.commit_weights(99))
     bench.run(engine.connect_weights("in_process", "", 1, 2, 1.0))
-    assert bench.run(engine.health()).torn, "no weights have arrived yet"
+    assert bench.run(engine.health()).partially_loaded, "no weights have arrived yet"
     new = bench.serve(bench.random_model(3))
-    assert not bench.run(engine.health()).torn
+    assert not bench.run(engine.health()).partially_loaded
     request = bench.request(FIRST)
     assert_logprobs(new, request, bench.generate(request)[0])
 
@@ -428,7 +428,7 @@ def test_sync_rejects_padded_experts(module_engine: RunningEngine):
         padded = EngineHarness(engine, model, module_engine.loop, module_engine.folder)
         with pytest.raises(WeightSyncError, match="pads the experts of this model from 48 to 64 columns"):
             padded.run(padded.publish(model))
-        assert not padded.run(engine.health()).torn
+        assert not padded.run(engine.health()).partially_loaded
         assert len(padded.run(engine.score([[5, 9, 77]]))[0]) == 2, "it still serves its weights"
     finally:
         module_engine.loop.run(engine.close())

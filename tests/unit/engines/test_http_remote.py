@@ -74,7 +74,7 @@ def test_every_method_reaches_the_engine():
         await remote.connect_weights("checkpoint", "", 1, 2, 5)
         await remote.begin_weights(Manifest(3, (TensorSpec("w", (2,), "float32", 9),)))
         await remote.receive_weights(Bucket(0, ("w",), (9,), handles=(SharedHandle(0, 16, "/proc/1/fd/3"),)))
-        assert (await remote.health()).torn
+        assert (await remote.health()).partially_loaded
         await remote.commit_weights(3)
         health = await remote.health()
         assert (health.name, health.version, health.generated_tokens) == ("far", 3, 6)

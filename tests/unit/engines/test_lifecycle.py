@@ -77,14 +77,14 @@ def test_state_decides_what_is_admitted_and_refused(changes: str, state: EngineS
         ("drain", ("paused",)),
         ("pause", ("paused",)),
         ("sleep", ("paused", "asleep")),
-        ("load", ("torn",)),
-        ("discard", ("torn",)),
+        ("load", ("partially_loaded",)),
+        ("discard", ("partially_loaded",)),
     ],
 )
 def test_health_reports_state_and_counters(changes: str, flags: tuple[str, ...]):
     health = make_lifecycle(*changes.split()).health(3, running=2)
     assert (health.name, health.version, health.running) == ("a", 3, 2)
-    assert tuple(flag for flag in ("paused", "asleep", "torn") if getattr(health, flag)) == flags
+    assert tuple(flag for flag in ("paused", "asleep", "partially_loaded") if getattr(health, flag)) == flags
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])

@@ -408,7 +408,7 @@ def test_new_weights_are_served_with_their_version():
             await engine.begin_weights(manifest)
             for bucket in buckets:
                 await engine.receive_weights(bucket)
-            assert (await engine.health()).torn
+            assert (await engine.health()).partially_loaded
             with pytest.raises(EngineError, match="is not fully loaded"):
                 await engine.generate([_request()])
             with pytest.raises(EngineError, match="is not fully loaded"):
@@ -421,7 +421,7 @@ def test_new_weights_are_served_with_their_version():
     assert after.token_ids.tolist() == expected.token_ids.tolist() != before.token_ids.tolist()
     assert after.logprobs.tolist() == expected.logprobs.tolist()
     assert after.versions == [VersionSpan(0, 8, 4)]
-    assert (health.version, health.torn) == (4, False)
+    assert (health.version, health.partially_loaded) == (4, False)
 
 
 def test_completion_records_weight_change():

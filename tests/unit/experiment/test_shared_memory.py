@@ -63,7 +63,7 @@ class Ranks:
 
     def prepare_manifest(self, version: int, perturbed: bool) -> Manifest:
         assert "parameters" in self.device.held
-        self.announced = Manifest(version, (TensorSpec("w", (1,), "float32"),), rehearsal=perturbed)
+        self.announced = Manifest(version, (TensorSpec("w", (1,), "float32"),), is_self_test=perturbed)
         return self.announced
 
     def send_weights(self, index: int) -> Bucket:

@@ -185,7 +185,7 @@ def test_unfitting_adapter_is_rejected_before_transfer(change: Any, message: str
         async with engines("one") as (engine,):
             with pytest.raises(WeightSyncError, match=message):
                 await sync_of(WrongManifest(tiny_model(seed=1, **SMALL)), [engine], probed=False).sync_all(1)
-            assert not (await engine.health()).torn
+            assert not (await engine.health()).partially_loaded
 
     asyncio.run(run())
 

@@ -272,7 +272,7 @@ def test_unconfirmed_sync_is_no_base(pair_of):
 
 def test_self_test_is_followed_by_same_version(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
-    assert pair.sync(0, perturbed=True).rehearsal
+    assert pair.sync(0, perturbed=True).is_self_test
     for name, tensor in pair.trainer.named_parameters():
         assert torch.equal(pair.engine.get_parameter(name), PERTURB_FACTOR * tensor), name
     true = pair.sync(0)

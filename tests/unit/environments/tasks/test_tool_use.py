@@ -195,7 +195,7 @@ def test_settings_are_checked_when_a_run_starts():
         ({"tools": ["add"], "tool_settings": {"add": {"scale": 0}}}, "scale=0"),
         ({"tools": ["add"], "tool_settings": {"python": {}}}, "settings for 'python', which is not one of"),
         ({"tool": ["add"]}, "has no 'tool'"),
-        ({"sandbox": {"kind": "docker"}}, "sandbox.kind='docker' is not one of"),
+        ({"sandbox": {"kind": "docker"}}, "sandbox.kind='docker' is not a known kind of sandbox"),
         ({"sandbox": {"kind": "unsafe_local"}}, "i_know_this_runs_model_code_on_this_machine=true"),
     ]
     for settings, message in wrong:
