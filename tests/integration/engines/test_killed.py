@@ -50,7 +50,7 @@ CASES = [
     ("transformers", "broadcast"),
     pytest.param("transformers", "ipc", marks=pytest.mark.on_demand),
     ("transformers", "checkpoint"),
-    pytest.param("vllm", "broadcast", marks=pytest.mark.slow),
+    pytest.param("vllm", "broadcast", marks=[pytest.mark.slow, pytest.mark.on_demand]),
     pytest.param("sglang", "broadcast", marks=[pytest.mark.slow, pytest.mark.on_demand]),
 ]
 
