@@ -44,7 +44,13 @@ MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-nat
 """Mixtures of experts, which every package shards differently. Only the test that weights arrive uses them. Their heads
 are untied, because SGLang does not tie the head of a mixture of experts."""
 _HEADS = ("untied", "moe")
-_CI_ROUTES = {"vllm": "broadcast", "sglang": "ipc", "native-vllm": "checkpoint", "native-sglang": "broadcast"}
+_CI_ROUTES = {
+    "http-transformers": "ipc",
+    "vllm": "broadcast",
+    "sglang": "ipc",
+    "native-vllm": "checkpoint",
+    "native-sglang": "broadcast",
+}
 """The route on which every change tests an engine's failures."""
 
 
@@ -82,10 +88,9 @@ def _marks(kind: str, route: str, *, every_route: bool, overlapped: bool) -> lis
     on a route, so each has one route for them in CI. vLLM with async scheduling runs the test that fails if a sync does
     not wait for pending steps.
     """
-    if kind == "untied-transformers" and not every_route:
-        return [pytest.mark.on_demand]
     if "transformers" in kind:
-        return []
+        is_redundant = kind == "untied-transformers" or (route and route != _CI_ROUTES.get(kind, route))
+        return [pytest.mark.on_demand] if is_redundant and not every_route else []
     native_heads = {f"{head}-{server}" for server in NATIVE for head in _HEADS}
     is_redundant = kind in {"http-vllm", "http-sglang", "untied-vllm", OVERLAPPED, *native_heads}
     if is_redundant and not (kind == OVERLAPPED and overlapped):

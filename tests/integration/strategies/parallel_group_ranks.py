@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared": {"share": True, "kinds": ["qwen2", "gemma2", "one_kv_head"]},
     "micro_2": {"size": 2, "kinds": ["qwen2", "adapted", "qwen3_moe", "one_kv_head"]},
     "shared_micro_3": {"size": 3, "share": True},
-    "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen2", "gemma"]},
+    "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen2", "gemma2"]},
     "reentrant": {"checkpointing": {"use_reentrant": True}, "kinds": ["qwen2"]},
     "replicas": {"size": 2, "fsdp": {"fsdp_size": 1}, "kinds": ["qwen2"]},
     "balanced": {"size": 2, "balance": 0.5, "kinds": ["qwen3_moe"]},
