@@ -71,6 +71,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
     tests_pending_steps = metafunc.function.__name__ == "test_pause_keep_continues_with_new_weights"
     marks = {pair: _marks(*pair, every_route=tests_arrival, overlapped=tests_pending_steps) for pair in pairs}
+    if "pauses" in metafunc.module.__name__:  # NativeEngine pauses both kinds of servers with the same code
+        marks["native-sglang", ""].append(pytest.mark.on_demand)
     if routes == [""]:
         params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize("started", params, indirect=True, scope="package")

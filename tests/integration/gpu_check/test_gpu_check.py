@@ -16,7 +16,7 @@ from tests.gpu_check.parts import PARTS
 from tests.gpu_check.report import Report, Row, read
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_check"
-CHEAP = ["attention", "ipc", "update"]
+CHEAP = ["attention", "ipc"]
 """The other parts take longer, and most start engines or import everything."""
 
 
