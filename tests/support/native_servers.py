@@ -32,12 +32,7 @@ _SGLANG = """
     --mem-fraction-static 0.5 --host 127.0.0.1 --port {port} --api-key {token}
 """
 _ENVIRONMENT = {
-    "vllm": {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no separate process for the worker, which imports vLLM for 10 s
-    },
+    "vllm": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"},
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STUBS), "PYTHONWARNINGS": "ignore"},
 }
 SPARE = 6
