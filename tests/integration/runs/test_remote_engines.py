@@ -29,7 +29,6 @@ def server(tiny_model_path: str, tmp_path: Path) -> Iterator[tuple[subprocess.Po
         f"trainer.policy.model.path={tiny_model_path}",
         f"generator.http_endpoint_port={port}",
         "generator.served_model_name=tiny",
-        "generator.sampling_params.max_generate_length=8",
     ]
     with (tmp_path / "serve.err").open("w") as errors:
         process = subprocess.Popen(
@@ -40,8 +39,8 @@ def server(tiny_model_path: str, tmp_path: Path) -> Iterator[tuple[subprocess.Po
             text=True,
             start_new_session=True,
         )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         last = f"Serving tiny at http://127.0.0.1:{port}/v1; the token is the value of SKYRL_API_KEY.\n"
         lines: list[str] = []
         while not (lines and lines[-1].startswith("Serving")):
@@ -53,7 +52,8 @@ def server(tiny_model_path: str, tmp_path: Path) -> Iterator[tuple[subprocess.Po
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_serve_trains_with_a_run_and_stops_on_signal(
         assert values["rollout/logprob_diff_max"] <= 1e-4
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0) as client:
-        answer = client.chat.completions.create(model="tiny", messages=MESSAGES)
+        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=8)
     assert answer.usage is not None and 0 < answer.usage.completion_tokens <= 8
     os.killpg(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
