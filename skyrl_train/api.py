@@ -53,18 +53,26 @@ class TrainingResult:
     """Completed training steps, including those of earlier starts of the same run."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Read the metrics of the run: {"step": 3, "reward/mean": 0.5, ...} per step."""
+        """Read the metrics of the run: {"step": 3, "reward/mean": 0.5, ...} per step.
+
+        Raises:
+            OSError: metrics.jsonl is missing or cannot be read.
+        """
         return read_metrics(self.directory / METRICS_FILE)
 
     def rollouts(self, steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
-        """Read the rollouts that the run has kept. See `skyrl_train.read_rollouts`.
+        """Read the rollouts that the run has kept, as `skyrl_train.read_rollouts` does.
 
         Args:
-            steps: Steps to read; all by default.
-            columns: Columns to read; all by default.
+            steps: Steps to read; None for all.
+            columns: Columns to read; None for all.
 
         Returns:
             A `datasets.Dataset` with one row per rollout.
+
+        Raises:
+            DataError: The run kept no rollouts, or they cannot be read.
+            ConfigError: A column is unknown.
         """
         return read_rollouts(self.directory, steps, columns)
 
@@ -113,7 +121,7 @@ def load_config(
     Args:
         overrides: {"trainer.max_steps": 20, ...}, or arguments as on the command line, ["trainer.max_steps=20", ...].
         preset: Name of a YAML file in `config_dir` or of a preset of this package. None means the defaults.
-        config_dir: Folder with your own YAML files.
+        config_dir: Folder with your own YAML files; None uses only the package's presets.
 
     Raises:
         ConfigError: Lists all problems at once, each with key, value and what is allowed.

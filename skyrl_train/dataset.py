@@ -27,6 +27,9 @@ def PromptDataset(
 
     Returns:
         The prompts that are not too long.
+
+    Raises:
+        DataError: A source or row cannot be read, the template rejects a prompt, or no prompt is short enough.
     """
     sources = [datasets] if isinstance(datasets, str) else list(datasets)
     return load_prompts(

@@ -175,8 +175,8 @@ def error_body(
         status: HTTP status, from which the error's type follows.
         message: Explanation for people.
         code: Machine-readable code of the error.
-        param: Name of the invalid request parameter.
-        detail: Data that an exception needs besides its message.
+        param: Name of the invalid request parameter; None if the error is not about a parameter.
+        detail: Data that an exception needs besides its message; None leaves it out.
     """
     kind = {401: "authentication_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
     error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}

@@ -26,10 +26,15 @@ class Listener:
     """Configuration key of the port."""
 
     def check_token(self, token: str | None, host: str) -> None:
-        """Raise an error if the token is invalid, or if there is none and other machines can reach the host.
+        """Check the token (API key) of a server that will listen on `host`.
+
+        Args:
+            token: The token; None if the environment variable is not set.
+            host: The address on which the server listens. On a loopback address the server needs no token.
 
         Raises:
-            ConfigError: The token is empty or has characters that a header cannot carry, or is missing.
+            ConfigError: The token is empty, has characters that an HTTP header cannot carry, or is None although other
+                machines can reach the host.
         """
         if token is None:
             if not is_loopback(host):

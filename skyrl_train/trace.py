@@ -73,7 +73,13 @@ def add_span(
 
 @contextmanager
 def span(name: str, *, track: str = "trainer", overlaps: bool = False) -> Iterator[None]:
-    """Record the time of a block as a span, also if the block raises. See `add_span`."""
+    """Record the time of the body as a span, also if the body raises; does nothing if spans are not recorded.
+
+    Args:
+        name: Name of the span.
+        track: Row of the timeline.
+        overlaps: True if spans of the track may overlap without being nested.
+    """
     begin = time.time()
     try:
         yield

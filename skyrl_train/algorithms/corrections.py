@@ -180,9 +180,11 @@ class OffPolicyCorrection:
 
 
 def get_token_mask_bounds(settings: OffPolicyCorrectionConfig) -> tuple[float | None, float | None]:
-    """Return the lowest and highest ratio of a token that is not masked; None for no bound.
+    """Return (lowest, highest) ratio with which a token keeps its place in the loss mask; None for no bound.
 
-    Each bound can be set by two keys, as a ratio and as a distance from 1. If both are set, the stricter one applies.
+    The lowest ratio is `token_mask_is_threshold_low` or 1 - `token_mask_eps_low`, the highest one
+    `token_mask_is_threshold_high` or 1 + `token_mask_eps_high`. If both keys of a bound are set, the stricter one
+    applies.
     """
     low, high = [settings.token_mask_is_threshold_low], [settings.token_mask_is_threshold_high]
     if settings.token_mask_eps_low is not None:

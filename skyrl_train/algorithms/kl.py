@@ -130,7 +130,7 @@ class FixedKLController:
         self.coef = kl_loss_coef
 
     def update(self, observed_kl: float, num_sequences: int) -> None:
-        """Do nothing."""
+        """Do nothing, because the coefficient is constant. The arguments are ignored."""
 
 
 class AdaptiveKLController:

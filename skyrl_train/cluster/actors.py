@@ -332,7 +332,8 @@ def spawn(
         death_error: Type of the exception that calls raise if the process dies.
         devices: CUDA_VISIBLE_DEVICES of an actor that uses several slots, see `visible_devices`. None: the slot's own
             GPU.
-        deadlines: Method name -> seconds, for methods with another deadline than `deadline_s`.
+        deadlines: Method name -> seconds, for methods with another deadline than `deadline_s`. None: no method has
+            another one.
         runs_user_code: True if user code runs in child processes of the actor. It then imports no plugins, and Ray
             shows its output.
 

@@ -100,7 +100,7 @@ def reserve_pool(
         deadline_s: Seconds to wait for the slots.
         key: Configuration key that needs the slots, for error messages.
         strategy: "PACK" for as few nodes as possible, "SPREAD" for as many as possible.
-        labels: Ray's label selectors that nodes must match, by label name.
+        labels: Ray's label selectors that nodes must match, by label name. None: any node.
         slots_per_bundle: Number of neighboring slots that must be on one node.
         reserved_cpus: CPUs of the cluster that the pool must leave free.
 
@@ -177,7 +177,7 @@ async def reserve_additional_pool(
         count: Number of slots, a multiple of `existing_pool.slots_per_bundle`.
         total_slots: Slots of the whole run, including the new ones.
         deadline_s: Seconds to wait for the slots.
-        labels: Ray's label selectors that nodes must match, by label name.
+        labels: Ray's label selectors that nodes must match, by label name. None: any node.
         reserved_cpus: CPUs of the cluster that the slots must leave free.
 
     Raises:
@@ -360,7 +360,8 @@ async def wait_for_rescheduling(pool: ResourcePool, indices: Sequence[int], with
     while not await _are_on_live_nodes(pool, indices):
         if time.monotonic() > deadline:
             raise InsufficientResources(
-                "a node of this run was lost, and the other nodes have no free resources for its actors."
+                "A node of this run was lost, and the other nodes have no free resources for its actors. Add a node, "
+                "or resume with fewer GPUs."
             )
         await asyncio.sleep(min(CHECK_INTERVAL_S, max(within_s, 0.1)))
 
@@ -437,7 +438,7 @@ def _locate_gpu() -> tuple[str, str]:
 
 
 def visible_devices(locations: Sequence[tuple[str, str]], key: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a process that uses all of these GPUs, in order.
+    """Return CUDA_VISIBLE_DEVICES for a process that uses all of these GPUs, in the order of `locations`.
 
     Args:
         locations: Node id and GPU of each, see `locate_gpus`.

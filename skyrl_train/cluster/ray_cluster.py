@@ -118,7 +118,7 @@ def start_local(settings: Mapping[str, Any], on_attempt: Callable[[], None]) -> 
 
     Args:
         settings: Arguments of `ray.init` that override this module's.
-        on_attempt: Called before each attempt.
+        on_attempt: Called before each attempt; None calls nothing.
 
     Raises:
         ClusterLost: Ray does not start.

@@ -207,7 +207,8 @@ def compose(overrides: Sequence[str], name: str | None = None, preset_folder: st
     Args:
         overrides: Overrides in Hydra's grammar, as `Override.for_hydra` returns them.
         name: Name of the preset; None is the base preset.
-        preset_folder: Folder in which presets are looked for in addition to the package's own.
+        preset_folder: Folder in which presets are looked for in addition to the package's own; None for only the
+            package's own.
 
     Returns:
         The composed configuration, including Hydra's own section, with unresolved interpolations and unchecked keys.
@@ -223,7 +224,7 @@ def compose(overrides: Sequence[str], name: str | None = None, preset_folder: st
     except RecursionError as error:
         raise ConfigError(
             f"The configuration {name or BASE_PRESET} cannot be composed: presets include each other, or a YAML alias "
-            "refers to itself."
+            "refers to itself. Remove the cycle."
         ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         if isinstance(error, MissingConfigException) and preset_folder is not None:
@@ -276,7 +277,8 @@ def preset_keys(name: str | None, preset_folder: str | None) -> frozenset[str]:
 
     Args:
         name: Name of the preset; None is the base preset.
-        preset_folder: Folder in which the preset is looked for before the package's own presets.
+        preset_folder: Folder in which the preset is looked for before the package's own presets; None for only the
+            package's own.
 
     Returns:
         Dotted names of keys, with aliases resolved. Empty if there is no such preset.
@@ -515,6 +517,9 @@ def save_resolved(config: Config, path: Path) -> None:
     Args:
         config: The configuration.
         path: The file to write. An existing file is replaced.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     text = yaml.safe_dump(
         {"defaults": [BASE_PRESET, "_self_"], **redact(to_dict(config))}, sort_keys=False, allow_unicode=True

@@ -392,7 +392,7 @@ def run_entrypoint(
         task: Function of the entrypoint.
         argv: Arguments of the command line; None uses `sys.argv`.
         has_user_code: See `prepare_config`.
-        components: See `prepare_config`.
+        components: Parts of the run whose files, packages and resources must exist on this machine; None checks none.
         trust_run_folder: See `prepare_config`.
         has_accelerator: Function that returns the argument `has_accelerator` of `prepare_config`. It is not called for
             `--help`.

@@ -56,7 +56,7 @@ class FrozenMapping(dict[str, Any]):
     """
 
     def _raise_frozen(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("the configuration is frozen: copy the mapping with dict(...) to change it")
+        raise TypeError("The configuration is frozen. Copy the mapping with dict(...) to change it.")
 
     __setitem__ = __delitem__ = __ior__ = _raise_frozen  # type: ignore[assignment]
     clear = pop = popitem = setdefault = update = _raise_frozen  # type: ignore[assignment]

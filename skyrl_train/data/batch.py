@@ -213,7 +213,10 @@ class TrainBatch:
         return TrainBatch(offsets=offsets, **self._select_fields(rows, copy))
 
     def to_arrays(self, rows: Sequence[int], without: Collection[str]) -> dict[str, NDArray[Any]]:
-        """Return copies of the fields of some sequences as arrays, by field name, to send them to another process.
+        """Return copies of the fields of some sequences as arrays by field name, to send them to another process.
+
+        Token-level fields are concatenated, without padding. The receiver needs the same sequences' boundaries from its
+        own batch; see `with_arrays`.
 
         Args:
             rows: Indices of the sequences, in the order of the result.
@@ -394,7 +397,8 @@ def pack(
         max_sequences: Maximum number of rows per bin; None sets no limit.
         token_budget: Maximum number of computed tokens per bin; None sets no limit. A longer row is a separate bin.
         shared_prompt_lengths: Number of tokens that each row does not compute if the row before it is in the same bin.
-            The full lengths of a bin then sum to at most MAX_ATTENDED_RATIO times the budget.
+            The full lengths of a bin then sum to at most MAX_ATTENDED_RATIO times the budget. None: rows share no
+            tokens.
 
     Returns:
         The indices of the rows of each bin.
@@ -472,7 +476,7 @@ def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) ->
         for sequence in item.sequences()
     ]
     if not rows:
-        raise ValueError("a batch needs at least one trajectory")
+        raise ValueError("A batch needs at least one trajectory.")
     offsets = np.concatenate(([0], np.cumsum([row.length for row in rows])))
     has_logprobs = all(len(item.logprobs) == len(item.response_ids) for _, item in trajectories)
     total = int(offsets[-1])
@@ -534,7 +538,8 @@ class _Row(NamedTuple):
         if len(item.logprobs) not in (0, len(item.response_ids)) or last_sampled > len(item.response_ids):
             raise ValueError(
                 f"prompt {item.prompt.uid}: token fields differ in length: {len(item.response_ids)} response_ids, "
-                f"{len(item.logprobs)} logprobs, loss_spans up to {last_sampled}."
+                f"{len(item.logprobs)} logprobs, loss_spans up to {last_sampled}. Return one log-prob for each "
+                "response token."
             )
         response, end = begin + len(self.prompt_ids), begin + self.length
         ids[begin:response], ids[response:end] = self.prompt_ids, item.response_ids[start:stop]

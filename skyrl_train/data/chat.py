@@ -90,8 +90,8 @@ def render_prompt(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
-        prefix: Record of the rendering, which is updated for a later `render_continuation`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        prefix: Record of the rendering, which is updated for a later `render_continuation`; None keeps no record.
         continue_final_message: True continues the last message, False begins a new answer. None continues a last
             message of the assistant without tool calls.
 
@@ -119,7 +119,7 @@ def render_text(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
         mode: A RenderMode or its value.
 
     Raises:
@@ -148,11 +148,12 @@ def render_continuation(
         messages: The conversation.
         assistant_indices: Indices of the messages that the model sampled, in order. Their tokens are known, so a
             placeholder is rendered in place of each.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
         verbatim: Render the texts of the sampled messages instead of placeholders, for templates that treat some texts
             (reasoning) specially.
         prefix: Record of the last rendering of this conversation under the same options, which is updated. The messages
-            before the last answer are not rendered again if the new text begins with it.
+            before the last answer are not rendered again if the new text begins with it. None renders the complete
+            conversation.
 
     Returns:
         The ids, or None if the template renders the messages before the last answer, or that answer, differently than
@@ -177,7 +178,7 @@ def template_rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str,
 
     Args:
         tokenizer: A Hugging Face tokenizer.
-        chat_template_kwargs: Variables of the template.
+        chat_template_kwargs: Variables of the template; None for none.
 
     Raises:
         DataError: The template rejects a conversation of user and assistant.
@@ -317,7 +318,7 @@ def render_messages(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Raises:
         DataError: The template rejects the messages, or does not write all of their content.
@@ -341,7 +342,7 @@ def render_conversation(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Returns:
         Token ids [L] and mask [L].
@@ -372,7 +373,7 @@ def render_sft_sequences(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Returns:
         Token ids [L] and mask [L] of each sequence.
@@ -417,7 +418,7 @@ def render_generation_prompt(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
 
     Raises:
         DataError: The template rejects the messages, or renders them differently before an answer.
@@ -425,7 +426,10 @@ def render_generation_prompt(
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     before, after = chat.text(len(messages)), chat.text(len(messages), add_generation_prompt=True)
     if not after.startswith(before):
-        raise DataError("the chat template renders a conversation differently when an answer follows it.")
+        raise DataError(
+            "the chat template renders a conversation differently when an answer follows it. Use a template whose "
+            "rendering of a message does not depend on later ones."
+        )
     return chat.encode(after[len(before) :])
 
 
@@ -511,7 +515,10 @@ class _Chat:
         marked = self._render([{**self.messages[0], "content": ASSISTANT_PLACEHOLDER}], False)
         before, placeholder, _ = marked.partition(ASSISTANT_PLACEHOLDER)
         if not placeholder:
-            raise DataError("the chat template does not render the answer with which the conversation begins.")
+            raise DataError(
+                "the chat template does not render the answer with which the conversation begins. Begin the "
+                "conversation with a message of the user, or use another template."
+            )
         header = opened[len(closed) :]
         if opened.startswith(closed) and header and header in before:
             return before[: before.rindex(header) + len(header)]
@@ -571,7 +578,10 @@ class _Chat:
         """
         index, message = len(self.messages) - 1, self.messages[-1]
         if message["role"] != "assistant":
-            raise DataError(f"messages[{index}] is a message of role {message['role']!r}, not an answer.")
+            raise DataError(
+                f"messages[{index}] is a message of role {message['role']!r}, not an answer. Only answers of the "
+                "assistant can be trained on."
+            )
         before, after = self.before_answer(index), self.text(index + 1)
         has_reasoning = CLOSE_MARKER_PATTERN.search(message["content"])
         if after.startswith(before) and (
@@ -591,7 +601,10 @@ class _Chat:
         if has_calls_only:
             placeholder, end = placeholder if after.startswith(header) else "", after[len(header) :]
         if not placeholder:
-            raise DataError(f"messages[{index}].content: the chat template does not write this answer.")
+            raise DataError(
+                f"messages[{index}].content: the chat template does not write this answer. Put its text into content, "
+                "or use another template."
+            )
         return before, self._after_header(before, message["content"]) + end
 
     def _after_header(self, header: str, content: str) -> str:

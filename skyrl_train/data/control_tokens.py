@@ -382,7 +382,7 @@ def get_marking_template(tokenizer: Any, options: Mapping[str, Any] | None = Non
     Args:
         tokenizer: A Hugging Face tokenizer.
         options: Variables of the template. `chat_template` is the source or the name of another template, and `tools`
-            can select one of several templates of the tokenizer.
+            can select one of several templates of the tokenizer. None: no variables.
     """
     options = options or {}
     try:
@@ -461,7 +461,7 @@ def find_end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, An
 
     Args:
         tokenizer: A Hugging Face tokenizer, or None.
-        chat_template_kwargs: Variables of the template; see `get_marking_template`.
+        chat_template_kwargs: Variables of the template; see `get_marking_template`. None: no variables.
 
     Returns:
         The id, or None if there is no tokenizer or template, if the template rejects a conversation of user and
@@ -483,7 +483,7 @@ def find_end_of_turn_name(tokenizer: Any, chat_template_kwargs: Mapping[str, Any
 
     Args:
         tokenizer: A Hugging Face tokenizer, or None.
-        chat_template_kwargs: Variables of the template; see `get_marking_template`.
+        chat_template_kwargs: Variables of the template; see `get_marking_template`. None: no variables.
     """
     end = find_end_of_turn_token(tokenizer, chat_template_kwargs)
     end = getattr(tokenizer, "eos_token_id", None) if end is None else end

@@ -45,7 +45,8 @@ def conversion_main(
         convert: Function that converts one row.
         doc: The script's docstring, for --help.
         hub: Dataset on the hub, or a mapping from split to dataset if the splits are in several datasets.
-        hub_config: The dataset's configuration, if it has several, or a mapping from split to configuration.
+        hub_config: The dataset's configuration, if it has several, or a mapping from split to configuration. None: the
+            dataset has only one.
         splits: Split of the source -> name of the parquet file. A folder of local files has <split>.jsonl, .json or
             .parquet for each split.
 
@@ -71,13 +72,16 @@ def conversion_main(
 
 
 def source_rows(source: str, split: str, hub_config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
-    """Return an iterator over (where, row) of one split of a source, as in `dataset.read_rows`.
+    """Return an iterator over the rows of one split of a source.
 
     Args:
         source: Folder of local files, or a dataset on the hub as name[:split]. The split of a name may be a part of a
             split, owner/name:train[:1000], and replaces the argument `split`.
         split: Name of the split; in a folder, of the file <split>.jsonl, .json or .parquet.
-        hub_config: Configuration of a dataset on the hub.
+        hub_config: Configuration of a dataset on the hub; None if the dataset has only one, or for a folder.
+
+    Returns:
+        Iterator over pairs (where, row): the location of the row for messages, such as "FILE, row 7", and its columns.
 
     Raises:
         DataError: The folder does not contain exactly one file of the split, or the name is not valid. The iterator
@@ -103,8 +107,8 @@ def convert_rows(
     """Convert the rows of a split.
 
     Args:
-        convert: Function that converts one row.
-        source: (where, row) of each row.
+        convert: Function that converts one row, or returns None to leave it out.
+        source: Pairs of the location of a row for messages, and the row.
         split: Name of the split, for `convert`.
         limit: Maximum number of converted rows; None converts all.
 
@@ -160,7 +164,16 @@ def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int =
 
 
 def text_column(where: str, row: DatasetRow, column: str) -> str:
-    """Return the value of a column. Raises DataError, which names `where`, unless it is a non-empty text."""
+    """Return the text in a column of a row.
+
+    Args:
+        where: Location of the row, such as "FILE, row 7", for the message.
+        row: The row's columns.
+        column: Name of the column.
+
+    Raises:
+        DataError: The column is missing, empty or not a text.
+    """
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: needs text in the column {column!r}, got {value!r:.120}; columns: {sorted(row)}.")

@@ -65,7 +65,7 @@ def load_prompts(
     *,
     first_prompt_timeout_s: float | None = None,
 ) -> PromptDataset:
-    """Read the prompts of sources (see `read_rows`), in order.
+    """Read the prompts of sources (see `read_rows`), source by source, in the order of their rows.
 
     The uid of a prompt is its row number over all sources, from 0, including rows that are left out.
 
@@ -95,7 +95,7 @@ def load_prompts(
             if first_prompt_timeout_s is not None and (prompts or time.monotonic() - begun > first_prompt_timeout_s):
                 return PromptDataset(tuple(prompts), number - len(prompts))
         if number == before:
-            raise DataError(f"{source}: has no rows.")
+            raise DataError(f"{source}: has no rows. Give a file with at least one row.")
     if not prompts:
         raise DataError(
             f"{', '.join(sources) or 'no data files'}: none of {number} prompts has at most {max_prompt_length} tokens"
@@ -176,12 +176,15 @@ _CONVERSION_ERRORS = (ValueError, OverflowError, LookupError)
 
 
 def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
-    """Return an iterator over (where, row) of a source. `where` names the file and the row or line, from 1, for errors.
+    """Return an iterator over the rows of a source.
 
     Args:
         source: A .parquet, .json or .jsonl file, a folder that `datasets` can load, or the name of a dataset on the
             hub. A folder or name may end in ":split"; the default is "train". Files and folders may be URIs, which are
             downloaded first (see `storage.download_cache`).
+
+    Returns:
+        Iterator over pairs (where, row): the file and the row or line, from 1, for messages, and the row's columns.
 
     Raises:
         DataError: The source does not exist. The iterator raises it for a row that cannot be read.
@@ -193,7 +196,7 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
     if is_dataset_file(source):
         path = Path(source).expanduser()
         if not path.is_file():
-            raise DataError(f"{source}: no such file.")
+            raise DataError(f"{source}: no such file. Correct the path.")
         read = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": _read_json_lines}[path.suffix.lower()]
         return read(path)
     name, split = parse_split(source)
@@ -204,12 +207,16 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
 
 
 def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
-    """Return an iterator over (where, row) of a dataset on the hub, as in `read_rows`.
+    """Return an iterator over the rows of a dataset on the Hugging Face hub, which downloads it when the first row is
+    read.
 
     Args:
         name: Name of the dataset.
         split: Name of a split, or a part of one such as train[:1000].
-        config: Configuration of the dataset, if it has several.
+        config: Configuration of the dataset; None if it has only one.
+
+    Returns:
+        Iterator over pairs (where, row): the location of the row for messages, such as "NAME, row 7", and its columns.
 
     Raises:
         DataError: The name does not have the form of a name on the hub. The iterator raises it if the dataset cannot be
@@ -217,7 +224,8 @@ def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterat
     """
     if not may_be_hub_name(name):
         raise DataError(
-            f"{name}: not a {', '.join(DATASET_SUFFIXES)} file, not a folder, not a dataset's name on the hub."
+            f"{name}: there is no such folder, and this is neither a {', '.join(DATASET_SUFFIXES)} file nor the name "
+            "of a dataset on the hub. Correct the path or name."
         )
     return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 
@@ -316,7 +324,7 @@ def _parse_json(where: str, data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start} is not UTF-8 ({error.reason}); convert the file.") from error
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
-        raise DataError(f"{where}: not JSON: {error}.") from error
+        raise DataError(f"{where}: not JSON: {error}. Correct the line.") from error
 
 
 def _check_row(where: str, row: Any) -> DatasetRow:

@@ -17,7 +17,7 @@ _SCALARS = (str, int, float, type(None))
 
 
 def json_default(value: Any) -> Any:
-    """Convert a value that JSON does not support, as the argument `default` of `json.dumps`.
+    """Convert a value that JSON does not support. Pass this function to `json.dumps` as `default`.
 
     Mappings become dicts, numpy and torch values numbers and lists, and dates, decimals, paths and UUIDs text.
 

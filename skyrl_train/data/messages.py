@@ -62,7 +62,9 @@ def parse_messages(where: str, column: str, value: Any) -> list[Message]:
     """
     check_json(where, column, value)
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {column} is {value!r:.80}, not a list of messages with role and content.")
+        raise DataError(
+            f"{where}: {column} is {value!r:.80}, not a list of messages with role and content. Correct the row."
+        )
     return [_parse_message(where, f"{column}[{index}]", message) for index, message in enumerate(value)]
 
 
@@ -87,7 +89,10 @@ def _parse_message(where: str, field: str, message: Any) -> Message:
     if not isinstance(present.get("role"), str) or not isinstance(present.get("content", ""), str | list):
         raise DataError(f'{where}: {message!r:.80} is not a message {{"role": "user", "content": "..."}}.')
     if "content" not in present and not present.get("tool_calls"):
-        raise DataError(f"{where}: {field}: the content of a {present['role']} message is null.")
+        raise DataError(
+            f"{where}: {field}: the content of a {present['role']} message is null. Write a text, or leave the message "
+            "out."
+        )
     try:
         return _normalize(present)
     except ValueError as error:
@@ -155,7 +160,7 @@ def join_text_parts(content: Any) -> Any:
 def _normalize_tool_calls(calls: Any) -> list[dict[str, Any]]:
     """Return tool calls with arguments as mappings. Raises ValueError if a call is malformed."""
     if not isinstance(calls, list):
-        raise ValueError(f"tool_calls is {calls!r:.80}, not a list.")
+        raise ValueError(f"tool_calls is {calls!r:.80}, not a list of calls with the name of a function.")
     normal = []
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -251,6 +256,9 @@ def append_assistant_text(messages: Sequence[Message], text: str, role: str = "a
         messages: The conversation. It is not changed.
         text: The model's text. It continues the last message if `continues_last_message`, else it is a new message.
         role: Role of a new message.
+
+    Raises:
+        ValueError: The last message is to be continued, but has parts that are not text.
     """
     if continues_last_message(messages, role):
         last = messages[-1]

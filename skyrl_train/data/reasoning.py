@@ -90,7 +90,7 @@ def final_answer(text: str) -> str:
 
 
 def reasoning_blocks(text: str) -> list[str]:
-    """Return the contents of the closed blocks of reasoning in a model's turn, in order."""
+    """Return the contents of the closed blocks of reasoning in a model's turn, first to last."""
     if _HARMONY.match(text):
         messages = _iter_harmony_messages(text)
         return [content for channel, content in messages if channel not in (None, HARMONY_FINAL_CHANNEL)]

@@ -180,7 +180,10 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the model sampled. The other response tokens were rendered between turns."""
+        """Number of response tokens that the model sampled.
+
+        The other response tokens come from the environment and the chat template, between turns.
+        """
         return sum(turn.sampled_tokens for turn in self.turns)
 
     @property

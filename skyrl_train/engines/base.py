@@ -289,6 +289,9 @@ class InferenceEngine(Protocol):
 
         Args:
             tags: Memory to allocate: "weights" or "kv_cache"; None for both.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
         """
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -318,8 +321,9 @@ class InferenceEngine(Protocol):
     async def receive_weights(self, bucket: Bucket) -> None:
         """Receive one bucket from the route, verify the fingerprint of each tensor and load the tensors.
 
-        The engine is partially loaded from the first loaded tensor until `commit_weights`. Implementations must run
-        blocking work in a thread: on the `broadcast` route the trainer sends while this call waits.
+        On the `broadcast` route the bytes of a bucket may be verified and loaded in the next call, which then raises
+        its errors. The engine is partially loaded from the first loaded tensor until `commit_weights`. Implementations
+        must run blocking work in a thread: on the `broadcast` route the trainer sends while this call waits.
 
         Raises:
             WeightSyncError: The transfer failed or a tensor's fingerprint is wrong.

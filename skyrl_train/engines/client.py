@@ -123,7 +123,10 @@ class EngineClient:
 
     @property
     def engines(self) -> list[InferenceEngine]:
-        """The live engines, in order. Retired engines with requests are included and must receive weights, too."""
+        """The live engines, in the order in which they were added.
+
+        Retired engines with requests are included and must receive weights, too.
+        """
         return [record.engine for record in self._all if record.death_cause is None]
 
     @property
@@ -169,9 +172,13 @@ class EngineClient:
             self._in_background(with_timeout(HEALTH_TIMEOUT_S, engine.close()))
 
     def replace(self, name: str, engine: InferenceEngine) -> None:
-        """Replace the dead engine `name` by a new engine, which must already have the current weights.
+        """Replace a dead engine by a new one, which gets requests from now on.
 
-        The new engine keeps the sessions and groups of the old one and gets requests from now on.
+        The new engine takes over the sessions and groups that are routed to the old one, but not its caches.
+
+        Args:
+            name: Name of the dead engine. The client must have an engine of this name.
+            engine: The new engine. The caller must have loaded the current weights into it.
         """
         old = self._find_record(name)
         self._count_removed(old)
@@ -421,7 +428,7 @@ class EngineClient:
         """
         alive = [record for record in self._all if record.accepts_requests]
         if not alive:
-            raise EngineError(f"There is no inference engine left. {self._describe_deaths()}")
+            raise EngineError(f"No inference engine is left. {self._describe_deaths()}")
         candidates = [record for record in alive if record not in avoid] or alive
         sticky = next((self._sticky[key] for key in keys if self._sticky.get(key) in candidates), None)
         return min(candidates, key=lambda record: record.load) if sticky is None else sticky
@@ -514,14 +521,27 @@ class EngineClient:
         await self._call_all("abort", request_ids)
 
     async def pause(self, mode: str = "keep") -> None:
-        """Pause all live engines; see `InferenceEngine.pause`.
+        """Stop sampling on all live engines until `resume`, and return when they are paused.
 
         An engine that does not respond or does not finish its current step in time is marked dead.
+
+        Args:
+            mode: A PauseMode that decides what happens to running requests; see `InferenceEngine.pause`.
+
+        Raises:
+            UnsupportedParameter: An engine does not support the mode.
+            EngineError: No live engine is left, and dead engines are not restarted.
         """
         await self._call_all("pause", mode, waits_for_step=mode != PauseMode.WAIT)
 
     async def resume(self) -> None:
-        """Resume all live engines; see `InferenceEngine.resume`."""
+        """Let all live engines continue sampling after `pause`.
+
+        An engine that does not finish its step in time is marked dead.
+
+        Raises:
+            EngineError: No live engine is left, and dead engines are not restarted.
+        """
         await self._call_all("resume", waits_for_step=True)
 
     @asynccontextmanager
@@ -543,17 +563,34 @@ class EngineClient:
                     await self.resume()
 
     async def sleep(self, level: int = 1) -> int:
-        """Put all live engines to sleep and hold back requests until `wake_up`; see `InferenceEngine.sleep`.
+        """Put all live engines to sleep and hold back requests until `wake_up`.
+
+        Args:
+            level: 1 frees the KV cache; 2 also frees the weights.
 
         Returns:
             Bytes freed by all engines together.
+
+        Raises:
+            EngineError: No live engine is left, and dead engines are not restarted.
         """
         self._asleep = True
         self._update_serving()
         return sum(await self._call_all("sleep", level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Wake up all live engines; see `InferenceEngine.wake_up`. Requests continue once "kv_cache" is allocated."""
+        """Let all live engines allocate the memory that `sleep` freed.
+
+        Requests continue once the memory of the KV cache is allocated. An engine that does not respond in time is
+        marked dead.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
+            EngineError: No live engine is left, and dead engines are not restarted.
+        """
         await self._call_all("wake_up", tags)
         self._asleep = self._asleep and tags is not None and MemoryTag.KV_CACHE not in tags
         self._update_serving()
@@ -590,11 +627,18 @@ class EngineClient:
             raise DeadlineExceeded("engines that sleep or load weights", self._deadline_s) from error
 
     async def reset_prefix_cache(self) -> None:
-        """Drop the prefix caches of all live engines."""
+        """Drop the prefix caches of all live engines. An engine that does not respond in time is marked dead."""
         await self._call_all("reset_prefix_cache")
 
     async def health(self) -> list[EngineHealth]:
-        """Return the health of all live engines, in order. Engines that do not respond in time are marked dead."""
+        """Return the health of all live engines, in the order in which they were added.
+
+        Engines that do not respond within HEALTH_TIMEOUT_S seconds are marked dead and left out of the result.
+
+        Raises:
+            EngineError: No live engine is left, and dead engines are not restarted. DeadlineExceeded instead if the
+                first one did not respond in time.
+        """
         return await self._call_all("health", deadline_s=HEALTH_TIMEOUT_S)
 
     async def cancel_restart(self) -> None:
@@ -985,7 +1029,7 @@ class BatchedEngineClient:
             self._check_soon()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Wait for all live episodes, sample completions, and return those of `requests` in order.
+        """Wait for all live episodes, sample completions, and return them in the order of `requests`.
 
         The shared call ignores the concurrency limit. Its error is raised to all callers in it; see
         `EngineClient.generate`.

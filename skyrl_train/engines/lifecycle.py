@@ -169,7 +169,7 @@ class Lifecycle:
         return self._asleep if tags is None else self._asleep.intersection(tags)
 
     def wake_up(self, tags: frozenset[str]) -> None:
-        """Record that the memory of `tags` is allocated again."""
+        """Record that the memory of `tags` ("weights", "kv_cache") is allocated again. This allocates nothing."""
         self._asleep -= tags
 
     def check_can_load(self, manifest: Manifest) -> None:
@@ -177,12 +177,15 @@ class Lifecycle:
 
         Raises:
             EngineError: The memory of the weights is freed.
-            WeightSyncError: The sync sends only changed tensors, but the engine has no complete model to change.
+            WeightSyncError: The sync sends only changed tensors, but the engine has no complete model to change,
+                because its weights were discarded or an earlier sync failed.
         """
         if MemoryTag.WEIGHTS in self._asleep:
             raise EngineError(f'Engine {self.name!r} sleeps without its weights; call wake_up(["weights"]) first.')
         if self._lacks_weights and manifest.base_version is not None:
-            raise WeightSyncError(f"engine {self.name} has no complete weights to update: a full sync is needed.")
+            raise WeightSyncError(
+                f"Engine {self.name!r} has no complete weights to update. Send all tensors in a full weight sync."
+            )
 
     def invalidate_weights(self) -> None:
         """Record that the model is incomplete. The engine serves no requests until `mark_weights_loaded`.
@@ -246,7 +249,7 @@ class Lifecycle:
         if self.state is EngineState.LOADING_WEIGHTS:
             raise EngineError(
                 f"Engine {self.name!r} is not fully loaded: a weight sync did not finish, or its weights were "
-                "discarded. It serves no requests until a full weight sync."
+                "discarded. It serves no requests until then. Run a full weight sync."
             )
         if MemoryTag.WEIGHTS in self._asleep or (self._asleep and not allow_freed_cache):
             raise EngineError(f"Engine {self.name!r} is asleep; call wake_up() first.")

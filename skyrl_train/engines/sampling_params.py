@@ -275,7 +275,7 @@ class RequestValidator:
             raise self._unsupported(f"pause(mode={mode!r})", f"{reason} {allowed}".strip())
 
     def check_wake_up(self, tags: Sequence[str] | None) -> None:
-        """Check the tags of `wake_up`.
+        """Check the tags of `wake_up`; None, which stands for all of them, is valid.
 
         Raises:
             UnsupportedParameter: A tag is not in MEMORY_TAGS.

@@ -125,7 +125,15 @@ class StepLoopEngine(ABC):
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Running requests make no progress during the call."""
+        """Return the log-probs of the sequences' tokens; see `InferenceEngine.score`.
+
+        Running requests make no progress during the call. The engine may sleep without its KV cache.
+
+        Raises:
+            UnsupportedParameter: The engine does not support this temperature, or a sequence is empty, too long or has
+                invalid ids.
+            EngineError: The engine is broken, closed or not fully loaded, or it sleeps without its weights.
+        """
         sequences = self._checks.check_score(token_ids, temperature)
 
         def score() -> list[list[float]]:
@@ -135,11 +143,27 @@ class StepLoopEngine(ABC):
         return await self._run(score)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine."""
+        """End these requests without waiting for steps that are running; unknown ids are ignored.
+
+        Their `generate` calls return the tokens sampled so far.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
         await self._run(lambda: self._abort(request_ids), during_steps=True)
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. New requests wait for `resume`; with mode "wait" queued requests wait, too."""
+        """Stop sampling until `resume`, and return when the engine is paused. New requests wait for `resume`.
+
+        Args:
+            mode: A PauseMode. "keep" leaves running requests where they are, "retract" returns them to the queue with
+                the tokens sampled so far, "abort" ends them, and "wait" lets them finish first. With "wait", queued
+                requests wait, too.
+
+        Raises:
+            UnsupportedParameter: `mode` is not in capabilities.pause_modes.
+            EngineError: The engine is broken or closed.
+        """
         self._checks.check_pause(mode)
 
         def pause() -> Future[None]:
@@ -152,7 +176,13 @@ class StepLoopEngine(ABC):
         await await_thread_future(await self._run(pause))
 
     async def resume(self) -> None:
-        """See InferenceEngine."""
+        """Continue sampling after `pause`, and start waiting requests.
+
+        An engine that sleeps or is not fully loaded continues only once that has ended, too.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
 
         def resume() -> None:
             self.lifecycle.resume()
@@ -161,7 +191,17 @@ class StepLoopEngine(ABC):
         await self._run(resume)
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. All requests are aborted, because their cache is freed."""
+        """Abort all requests, because their cache is freed, and free memory until `wake_up`.
+
+        Args:
+            level: 1 frees the KV cache; 2 also frees the weights.
+
+        Returns:
+            Number of bytes freed on the device; 0 on a CPU.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
 
         def sleep() -> int:
             self._abort(None)
@@ -170,7 +210,15 @@ class StepLoopEngine(ABC):
         return await self._run(sleep)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See InferenceEngine."""
+        """Allocate the memory that `sleep` freed, and start waiting requests if the engine can then serve them.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both. Memory that is not freed is ignored.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
+            EngineError: The engine is broken or closed.
+        """
         self._checks.check_wake_up(tags)
 
         def wake_up() -> None:
@@ -182,14 +230,36 @@ class StepLoopEngine(ABC):
         await self._run(wake_up)
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """See InferenceEngine."""
+        """Join the trainer's transfer group with every rank.
+
+        This blocks the engine's thread until the group has formed.
+
+        Args:
+            route: Name of the weight sync route.
+            address: host:port of the group's root; not used by routes without a group.
+            rank: First rank of this engine in the group.
+            world_size: Number of ranks in the group.
+            timeout_s: Seconds to wait for the other ranks, also in later transfers.
+
+        Raises:
+            WeightSyncError: The engine does not support the route, or the group did not form in time.
+            EngineError: The engine is broken or closed.
+        """
         step = partial(
             WeightReceiver.connect, route=route, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s
         )
         await self._run(lambda: self._call_receiver(step))
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """See InferenceEngine."""
+        """Start a weight sync on every rank, and check its manifest against the model.
+
+        The engine still serves the old weights.
+
+        Raises:
+            WeightSyncError: The manifest does not fit the model, or sends only changed tensors to a model that is not
+                complete.
+            EngineError: The engine sleeps without its weights, or is broken or closed.
+        """
 
         def begin() -> None:
             self.lifecycle.check_can_load(manifest)
@@ -198,11 +268,25 @@ class StepLoopEngine(ABC):
         await self._run(begin)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        """See InferenceEngine."""
+        """Receive one bucket on every rank, verify the fingerprints of its tensors and load them.
+
+        On the `broadcast` route the next call verifies and loads it, while its own bucket arrives. No request makes
+        progress during the call, nor from the first loaded tensor until `commit_weights`.
+
+        Raises:
+            WeightSyncError: The transfer failed, or a tensor's fingerprint is wrong, possibly one of the previous
+                bucket.
+            EngineError: The engine is broken or closed.
+        """
         await self._run(lambda: self._call_receiver(partial(WeightReceiver.receive, bucket=bucket)))
 
     async def commit_weights(self, version: int) -> None:
-        """See InferenceEngine."""
+        """Finish a weight sync: verify that all tensors were loaded, serve `version`, and start waiting requests.
+
+        Raises:
+            WeightSyncError: A tensor of the manifest has not arrived, or verification failed.
+            EngineError: The engine is broken or closed.
+        """
 
         def commit() -> None:
             self._call_receiver(partial(WeightReceiver.commit, version=version))
@@ -213,7 +297,11 @@ class StepLoopEngine(ABC):
         await self._run(commit)
 
     async def reset_prefix_cache(self) -> None:
-        """See InferenceEngine."""
+        """Drop the prefix cache between two steps.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
         await self._run(self._reset_prefix_cache)
 
     async def close(self) -> None:
@@ -256,7 +344,7 @@ class StepLoopEngine(ABC):
 
     @abstractmethod
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        """See InferenceEngine.score."""
+        """Return the log-probs of all tokens but the first of each sequence, as `InferenceEngine.score` does."""
 
     @abstractmethod
     def _abort(self, request_ids: Sequence[str] | None) -> None:

@@ -20,6 +20,9 @@ def write_target(folder: Path, number: int) -> None:
     """Write the number of engines that the run in `folder` should have.
 
     The file is replaced atomically: a concurrent reader gets the old number or the new one.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     atomic_write_text(folder / ENGINES_FILE, json.dumps({_KEY: number}) + "\n")
 

@@ -71,13 +71,13 @@ def change_target_count(folder: Path, change: int) -> tuple[int, int]:
             f"no run is running in {str(folder)!r}. Start it with generator.num_inference_engines=N instead."
         )
     if (reason := _fixed_count_reason(yaml.safe_load(file.read_text()))) is not None:
-        raise ConfigError(f"the number of engines of the run in {str(folder)!r} is fixed: {reason}")
+        raise ConfigError(f"The number of engines of the run in {str(folder)!r} is fixed: {reason}")
     with lock_target_file(folder):
         try:
             before = read_target(folder)
         except FileNotFoundError:
             raise ConfigError(
-                f"the run in {str(folder)!r} has no {ENGINES_FILE}: it is still starting, or does not train with "
+                f"The run in {str(folder)!r} has no {ENGINES_FILE}: it is still starting, or does not train with "
                 "engines. Try again when it has printed its first step."
             ) from None
         if before + change < 1:

@@ -116,7 +116,9 @@ def _episode_inputs(arguments: argparse.Namespace) -> list[EpisodeInput]:
     try:
         lines = arguments.completions.read_bytes().split(b"\n")
     except OSError as error:
-        raise DataError(f"--completions {arguments.completions}: {error.strerror}.") from error
+        raise DataError(
+            f"--completions {arguments.completions}: {error.strerror}. Give a JSON Lines file of one episode per line."
+        ) from error
     found = [
         _episode_input(f"{arguments.completions}, line {number}", line, arguments.row)
         for number, line in enumerate(lines, 1)
@@ -131,7 +133,7 @@ def _episode_input(where: str, line: bytes, row: int) -> EpisodeInput:
     try:
         value: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}.") from error
+        raise DataError(f"{where} is not JSON: {error}. Correct the line.") from error
     if isinstance(value, dict):
         value, row = value.get("completion"), value.get("row", row)
     texts = [value] if isinstance(value, str) else value

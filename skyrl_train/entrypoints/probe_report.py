@@ -50,9 +50,14 @@ def estimated_step(cfg: Config, result: ProbeResult) -> StepEstimate:
 
 
 def estimated_run(cfg: Config, result: ProbeResult, step: StepEstimate) -> RunEstimate:
-    """Return the estimate of the complete run.
+    """Return the estimate of the time of the complete run.
 
     An evaluation is assumed to sample as many tokens per answer, and as fast, as training.
+
+    Args:
+        cfg: The configuration of the complete run.
+        result: The result of the probe, with its metrics and its start-up time.
+        step: The estimate of one training step.
     """
     schedule = build_schedule(cfg.trainer, len(result.dataset))
     answers = result.eval_prompts * cfg.generator.eval_n_samples_per_prompt

@@ -195,7 +195,7 @@ def _why_not_fitted(cfg: Config, rows: Sequence[Mapping[str, float]]) -> str | N
 
 
 def configured_split(cfg: Config) -> Split:
-    """Return the split that is configured."""
+    """Return how the configuration splits the run's accelerators between engines and trainer."""
     placement = cfg.trainer.placement
     trainers, staleness = num_ranks(placement, "policy"), max_staleness_steps(cfg.trainer)
     return Split(cfg.generator.num_inference_engines, trainers, staleness, colocate_all=placement.colocate_all)

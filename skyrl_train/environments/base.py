@@ -93,16 +93,17 @@ class TextEnv:
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> Any:
-        """Parse and return the data that an episode needs from its row, such as the ground truth.
+        """Return the data that an episode needs from its row, such as the ground truth. The default returns None.
 
-        Called for every row before the engines start, and by the constructors of the built-in environments. The default
-        returns None.
+        The run calls this for every row before the engines start, to reject unusable rows, and discards the result.
+        Constructors of the built-in environments call it again and keep the result; your own constructor may do the
+        same.
 
         Args:
             extras: Columns of the row other than the prompt.
 
         Raises:
-            ValueError: The row is unusable.
+            ValueError: The row is unusable. The run stops with a DataError that names the row and this message.
         """
 
     @classmethod
@@ -140,7 +141,9 @@ class TextEnv:
         Raises:
             NotImplementedError: The subclass does not define `step`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define step")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define step. Define step(action), which returns a StepOutput."
+        )
 
     def close(self) -> None:
         """Release the episode's resources. Called once, even after a failure."""

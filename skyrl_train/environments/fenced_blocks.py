@@ -40,7 +40,7 @@ class _Opening:
 
 
 def find_fenced_blocks(text: str) -> list[FencedBlock]:
-    """Return the fenced blocks of a text, in order.
+    """Return the fenced blocks of a text, first to last.
 
     As in CommonMark, a fence consists of three or more backticks or tildes. It may be indented and have an info string.
     The closing fence has at least as many of the same marks. Models deviate from CommonMark in three ways that are
@@ -54,7 +54,7 @@ def find_fenced_blocks(text: str) -> list[FencedBlock]:
 
 
 def extract_blocks(text: str, languages: Sequence[str]) -> list[str]:
-    """Return the bodies of the closed blocks whose language is in `languages`, in order."""
+    """Return the bodies of the closed blocks whose language is in `languages`, first to last."""
     return [fence.body for fence in find_fenced_blocks(text) if fence.is_closed and fence.language in languages]
 
 

@@ -77,10 +77,17 @@ class EnvironmentHost(WorkerPool):
             task.add_done_callback(self._answering.discard)
 
     async def answers(self, num_received: int) -> list[Answer]:
-        """Wait for answers and return up to MAX_BATCH of them. Return none after HEARTBEAT_INTERVAL_S.
+        """Wait for answers of environment calls and return up to MAX_BATCH of them, the oldest first.
+
+        The list is empty if there are none within HEARTBEAT_INTERVAL_S seconds. The host keeps answers, and returns
+        them again, until a later call confirms them.
 
         Args:
-            num_received: Number of answers that the driver has received so far. The host forgets these.
+            num_received: Number of answers that the driver has received so far, all calls together. The host forgets
+                these.
+
+        Returns:
+            Pairs of the call's number and its result or error, or of None and the text of a warning.
         """
         del self._answers[: num_received - self._confirmed]
         self._confirmed = num_received
@@ -312,7 +319,14 @@ class HostPool(EnvironmentPool):
         self.hosts.clear()
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
-        """Send an encoded call and return the environment's answer. The call is repeated if its host is lost."""
+        """Send an encoded call to the episode's host and return the environment's answer.
+
+        If the host is lost, another host rebuilds the episode and the call is repeated there.
+
+        Raises:
+            EnvironmentFailure: The episode failed, cannot be replayed, or lost its host MAX_HOST_LOSSES times.
+            EnvironmentHostsLost: No host is left, and none could be restarted in time.
+        """
         while True:
             history: Sequence[bytes] = ()
             if episode.runner is None:

@@ -496,14 +496,24 @@ class WorkerPool(EnvironmentPool):
             log.warning("%d environment workers were killed and have not ended", len(self._exiting))
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
-        """Send an encoded call to the episode's worker and return the answer."""
+        """Send an encoded call to the episode's worker and return the answer. Waits for a free worker if necessary.
+
+        Raises:
+            EnvironmentFailure: The episode failed, for example because its worker exceeded a deadline or died.
+        """
         self._raise_if_failed(episode)
         answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
         self._dispatch(_PendingCall(op, frame, episode, answer))
         return await answer
 
     def handle_reply(self, worker: WorkerHandle, call: _PendingCall, reply: dict[str, Any]) -> None:
-        """Process a worker's reply: record it in the episode and wake up the caller that waits for it."""
+        """Process a worker's reply: record it in the episode and wake up the caller that waits for it.
+
+        Args:
+            worker: The worker that replied.
+            call: The call to which the reply belongs.
+            reply: The decoded reply. An error in it ends the episode and is raised to the caller.
+        """
         error, episode = reply.get("error"), call.episode
         if call.op == "hello":
             if error is not None:

@@ -109,11 +109,13 @@ def _kill_descendants() -> None:
 
 
 def copy_output_to_log(source: int, log: CappedLog) -> None:
-    """Copy lines from a pipe to the log until the pipe ends. Redact the values of credential variables.
+    """Copy the output of a process to the log until the pipe ends. This blocks; the pipe stays open.
+
+    Values of environment variables that hold credentials are replaced with `<NAME>`; see `secret_variables`.
 
     Args:
         source: File descriptor of the pipe's reading end.
-        log: Log that receives the lines.
+        log: Log that receives the text.
     """
     credentials = secret_variables()
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")

@@ -223,7 +223,11 @@ def build_reduction(cfg: Config) -> Callable[..., Tensor]:
 
 
 def build_token_selector(algorithm: AlgorithmConfig) -> TokenSelector | None:
-    """Return the function that selects tokens for the policy loss; None if the loss declares none."""
+    """Return the function that selects tokens for the policy loss; None if the loss declares none.
+
+    Raises:
+        ConfigError: The loss is unknown, or its selection requests a setting that does not exist.
+    """
     selector = get_token_selector(policy_losses.get(algorithm.policy_loss_type))
     description = f"the selection of policy_loss_type={algorithm.policy_loss_type}"
     return (

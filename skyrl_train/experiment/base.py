@@ -94,19 +94,33 @@ class Experiment:
         self.config = config
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of prompts and completions."""
+        """Return the tokenizer of prompts and completions: that of the policy's model. Override it to use another one.
+
+        Raises:
+            ConfigError: The model has no tokenizer, or it or the configured chat template cannot be loaded.
+        """
         from skyrl_train.experiment.data import build_tokenizer
 
         return build_tokenizer(self.config)
 
     def get_train_dataset(self) -> PromptDataset:
-        """Return the prompts to train on."""
+        """Return the prompts to train on, from data.train_data. Override it to use other ones.
+
+        Raises:
+            DataError: The data cannot be read, has unusable rows, or has no prompt that is short enough.
+        """
         from skyrl_train.experiment.data import build_prompts
 
         return build_prompts(self.config, self.tokenizer, self.config.data.train_data, "data.train_data")
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        """Return the prompts to evaluate on; None without data.val_data or if no evaluation is configured."""
+        """Return the prompts to evaluate on, from data.val_data. Override it to use other ones.
+
+        None if data.val_data is empty or no evaluation is configured.
+
+        Raises:
+            DataError: The data cannot be read, has unusable rows, or has no prompt that is short enough.
+        """
         from skyrl_train.experiment.data import build_prompts
 
         if not self.config.data.val_data or not has_evaluation(self.config.trainer):
@@ -159,11 +173,12 @@ class Experiment:
         return build_generator(self.config, self.tokenizer, client, environments, evaluation=evaluation)
 
     def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
-        """Return the training loop over the started resources.
+        """Build the trainer of a run from the started engines, environments and learner. It does not start training.
 
         Args:
             running: The started engines, environments and learner.
-            schedule: The schedule of steps; None for the configured one.
+            schedule: The number of prompts, epochs and steps, and the division of epochs into steps; None for what the
+                configuration and the dataset give.
         """
         from skyrl_train.experiment.trainer import build_trainer
 

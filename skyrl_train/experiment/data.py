@@ -92,9 +92,13 @@ def load_chat_template(template: ChatTemplateConfig) -> str | None:
 
 
 def chat_template_text(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
-    """Return the text of the template that renders conversations.
+    """Return the text of the Jinja template that renders conversations, or None if there is not exactly one.
 
-    None if the tokenizer has no template, or has several and chooses one by whether tools are given.
+    Args:
+        tokenizer: Hugging Face tokenizer. It has no single template if it has none, or if it selects one of several
+            depending on the tools of a conversation.
+        chat_template_kwargs: Arguments of `apply_chat_template`. "chat_template" is the name or text of the template to
+            use instead of the tokenizer's default.
     """
     name = chat_template_kwargs.get("chat_template")
     template = tokenizer.get_chat_template(name) if name else getattr(tokenizer, "chat_template", None)
@@ -224,5 +228,7 @@ def _sequences(
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not any(any(mask) for _, mask in sequences):
-        raise DataError(f"{where}: its messages hold no answer of the assistant to train on.")
+        raise DataError(
+            f"{where}: its messages hold no answer of the assistant to train on. Add an answer, or leave the row out."
+        )
     return sequences

@@ -58,7 +58,14 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 def require_installed(backend: str) -> None:
-    """Raise ConfigError with the install command if a backend is not installed in this environment."""
+    """Check that the package of an engine backend is installed. Backends without an own package pass.
+
+    Args:
+        backend: Value of generator.backend, such as "vllm".
+
+    Raises:
+        ConfigError: The package is not installed. The message has the command that installs it.
+    """
     if backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
         raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL_COMMANDS[backend]}.")
 
@@ -67,6 +74,16 @@ async def build_engines(
     cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_placement: RolePlacement, device: str
 ) -> list[ActorProxy]:
     """Start all engines in parallel and wait until they have loaded their weights.
+
+    Args:
+        cluster: Cluster of the run.
+        generator: The settings of the engines.
+        timeouts: Deadlines of the start and of calls.
+        role_placement: Slots of the engines, one per engine or per rank of an engine.
+        device: "cuda" or "cpu".
+
+    Returns:
+        Proxies of the engines' actors, in the order of their indices.
 
     Raises:
         EngineError: An engine's process died or its start failed.
@@ -265,6 +282,11 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
     """Return one client for all engines.
 
     The client sends each of the run's own engines at most twice as many calls as its batch holds.
+
+    Args:
+        engines: The started engines.
+        generator: The settings of the engines and of sampling.
+        timeouts: Deadlines. A call may take at most rollout_s.
 
     Raises:
         UnsupportedParameter: An engine does not support a configured sampling parameter.
@@ -482,7 +504,16 @@ def print_endpoint(endpoint: HttpEndpoint) -> None:
 
 @asynccontextmanager
 async def run_endpoint(cfg: Config, client: EngineClient, tokenizer: Any) -> AsyncIterator[None]:
-    """Serve the run's engines over HTTP, for sampling only, while the body runs. Does nothing if that is off."""
+    """Serve the run's engines over HTTP, for sampling only, while the body runs. Does nothing if that is off.
+
+    Args:
+        cfg: The configuration; generator.enable_http_endpoint turns it on.
+        client: Client of the engines.
+        tokenizer: Tokenizer for OpenAI's routes.
+
+    Raises:
+        ConfigError: The server cannot listen at the configured address, or the token is missing or invalid.
+    """
     if not cfg.generator.enable_http_endpoint:
         yield
         return

@@ -140,7 +140,9 @@ def _check(request: ExportRequest) -> None:
     if request.public:
         raise ConfigError(f"--public --to {request.to}: --public only applies to hub:NAME. Leave it out for a folder.")
     if is_uri(request.to):
-        raise ConfigError(f"--to {request.to}: must be a folder on this machine or hub:NAME.")
+        raise ConfigError(
+            f"--to {request.to}: exporting to a URI is not supported. Give a folder on this machine or hub:OWNER/NAME."
+        )
     _check_folder(request.to, request.overwrite)
 
 
@@ -297,7 +299,10 @@ def _public(value: Any) -> Any:
 
 
 def describe_verification(verification: ExportVerification) -> str:
-    """Return a sentence that describes what was compared and how much the log-probs differ."""
+    """Return a sentence that says how the exported model, loaded again, compares with the checkpoint.
+
+    It has the number of equal tensors, and the mean and maximum difference of the log-probs in nats.
+    """
     source = "the checkpoint's"
     if verification.base_is_unrecorded:
         source = (

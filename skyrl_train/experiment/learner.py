@@ -206,7 +206,13 @@ def _lora(settings: LoraConfig) -> LoraConfig | None:
 
 
 def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
-    """Return a run's number of optimizer steps, for a model that is updated on `mini_batch_size` prompts at a time."""
+    """Return a run's number of optimizer steps of one model.
+
+    Args:
+        trainer: The settings of training, with update_epochs_per_batch.
+        schedule: The steps of the run.
+        mini_batch_size: Number of prompts per optimizer step of this model.
+    """
     sizes = (schedule.num_prompts_in_step(step) for step in range(schedule.total_steps))
     return sum(-(-size // mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
 
@@ -257,6 +263,12 @@ def build_reward_model(
     cluster: Cluster, trainer: TrainerConfig, placement: RunPlacement, *, device: str
 ) -> RewardModel | None:
     """Start a replica of the reward model on each of its slots. `RewardModel.setup` loads them later.
+
+    Args:
+        cluster: Cluster of the run.
+        trainer: The settings of training.
+        placement: Slots of the run's processes.
+        device: "cuda" or "cpu".
 
     Returns:
         The reward model; None if the run has none (trainer.reward.model.path).

@@ -199,9 +199,9 @@ def model_shape(
     Args:
         path: Path or hub name of the model.
         key: The configuration key of `path`, for messages.
-        overrides: Changes to the model's configuration (model_config_kwargs).
-        rope_scaling: See trainer.rope_scaling.
-        rope_theta: See trainer.rope_theta.
+        overrides: Changes to the model's configuration (model_config_kwargs); None for none.
+        rope_scaling: See trainer.rope_scaling. None keeps the model's.
+        rope_theta: See trainer.rope_theta. None keeps the model's.
         lora: Adapters, without which all parameters are trained.
         kind: "policy" for a causal language model, "critic" for its body with a value head, "reward" for a sequence
             classifier, whose parameters are all in `root`.
@@ -334,7 +334,12 @@ class SlotMemoryPlan:
         return stages.pop(("", ""), 0) + max(stages.values(), default=0)
 
     def peak(self, *, on_host: bool = False, role: str | None = None) -> tuple[int, Phase]:
-        """Return (bytes, phase) of the phase that needs the most. The arguments are those of `total`."""
+        """Return the number of bytes and the name of the phase that needs the most memory.
+
+        Args:
+            on_host: True for the host memory of an accelerator's slot.
+            role: Count only the items of this role; None for all.
+        """
         return max((self.total(phase, on_host=on_host, role=role), phase) for phase in PHASES)
 
     @property
@@ -692,7 +697,16 @@ def memory_plan(
 
 
 def model_ranks(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec) -> list[ModelRank]:
-    """Return one rank of each of the learner's models, the policy first. Raises ConfigError for an invalid model."""
+    """Return one rank of each model that the learner needs, the policy first, for the memory plan.
+
+    Args:
+        cfg: The configuration.
+        capacity: Memory of an accelerator in bytes; None if it is not known.
+        objective_spec: Decides whether the learner needs a reference model and a critic.
+
+    Raises:
+        ConfigError: A model's configuration is invalid.
+    """
     placement = cfg.trainer.placement
     needed = {
         "policy": True,

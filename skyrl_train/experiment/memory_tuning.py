@@ -174,7 +174,13 @@ def _changed(cfg: Config, changes: dict[str, Any]) -> Config:
 def as_out_of_memory(
     error: Exception, cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec
 ) -> OutOfMemory | None:
-    """Convert an out-of-memory error of torch to OutOfMemory with suggested settings; None for any other error."""
+    """Convert an out-of-memory error of torch to OutOfMemory with suggested settings; return None for any other error.
+
+    Args:
+        error: The error, possibly of another process.
+        cfg: The configuration of the run.
+        build_objective_spec: Function that decides which models the learner needs, for the suggestions.
+    """
     has_oom_message = isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_MESSAGES)
     if not has_oom_message and type(error).__name__ != "OutOfMemoryError":
         return None

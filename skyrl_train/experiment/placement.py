@@ -154,6 +154,11 @@ def threads_per_process(cluster: Cluster, role_placement: RolePlacement, device:
 
     Members of a role compute at the same time, and other roles do too where rollouts run ahead. Processes on
     accelerators need threads for optimizer state in host memory and for reading and verifying weights.
+
+    Args:
+        cluster: Cluster of the run.
+        role_placement: Slots of the role.
+        device: "cuda" or "cpu".
     """
     if device == "cuda":
         return role_placement.pool.min_cores_per_slot

@@ -372,6 +372,9 @@ def build_trackers(cfg: Config, folder: Path, end_of_turn: str = "") -> Trackers
         cfg: The configuration, which trackers receive without secrets.
         folder: The run's folder.
         end_of_turn: Text of the token that ends an answer, for the diagnosis; "" if unknown.
+
+    Raises:
+        ConfigError: A tracker is unknown or its package is not installed.
     """
     trainer = cfg.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)

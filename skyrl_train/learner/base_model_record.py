@@ -87,7 +87,7 @@ def tensor_fingerprints(
 
 
 def check_same_base_model(checkpoint: Path, saved: BaseModelRecord, current: BaseModelRecord, section: str) -> None:
-    """Check that a checkpoint was trained from the current base model with the current adapters.
+    """Check that a checkpoint was trained from the same base model as the current run, with the same LoRA settings.
 
     Args:
         checkpoint: The folder of the checkpoint, for the message.
@@ -96,7 +96,8 @@ def check_same_base_model(checkpoint: Path, saved: BaseModelRecord, current: Bas
         section: The configuration section of the model, such as "trainer.policy.model".
 
     Raises:
-        CheckpointMismatch: The weights, or rank, alpha or layers of the adapters differ.
+        CheckpointMismatch: The fingerprint of the base weights differs, the adapters have another rank or alpha, or
+            they belong to other layers. Equal weights at another path pass.
     """
     differences = list(_lora_differences(saved.lora, current.lora, f"{section}.lora"))
     if saved.weights != current.weights:

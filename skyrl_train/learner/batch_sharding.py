@@ -54,7 +54,7 @@ class UpdatePlan:
     num_loss_tokens: int
     share_prompts: bool
     logprob_indices: list[list[int]] | None
-    """See `MiniBatch`."""
+    """The fields of the rank's `MiniBatch` of these names."""
 
     def build_arguments(self, shard: TrainBatch, computed: dict[str, NDArray[Any]]) -> tuple[MiniBatch]:
         """Return the mini-batch of the rank.
@@ -93,7 +93,7 @@ class ShardedMiniBatch:
     The shard lacks the tensors that are computed for the update."""
 
     def rows_of(self, dp_rank: int) -> list[int]:
-        """Return the rows of the mini-batch in the stored shard of a data-parallel rank, in order."""
+        """Return the rows of the mini-batch in the stored shard of a data-parallel rank, in ascending order."""
         return [row for rows in self.micro_batches[dp_rank] for row in rows]
 
 

@@ -209,7 +209,11 @@ class LearnerWorker(WeightSenderMixin):
         return self.build(spec.model_path)
 
     def reload(self, path: str) -> None:
-        """Replace the model by the model in the Hugging Face folder `path`. A reference follows the policy this way."""
+        """Replace the model by the model in the Hugging Face folder `path`. A reference follows the policy this way.
+
+        Raises:
+            ConfigError: The model in the folder cannot be loaded.
+        """
         del self.module, self.strategy, self.sender
         gc.collect()  # a module is a reference cycle: without this both models would be in memory at once
         self.build(path)
@@ -308,7 +312,13 @@ class LearnerWorker(WeightSenderMixin):
         return parameters if self.adapters is None else self.adapters.iter_merged(parameters, adapters)
 
     def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield like `sharded_parameters`, but with complete tensors. Iterating is collective."""
+        """Yield (Hugging Face name, complete tensor) of every parameter, with adapters merged.
+
+        Iterating is collective: all ranks must do it.
+
+        Args:
+            adapters: A dictionary that receives the unmerged adapters while iterating; None to leave them out.
+        """
         for name, parameter in self.sharded_parameters(adapters):
             yield name, parameter.full_tensor()
 
@@ -333,9 +343,15 @@ class LearnerWorker(WeightSenderMixin):
     def forward_with_routing(
         self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute like `forward`, and also return the chosen experts: int16 on the CPU, [T, L, k].
+        """Compute log-probs like `forward`, and also return the experts that the routers chose.
 
-        See `TrainBatch.routing` for their meaning. The arguments are those of `forward`.
+        Args:
+            micro_batches: The micro-batches of this rank.
+            num_micro_batches: Number of passes on every rank; a rank with fewer micro-batches adds fillers.
+            share_prompts: True to compute the shared prompt of adjacent sequences only once.
+
+        Returns:
+            The log-probs [T], and expert ids as int16 on the CPU [T, L, k]; see `TrainBatch.routing`.
         """
         self.routers.record_routed_experts = True
         try:
@@ -460,7 +476,17 @@ class LearnerWorker(WeightSenderMixin):
         return self._fingerprints, lora
 
     def load(self, folder: str) -> LearningRates | None:
-        """Load this rank's part of a checkpoint from `folder`; see `Strategy.load` for the result and errors."""
+        """Load this rank's part of a checkpoint: parameters and, for a trained model, the optimizer's state.
+
+        Args:
+            folder: Folder that `save` has written, also with another number of ranks.
+
+        Returns:
+            The learning rates of the next update; None for a frozen model, and for a checkpoint without a recorded one.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete or corrupt, from another model, or without optimizer state.
+        """
         return self.strategy.load(Path(folder))
 
     def export(self, folder: str, chat_template: str | None = None) -> None:

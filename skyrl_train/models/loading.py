@@ -53,8 +53,8 @@ def load_config(
     Args:
         path: A folder, hub name or URI.
         key: Configuration key of `path`, for messages.
-        overrides: New values of existing attributes.
-        rope_scaling: Values to merge into the rope parameters.
+        overrides: New values of existing attributes; None for none.
+        rope_scaling: Values to merge into the rope parameters; None keeps them.
         rope_theta: The rope's base frequency; None to keep it.
 
     Raises:
@@ -97,9 +97,9 @@ def load_causal_lm(
         path: A folder, hub name or URI.
         dtype: Dtype of the parameters.
         device: Device of the model.
-        model_config_kwargs: See `overrides` of `load_config`.
-        rope_scaling: See `load_config`.
-        rope_theta: See `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        rope_scaling: See `load_config`. None keeps the model's.
+        rope_theta: See `load_config`. None keeps the model's.
         attn_implementation: Attention implementation of transformers; None for the best one that the model supports.
         key: Configuration key of `path`, for messages.
 
@@ -136,9 +136,9 @@ def open_causal_lm(
     Args:
         path: A folder, hub name or URI.
         dtype: Dtype of the parameters.
-        model_config_kwargs: See `overrides` of `load_config`.
-        rope_scaling: See `load_config`.
-        rope_theta: See `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        rope_scaling: See `load_config`. None keeps the model's.
+        rope_theta: See `load_config`. None keeps the model's.
         attn_implementation: See `load_causal_lm`.
         key: Configuration key of `path`, for messages.
 
@@ -166,9 +166,9 @@ def check_causal_lm(
     Args:
         path: A folder, hub name or URI.
         key: Configuration key of `path`, for messages.
-        model_config_kwargs: See `overrides` of `load_config`.
-        rope_scaling: See `load_config`.
-        rope_theta: See `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        rope_scaling: See `load_config`. None keeps the model's.
+        rope_theta: See `load_config`. None keeps the model's.
         check_weight_files: Also reject quantized weights, and check the names and shapes in the weight files of a local
             folder, as `open_causal_lm` does. Weight files on the hub or at a URI are never read.
 
@@ -266,7 +266,7 @@ def load_reward_model(
         path: A folder, hub name or URI.
         dtype: Dtype of the parameters.
         device: Device of the model. With "meta" everything is checked, but no weights are read.
-        model_config_kwargs: See `overrides` of `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
 
     Raises:
         ConfigError: The model cannot be loaded, has another number of outputs, lacks a tensor, has a head with tensors
@@ -294,7 +294,7 @@ def load_reward_config(path: str, model_config_kwargs: Mapping[str, Any] | None 
 
     Args:
         path: A folder, hub name or URI.
-        model_config_kwargs: See `overrides` of `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
 
     Raises:
         ConfigError: The configuration cannot be loaded, its number of outputs is not 1, or it is an encoder-decoder.
@@ -411,6 +411,9 @@ def has_untied_head(path: str) -> bool:
     """True if config.json ties the head to the embedding, but the weights of a folder or hub name have different ones.
 
     transformers then keeps both. Other engines rely on config.json, so they need an override.
+
+    Raises:
+        ConfigError: The model's configuration or weights cannot be loaded.
     """
     config = load_config(path)
     if not any(getattr(section, "tie_word_embeddings", False) for section in (config, config.get_text_config())):
@@ -467,7 +470,12 @@ def to_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor])
 
 
 def list_checkpoint_names(path: str) -> set[str]:
-    """Return the names of the tensors in the safetensors files of a folder or hub name; empty if it has none."""
+    """Return the names of the tensors in the safetensors files of a folder, hub name or URI; empty if it has none.
+
+    Raises:
+        ConfigError: The URI is not valid.
+        StorageError: The URI cannot be downloaded.
+    """
     optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     if index := cached_file(local_copy(path, weights=False), "model.safetensors.index.json", **optional):
         return set(json.loads(Path(index).read_text())["weight_map"])
@@ -505,7 +513,12 @@ def _check_inside_folder(model: str, *files: str) -> None:
 
 
 def has_tokenizer(path: str) -> bool:
-    """True if a folder or hub name has files of a tokenizer."""
+    """True if a folder, hub name or URI has files of a tokenizer.
+
+    Raises:
+        ConfigError: The URI is not valid.
+        StorageError: The URI cannot be downloaded.
+    """
     optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     path = local_copy(path, weights=False)
     return any(cached_file(path, name, **optional) for name in TOKENIZER_FILES)

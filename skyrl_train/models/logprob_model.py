@@ -271,8 +271,8 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     finally:
         del body.forward
     raise ConfigError(
-        f"{type(model).__name__} computes its logits from more than the last hidden states of its body ({reason}), "
-        "which is not supported. Use a model of another architecture."
+        f"{type(model).__name__} does not compute its logits from the last hidden states of its backbone alone "
+        f"({reason}). Log-probs cannot be computed for such an architecture. Use a model of another one."
     )
 
 

@@ -83,10 +83,10 @@ class ParallelGroup:
         return output
 
     def all_reduce_disjoint(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks of `values`, where each element is 0 on all ranks but one. This is a collective.
+        """Return the sum of `values` over the ranks. Each element must be 0 on all ranks but one. This is a collective.
 
-        Every rank then computes the same loss from it, and gets the gradient of its own elements. Gradients of
-        parameters must therefore be summed over ranks.
+        In the backward pass every rank gets the gradient of the sum unchanged. All ranks must therefore compute the
+        same loss from the sum, and the caller must sum gradients of parameters over ranks, not average them.
         """
         total: Tensor = _AllReduceDisjoint.apply(values, self)  # type: ignore[no-untyped-call]
         return total

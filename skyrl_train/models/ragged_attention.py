@@ -52,7 +52,10 @@ class Segments:
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """[S]: the number of tokens that the last token of each segment attends to, itself included."""
+        """Number of tokens that the last token of each segment attends to, including itself [S].
+
+        This is the segment's length, plus the length of the shared tokens in front of it if it has any.
+        """
         return self.lengths if self.key_lengths is None else self.key_lengths
 
     def group_equal_lengths(self) -> list[tuple[int, int, int]]:
@@ -106,9 +109,9 @@ def ragged_attention(
         segments: The segments, or the offsets [B+1] of sequences.
         scaling: Factor of the scores; 1/√D by default.
         sliding_window: Number of tokens that a token attends to, itself included; None for all.
-        softcap: With a softcap c, scores become c·tanh(scores/c).
+        softcap: With a softcap c, scores become c·tanh(scores/c). None: no softcap.
         sinks: Score, in each head [H], of an additional key with value 0 that all tokens attend to (gpt-oss,
-            arXiv:2508.10925).
+            arXiv:2508.10925). None: no such key.
 
     Returns:
         The attended values [T, H, D].

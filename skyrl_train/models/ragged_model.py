@@ -78,7 +78,10 @@ class RaggedModel(nn.Module):
         self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
     def train(self, mode: bool = True) -> Self:
-        """See Module. Routers with jitter stay in evaluation mode: engines compute log-probs without its noise."""
+        """Set training or evaluation mode, as `Module.train` does.
+
+        Routers with jitter stay in evaluation mode, because engines compute log-probs without its noise.
+        """
         super().train(mode)
         for module in self._noisy:
             module.training = False

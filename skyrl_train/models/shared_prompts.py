@@ -32,14 +32,18 @@ class SharedPromptLayout:
     def from_offsets(
         cls, offsets: Tensor, shared_prompt_lengths: Tensor | None, min_tokens: int = 1
     ) -> SharedPromptLayout:
-        """Return the layout of a batch.
+        """Return the layout of a batch, with shared prompts only once.
 
         Args:
             offsets: Sequence boundaries [B+1].
-            shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B]: 0, or
-                the number of the previous one if that is not 0. None: no tokens are shared.
+            shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B], such as
+                [0, 5, 5, 0, 3] for a group of three sequences and one of two. The first sequence of a group has 0, and
+                all others of the group have the same number. None: no tokens are shared.
             min_tokens: Minimum number of tokens that go through the model. If the batch has fewer, its last token is
                 repeated and the copies are ignored.
+
+        Raises:
+            AssertionError: Sequences of one group have different numbers.
         """
         if min_tokens > 1:
             count = int(offsets[-1])

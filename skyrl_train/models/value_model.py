@@ -81,8 +81,9 @@ class ValueModel(RaggedModel):
             temperature: Not used.
             target_mask: True for target tokens [T]; never for a sequence's first token.
             compute_entropy: Must be False.
-            shared_prompt_lengths: See LogprobModel.forward.
-            replayed_experts: See LogprobModel.forward.
+            shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B]; None
+                for no sharing.
+            replayed_experts: Experts that the engine chose; None lets the model choose. See LogprobModel.forward.
 
         Returns:
             Values [T], at least float32 and 0 outside `target_mask`; and None for the entropy.

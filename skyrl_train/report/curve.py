@@ -33,7 +33,7 @@ def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
     if figure is None:
         raise DataError(
             f"{Path(run_dir) / METRICS_FILE} has neither reward/mean nor eval/<source>/avg_score: there is no curve to "
-            "draw."
+            "draw. Wait for the run's first step."
         )
     target = png or Path(run_dir) / "reward_curve.png"
     FigureCanvasAgg(figure).print_png(str(target))

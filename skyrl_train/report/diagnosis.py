@@ -111,7 +111,15 @@ class Diagnosis:
         self.findings: list[Finding] = []
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Load metrics and findings up to `step` from the run's folder, and drop the findings of later steps."""
+        """Load metrics and findings up to `step` from the run's folder, and drop the findings of later steps.
+
+        Args:
+            step: The last finished step; 0 for a new run, which reads nothing.
+            total_steps: Number of steps of the run; 0 if it is not known.
+
+        Raises:
+            OSError: A file of the run's folder cannot be read or written.
+        """
         self._history, self.findings = History(total_steps), []
         if step:
             for row in read_metrics(self._folder / METRICS_FILE):
@@ -210,7 +218,16 @@ def _read_findings(file: Path, step: int) -> Iterator[Finding]:
 
 
 def values(rows: Rows, name: str, steps: int) -> list[float] | None:
-    """Return a metric in the last `steps` rows, in order; None if there are fewer rows or one lacks the metric."""
+    """Return the values of a metric in the last rows, the latest last.
+
+    Args:
+        rows: Metrics of consecutive steps.
+        name: Name of the metric.
+        steps: Number of rows.
+
+    Returns:
+        The values; None if there are fewer rows, or one of them lacks the metric.
+    """
     found = [row[name] for row in rows[-steps:] if name in row]
     return found if len(found) == steps else None
 
@@ -264,7 +281,11 @@ def _time_weighted_mean(name: str, rows: Rows) -> float:
 
 
 def entropy_collapse(history: History) -> str | None:
-    """Return evidence if the entropy of the last three steps is below 0.02 nats and a tenth of the first steps'."""
+    """Return a text with the numbers if the policy's entropy has collapsed, otherwise None.
+
+    It has if the mean policy/entropy of the last three steps is below 0.02 nats and below a tenth of the mean of the
+    first five. Without these values, or before step 10, the result is None.
+    """
     recent = values(history.steps, "policy/entropy", 3)
     first = [row["policy/entropy"] for row in history.first_steps if math.isfinite(row.get("policy/entropy", math.nan))]
     if recent is None or len(history.steps) < 10 or not first:
@@ -276,7 +297,11 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def kl_runs_away(history: History) -> str | None:
-    """Return evidence if the KL divergence exceeds 1 nat per token in three steps and rose by 20 % in these steps."""
+    """Return a text with the numbers if the policy moves ever further from the reference model, otherwise None.
+
+    It does if policy/kl exceeds 1 nat per token in each of the last three steps, and its mean over them is more than 20
+    % above that of the three steps before.
+    """
     recent = values(history.steps, "policy/kl", 6)
     if recent is None or not min(recent[-3:]) > 1.0:
         return None
@@ -345,9 +370,11 @@ _DEADLINE_FAILURES = "rollouts/failed/deadline"
 
 
 def episodes_fail(history: History) -> str | None:
-    """Return evidence if over 5 % of the episodes failed in each of three steps, with the most frequent kind.
+    """Return a text with the numbers if over 5 % of the episodes failed in each of the last three steps, otherwise
+    None.
 
-    Episodes that took longer than trainer.timeouts.rollout_s do not count.
+    The text names the most frequent kind of failure. Episodes that took longer than trainer.timeouts.rollout_s do not
+    count.
     """
     rows = history.steps
     failed, total = values(rows, "rollouts/failed", 3), values(rows, "rollouts/trajectories", 3)
@@ -363,7 +390,10 @@ def episodes_fail(history: History) -> str | None:
 
 
 def long_answers_are_cut(history: History) -> str | None:
-    """Return evidence if episodes exceeded trainer.timeouts.rollout_s in each of the last three steps."""
+    """Return a text with their number if episodes exceeded trainer.timeouts.rollout_s in each of the last three steps.
+
+    Otherwise return None.
+    """
     recent = values(history.steps, _DEADLINE_FAILURES, 3)
     if recent is None or not min(recent) > 0:
         return None
@@ -374,11 +404,12 @@ def long_answers_are_cut(history: History) -> str | None:
 
 
 def evaluation_falls(history: History) -> str | None:
-    """Return evidence if the last two evaluations are below the best one while the training reward rose since then.
+    """Return a text with the numbers if evaluations get worse while the training reward rises, otherwise None.
 
-    A fall is at least 0.05 and a rise at least 0.02, or 5 % and 2 % if scores or rewards exceed 1. The best of many
-    noisy evaluations is partly luck. So from eight evaluations on, a fall must also exceed five standard deviations of
-    the noise, which is estimated from the second differences of the scores.
+    They do if the last two evaluations are below the best one and the training reward rose since then. A fall is at
+    least 0.05 and a rise at least 0.02, or 5 % and 2 % if scores or rewards exceed 1. The best of many noisy
+    evaluations is partly luck. So from eight evaluations on, a fall must also exceed five standard deviations of the
+    noise, which is estimated from the second differences of the scores.
     """
     if len(history.evaluations) < 3:
         return None

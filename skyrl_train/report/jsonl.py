@@ -107,7 +107,7 @@ class _LineFile:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a trusted JSONL file as they are written, in order.
+    """Return the lines of a trusted JSONL file as they are written, first to last.
 
     Lines that are not a JSON object with an integer "step" are skipped, such as a last line that a crash left partial.
     Raises OSError if the file is missing or cannot be read.
@@ -116,7 +116,7 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl, in order, as mappings from names to finite numbers.
+    """Return the lines of a run's metrics.jsonl, first to last, as mappings from names to finite numbers.
 
     A value that is not a finite number becomes None. Metrics that were renamed have their current names. Lines that
     are not a JSON object with an integer "step" are skipped. Return an empty list if there is no file.

@@ -305,7 +305,12 @@ def stored_columns(names: Sequence[str], schema: pa.Schema) -> list[str]:
 
 
 def pack_columns(table: pa.Table) -> pa.Table:
-    """Return a table of rollouts in the form in which files store it: log-probs as differences, see the module."""
+    """Return a table of rollouts with the columns that files store.
+
+    `old_logprobs` and `ref_logprobs` are replaced by their differences to `rollout_logprobs`, as integers that
+    `unpack_columns` can convert back exactly. A column stays as it is if a rollout lacks one of the two lists or their
+    lengths differ. Other columns do not change.
+    """
     for name in DELTA_COLUMNS:
         if name not in table.column_names:
             continue
@@ -320,10 +325,14 @@ def pack_columns(table: pa.Table) -> pa.Table:
 
 
 def unpack_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of `schema`, a part of COLUMNS, from a table of stored columns.
+    """Return the columns of `schema` from a table of stored columns. This is the inverse of `pack_columns`.
 
-    Columns that a file of an earlier version does not have are null. Raises ValueError or another exception if stored
-    columns do not fit together.
+    Args:
+        table: Table with the columns that `stored_columns` names.
+        schema: Columns to return, a part of COLUMNS. Columns that a file of an earlier version does not have are null.
+
+    Raises:
+        ValueError: Stored columns do not fit together. Other exceptions are possible for a damaged file.
     """
     return pa.table([_column(table, field) for field in schema], schema=schema)
 

@@ -86,7 +86,7 @@ def parse_int32(name: str, value: str) -> int:
     except ValueError:
         raise DataError(f"{name}={value[:40]!r} is not an integer.") from None
     if not -(2**31) <= number < 2**31:
-        raise DataError(f"{name}={number} is out of range: it must be from {-(2**31)} to {2**31 - 1}.")
+        raise DataError(f"{name}={number!r} is out of range. It must be from {-(2**31)} to {2**31 - 1}.")
     return number
 
 

@@ -111,10 +111,19 @@ class RunReader:
     def metrics(
         self, max_points: int, digits: int | None = None, extra_columns: Mapping[str, Mapping[int, float]] | None = None
     ) -> dict[str, Any]:
-        """Return downsampled metrics, and as `described` the help text of each.
+        """Return downsampled metrics.
 
-        The arguments, and the other keys of the result, are those of `MetricSeries.downsample`. Raises OSError if
-        metrics.jsonl cannot be read.
+        Args:
+            max_points: Maximum number of points.
+            digits: Number of significant digits to keep; None for all.
+            extra_columns: Additional metrics -> step -> value; None for no additional ones.
+
+        Returns:
+            `steps`, `times`, `steps_per_point` and `columns` as in `MetricSeries.downsample`, and `described`: metric
+            -> help text.
+
+        Raises:
+            OSError: metrics.jsonl cannot be read.
         """
         downsampled = self.series().downsample(max_points, digits, extra_columns)
         return {**downsampled, "described": {name: metric_help(name) for name in downsampled["columns"]}}
@@ -198,7 +207,7 @@ class RunReader:
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunReader]:
-    """Open the folders of several runs, in order.
+    """Open the folders of several runs, and return the readers in the order of the folders.
 
     Raises:
         ConfigError: If there is no folder, a folder is not a run's, or two of them are the same.
@@ -378,7 +387,8 @@ class MetricSeries:
         Args:
             max_points: Maximum number of points.
             digits: Number of significant digits to keep; None for all.
-            extra_columns: Additional metrics -> step -> value. A metric of the run itself takes precedence.
+            extra_columns: Additional metrics -> step -> value. A metric of the run itself takes precedence. None: no
+                additional ones.
 
         Returns:
             `steps` and `times` (Unix seconds) of the points, `steps_per_point`, and `columns`: metric -> values, with

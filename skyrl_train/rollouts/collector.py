@@ -120,7 +120,11 @@ class RolloutCollector:
             self.admit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as of the last finished step, from which a resumed run draws the same prompts."""
+        """Return the state as of the last finished step, from which a resumed run draws the same prompts.
+
+        Its keys are "consumed" (position in the order of prompts), "pass_rates" (by uid) and "decided" (skip
+        decisions).
+        """
         return {"consumed": self.consumed, "pass_rates": self._pass_rates, "decided": self._saved_skip_decisions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -544,7 +548,12 @@ class Curriculum:
             self._rates[group.prompt.uid] = sum(passed) / len(passed)
 
     def should_skip(self, uid: str) -> bool:
-        """Return True if the prompt must be skipped now, and forget its pass rate so that it is drawn the next time."""
+        """True if the prompt's recorded pass rate is out of bounds.
+
+        Then forget the rate, so that the prompt is skipped only once.
+
+        A prompt without a recorded rate is not skipped.
+        """
         if self._min <= self._rates.get(uid, self._min) <= self._max:
             return False
         del self._rates[uid]

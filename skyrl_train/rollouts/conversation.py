@@ -413,7 +413,7 @@ class _RenderedPrompt:
     ids: Tokens
     last: RenderedPrefix
     reasoning_opening: str
-    """See `_EpisodeState.reasoning_opening`."""
+    """Start of the reasoning that the prompt already contains; see `_EpisodeState.reasoning_opening`."""
 
 
 @dataclass(slots=True)
@@ -463,7 +463,7 @@ class _RenderedTurn:
 
     ids: list[int]
     reasoning_opening: str
-    """See `_EpisodeState.reasoning_opening`."""
+    """Start of the reasoning that the prompt already contains; see `_EpisodeState.reasoning_opening`."""
     replaces_context: bool = False
     """True if `ids` replace the full context instead of being appended to it."""
     drops_last_token: bool = False
@@ -543,7 +543,7 @@ class TrajectoryBuilder:
         sequences[-1] = np.concatenate([sequences[-1], routing[known:]])
 
     def update_last_turn(self, **fields: Any) -> None:
-        """Set fields of the last `Turn`, such as the reward that the environment gave for it."""
+        """Set fields of the last `Turn`, such as the reward that the environment gave for it. There must be a turn."""
         self._item.turns[-1] = replace(self._item.turns[-1], **fields)
 
     @property

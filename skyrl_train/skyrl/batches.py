@@ -103,7 +103,13 @@ class TrainingInputBatch(dict[str, Any]):
         Path(path).write_bytes(pickle.dumps(self))
 
     def load(self, path: str | Path) -> TrainingInputBatch:
-        """Return the batch that `save` has written to `path`; `self` does not change. Unpickling runs code."""
+        """Return the batch that `save` has written to `path`; `self` does not change.
+
+        Unpickling runs code, so load only files that you trust.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
         return cast(TrainingInputBatch, pickle.loads(Path(path).read_bytes()))
 
     def to(self, *args: Any, **kwargs: Any) -> TrainingInputBatch:

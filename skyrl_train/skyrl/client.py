@@ -131,7 +131,17 @@ class InferenceEngineClient:
         return await self._openai("chat", request_payload)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer one of OpenAI's text completion requests; see `chat_completion` for the payload and errors."""
+        """Answer one of OpenAI's text completion requests.
+
+        Args:
+            request_payload: {"json": BODY, "headers": {...}}, as in `chat_completion`. Streaming is not supported.
+
+        Returns:
+            OpenAI's response, or {"error": {...}} with code 400 if the body is not valid.
+
+        Raises:
+            EngineError: No engine could answer.
+        """
         return await self._openai("text", request_payload)
 
     async def _openai(self, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,8 @@ class BasePPOExp(Experiment):
         os.makedirs(resolve_local_folder(config.trainer.export_path), exist_ok=True)
 
     def adopt(self, config: Config) -> None:
-        """Use `config` as the experiment's configuration, and set `self.cfg` to it as a DictConfig."""
+        """Use `config` as the experiment's configuration from now on, and set `self.cfg` to it as an OmegaConf
+        DictConfig."""
         super().adopt(config)
         self.cfg = to_dictconfig(config)
 
@@ -146,7 +147,7 @@ class BasePPOExp(Experiment):
         )
 
     def get_tracker(self) -> Any:
-        """Return a tracker to use in addition to those of `trainer.logger`, or None (the default).
+        """Return a tracker to use in addition to those of `trainer.logger`. Override it; the default returns None.
 
         The run calls its `log(data, step=..., commit=True)` after every step, and `finish()` at the end if it exists.
         """

@@ -38,7 +38,7 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Do nothing."""
+        """Do nothing, because the coefficient is constant. The arguments are ignored."""
 
 
 class AdaptiveKLController:
@@ -153,7 +153,7 @@ def reduce_loss(loss: Tensor, loss_mask: Tensor | None, loss_reduction: str, max
         loss_mask: 0 or 1 for each token, [B, L]; None keeps all tokens.
         loss_reduction: token_mean is the mean over all tokens, sequence_mean the mean of the sequences' means, and
             seq_mean_token_sum_norm the mean of the sequences' sums divided by max_seq_len (Dr. GRPO, arXiv:2503.20783).
-        max_seq_len: The divisor of seq_mean_token_sum_norm, in tokens.
+        max_seq_len: The divisor of seq_mean_token_sum_norm, in tokens. Other reductions ignore it.
 
     Raises:
         ValueError: `loss_reduction` is unknown, or is seq_mean_token_sum_norm without `max_seq_len`.

@@ -51,7 +51,7 @@ def validate_output(output: Any, ids: Sequence[TrajectoryID], caller: str) -> No
 
     Args:
         output: The object that `generate` returned.
-        ids: The requested samples, in order.
+        ids: The requested samples, in the order of the input.
         caller: The name of the generator's class, for the error message.
 
     Raises:

@@ -41,7 +41,7 @@ def get_response_ids_and_loss_mask_from_messages(
     Args:
         messages: The messages after the prompt, with the roles assistant, user and tool.
         tokenizer: The tokenizer, with a chat template.
-        assistant_logprobs: The log-probs of each assistant message's masked tokens.
+        assistant_logprobs: The log-probs of each assistant message's masked tokens. None: the third result is None.
 
     Returns:
         Token ids, loss mask, and log-probs (0.0 outside the mask; None without `assistant_logprobs`), of equal length.

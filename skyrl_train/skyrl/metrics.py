@@ -77,7 +77,7 @@ def get_rollout_metrics(
         responses: The token ids of each response.
         rewards: The reward of each response, as one number or one per token.
         env_metrics: The metrics of each response's environment. They are ignored without `env_classes`.
-        env_classes: The environment of each response.
+        env_classes: The environment of each response. None: `env_metrics` is ignored.
 
     Returns:
         `generate/*`: response lengths in tokens, over all responses and over those with reward above 0 and equal to 0.

@@ -115,7 +115,10 @@ def _publish_if_in_job() -> None:
 
 
 def sync_registries() -> None:
-    """Publish the registrations of this program so that its Ray tasks can load them; `initialize_ray` does so, too.
+    """Publish the losses, estimators and environments that this program registered, so that its Ray tasks can load
+    them.
+
+    A call is rarely needed: `initialize_ray` publishes earlier registrations, and registering publishes later ones.
 
     Raises:
         ConfigError: A registered function or class cannot be sent to a Ray task.

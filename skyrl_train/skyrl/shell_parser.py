@@ -169,7 +169,8 @@ def display_word(word: str, environment: Mapping[str, str] | None = None) -> str
 
     Args:
         word: A word of a ShellCommand.
-        environment: Values of variables that replace unexpanded `$NAME`; other unexpanded parts stay as written.
+        environment: Values of variables that replace unexpanded `$NAME`; other unexpanded parts stay as written. None:
+            no variable is replaced.
     """
     values = environment or {}
     return _MARKED.sub(lambda match: values.get(match[1].removeprefix("$"), match[1]), word)

@@ -169,7 +169,11 @@ class RayPPOTrainer:
         return asyncio.run_coroutine_threadsafe(self._fit(), loop).result()
 
     async def eval(self, vllm_metrics_scraper: Any = None) -> dict[str, float]:
-        """Evaluate the weights of the last finished step, and return metrics by name. The argument is always None."""
+        """Evaluate the weights of the last finished step, and return metrics by name.
+
+        Args:
+            vllm_metrics_scraper: Ignored; the run passes None. SkyRL's method has this argument.
+        """
         step, evaluate = self._attached_loop.step, self._base_eval
         assert evaluate is not None
         return await evaluate(step)

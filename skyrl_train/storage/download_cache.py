@@ -47,7 +47,7 @@ def local_copy(path: str, *, weights: bool = True) -> str:
         return strip_file_scheme(path)
     store, name, remote_files = _find_remote(path)
     if not remote_files:
-        raise StorageError(f"{path}: there is no file or folder at this URI.")
+        raise StorageError(f"{path}: there is no file or folder at this URI. Correct the URI.")
     copy = cache_folder_for("downloads", path) / _version(remote_files)
     copy.mkdir(parents=True, exist_ok=True)
     with open_lock(copy.parent / f".{copy.name}.lock") as lock:

@@ -87,7 +87,8 @@ def write_manifest(folder: Path, known_digests: Mapping[str, FileDigest] | None 
 
     Args:
         folder: The folder.
-        known_digests: Digests by name of files that are on disk already and need not be read again.
+        known_digests: Digests by name of files that are on disk already and need not be read again. None: all files are
+            read.
         about: Further entries of the manifest.
 
     Raises:
@@ -156,9 +157,10 @@ def upload_folder(
         store: Remote folder that contains `name`.
         name: Name of the remote folder.
         local: The local folder.
-        before_manifest: Called with the content of the manifest before the manifest is written.
-        before_write: Called before each write or deletion. An error that it raises ends the upload.
-        arrived: Digests of files that earlier attempts of this upload have sent. Files of this attempt are added.
+        before_manifest: Called with the content of the manifest before the manifest is written. None calls nothing.
+        before_write: Called before each write or deletion. An error that it raises ends the upload. None calls nothing.
+        arrived: Digests of files that earlier attempts of this upload have sent. Files of this attempt are added. None:
+            there are no earlier attempts.
 
     Returns:
         True on success; False if `local` is damaged, which is logged, or was changed or deleted during the upload.

@@ -125,7 +125,7 @@ class Mirror:
         if is_ahead or not any(self._record_files()):
             for name in filter(_is_record, remote_files):
                 if self._is_stopped:
-                    raise StorageError(f"{self.store.uri}: nothing more is downloaded.")
+                    raise StorageError(f"{self.store.uri}: nothing more is downloaded, because the run has ended.")
                 if self._can_be_local_file(name):
                     self.store.get(name, self.local / name)
         self._add_known(*stored.values())
@@ -336,7 +336,7 @@ class Mirror:
         if taker := self.lease.lost_to:
             raise StorageError(
                 f"{self.store.uri} was taken by {taker}. Nothing was uploaded since. The files of this run are in "
-                f"{self.local}."
+                f"{self.local}. End one of the two processes."
             )
         if not is_done:
             with self._condition:
@@ -420,7 +420,8 @@ class Mirror:
     def _raise_if_stopped(self) -> None:
         """Raise StorageError if the mirror is stopped or has lost its lease."""
         if self._is_stopped or self.lease.check_lost():
-            raise StorageError(f"{self.store.uri}: nothing more is uploaded.")
+            reason = f"it was taken over by {self.lease.lost_to}" if self.lease.lost_to else "the run has ended"
+            raise StorageError(f"{self.store.uri}: nothing more is uploaded, because {reason}.")
 
     # -- records
 

@@ -65,6 +65,9 @@ class RemoteFolder:
 
         Args:
             subfolder: Name of a subfolder; empty for the folder itself.
+
+        Raises:
+            StorageError: The storage rejects the request or does not respond.
         """
         with wrap_storage_errors(f"{self.uri}: its files cannot be listed"):
             try:
@@ -107,7 +110,11 @@ class RemoteFolder:
         return None if file is None else file.version
 
     def has_bucket(self) -> bool:
-        """False if the bucket does not exist. True on a disk, and if the storage forbids the question."""
+        """False if the bucket does not exist. True on a disk, and if the storage forbids the question.
+
+        Raises:
+            StorageError: The storage does not respond.
+        """
         if not self._on_disk:
             with wrap_storage_errors(f"{self.uri}: its bucket cannot be checked"):
                 try:
@@ -184,7 +191,7 @@ class RemoteFolder:
                 self._files.put_file(str(local), target)
             arrived = int(self._files.info(path)["size"])
         if arrived < min(size, local.stat().st_size):  # A log may have grown or been truncated during the upload.
-            raise StorageError(f"{self.uri}/{name}: {arrived} bytes of {size} arrived.")
+            raise StorageError(f"{self.uri}/{name}: {arrived} bytes of {size} arrived. Start again.")
 
     def get(self, name: str, local: Path) -> bool:
         """Download a file, which appears at `local` complete or not at all.
@@ -193,6 +200,9 @@ class RemoteFolder:
 
         Returns:
             False if the remote file does not exist.
+
+        Raises:
+            StorageError: The storage rejects the request or does not respond.
         """
         with self._access(name, "cannot be read") as path:
             local.parent.mkdir(parents=True, exist_ok=True)
@@ -214,6 +224,9 @@ class RemoteFolder:
         """Delete the parts of interrupted multipart uploads, which a bucket keeps forever and no listing shows.
 
         Does nothing on a disk.
+
+        Raises:
+            StorageError: The storage rejects the request or does not respond.
         """
         if self._on_disk:
             return
@@ -232,7 +245,7 @@ class RemoteFolder:
 
     def _path(self, name: str) -> str:
         if not is_relative_name(name):
-            raise StorageError(f"{self.uri}: {name!r} is not the name of a file inside this folder.")
+            raise StorageError(f"{self.uri}: {name!r} is not the name of a file inside this folder. Rename the file.")
         return f"{self._root}/{name}"
 
     def _create(self, target: Path, content: bytes) -> bool:

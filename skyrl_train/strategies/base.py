@@ -121,7 +121,10 @@ class Strategy(ABC):
         """Check and store the schedule, and return the optimizer's settings, which a trained model must have."""
         settings = self.optimizer_config
         if settings is None:
-            raise ConfigError("A trained model needs optimizer settings: set trainer.policy.optimizer_config.")
+            raise ConfigError(
+                "A model that is being trained needs optimizer settings. Set trainer.policy.optimizer_config, or "
+                "trainer.critic.optimizer_config for a critic."
+            )
         if settings.scheduler not in SCHEDULES:
             raise ConfigError(
                 f"optimizer_config.scheduler={settings.scheduler!r} is not a known schedule. Choose one of: "

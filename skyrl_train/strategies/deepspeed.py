@@ -256,7 +256,10 @@ class DeepSpeedStrategy(Strategy):
                 start += partition.numel()
 
     def _sharded(self, name: str, parameter: Any) -> ShardedTensor:
-        """See `Strategy.sharded_parameters`. Trained parameters are in float32."""
+        """Return this rank's part of a parameter; that of a trained parameter is in float32.
+
+        See `Strategy.sharded_parameters`.
+        """
         is_trained = parameter.requires_grad
         if self.deepspeed_config.zero_stage < 3 and not (is_trained and parameter.dtype != torch.float32):
             return super()._sharded(name, parameter)

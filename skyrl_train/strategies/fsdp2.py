@@ -77,11 +77,21 @@ class FSDP2Strategy(Strategy):
         self.reduce_once = not saves_memory if fsdp_config.reduce_once is None else fsdp_config.reduce_once
 
     def prepare(self, model: Any, total_steps: int | None) -> nn.Module:
-        """Shard a model: see `Strategy.prepare`.
+        """Shard a model with FSDP2, and build optimizer and schedule unless it is frozen.
 
         With tensor parallelism, layers are sharded over the ranks that hold the same tensor-parallel shard, and the
         rest over all ranks. With expert parallelism, experts are sharded over the ranks that hold the same experts, and
         everything else over all ranks.
+
+        Args:
+            model: The model; it is changed. See `Strategy.prepare` for its methods.
+            total_steps: Number of updates of the run, for the schedule. None freezes the model.
+
+        Returns:
+            The module to call for a forward pass.
+
+        Raises:
+            ConfigError: Settings do not fit the ranks, or a trained model has no optimizer settings.
         """
         self.tensor_parallel, self.expert_parallel = model.tensor_parallel, model.expert_parallel
         self.parameter_shards = model.parameter_shards
@@ -164,7 +174,10 @@ class FSDP2Strategy(Strategy):
         loss.backward()
 
     def free_transient_memory(self) -> None:
-        """See `Strategy`. Without resharding after forward, a pass without gradient leaves all layers gathered."""
+        """Free gathered layers and other memory that is only needed within a pass.
+
+        Without resharding after forward, a pass without gradient leaves all layers gathered.
+        """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -106,7 +106,17 @@ class ReplayBuffer:
         return self.insert_transform(len(self._transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
-        """Insert a transform at `index` among the existing ones; otherwise like `append_transform`."""
+        """Insert a transform at `index` among the existing ones, and return the buffer.
+
+        Args:
+            index: Position of the transform.
+            transform: A transform with `inv` (for written rows) or `forward` (for read rows), or a function for read
+                rows.
+            invert: True exchanges the two directions.
+
+        Raises:
+            TypeError: The transform is neither a function nor has `inv` or `forward`.
+        """
         self._transforms.insert(index, _ReadAndWrite.of(transform, invert))
         return self
 
@@ -142,7 +152,7 @@ class ReplayBuffer:
         with self._lock:
             if len(self) < size:
                 raise ValueError(
-                    f"batch_size={size}, but only {len(self)} rows are stored; write more rows or sample fewer."
+                    f"batch_size={size}, but only {len(self)} rows are stored. Write more rows or sample fewer."
                 )
             chosen = self._take(size)
             if len(chosen) < size:  # the rest of this pass, and the start of the next one without repeating a row
@@ -169,7 +179,9 @@ class ReplayBuffer:
         else:
             chosen = rows[index]
         if not chosen:
-            raise IndexError(f"index {index!r} selects none of the {len(rows)} rows.")
+            raise IndexError(
+                f"index {index!r} selects none of the {len(rows)} rows. Give an index below the number of rows."
+            )
         return self._read(stacked(chosen))
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -242,6 +254,6 @@ def _size_of(storage: Any) -> int | None:
         raise ValueError(f"storage={storage!r:.80} has no max_size: give LazyStackStorage(n).")
     if not isinstance(storage, LazyStackStorage) and len(storage):
         raise ValueError(
-            f"storage={storage!r:.80} already has {len(storage)} rows; give an empty one and write them with extend()."
+            f"storage={storage!r:.80} already has {len(storage)} rows. Give an empty one and write them with extend()."
         )
     return storage.max_size  # type: ignore[no-any-return]

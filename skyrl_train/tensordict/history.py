@@ -68,7 +68,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         Raises DataError for an empty list.
         """
         if not chats:
-            raise DataError("History.from_chats got an empty list; give at least one message.")
+            raise DataError("History.from_chats got an empty list. Give at least one message.")
         if not isinstance(chats[0], Mapping):
             return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
         turns = []
@@ -92,7 +92,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             return [history.to_chats() for history in self.unbind(0)]
         if self.ndim == 0:
             raise RuntimeError(
-                "a History without a batch dimension is a single message, not a conversation; unsqueeze it first."
+                "A History without a batch dimension is a single message, not a conversation. Unsqueeze it first."
             )
         chat: list[dict[str, Any]] = []
         for turn in self._tensordict.unbind(0):  # tensor classes take microseconds for each attribute
@@ -109,18 +109,30 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return chat
 
     def append(self, history: History, inplace: bool = True, dim: int = -1) -> History:
-        """Append one message along `dim` and return the result, which is `self` if `inplace`.
+        """Append one message to every conversation and return the result.
 
-        Raises RuntimeError unless `history` has exactly one dimension fewer than `self`.
+        Args:
+            history: The messages, with one dimension fewer than `self`.
+            inplace: True changes `self` and returns it; False leaves it unchanged.
+            dim: Dimension of the turns; -1 is the last one.
+
+        Raises:
+            RuntimeError: `history` does not have exactly one dimension fewer than `self`.
         """
         if history.ndim != self.ndim - 1:
             raise RuntimeError(f"append takes a History of {self.ndim - 1} dimensions, got {history.ndim}.")
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
-        """Append another History (ours or TorchRL's) along `dim` and return the result, which is `self` if `inplace`.
+        """Append the messages of another History and return the result.
 
-        Raises RuntimeError unless both have the same number of dimensions, at least 1.
+        Args:
+            history: A History of this package or of TorchRL, with the same number of dimensions as `self`.
+            inplace: True changes `self` and returns it; False leaves it unchanged.
+            dim: Dimension of the turns.
+
+        Raises:
+            RuntimeError: The numbers of dimensions differ, or are 0.
         """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(
@@ -152,26 +164,40 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return_assistant_tokens_mask: bool = False,
         **template_kwargs: Any,
     ) -> Any:
-        """Render with the chat template: to text, to ids [1, L] (`tokenize`, `return_tensors`) or to a TensorDict.
+        """Render conversations with a chat template, to text, to token ids or to a TensorDict.
 
-        `return_dict` and `return_assistant_tokens_mask` give a TensorDict with "input_ids",
-        "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
-        [B, turns] a list of texts or ids, or a lazy stack of TensorDicts (padded on the left with `padding`). Control
-        tokens come only from the template; if a message spells one, it is encoded as plain characters. Masks need no
-        {% generation %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops
-        the reasoning of earlier turns, ids and mask are those of the last answer and the context that it is given in.
-        Raises ConfigError for a missing template, DataError if the template rejects the messages or does not write all
-        that they say.
+        [turns] gives one result, [B, turns] a list of texts or ids, or a lazy stack of TensorDicts. Control tokens come
+        only from the template; if a message spells one, it is encoded as plain characters. Masks need no {% generation
+        %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops the reasoning
+        of earlier turns, ids and mask are those of the last answer and the context that it is given in.
+
+        Args:
+            tokenizer: Hugging Face tokenizer.
+            add_generation_prompt: True ends with the header of the model's next answer.
+            chat_template: Jinja template; None for the named one.
+            chat_template_name: Name of a template; None for the tokenizer's own.
+            continue_final_message: True leaves the last message open.
+            tokenize: True for ids [1, L], False for text; None for ids only if another argument requires them.
+            padding: True pads a lazy stack on the left.
+            truncation: Must be False, because conversations are never truncated.
+            return_tensors: "pt" for ids as tensors; None.
+            return_dict: True for a TensorDict with "input_ids", "attention_mask" and "assistant_masks", int64 [L].
+            return_assistant_tokens_mask: True for such a TensorDict with the mask of the assistant's tokens.
+            **template_kwargs: Variables of the template.
+
+        Raises:
+            ConfigError: There is no such template, or arguments contradict each other.
+            DataError: The template rejects the messages, or does not write all of their text.
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
         if return_tensors not in (None, "pt"):
             raise ConfigError(
-                f"return_tensors={return_tensors!r} is not supported; use 'pt' or None: ids are torch tensors."
+                f"return_tensors={return_tensors!r} is not supported. Use 'pt' or None: ids are torch tensors."
             )
         if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
             return _texts(self, tokenizer, add_generation_prompt, continue_final_message, options)
         if truncation:
-            raise ConfigError("truncation=True would cut a conversation silently; shorten the messages instead.")
+            raise ConfigError("truncation=True would cut a conversation silently. Shorten the messages instead.")
         if continue_final_message and return_assistant_tokens_mask:
             raise ConfigError(
                 "continue_final_message=True cannot be combined with return_assistant_tokens_mask=True: a message to "
@@ -213,7 +239,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             raise ConfigError(f"chat_template_name={name!r} has no parser; known: {sorted(_PARSERS)}.")
         messages = _PARSERS[name](text) if name else _PARSERS["chatml"](text) or _PARSERS["llama"](text)
         if not messages:
-            raise RuntimeError(f"no turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
+            raise RuntimeError(f"No turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
         return cls.from_chats(messages)
 
 
@@ -225,8 +251,14 @@ def add_chat_template(
 ) -> None:
     """Register a template under a name, for this process. The template need not mark {% generation %}.
 
-    Raises ConfigError if the name has another template, or if `model_family_keywords` is given: templates are never
-    guessed from a model's path.
+    Args:
+        template_name: The name.
+        template: The Jinja template.
+        inverse_parser: Function that parses a rendered text back into a History; None for none.
+        model_family_keywords: Must be None: templates are never guessed from a model's path.
+
+    Raises:
+        ConfigError: The name has another template, or `model_family_keywords` is given.
     """
     if model_family_keywords:
         raise ConfigError(
@@ -235,7 +267,7 @@ def add_chat_template(
         )
     if template_name in {**TEMPLATES, **_OTHER_NAMES} or _ADDED.get(template_name, template) != template:
         raise ConfigError(
-            f"template_name={template_name!r} is already the name of another template; choose a new name."
+            f"template_name={template_name!r} is already the name of another template. Choose a new name."
         )
     _ADDED[template_name] = template
     if inverse_parser is not None:
@@ -255,7 +287,7 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
             raise ConfigError(f"chat_template_name={name!r} is not one of {sorted(known)}; see add_chat_template.")
         return {"chat_template": known[name]}
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("the tokenizer has no chat template: pass chat_template_name or chat_template.")
+        raise ConfigError("The tokenizer has no chat template: pass chat_template_name or chat_template.")
     return {}
 
 

@@ -62,7 +62,15 @@ class TokenLayout:
 
     @classmethod
     def of(cls, tokens: Column, attention: Column | None) -> TokenLayout:
-        """Make the layout of tokens and attention mask, given as rectangles or as rows."""
+        """Make the layout of tokens.
+
+        Args:
+            tokens: Tokens as a rectangle [B, T] or as rows of different lengths.
+            attention: Attention mask of the same form; None if all tokens count.
+
+        Raises:
+            ValueError: The mask has another shape than the tokens.
+        """
         rows = list(tokens)
         widths = tuple(len(row) for row in rows)
         device = rows[0].device if rows else None
@@ -111,7 +119,15 @@ class TokenLayout:
         raise ValueError(f"{name!r} has {len(row)} values in row {index}; its tokens have {self.widths[index]}.")
 
     def flat(self, values: Column, name: Key) -> Tensor:
-        """Return token-level values, given as a rectangle [B, L] or as rows, flat [T]. Raises like `rectangle`."""
+        """Return token-level values as a flat tensor [T].
+
+        Args:
+            values: The values as a rectangle [B, L] or as rows of different lengths.
+            name: Key of the values, for errors.
+
+        Raises:
+            ValueError: The values have other lengths than the tokens.
+        """
         return self.rectangle(values, name)[self.present]
 
     def spread(self, values: Column, name: Key) -> Tensor:
@@ -146,8 +162,8 @@ class TokenLayout:
                 result[index, places] = False
             else:
                 raise ValueError(
-                    f"Row {index} does not begin with its prompt of {length} tokens, so its response is not known; "
-                    "give the assistant mask and masking_strategy='rlhf'."
+                    f"Row {index} does not begin with its prompt of {length} tokens, so its response is not known. "
+                    "Give the assistant mask and masking_strategy='rlhf'."
                 )
         return result[self.present]
 

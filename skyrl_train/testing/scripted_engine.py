@@ -165,7 +165,7 @@ class ScriptedEngine:
         self.asleep = tags is not None and "kv_cache" not in tags and self.asleep
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Accept weights of any version again. No connection is made."""
+        """Accept weights of any version again. No connection is made, and the arguments are ignored."""
         self._note("connect_weights")
         self._latest_version = -1
 
@@ -231,4 +231,7 @@ class ScriptedEngine:
 
     def _check_serving(self) -> None:
         if self.partially_loaded or self.asleep:
-            raise EngineError(f"Engine {self.name!r} is {'partially loaded' if self.partially_loaded else 'asleep'}.")
+            raise EngineError(
+                f"Engine {self.name!r} is {'partially loaded' if self.partially_loaded else 'asleep'}. Sync its "
+                "weights or wake it up first."
+            )

@@ -93,7 +93,15 @@ def tiny_model(
 def tiny_config(
     kind: str, vocab_size: int = 320, hidden_size: int = 64, layers: int = 2, tied: bool = True
 ) -> PreTrainedConfig:
-    """Return the configuration of `tiny_model` with the same arguments."""
+    """Return the configuration of a model of `tiny_model`.
+
+    Args:
+        kind: Model type of transformers, such as qwen2, qwen3_moe, llama, gemma, mistral or gpt_oss.
+        vocab_size: Number of tokens.
+        hidden_size: Width of the hidden states.
+        layers: Number of layers.
+        tied: True to use the embedding as the head.
+    """
     experts: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     special: dict[str, dict[str, object]] = {
         "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": hidden_size},

@@ -65,12 +65,12 @@ class SkippedUpdates:
         """The first step of the series; None if the last step skipped no update."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Update `since` with the metrics of `step`. Call it once per step, in order."""
+        """Update `since` with the metrics of `step`. Call it once per step, in ascending order."""
         skipped = any(share for name, share in metrics.items() if name.endswith(SKIPPED_SUFFIX))
         self.since = (step if self.since is None else self.since) if skipped else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint."""
+        """Return the state to save in a checkpoint, {"since": ...}."""
         return {"since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,7 +282,13 @@ class CheckpointManager:
         return folder
 
     async def update_reference(self) -> None:
-        """Copy the policy's weights to the reference, if it follows the policy. Raises CheckpointError as `export`."""
+        """Copy the policy's weights to the reference model. Does nothing if the reference does not follow the policy.
+
+        A failed copy is retried after RETRY_INTERVAL_S seconds.
+
+        Raises:
+            CheckpointError: MAX_FAILED_SAVES attempts to write the copy failed.
+        """
         folder = self._reference_folder
         if folder is None:
             return

@@ -131,7 +131,8 @@ class CheckpointStore:
         Args:
             step: The step of the checkpoint.
             state: JSON values for trainer_state.json.
-            files: Digests of files that are already durable, by path inside the folder. They are not read again.
+            files: Digests of files that are already durable, by path inside the folder. They are not read again. None:
+                all files are read.
 
         Raises:
             OSError: The disk is full or fails. The existing checkpoints are unchanged.
@@ -176,6 +177,7 @@ class CheckpointStore:
             mode: A value of trainer.resume_mode: "latest" takes the newest intact checkpoint, "from_path" the one at
                 `path` or else the newest intact one before it in the same folder. "none" and None take none.
             path: trainer.resume_path: a folder or URI that ends in global_step_<number>. Only read in mode "from_path".
+                It must be set in that mode.
 
         Returns:
             The checkpoint; None if there is none to resume from.

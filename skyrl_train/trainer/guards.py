@@ -68,14 +68,16 @@ class Guards:
         self._equal_steps = state["equal_steps"]
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
-        """Check the metrics of a finished step: call once per step, in order. Logs a warning for each new finding.
+        """Check the metrics of a finished step. Call it once per step, in ascending order.
+
+        Logs a warning for each new finding.
 
         Args:
             metrics: The metrics of the step, by name.
             step: The number of the step, for messages.
 
         Raises:
-            GuardTriggered: A limit is exceeded and trainer.guards.stop names its guard.
+            GuardTriggered: A limit is exceeded and trainer.guards.stop names the guard.
         """
         self._warn_about_skipped_updates(metrics, step)
         exceeded = set()

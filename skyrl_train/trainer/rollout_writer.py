@@ -217,7 +217,7 @@ def rollout_tables(
     batch: TrainBatch,
     vocabulary: Callable[[], Mapping[int, str]] = dict,
 ) -> Iterator[pa.Table]:
-    """Yield tables with the columns of report/rollout_files.py and one row per trajectory, in order.
+    """Yield tables with the columns of report/rollout_files.py and one row per trajectory, in the order of the groups.
 
     Secrets are removed from texts and messages, and ids of tokens that spell a secret are replaced by HIDDEN_TOKEN. If
     the texts of a rollout's tokens do not show which tokens spell its secret, all of its ids are replaced.

@@ -88,7 +88,7 @@ class BroadcastGroup:
 
         Args:
             tensor: The root's tensor, or one of the same shape and dtype that is overwritten.
-            overlapped_work: Called on this thread during the transfer.
+            overlapped_work: Called on this thread during the transfer. None: nothing runs meanwhile.
 
         Raises:
             WeightSyncError: The transfer failed, was aborted or did not complete before the deadline.
@@ -120,7 +120,7 @@ class BroadcastGroup:
             version: Version of the weights.
             index: Index of the bucket.
             buffer: uint8 [bytes].
-            overlapped_work: Called on this thread during the transfer of the bytes.
+            overlapped_work: Called on this thread during the transfer of the bytes. None: nothing runs meanwhile.
 
         Raises:
             WeightSyncError: The transfer failed; see `broadcast`.
@@ -137,7 +137,7 @@ class BroadcastGroup:
             version: Expected version of the weights.
             index: Expected index of the bucket.
             buffer: uint8 [bytes], overwritten.
-            overlapped_work: Called on this thread during the transfer of the bytes.
+            overlapped_work: Called on this thread during the transfer of the bytes. None: nothing runs meanwhile.
 
         Raises:
             WeightSyncError: Another bucket is being sent, or the transfer failed; see `broadcast`.

@@ -36,8 +36,9 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def plan_buckets(manifest: Manifest) -> list[Bucket]:
-    """Return the manifest's tensors in order, in buckets of at most `bucket_bytes`. A larger tensor has its own
-    bucket.
+    """Return the manifest's tensors, in the manifest's order, in buckets of at most `bucket_bytes` bytes.
+
+    A larger tensor has its own bucket.
     """
     groups: list[list[TensorSpec]] = []
     used = 0
@@ -85,7 +86,7 @@ def pack(buffer: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[Tensor])
 
     Args:
         buffer: uint8 [bytes], at least `buffer_bytes(specs)`.
-        specs: The tensors' specs, in order.
+        specs: The specs of the tensors, in the order in which they are packed.
         tensors: The tensors, in their wire dtypes.
     """
     needs_no_padding = all(num_bytes(spec) % ALIGNMENT == 0 and spec.dtype == specs[0].dtype for spec in specs)
@@ -131,7 +132,15 @@ class DoubleBuffer:
         self._buffers: list[Tensor | None] = [None, None]
 
     def take(self, index: int, size: int, device: torch.device | str) -> Tensor:
-        """Return the buffer for bucket `index`, uint8 [size], which still has bucket `index` - 2."""
+        """Return a buffer for a bucket, uint8 [size].
+
+        Buckets `index` and `index` + 2 share one, and its content is old.
+
+        Args:
+            index: Index of the bucket.
+            size: Number of bytes.
+            device: Device of a buffer that is newly allocated.
+        """
         buffer = self._buffers[index % 2]
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[index % 2] = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -155,7 +164,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the fingerprint of each tensor, in order.
+    """Return the fingerprint of each tensor, in the order of `tensors`.
 
     Tensors may be on several devices. Accelerators are synchronized once, at the end.
     """
@@ -163,7 +172,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def scan_shards(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
-    """Return the fingerprint of each shard, and 1 if it has NaN or infinity, else 0, in order.
+    """Return (fingerprint, 1 if it has NaN or infinity, else 0) of each shard, in the order of `parts`.
 
     The fingerprints of all shards of a tensor add up to that of the tensor. Shards may be on several devices.
     Accelerators are synchronized once, at the end.

@@ -147,7 +147,10 @@ class WeightSender:
         """
         self.disconnect()
         if adapter_only and self._lora_model is None:
-            raise WeightSyncError("there is no adapter to send separately: trainer.policy.model.lora.rank is 0.")
+            raise WeightSyncError(
+                "There is no adapter to send separately, because trainer.policy.model.lora.rank is 0. Set it above 0, "
+                "or send merged weights."
+            )
         self._adapter_source = self._lora_model if adapter_only else None
         self._route = route
         if (
@@ -350,7 +353,7 @@ class WeightSender:
             if buffer is None:
                 return None
             if group is None:
-                raise WeightSyncError(f"version {version}: no transfer group is connected. Connect before a sync.")
+                raise WeightSyncError(f"version {version}: no transfer group is connected. Call connect before a sync.")
             group.send_bucket(version, bucket.index, buffer, gather_next)
             return bucket
         finally:
@@ -395,19 +398,53 @@ class WeightSenderMixin:
     def connect_weights(
         self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
     ) -> None:
-        """Prepare a route and join the engines' transfer group; see `WeightSender.connect`."""
+        """Close the previous connection, prepare a route and join the engines' transfer group.
+
+        For `broadcast`, rank 0 blocks until all engines have joined.
+
+        Args:
+            route: Name of the route, from `WeightRoute`.
+            address: "host:port" with a free port of rank 0's machine (`broadcast`), or a shared folder (`checkpoint`).
+            world_size: Number of ranks of the group: the trainer's rank 0, and those of all engines.
+            timeout_s: Seconds for joining, and for each later transfer.
+            adapter_only: True to send the adapter separately instead of merged into the model.
+
+        Raises:
+            WeightSyncError: There is no adapter, or not all ranks joined in time.
+        """
         self.sender.connect(route, address, world_size, timeout_s, adapter_only)
 
     def prepare_manifest(self, version: int, perturbed: bool = False) -> Manifest:
-        """Begin a sync of `version` and return its manifest; see `WeightSender.prepare_manifest`."""
+        """Begin a sync and return its manifest: names, shapes, dtypes, fingerprints and non-finite tensors.
+
+        This is a collective of all ranks. It ends an earlier sync.
+
+        Args:
+            version: Version of the weights.
+            perturbed: True to send perturbed weights for a self-test.
+        """
         return self.sender.prepare_manifest(version, perturbed)
 
     def send_weights(self, index: int) -> Bucket | None:
-        """Send bucket `index` of the manifest, or return it; see `WeightSender.send`."""
+        """Send bucket `index` of the manifest to the group, or return it for the engines.
+
+        This is a collective of all ranks.
+
+        Returns:
+            The bucket, or None on ranks that have nothing to pass to the engines.
+
+        Raises:
+            WeightSyncError: The bucket is not the next one, the parameters changed, or the transfer failed.
+        """
         return self.sender.send(index)
 
     def mark_weights_delivered(self, version: int) -> None:
-        """Record that every engine has confirmed that version; see `WeightSender.mark_delivered`."""
+        """Record that every engine has all tensors of the last manifest, so that the next one may leave out equal
+        tensors.
+
+        Raises:
+            WeightSyncError: The last manifest had another version.
+        """
         self.sender.mark_delivered(version)
 
     def disconnect_weights(self) -> None:

@@ -147,7 +147,12 @@ class WeightSync:
     async def sync_one(self, engine: Any, version: int) -> dict[str, float]:
         """Sync a single engine, which was just started or did not complete the last sync, and return metrics.
 
-        Raises the same errors as `sync_all`.
+        All tensors are sent over a new connection. The next `sync_all` connects all engines again.
+
+        Raises:
+            WeightSyncError: Weights did not arrive intact. The message names engine and tensor.
+            DeadlineExceeded: The sync took longer than `deadline_s`. The message names the phase.
+            EngineError: The engine failed or was lost.
         """
         # This engine may lack tensors that the others have, so send everything over a new connection.
         await self._disconnect()
@@ -161,11 +166,14 @@ class WeightSync:
         Ends with the true weights as `version`. Requires a probe of every sync.
 
         Returns:
-            Metrics of the sync of the true weights, and the smallest change that an engine's log-probs showed.
+            Metrics of the sync of the true weights, and weights/self_test_gap: the smallest change that an engine's
+            log-probs showed, in nats.
 
         Raises:
             WeightSyncError: The probe does not notice perturbed weights, so it would not notice a failed sync either;
-                or as `sync_all`.
+                or weights did not arrive intact.
+            DeadlineExceeded: A sync took longer than `deadline_s`.
+            EngineError: An engine failed or was lost.
         """
         assert self._probe is not None and self._probe.every_sync, "only a probe of every sync can be tested"
         engines = list(self._engines())
@@ -179,7 +187,7 @@ class WeightSync:
                 raise WeightSyncError(
                     f"engine {name}: perturbed weights changed the probe's log-probs by only {diff.largest:.3g} nats, "
                     f"the true weights by {largest:.3g}. Either the engine does not load the weights that it receives, "
-                    "or the probe is not sensitive enough."
+                    "or the probe is not sensitive enough. Check the engine's version and backend."
                 )
         self.metrics = metrics | {"weights/self_test_gap": min(diff.largest for diff in diffs.values())}
         return self.metrics
@@ -216,7 +224,10 @@ class WeightSync:
     async def _transfer(self, version: int, engines: list[Any], perturbed: bool = False) -> tuple[Manifest, int]:
         """Send the weights, perturbed ones for a self-test. Return the manifest and the number of buckets."""
         if not engines:
-            raise WeightSyncError("no inference engine is alive, so the weights cannot be sent.")
+            raise WeightSyncError(
+                "No inference engine is alive, so the weights cannot be sent. The engines' logs in the run's folder "
+                "say why they died."
+            )
         await self._connect(engines)
         self._phase = "the trainer's manifest"
         manifest: Manifest = (await self._trainer.call_all("prepare_manifest", version, perturbed))[0]

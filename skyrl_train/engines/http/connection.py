@@ -74,7 +74,7 @@ class Connection:
             verb: HTTP method.
             route: Path of the URL.
             body: JSON to send.
-            params: Query parameters.
+            params: Query parameters; None for none.
 
         Raises:
             EngineError: The pool is not open, or the response is not HTTP.
@@ -82,7 +82,7 @@ class Connection:
                 and `wait_until_ready` handle these errors.
         """
         if self._session is None:
-            raise EngineError(f"Engine {self.name!r} is closed or was never connected.")
+            raise EngineError(f"Engine {self.name!r} is closed or was never connected. Connect a new engine.")
         try:
             while True:
                 # A redirect would carry the token to another server.

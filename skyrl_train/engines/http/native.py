@@ -193,7 +193,14 @@ class NativeEngine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling the call aborts its requests at the server."""
+        """Sample a completion for each request and return them in request order.
+
+        Requests wait in this process while the engine is paused. Cancelling the call aborts its requests at the server.
+
+        Raises:
+            UnsupportedParameter: The server does not support a parameter of a request.
+            EngineError: The engine cannot serve now, a request's id is already used, or the server failed.
+        """
         for request in requests:
             self._checks.check_request(request, ())
         self.lifecycle.check_serving()
@@ -215,7 +222,15 @@ class NativeEngine:
         return request if sampling is request.sampling else replace(request, sampling=sampling)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine."""
+        """Return the log-probs of the sequences' tokens; see `InferenceEngine.score`.
+
+        Waits for a weight sync that is running.
+
+        Raises:
+            UnsupportedParameter: The server does not support this temperature, or a sequence is empty, too long or has
+                invalid ids.
+            EngineError: The engine is asleep, closed or not fully loaded, or the server failed.
+        """
         sequences = self._checks.check_score(token_ids, temperature)
         self.lifecycle.check_serving()
         async with self._weights_lock:
@@ -223,7 +238,10 @@ class NativeEngine:
             return list(await asyncio.gather(*(self._server.score(ids) for ids in sequences)))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine."""
+        """End these requests at the server; unknown ids are ignored.
+
+        Their `generate` calls return the tokens sampled so far.
+        """
         await self._abort_entries([self._entries[id] for id in request_ids if id in self._entries])
 
     async def _run(self, entry: _NativeRequest) -> Completion:
@@ -371,7 +389,16 @@ class NativeEngine:
     # -- pausing and sleeping ----------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. New requests wait in this process for `resume`."""
+        """Stop sampling until `resume`, and return when the engine is paused.
+
+        New requests wait in this process, not at the server.
+
+        Args:
+            mode: A PauseMode that decides what happens to running requests; see `InferenceEngine.pause`.
+
+        Raises:
+            UnsupportedParameter: `mode` is not in capabilities.pause_modes.
+        """
         self._checks.check_pause(mode)
         is_running = any(entry.call_task for entry in self._entries.values())
         drained = self.lifecycle.pause(busy=mode == PauseMode.WAIT and is_running)
@@ -383,12 +410,21 @@ class NativeEngine:
         await await_thread_future(drained)
 
     async def resume(self) -> None:
-        """See InferenceEngine."""
+        """Continue after `pause`: send the waiting requests to the server, unless the engine sleeps or is not fully
+        loaded."""
         self.lifecycle.resume()
         self._update_can_send()
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. All requests are aborted. Returns 0, because servers do not report the freed bytes."""
+        """Abort all requests and let the server free memory until `wake_up`.
+
+        Args:
+            level: 1 frees the KV cache; 2 also discards the weights on an accelerator, so that the engine needs a full
+                weight sync.
+
+        Returns:
+            Always 0, because servers do not report the freed bytes.
+        """
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2 and self._device != "cpu")
         self._update_can_send()
         await self._abort_entries(self._entries.values())
@@ -396,7 +432,14 @@ class NativeEngine:
         return 0
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See InferenceEngine."""
+        """Let the server allocate the memory that `sleep` freed, and continue to send requests.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both. Memory that is not freed is ignored.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
+        """
         self._checks.check_wake_up(tags)
         if freed_tags := self.lifecycle.freed_among(tags):
             await self._server.wake_up(sorted(freed_tags))
@@ -404,7 +447,10 @@ class NativeEngine:
         self._update_can_send()
 
     async def reset_prefix_cache(self) -> None:
-        """See InferenceEngine. Running requests are aborted at the server and continue afterwards."""
+        """Drop the server's prefix cache.
+
+        Running requests are aborted at the server for that, and continue afterwards with the tokens sampled so far.
+        """
         async with self._server_idle():
             await self._server.reset_prefix_cache()
 
@@ -444,7 +490,18 @@ class NativeEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """See InferenceEngine."""
+        """Join the trainer's transfer group with this process, which passes the weights on to the server.
+
+        Args:
+            route: Name of the weight sync route.
+            address: host:port of the group's root; not used by routes without a group.
+            rank: First rank of this engine in the group.
+            world_size: Number of ranks in the group.
+            timeout_s: Seconds to wait for the other ranks, also in later transfers.
+
+        Raises:
+            WeightSyncError: The server does not support the route, or the group did not form in time.
+        """
         supported = self.capabilities.weight_routes
         if route in WEIGHT_ROUTES and route not in supported:
             reason = self.capabilities.refusals["broadcast"]
@@ -455,10 +512,11 @@ class NativeEngine:
         await self._call_receiver(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """See InferenceEngine.
+        """Start a weight sync, and check its manifest against the model. The server continues to serve the old weights.
 
         Raises:
             WeightSyncError: The manifest does not fit, or leaves out tensors, which servers do not support.
+            EngineError: The engine sleeps without its weights.
         """
         self.lifecycle.check_can_load(manifest)
         if manifest.base_version is not None:
@@ -466,12 +524,24 @@ class NativeEngine:
         await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        """See InferenceEngine."""
+        """Receive one bucket in this process on the thread for weight syncs, and verify the fingerprints of its
+        tensors. The server gets the weights in `commit_weights`.
+
+        Raises:
+            WeightSyncError: The transfer failed, or a tensor's fingerprint is wrong, possibly one of the previous
+                bucket.
+        """
         await self._call_receiver(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
-        """See InferenceEngine. The server loads the weights even if the caller is cancelled, and runs no request
-        then."""
+        """Let the server load the received weights and serve them as `version`.
+
+        It runs no requests meanwhile; running ones continue afterwards. The server loads the weights even if the caller
+        is cancelled.
+
+        Raises:
+            WeightSyncError: A tensor of the manifest has not arrived, or the server did not load the weights.
+        """
         await asyncio.shield(mark_exception_retrieved(asyncio.ensure_future(self._commit(version))))
 
     async def _commit(self, version: int) -> None:
@@ -496,7 +566,9 @@ class NativeEngine:
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine. The counters include the requests of this client only.
+        """Return the state and counters of this client's requests.
+
+        Requests of other clients of the server are not counted.
 
         Raises:
             EngineError: The server is not alive, or this engine is closed.

@@ -132,9 +132,9 @@ class NativeServer(ABC):
             verb: HTTP method.
             route: Path of the URL.
             payload: Body to send as JSON; None for no body.
-            params: Query parameters.
+            params: Query parameters; None for none.
             deadline_s: Limit of the call in seconds; the server's deadline by default.
-            hints: Text for the error message by HTTP status.
+            hints: Text for the error message by HTTP status; None for none.
             once: True to raise aiohttp's error if the connection breaks. By default the call is repeated then.
 
         Raises:
@@ -220,6 +220,11 @@ class VLLMServer(NativeServer):
         return abs(sampled.logprobs[0] - logprob_at_1) > 1e-3
 
     async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
+        """Sample a completion at the server, with vLLM's names of the sampling parameters.
+
+        Raises:
+            EngineError: The server rejects the request, cannot be reached, or ends it with an unknown finish_reason.
+        """
         sampling = request.sampling
         choice, usage = await self._complete(
             rid,
@@ -277,6 +282,11 @@ class VLLMServer(NativeServer):
         await self.request_json("POST", "/abort_requests", {"request_ids": ids}, hints={404: _DEV_MODE_HINT})
 
     async def load_weights(self, folder: str) -> None:
+        """Let the server load the checkpoint in `folder`, through this package's worker extension if it has one.
+
+        Raises:
+            WeightSyncError: The server did not load it, for example because it cannot read the folder.
+        """
         try:
             if self._has_extension:
                 try:
@@ -294,12 +304,18 @@ class VLLMServer(NativeServer):
         await self.request_json("POST", "/collective_rpc", {"method": method, **options}, hints={404: _DEV_MODE_HINT})
 
     async def reset_prefix_cache(self) -> None:
+        """Drop the server's prefix cache, with up to 50 attempts until blocks of aborted requests are free.
+
+        Raises:
+            EngineError: The server still refuses, because requests of other clients are running, or it is not in
+                developer mode.
+        """
         for _ in range(50):  # blocks of aborted requests are freed one step later
             if (await self.request_json("POST", "/reset_prefix_cache", hints={404: _DEV_MODE_HINT}))["success"]:
                 return
         raise EngineError(
-            f"Engine {self.connection.name!r}: {self.kind} did not reset its prefix cache; requests may still "
-            "be running."
+            f"Engine {self.connection.name!r}: {self.kind} did not reset its prefix cache. Other clients of this "
+            "server may have running requests. Stop them, and give the run a server of its own."
         )
 
     async def sleep(self, level: int) -> frozenset[str]:
@@ -389,6 +405,11 @@ class SGLangServer(NativeServer):
         await asyncio.gather(*(self.request_json("POST", "/abort_request", {"rid": rid}) for rid in rids if rid))
 
     async def load_weights(self, folder: str) -> None:
+        """Let the server load the checkpoint in `folder` and drop its prefix cache.
+
+        Raises:
+            WeightSyncError: The server did not load it, for example because it cannot read the folder.
+        """
         try:
             await self.request_json("POST", "/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
         except EngineError as error:

@@ -223,7 +223,7 @@ class Translator:
 
         Args:
             call: The call.
-            completions: Completions of its requests, in order.
+            completions: Completions of its requests, in the order of the requests.
             prompt_logprobs: For each prompt, the log-probs of all tokens but the first. Required if
                 `call.has_prompt_logprobs`.
 
@@ -244,8 +244,16 @@ class Translator:
     ) -> Iterator[dict[str, Any]]:
         """Yield the response as the chunks of a stream: two for each choice, then the token counts if requested.
 
-        The first chunk of a choice contains its whole text, the second one its finish_reason. Arguments and errors are
-        those of `to_response`.
+        The first chunk of a choice contains its whole text, the second one its finish_reason.
+
+        Args:
+            call: The call.
+            completions: Completions of its requests, in the order of the requests.
+            prompt_logprobs: For each prompt, the log-probs of all tokens but the first. Required if
+                `call.has_prompt_logprobs`.
+
+        Raises:
+            EngineError: A completion was aborted.
         """
         head = _head(call, "chat.completion.chunk" if call.chat else "text_completion")
         for choice in self.to_response(call, completions, prompt_logprobs)["choices"]:

@@ -109,6 +109,12 @@ class Generate(MethodArguments):
     requests: Annotated[list[SampleRequest], FEW]
 
     def checked(self, limits: Limits) -> Generate:
+        """Return the call with checked requests.
+
+        Raises:
+            InvalidBodyError: There are more requests than `limits` allows, a request_id occurs twice, or a request is
+                invalid.
+        """
         count = check_range(len(self.requests), limits.requests, "requests", "requests in one call", min_value=0)
         if len({request.request_id for request in self.requests}) != count:
             raise InvalidBodyError("requests", "hold a request_id twice.")
@@ -202,6 +208,13 @@ class ConnectWeights(MethodArguments):
     timeout_s: Annotated[float, Field(gt=0, le=86_400)]
 
     def checked(self, limits: Limits) -> ConnectWeights:
+        """Return the call if its route, rank and address are valid.
+
+        Raises:
+            WeightSyncError: The route does not work over HTTP.
+            InvalidBodyError: The rank is not below the world size, or the address of the `broadcast` route is not
+                host:port.
+        """
         check_route(self.route)
         check_range(self.rank, self.world_size - 1, "rank", "as a rank of an engine")
         if self.route == "broadcast" and not re.fullmatch(r"[^\s/@]+:[0-9]{1,5}", self.address):
@@ -231,6 +244,13 @@ class ReceiveWeights(MethodArguments):
     bucket: Bucket
 
     def checked(self, limits: Limits) -> ReceiveWeights:
+        """Return the call if its bucket can be received over HTTP.
+
+        Raises:
+            InvalidBodyError: A number is out of range, names and fingerprints differ in number, a handle refers to
+                memory of an accelerator or to a path outside /proc, or the file is not an absolute path of a
+                .safetensors file.
+        """
         bucket = self.bucket
         check_range(bucket.index, 1 << 31, "bucket.index", "as an index", min_value=0)
         if len(bucket.names) != len(bucket.fingerprints):

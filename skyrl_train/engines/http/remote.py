@@ -95,11 +95,15 @@ class RemoteEngine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling the call closes its connection, and the server then aborts the requests.
+        """Sample a completion for each request at the server and return them in request order.
+
+        Cancelling the call closes its connection, and the server then aborts the requests. If a connection breaks, the
+        requests are aborted at the server and sent again.
 
         Raises:
             DeadlineExceeded: The engine made no progress for the longest deadline plus a margin.
             UnsupportedParameter: A request exceeds the server's limits, or the engine does not support it.
+            EngineError: The server cannot be reached, or its engine raised this error.
         """
         # Short deadlines of these requests do not lower the limit: the engine may be busy with long requests of others.
         limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)])
@@ -110,52 +114,129 @@ class RemoteEngine:
         return [completion for part in await gather_all(calls) for completion in part]
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Log-probs that are not finite arrive as NaN."""
+        """Return the log-probs of the sequences' tokens from the server; see `InferenceEngine.score`.
+
+        Log-probs that are not finite arrive as NaN.
+
+        Raises:
+            UnsupportedParameter: A sequence exceeds the server's limits, or the engine does not support the arguments.
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         rows = [list(ids) for ids in token_ids]
         calls = [self._call("score", part, temperature) for part in self._split(rows)]
         return [logprobs.tolist() for part in await gather_all(calls) for logprobs in part]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine."""
+        """End these requests at the server, whose `generate` calls return the tokens sampled so far; unknown ids are
+        ignored.
+
+        Raises:
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await gather_all(self._call("abort", part) for part in self._split(list(request_ids)))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine."""
+        """Pause the server's engine until `resume`. This also stops requests of its other clients.
+
+        Args:
+            mode: A PauseMode that decides what happens to running requests; see `InferenceEngine.pause`.
+
+        Raises:
+            UnsupportedParameter: The engine does not support the mode.
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("pause", mode)
 
     async def resume(self) -> None:
-        """See InferenceEngine."""
+        """Let the server's engine continue sampling after `pause`.
+
+        Raises:
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("resume")
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine."""
+        """Let the server's engine stop sampling and free memory.
+
+        Args:
+            level: 1 frees the KV cache; 2 also frees the weights.
+
+        Returns:
+            Number of bytes freed on the server's device, as its engine reports it.
+
+        Raises:
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         return await self._call("sleep", level)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See InferenceEngine."""
+        """Let the server's engine allocate the memory that `sleep` freed.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("wake_up", None if tags is None else list(tags))
 
     async def reset_prefix_cache(self) -> None:
-        """See InferenceEngine."""
+        """Drop the prefix cache of the server's engine.
+
+        Raises:
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("reset_prefix_cache")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine; `path` is a folder on the server's node."""
+        """Load a LoRA adapter into the server's engine, replacing an adapter of the same name.
+
+        Args:
+            name: Name of the adapter.
+            path: Folder on the server's node, not on this one, that peft's `save_pretrained` wrote.
+
+        Raises:
+            UnsupportedParameter: The engine does not support adapters.
+            EngineError: The adapter does not fit the model, or the server cannot be reached.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("load_adapter", name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        """See InferenceEngine."""
+        """Remove an adapter from the server's engine. The name is the one that `load_adapter` got.
+
+        Raises:
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("unload_adapter", name)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """See InferenceEngine.
+        """Let the server's engine join the trainer's transfer group. Routes without a group do nothing.
+
+        Args:
+            route: Name of the weight sync route.
+            address: host:port of the group's root; not used by routes without a group.
+            rank: First rank of this engine in the group.
+            world_size: Number of ranks in the group.
+            timeout_s: Seconds to wait for the other ranks, also in later transfers.
 
         Raises:
             WeightSyncError: The route does not work over HTTP, or the server's engine raised this error.
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
         """
         check_route(route)
         await self._call(
@@ -169,15 +250,25 @@ class RemoteEngine:
         )
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """See InferenceEngine."""
+        """Start a weight sync at the server's engine, which checks the manifest and still serves the old weights.
+
+        Raises:
+            WeightSyncError: The manifest does not fit the model.
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("begin_weights", manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        """See InferenceEngine.
+        """Let the server's engine receive one bucket over the weight sync route, verify its tensors and load them.
+
+        Only the description of the bucket is sent over HTTP.
 
         Raises:
             WeightSyncError: The bucket refers to tensors of this process or to memory of an accelerator, which HTTP
                 cannot carry, or the server's engine raised this error.
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
         """
         if bucket.payload is not None:
             check_route("in_process")
@@ -188,13 +279,24 @@ class RemoteEngine:
         await self._call("receive_weights", bucket)
 
     async def commit_weights(self, version: int) -> None:
-        """See InferenceEngine."""
+        """Finish a weight sync: the server's engine verifies the loaded tensors and serves `version`.
+
+        Raises:
+            WeightSyncError: A tensor of the manifest has not arrived, or verification failed.
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
         await self._call("commit_weights", version)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine."""
+        """Return the state and counters of the server's engine, under the name that the engine has in this process.
+
+        Raises:
+            EngineError: The server cannot be reached, or its engine is broken or closed.
+            DeadlineExceeded: The server did not answer in time.
+        """
         return replace(await self._call("health"), name=self.name)
 
     async def close(self) -> None:
@@ -257,8 +359,9 @@ class RemoteEngine:
             return parse_body(call.response_type, raw).result
         except InvalidBodyError as error:
             raise EngineError(
-                f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error} "
-                "Check that it is a skyrl-train server of the same version."
+                f"Engine {self.name!r} at {self._connection.url} sent an answer that does not follow the protocol of "
+                f"skyrl-train servers: {error} Check that the URL is right, and that the server runs the same version "
+                "of skyrl-train as this process."
             ) from error
 
 

@@ -149,66 +149,143 @@ class SGLangEngine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Sample the requests; see `InferenceEngine.generate`. Cancelling the call aborts its requests."""
+        """Sample a completion for each request and return them in request order.
+
+        Cancelling the call aborts its requests.
+
+        Raises:
+            UnsupportedParameter: The engine does not support a parameter of a request, or a request is too long.
+            EngineError: The engine is partially loaded, asleep, broken or closed, or the logits of a request were not
+                finite.
+        """
         for request in requests:
             self._checks.check_request(request, self._requests.adapters)
         return await self._run_on_loop(self._requests.generate(requests)) if requests else []
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Return log-probs of given tokens; see `InferenceEngine.score`.
+        """Return the log-probs of the sequences' tokens; see `InferenceEngine.score`.
 
         Other requests make no progress during the call. If the KV cache is too small beside paused requests, these are
         retracted and prefilled again later.
+
+        Raises:
+            UnsupportedParameter: The engine does not support this temperature, or a sequence is empty, too long or has
+                invalid ids.
+            EngineError: The engine is broken, closed or not fully loaded, or it sleeps without its weights.
         """
         plain = self._checks.check_score(token_ids, temperature)
         return await self._run_on_loop(self._requests.score(plain), shielded=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests and wait until they have ended; see `InferenceEngine.abort`."""
+        """End these requests and wait until they have ended; unknown ids are ignored.
+
+        Their `generate` calls return the tokens sampled so far.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
         await self._run_on_loop(self._requests.abort(request_ids))
 
     # -- pausing and memory ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
-        """Pause sampling; see `InferenceEngine.pause`.
+        """Stop sampling until `resume`, and return when the engine is paused.
 
         Requests that arrive while the engine is paused wait for `resume`. With "wait", unsent requests wait, too.
+
+        Args:
+            mode: A PauseMode that decides what happens to running requests; see `InferenceEngine.pause`.
+
+        Raises:
+            UnsupportedParameter: `mode` is not in capabilities.pause_modes.
+            EngineError: The engine is broken or closed.
         """
         self._checks.check_pause(mode)
         await self._run_on_loop(self._requests.pause(mode))
 
     async def resume(self) -> None:
-        """Continue after `pause`; see `InferenceEngine.resume`."""
+        """Continue sampling after `pause`, and send the requests that wait.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
         await self._run_on_loop(self._requests.resume())
 
     async def sleep(self, level: int = 1) -> int:
-        """Pause and free memory; see `InferenceEngine.sleep`. Running requests are aborted, as their cache is freed."""
+        """Abort all requests, because their cache is freed, and free memory until `wake_up`.
+
+        Args:
+            level: 1 frees the KV cache; 2 also frees the weights.
+
+        Returns:
+            Number of bytes freed on the device; 0 on a CPU.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
         return await self._run_on_loop(self._requests.sleep(level), shielded=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory that `sleep` freed; see `InferenceEngine.wake_up`."""
+        """Allocate the memory that `sleep` freed, and continue requests that wait for it.
+
+        It continues even if the caller is cancelled.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both. Memory that is not freed is ignored.
+
+        Raises:
+            UnsupportedParameter: A tag is unknown.
+            EngineError: The engine is broken or closed.
+        """
         self._checks.check_wake_up(tags)
         await self._run_on_loop(self._requests.wake_up(tags), shielded=True)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the trainer's transfer group; see `InferenceEngine.connect_weights`."""
+        """Join the trainer's transfer group. This blocks the engine's thread for weights until the group has formed.
+
+        Args:
+            route: Name of the weight sync route.
+            address: host:port of the group's root; not used by routes without a group.
+            rank: First rank of this engine in the group.
+            world_size: Number of ranks in the group.
+            timeout_s: Seconds to wait for the other ranks, also in later transfers.
+
+        Raises:
+            WeightSyncError: The engine does not support the route, or the group did not form in time.
+            EngineError: The engine is broken or closed.
+        """
         await self._call_receiver(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """Check the manifest of a weight sync; see `InferenceEngine.begin_weights`."""
+        """Start a weight sync, and check its manifest. The engine still serves the old weights.
+
+        Raises:
+            WeightSyncError: The manifest does not fit the model, or sends only changed tensors to a model that is not
+                complete.
+            EngineError: The engine sleeps without its weights, or is broken or closed.
+        """
         self.lifecycle.check_can_load(manifest)
         await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        """Receive and load one bucket of weights; see `InferenceEngine.receive_weights`."""
+        """Receive one bucket on the thread for weights, verify its tensors and load them into SGLang's processes.
+
+        Raises:
+            WeightSyncError: The transfer failed, a tensor's fingerprint is wrong, or SGLang rejects the tensors.
+            EngineError: The engine is broken or closed.
+        """
         await self._call_receiver(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
-        """Serve the received weights; see `InferenceEngine.commit_weights`.
+        """Verify that all tensors were loaded, and serve the weights as `version`.
 
         The commit completes even if its caller is cancelled, because a committed version must be served.
+
+        Raises:
+            WeightSyncError: A tensor of the manifest has not arrived, or verification failed.
+            EngineError: The engine is broken or closed.
         """
         await self._call_receiver(self._commit, version)
 
@@ -217,11 +294,24 @@ class SGLangEngine:
         self._wait(self._requests.activate_weights(version))
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached prompts; see `InferenceEngine.reset_prefix_cache`."""
+        """Drop SGLang's prefix cache, which keeps the keys and values of prompts.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
         await self._run_on_loop(self._requests.reset_prefix_cache())
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter; see `InferenceEngine.load_adapter`. It stays loaded when the base weights change."""
+        """Load a LoRA adapter, replacing an adapter of the same name. It stays loaded when the base weights change.
+
+        Args:
+            name: Name of the adapter, which requests use.
+            path: Folder that peft's `save_pretrained` wrote.
+
+        Raises:
+            UnsupportedParameter: The engine was started without LoRA.
+            EngineError: The adapter does not fit the model, or the engine is broken or closed.
+        """
         self._checks.check_adapter(name)
         await self._run_on_loop(self._requests.load_adapter(name, path))
 

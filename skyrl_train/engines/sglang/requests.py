@@ -375,7 +375,11 @@ class RequestManager:
                 return torch.cuda.mem_get_info()[0] - before
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Allocate freed memory, and send waiting requests; see `InferenceEngine.wake_up`."""
+        """Allocate freed memory, and send the waiting requests if the engine can then serve them.
+
+        Args:
+            tags: Memory to allocate: "weights" or "kv_cache"; None for both. Memory that is not freed is ignored.
+        """
         async with self._memory_lock, self._scheduler_lock:
             woken = self._lifecycle.freed_among(tags)
             if woken and not self._on_cpu:

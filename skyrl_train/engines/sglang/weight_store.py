@@ -57,6 +57,9 @@ class SGLangWeightStore:
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
         """Return the model's tensors by Hugging Face name, on the meta device.
 
+        Args:
+            adapter: Adapter that the sync sends separately; must be None.
+
         Raises:
             WeightSyncError: The sync has an adapter, which SGLang does not support.
         """
@@ -82,7 +85,11 @@ class SGLangWeightStore:
         self._is_updating = True
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Load one bucket, and wait until SGLang has read it.
+        """Load the tensors of one bucket into SGLang, and wait until SGLang has copied them, so that the caller may
+        reuse their memory.
+
+        Args:
+            tensors: Pairs of a parameter's name in the engine's model and its values, all on one device.
 
         Raises:
             WeightSyncError: SGLang rejects the bucket.
@@ -153,8 +160,9 @@ def check_names(path: str, model: PreTrainedModel) -> None:
     names = list_checkpoint_names(path)
     sent = to_checkpoint_tensors(model, dict(model.named_parameters()))
     if names and (missing := [name for name in sent if name not in names]):
+        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
         raise ConfigError(
-            f"The checkpoint {path!r} has no tensor {missing[0]!r} (and lacks {len(missing) - 1} more), the name under "
-            "which weight syncs send it to SGLang. SGLang skips unknown names. Save the model again with transformers' "
-            "save_pretrained."
+            f"The checkpoint {path!r} lacks {missing[0]!r}{others}. Weight syncs send tensors to SGLang under these "
+            "names, and SGLang skips names that its checkpoint lacks. Load the model with transformers, save it with "
+            "save_pretrained, and use that checkpoint."
         )

@@ -142,7 +142,7 @@ class Adapters:
 
     @property
     def synced(self) -> Adapter | None:
-        """The adapter of the last weight sync. It applies to every token whose request names no adapter."""
+        """Adapter of the last weight sync, or None if no sync sent one. It applies to requests that name no adapter."""
         return self._synced
 
     @synced.setter

@@ -71,10 +71,10 @@ def attend(
         attention_mask: The layer's window as an int (see models/sliding_windows.py), or None. A tensor is an error.
         scaling: Factor of the scores; None for D ** -0.5.
         dropout: Ignored, because the engine only runs models in eval mode.
-        sliding_window: The layer's window, if `attention_mask` does not carry it.
-        softcap: Limit of the scores, see `ragged_attention`.
-        s_aux: Attention sinks, see `ragged_attention`.
-        engine_plan: The plan of this forward pass.
+        sliding_window: The layer's window, if `attention_mask` does not carry it. None: no window.
+        softcap: Limit of the scores, see `ragged_attention`; None for no limit.
+        s_aux: Attention sinks, see `ragged_attention`; None for none.
+        engine_plan: The plan of this forward pass. The engine passes it in every call; None raises an error.
         others: Further keywords of the model.
 
     Returns:
@@ -123,6 +123,13 @@ class PackedPrompts(Cache):
         """(key, value) of each layer that has run, [1, Hk, T, D]."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
+        """Return the layer's keys and values unchanged, because `attend` stores them.
+
+        Transformers calls this in each layer.
+
+        Raises:
+            RuntimeError: The model does not run every layer once, in order.
+        """
         if layer_idx != len(self.layers_kv):
             raise RuntimeError(
                 f"The model called attention layer {layer_idx} after {len(self.layers_kv)} layers. The transformers "

@@ -127,7 +127,15 @@ class TransformersEngine(StepLoopEngine):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Sample the requests; see `InferenceEngine.generate`. Cancelling the call aborts its requests."""
+        """Sample a completion for each request and return them in request order.
+
+        Cancelling the call aborts its requests.
+
+        Raises:
+            UnsupportedParameter: The engine does not support a parameter of a request, or a request is too long.
+            EngineError: The engine is partially loaded, asleep, broken or closed, or the logits of a request were not
+                finite.
+        """
         for request in requests:
             self._checks.check_request(request, self.served.adapters.names)
         if not requests:
@@ -146,9 +154,16 @@ class TransformersEngine(StepLoopEngine):
             raise
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter; see `InferenceEngine.load_adapter`.
+        """Load a LoRA adapter, replacing an adapter of the same name.
 
         Running requests finish with the adapter that they started with.
+
+        Args:
+            name: Name of the adapter, which requests use.
+            path: Folder that peft's `save_pretrained` wrote.
+
+        Raises:
+            EngineError: The adapter does not fit the model, or the engine is broken or closed.
         """
         adapter = await asyncio.to_thread(self.served.adapters.read, name, path)
         await self._run(lambda: self.served.adapters.add(adapter))

@@ -49,7 +49,10 @@ class GenerateCall:
             self.future.set_result([row.completion for row in self.requests if row.completion is not None])
 
     def fail(self, error: Exception) -> None:
-        """Set `error` as the future's exception, unless the future is done."""
+        """Raise `error` to the caller that waits for this call.
+
+        Does nothing if the call has finished or was cancelled.
+        """
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -174,7 +177,12 @@ class SampledTokenBuffer:
         return self._ids[row, :count].astype(np.int32), logprobs, full
 
     def get_ids(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return one token id of each row, int64 [B]."""
+        """Return the token ids at (rows[i], columns[i]), int64 [B].
+
+        Args:
+            rows: Indices of rows [B].
+            columns: Positions of the tokens in their rows [B].
+        """
         return self._ids[rows, columns]
 
     def get_range(self, row: int, start: int, stop: int) -> list[int]:
@@ -246,7 +254,7 @@ class Scheduler:
         return len(self._queue)
 
     def submit(self, call: GenerateCall) -> None:
-        """Queue the requests of a call, in order.
+        """Queue the requests of a call, in the order in which it lists them.
 
         Raises:
             UnsupportedParameter: A request names an adapter that is not loaded, or an id that another running or

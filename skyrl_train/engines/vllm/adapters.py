@@ -127,7 +127,7 @@ class VLLMAdapters:
         """Unload removed adapters that no request uses any more, and delete their folders.
 
         Args:
-            used: The adapters of running requests.
+            used: The adapters of running requests. None among them is ignored.
         """
         if not self._retired:
             return

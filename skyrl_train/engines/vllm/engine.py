@@ -145,7 +145,15 @@ class VLLMEngine(StepLoopEngine):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Sample the requests; see `InferenceEngine.generate`. Cancelling the call aborts its requests."""
+        """Sample a completion for each request and return them in request order.
+
+        Cancelling the call aborts its requests.
+
+        Raises:
+            UnsupportedParameter: The engine does not support a parameter of a request, or a request is too long.
+            EngineError: The engine is partially loaded, asleep, broken or closed, or the logits of a request were not
+                finite.
+        """
         for request in requests:
             self._checks.check_request(request, self._adapters.loaded)
         if not requests:
@@ -163,7 +171,16 @@ class VLLMEngine(StepLoopEngine):
         return [entry.completion(self.name, self._decode) for entry in call.entries]
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter; see `InferenceEngine.load_adapter`. It stays loaded when the base weights change."""
+        """Load a LoRA adapter, replacing an adapter of the same name. It stays loaded when the base weights change.
+
+        Args:
+            name: Name of the adapter, which requests use.
+            path: Folder that peft's `save_pretrained` wrote.
+
+        Raises:
+            UnsupportedParameter: The engine was started without LoRA.
+            EngineError: The adapter does not fit the model, or the engine is broken or closed.
+        """
         self._checks.check_adapter(name)
         folder = await asyncio.to_thread(self._adapters.copy, name, path)
         await self._run(lambda: self._adapters.add(name, folder))
@@ -180,7 +197,15 @@ class VLLMEngine(StepLoopEngine):
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """Check a manifest; see `InferenceEngine.begin_weights`. Also records whether the sync has an adapter."""
+        """Start a weight sync on every rank, and record whether it sends an adapter.
+
+        The engine still serves the old weights.
+
+        Raises:
+            WeightSyncError: The manifest does not fit the model, or sends only changed tensors to a model that is not
+                complete.
+            EngineError: The engine sleeps without its weights, or is broken or closed.
+        """
         await super().begin_weights(manifest)
         self._adapters.sync_has_adapter = manifest.adapter is not None
 

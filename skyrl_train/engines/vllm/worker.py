@@ -204,7 +204,10 @@ class VLLMWeightStore:
         """True if layers accept weights: from the first `load` to `finish`, or after a failed sync."""
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        """Return the tensors of a sync by Hugging Face name; see `WeightStore.layout`.
+        """Return the tensors that a sync must send, by Hugging Face name.
+
+        Args:
+            adapter: Adapter of the sync, whose tensors are included; None for a sync without an adapter.
 
         Raises:
             WeightSyncError: vLLM cannot load the model's experts a second time, or cannot serve `adapter`.

@@ -13,7 +13,7 @@ SPACE = re.compile(r"\s+")
 
 
 def iter_boxed(text: str) -> Iterator[str]:
-    r"""Yield the content of each closed \boxed{...} or \fbox{...} in order. Nested boxes are not separate."""
+    r"""Yield the content of each closed \boxed{...} or \fbox{...}, first to last. Nested boxes are not separate."""
     opened: list[bool] = []  # for each open brace, True if it opens a box
     start, boxes = 0, 0
     for token in TOKEN.finditer(text):

@@ -77,7 +77,7 @@ def last_python_block(text: str) -> str | None:
 def grade(
     code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s: float, timeout_s: float
 ) -> GradingResult:
-    """Run a program on tests in order, each in a new sandbox, until one fails.
+    """Run a program on tests, first to last, each in a new sandbox, until one fails.
 
     Args:
         code: Source code of the program.

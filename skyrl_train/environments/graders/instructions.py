@@ -72,7 +72,14 @@ def existence(text: str, *, keywords: list[str]) -> bool:
 
 
 def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """True if the keyword occurs as often as required in any case, even within words."""
+    """True if the number of occurrences of a keyword, in any case and even within words, satisfies a relation.
+
+    Args:
+        text: The response.
+        keyword: The keyword.
+        frequency: Number with which the count is compared.
+        relation: "less than" or "at least".
+    """
     return compare_count(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
@@ -99,17 +106,33 @@ def _is_boundary(text: str, at: int) -> bool:
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """True if the character occurs as often as required, in either case."""
+    """True if the number of occurrences of a character, in either case, satisfies a relation.
+
+    Args:
+        text: The response.
+        letter: The character.
+        let_frequency: Number with which the count is compared.
+        let_relation: "less than" or "at least".
+    """
     return compare_count(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def response_language(text: str, *, language: str) -> bool:
-    """True if the entire response is most likely in the language, an ISO 639-1 code."""
+    """True if `language`, an ISO 639-1 code, is the most likely language of the response as a whole.
+
+    False for a text without letters. Raises ConfigError if py3langid is not installed.
+    """
     return detect_language(text) == language
 
 
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
-    """True if the number of sentences satisfies the relation; see `count_sentences`."""
+    """True if the number of sentences satisfies a relation; see `count_sentences`.
+
+    Args:
+        text: The response.
+        num_sentences: Number with which the count is compared.
+        relation: "less than" or "at least".
+    """
     return compare_count(count_sentences(text), relation, num_sentences)
 
 
@@ -126,14 +149,24 @@ def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
 
 
 def number_words(text: str, *, num_words: int, relation: str) -> bool:
-    """True if the number of words satisfies the relation. Words are runs of letters, digits and underscores."""
+    """True if the number of words satisfies a relation. Words are runs of letters, digits and underscores.
+
+    Args:
+        text: The response.
+        num_words: Number with which the count is compared.
+        relation: "less than" or "at least".
+    """
     return compare_count(sum(1 for _ in WORD.finditer(text)), relation, num_words)
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """True if blank lines divide the response into `num_paragraphs`, and the nth one begins with the word in any case.
+    """True if the response has exactly `num_paragraphs` paragraphs, and one of them begins with a word.
 
-    Paragraphs are counted from 1.
+    Args:
+        text: The response. Blank lines divide it into paragraphs.
+        num_paragraphs: Required number of paragraphs.
+        nth_paragraph: Number of the paragraph, from 1.
+        first_word: The word, in any case.
     """
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
@@ -179,7 +212,13 @@ def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
 
 
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """True if the word, in its exact case and followed by a number, occurs at least `num_sections` times."""
+    """True if the response has enough sections.
+
+    Args:
+        text: The response.
+        section_spliter: Word that begins a section, in its exact case and followed by a number.
+        num_sections: Minimum number of sections.
+    """
     count, at, word = 0, 0, section_spliter.strip()
     while (at := text.find(word, at)) >= 0:
         at += len(word)
@@ -236,18 +275,30 @@ def quotation(text: str) -> bool:
 
 
 def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """True if the number of words in capitals satisfies the relation. "I" and hyphenated words count as one each."""
+    """True if the number of words in capitals satisfies a relation. "I" and hyphenated words count as one each.
+
+    Args:
+        text: The response.
+        capital_frequency: Number with which the count is compared.
+        capital_relation: "less than" or "at least".
+    """
     count = sum(word[0].isupper() for word in COMPOUND_WORD.finditer(text))
     return compare_count(count, capital_relation, capital_frequency)
 
 
 def english_capital(text: str) -> bool:
-    """True if the response is in English and in capital letters only."""
+    """True if the response is in English and in capital letters only.
+
+    Raises ConfigError if py3langid is not installed.
+    """
     return text.isupper() and detect_language(text) == "en"
 
 
 def english_lowercase(text: str) -> bool:
-    """True if the response is in English and in lower-case letters only."""
+    """True if the response is in English and in lower-case letters only.
+
+    Raises ConfigError if py3langid is not installed.
+    """
     return text.islower() and detect_language(text) == "en"
 
 
@@ -290,7 +341,8 @@ def parse_instruction_kwargs(id: str, kwargs: Mapping[str, Any] | None, prompt: 
 
     Args:
         id: Published id of the instruction.
-        kwargs: Keyword arguments in the row. Arguments of other instructions may be present and are ignored.
+        kwargs: Keyword arguments in the row. Arguments of other instructions may be present and are ignored. None
+            counts as {}, and arguments that are None as absent.
         prompt: The request, which is the default of `prompt_to_repeat`.
 
     Raises:

@@ -70,9 +70,10 @@ def parse_number(field: str) -> str | None:
 
 
 def parse_fraction(field: str) -> Fraction | None:
-    r"""Return the fraction that a field consists of, such as "1/2" or "\frac{1}{2}".
+    r"""Return the fraction that a text consists of, such as "1/2", "-3/4" or "\frac{1}{2}".
 
-    The result is None if the field is not just a fraction, or if the denominator is 0.
+    The fraction may be enclosed, as numbers may be; see `strip_enclosures`. The result is None if the text has anything
+    besides the fraction, if it is a number without a denominator, or if the denominator is 0.
     """
     match = FRACTION.fullmatch(strip_enclosures(field))
     if match is None:

@@ -136,7 +136,8 @@ def make_rows(task: str, count: int, seed: int, settings: Mapping[str, Any] | No
         task: Name of a dataset of the library.
         count: Number of rows.
         seed: Seed of the library's generator.
-        settings: Settings of the library's dataset, e.g. {"max_terms": 3} for chain_sum.
+        settings: Settings of the library's dataset, e.g. {"max_terms": 3} for chain_sum; None for the library's
+            defaults.
 
     Raises:
         ConfigError: The dataset is unknown or not supported, the library rejects the settings, or an entry gets

@@ -52,7 +52,8 @@ def register(
     Args:
         id: Name of the environment.
         entry_point: Class, factory, or "package.module:Class".
-        kwargs: Further keyword arguments of the constructor; the arguments that a run passes take precedence.
+        kwargs: Further keyword arguments of the constructor; the arguments that a run passes take precedence. None: no
+            further ones.
 
     Raises:
         ConfigError: `entry_point` is None, or `id` is already registered for something else.

@@ -66,6 +66,11 @@ class VerifiersEnv(TextEnv):
         _environment_id(env_config)
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """Return the messages that the verifiers environment shows before the model's first turn, and no metadata.
+
+        Raises:
+            EnvironmentFailure: The environment ended before the first turn (kind "no_turn"), or raised an error.
+        """
         self._client = _client()
         self._shown: list[Message] = []
         messages = self._runner.run(self._begin({"example_id": 0, **self.input, "prompt": prompt}))
@@ -75,6 +80,12 @@ class VerifiersEnv(TextEnv):
         return messages, {}
 
     def step(self, action: str) -> StepOutput:
+        """Pass the model's answer to the verifiers environment, and return its next messages, or at the end the score.
+
+        Raises:
+            EnvironmentFailure: The environment changed messages that it had already shown (kind "rewrites_history"), or
+                raised an error.
+        """
         self.turns += 1
         messages = self._runner.run(self._answer(action))
         if messages is not None and self.turns == self.max_turns:

@@ -32,7 +32,11 @@ class AIMEEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[Callable[[str], Any], Any]:
-        """Return the function that parses answers, and the expected answer."""
+        """Return the function that parses answers, `parse_number` or `parse_fraction`, and the expected answer.
+
+        Raises:
+            ValueError: The row has no ground truth, or it is neither a number nor a fraction.
+        """
         spec = extras.get("reward_spec") or extras.get("reward_model")
         if isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int:  # the form in some AIME files
             spec = {"ground_truth": str(truth)}

@@ -37,7 +37,11 @@ class CountdownEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[int, list[int]]:
-        """Return the target and the sorted numbers."""
+        """Return the target and the sorted numbers, from `reward_spec["ground_truth"]`.
+
+        Raises:
+            ValueError: The ground truth lacks one of them, or has values that are not integers.
+        """
         spec = extras.get("reward_spec")
         truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
         known = truth if isinstance(truth, Mapping) else {}

@@ -67,12 +67,13 @@ ANSWER_EXTRACTORS = {"strict": extract_strict_answer, "flexible": extract_flexib
 
 
 def score(text: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
-    """Return the reward of a response: 1.0 if its answer equals the ground truth. 18 equals 18.00.
+    """Return the reward of a response: 1.0 if its answer equals the ground truth as a number ("18.00" equals "18").
 
     Args:
         text: The model's response, including reasoning.
         ground_truth: The expected number.
-        method: "strict" or "flexible"; see `extract_strict_answer` and `extract_flexible_answer`.
+        method: "strict" accepts only an answer after the marker "####"; "flexible" also accepts the last number of a
+            response without the marker.
         format_score: Reward of a wrong number. A response without an answer gets 0.0.
 
     Raises:

@@ -30,6 +30,10 @@ class IFEvalScores:
         """Return the accuracies of this response under the benchmark's names.
 
         The benchmark weights instruction-level accuracies by each prompt's number of instructions.
+
+        Returns:
+            prompt_level_strict_acc and prompt_level_loose_acc: 1.0 if all instructions are followed, else 0.0;
+            inst_level_strict_acc and inst_level_loose_acc: the fraction of instructions that are followed.
         """
         return {
             "prompt_level_strict_acc": float(all(self.strict)),
@@ -97,7 +101,11 @@ class IFEvalEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-        """Return the instructions' ids and their keyword arguments."""
+        """Return the ids of the row's instructions and their keyword arguments, one entry for each instruction.
+
+        Raises:
+            ValueError: The ground truth is missing or malformed, or an instruction is unknown.
+        """
         instructions, kwargs = _ground_truth(extras)
         for id, arguments in zip(instructions, kwargs, strict=True):
             parse_instruction_kwargs(id, arguments, "the request")

@@ -93,6 +93,12 @@ class LLMJudgeEnv(TextEnv):
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
+        """Check that there is a server for the judge.
+
+        Raises:
+            ConfigError: `base_url` is not an HTTP URL, or is null while the environment variable with the API key is
+                not set.
+        """
         key, url = "environment.skyrl_gym.llm_as_a_judge.base_url", env_config.get("base_url")
         if url is None and not os.environ.get(API_KEY_VARIABLE):
             raise ConfigError(

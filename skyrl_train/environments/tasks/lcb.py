@@ -28,9 +28,17 @@ class LCBEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> list[CodeTest]:
+        """Return the row's tests, from `reward_spec["ground_truth"]`.
+
+        Raises:
+            ValueError: The row has no `reward_spec`, or its ground truth has no tests in a known format.
+        """
         reward_spec = extras.get("reward_spec")
         if not isinstance(reward_spec, Mapping):
-            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<tests as JSON>"}')
+            raise ValueError(
+                'the row needs reward_spec={"method": "rule", "ground_truth": TESTS}, where TESTS is JSON such as '
+                '[{"input": "1 2", "output": "3", "testtype": "stdin"}]'
+            )
         return parse_tests(reward_spec.get("ground_truth"))
 
     @classmethod

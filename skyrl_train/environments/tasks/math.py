@@ -31,7 +31,16 @@ class MathEnv(TextEnv):
 
     @classmethod
     def check_rows(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Also reject ground truths that the grader cannot parse, because no answer would equal them."""
+        """Check that `parse_row` accepts every row and that the grader can parse its ground truth.
+
+        No answer would equal a ground truth that cannot be parsed.
+
+        Args:
+            rows: Pairs of a row's location, such as "file, row N", and its extras.
+
+        Raises:
+            DataError: A row fails one of these checks. The message names the row's location.
+        """
         rows = list(rows)
         super().check_rows(rows)
         with math_grader.MathGrader() as grader:

@@ -108,12 +108,22 @@ class MiniSWEEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, str]], frozenset[str]]:
-        """Return the repository's files, the tests, and the names of the protected files."""
+        """Return the files of the row's repository by path, its tests as (script, expected output), and the protected
+        paths.
+
+        Raises:
+            ValueError: A column is missing or malformed, there are no tests, or the repository is too large.
+        """
         files = _repository(extras.get("repository"))
         return files, _tests(extras.get("tests")), _protected(extras.get("protected"), files)
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
+        """Check that the sandbox works and has git, and that the templates of the settings can be rendered.
+
+        Raises:
+            ConfigError: One of these checks fails.
+        """
         sandbox = Sandbox.from_config(env_config.get("sandbox"))
         sandbox.check()
         if sandbox.run({}, ["/usr/bin/git", "--version"]).returncode != 0:
@@ -122,6 +132,11 @@ class MiniSWEEnv(TextEnv):
             _rendered(name, template, task="", output={"returncode": 0, "output": ""}, actions=[])
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """Start the episode's sandbox, write the row's repository into it, and return the system message and the task.
+
+        Raises:
+            EnvironmentFailure: The sandbox or the repository could not be created (kind "sandbox").
+        """
         self._session = self.sandbox.session()
         setup = _INSIDE.read_text(encoding="utf-8")
         made = self._session.execute(f"{setup}\ncreate_repository({self.files!r})")

@@ -86,7 +86,11 @@ class Text2SQLEnv(TextEnv):
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the gold query and the name of the database."""
+        """Return the gold query, from `reward_spec["ground_truth"]`, and the database's name, from the column `db_id`.
+
+        Raises:
+            ValueError: The row lacks one of them.
+        """
         name = extras.get("db_id")
         if not isinstance(name, str) or not name:
             raise ValueError(f'the row needs db_id="<database>", got {name!r:.80}')
@@ -94,6 +98,11 @@ class Text2SQLEnv(TextEnv):
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
+        """Check the folder of the databases.
+
+        Raises:
+            ConfigError: `db_path` is not a folder.
+        """
         if not Path(str(env_config.get("db_path"))).expanduser().is_dir():
             key = "environment.skyrl_gym.text2sql.db_path"
             raise ConfigError(

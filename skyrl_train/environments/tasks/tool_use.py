@@ -59,6 +59,12 @@ class ToolUseEnv(TextEnv):
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
+        """Check the settings of the environment and of each of its tools.
+
+        Raises:
+            ConfigError: A setting is unknown, `tool_settings` names a tool that is not in `tools`, or a tool cannot be
+                used.
+        """
         settings, sandbox = _settings(env_config)
         if unused := sorted(settings.tool_settings.keys() - set(settings.tools)):
             raise ConfigError(

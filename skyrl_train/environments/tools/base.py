@@ -75,7 +75,10 @@ class Tool(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027 (most tools hold nothing)
-        """Release the tool's resources. The ToolBox calls this once, when the episode ends, if the tool was called."""
+        """Release the tool's resources. The default does nothing.
+
+        The ToolBox calls this once, when the episode ends, if the tool was called.
+        """
 
     def schema(self) -> dict[str, Any]:
         """Return the tool's name, description and parameters in the format of OpenAI's API and of chat templates."""
@@ -161,7 +164,7 @@ class ToolBox:
         if tool.name in self._stuck:
             return ToolResult(f"{tool.name} timed out before and is not available any more.", "timeout")
         if self._closed:
-            raise RuntimeError("this ToolBox is closed; no tool can be called after close().")
+            raise RuntimeError("This ToolBox is closed. No tool can be called after close().")
         self._used.add(tool.name)
         return self._within_deadline(tool, arguments)
 
@@ -226,7 +229,9 @@ async def _call_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     try:
         text = await tool.call(arguments)
         if not isinstance(text, str):
-            raise TypeError(f"{tool.name} returned {type(text).__name__}, not text")
+            raise TypeError(
+                f"{tool.name} returned {type(text).__name__}, not text. Return a string from its call method."
+            )
         return ToolResult(truncate_middle(sanitize(text), tool.max_output))
     except ToolError as error:
         kind = "bad_arguments" if isinstance(error, BadArguments) else "tool_error"

@@ -126,6 +126,11 @@ class BrowserTool(Tool):
         """True while a call runs, and after it was canceled; then the browser must be ended before the next call."""
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Run one action of the browser and return the page as text. The first call starts the browser.
+
+        Raises:
+            ToolError: The action fails or lacks an argument, a URL is not allowed, or the page has crashed.
+        """
         if self._interrupted or (self._context is not None and not self._context.browser.is_connected()):
             await self.close()
         self._interrupted = True

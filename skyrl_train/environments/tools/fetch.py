@@ -227,6 +227,12 @@ class FetchTool(Tool):
         }
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Download the page at `url` and return its text.
+
+        Raises:
+            ToolError: The URL is not allowed, the server does not answer in time or answers with status 400 or above,
+                or the page is too large.
+        """
         page = await fetch(arguments["url"].strip(), self.url_policy, self.max_bytes, self.timeout)
         if page.status >= 400:
             raise ToolError(f"{page.url} answered with status {page.status}")

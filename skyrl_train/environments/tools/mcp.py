@@ -105,7 +105,11 @@ ToolListing = dict[str, dict[str, Any]]
 
 
 def fingerprint(listing: ToolListing) -> str:
-    """Return the SHA-256 of the names, descriptions and schemas of a server's tools, independent of their order."""
+    """Return the SHA-256 (hex) of the names, descriptions and schemas of an MCP server's tools.
+
+    The order of the tools does not matter. A run compares the result with `servers.NAME.sha256`, to notice that a
+    server has changed its tools.
+    """
     return hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()
 
 
@@ -151,6 +155,12 @@ class McpTool(Tool):
         return text[:MAX_DESCRIPTION]
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Call a tool of an MCP server, which is named as "server.tool", and return its result as text.
+
+        Raises:
+            ToolError: The tool is not allowed, fails, or the server has changed its tools since the episode began.
+            BadArguments: The arguments do not fit the tool's schema.
+        """
         name, _, tool = arguments["tool"].partition(".")
         server = self.servers.get(name)
         if server is None or tool not in server.tools:

@@ -56,12 +56,13 @@ class ParseError:
 
 
 def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) -> list[ToolCall | ParseError]:
-    """Return the calls of one message in order, with a ParseError in the place of each malformed call.
+    """Return the calls of one message, first to last, with a ParseError in the place of each malformed call.
 
     Args:
         text: The model's message, including its reasoning, which is skipped.
         style: One of `STYLES`: "xml", "json" or "native".
-        tags: Only for style "xml": mapping from a tag to the argument that gets the tag's text; see `tool_tags`.
+        tags: Only for style "xml": mapping from a tag to the argument that gets the tag's text; see `tool_tags`. None:
+            only <tool_call> is read.
 
     Returns:
         At most `MAX_CALLS` items; if the message has more, one ParseError follows them.

@@ -25,7 +25,7 @@ def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
 
     Args:
         name: Name under which the tool is registered.
-        settings: Keyword arguments of the tool's constructor.
+        settings: Keyword arguments of the tool's constructor; None for {}.
 
     Raises:
         ConfigError: The name is unknown, the tool's module cannot be imported, or the constructor rejects the settings.
@@ -44,6 +44,10 @@ def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
 
 def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
     """Check a tool before a run starts: its name, its settings, its JSON schema, and what it needs on this machine.
+
+    Args:
+        name: Registered name of the tool.
+        settings: Keyword arguments of the tool's constructor; None for {}.
 
     Raises:
         ConfigError: One of these checks fails.

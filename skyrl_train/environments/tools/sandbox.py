@@ -186,6 +186,9 @@ class Sandbox:
     def session(self, limits: Limits | None = None) -> Session:
         """Start a Python process that keeps its variables between blocks of code; use it in a `with` statement.
 
+        Args:
+            limits: Limits of the process; None for those of the sandbox.
+
         Raises:
             EnvironmentFailure: The sandbox cannot be created (kind "sandbox").
             ConfigError: A program that the sandbox needs is not installed.

@@ -63,6 +63,11 @@ class SearchTool(Tool):
         }
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Return the passages found for `query`, numbered as "Doc 1: ...", or "No search results found.".
+
+        Raises:
+            ToolError: The query is empty, or the search fails.
+        """
         query = arguments["query"].strip()
         if not query:
             raise ToolError("The query is empty.")

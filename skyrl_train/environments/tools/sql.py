@@ -151,6 +151,12 @@ class SQLTool(Tool):
 
     @classmethod
     def check(cls, **settings: Any) -> None:
+        """Check that the folder of the databases, and the configured database if any, exist.
+
+        Raises:
+            ConfigError: The folder does not exist.
+            DataError: The database is not in it.
+        """
         folder = Path(settings["folder"])
         if not folder.is_dir():
             key = "environment.skyrl_gym.tool_use.tool_settings.sql.folder"
@@ -159,6 +165,13 @@ class SQLTool(Tool):
             find_database(folder, settings["database"])
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Run a query on the row's database and return the result as text: one line of column names, one per row, and
+        the count.
+
+        Raises:
+            ToolError: The query fails or takes too long.
+            DataError: The row names no database, or one that does not exist.
+        """
         if self._database is None:
             raise DataError('The row names no database; add tool_settings={"sql": {"database": "<name>"}} to it.')
         path = find_database(self._folder, str(self._database))

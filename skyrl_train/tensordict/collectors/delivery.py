@@ -49,7 +49,7 @@ class Delivery(ABC):
         timeout: float,
     ):
         if replay_buffer is not None and queue is not None:
-            raise RuntimeError("a collector got both a replay_buffer and a queue; give only one of them.")
+            raise RuntimeError("A collector got both a replay_buffer and a queue. Give only one of them.")
         if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
             raise ConfigError(f"max_staleness={max_staleness!r}: give an integer of at least 0, or None.")
         if not timeout > 0:
@@ -80,16 +80,26 @@ class Delivery(ABC):
         self._stopping.set()
 
     def set_postproc(self, postproc: Postproc) -> None:
-        """Set the function applied to every batch before delivery. Raises RuntimeError if there already is one."""
+        """Set the function that is applied to every batch before the collector delivers it.
+
+        Raises:
+            RuntimeError: The collector already has such a function.
+        """
         if self.postproc is not None:
-            raise RuntimeError("the collector already has a postproc; make another collector.")
+            raise RuntimeError("The collector already has a postproc. Make another collector.")
         self.postproc = postproc
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Iterate over batches. Raises RuntimeError while the thread of `start` runs, or after `shutdown`."""
+        """Iterate over batches until the last one or `shutdown`.
+
+        It yields None for a batch that went into the buffer or queue.
+
+        Raises:
+            RuntimeError: The thread of `start` is running, or the collector was shut down.
+        """
         while True:
             self._check_usable()
             batch = self.rollout()
@@ -103,7 +113,7 @@ class Delivery(ABC):
         Raises RuntimeError without a replay buffer or queue, if the thread already runs, or after `shutdown`.
         """
         if self.replay_buffer is None and self.queue is None:
-            raise RuntimeError("start() needs a replay_buffer or a queue to write to.")
+            raise RuntimeError("start() needs a replay_buffer or a queue to write to. Give the collector one of them.")
         self._check_usable()
         self._stopping.clear()
         self._thread = threading.Thread(target=self._run, name="skyrl-collector", daemon=True)
@@ -114,9 +124,17 @@ class Delivery(ABC):
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the thread after the current turn, and close environment and policy if the collector owns them.
+        """End the thread after the current turn, and close what the collector made: environment and policy.
 
-        Raises the error that ended the thread, or DeadlineExceeded if it does not end. A second call does nothing.
+        A second call does nothing.
+
+        Args:
+            timeout: Seconds to wait for the thread; None for the collector's `timeout`.
+            close_env: False keeps the environment open.
+
+        Raises:
+            DeadlineExceeded: The thread did not end in time.
+            Exception: The error that ended the thread earlier.
         """
         if self._closed:
             return
@@ -133,7 +151,16 @@ class Delivery(ABC):
             self._release(close_env)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Same as `shutdown`: TorchRL's name for it after `start`."""
+        """End the thread, as `shutdown` does; this is TorchRL's name for it after `start`.
+
+        Args:
+            timeout: Seconds to wait for the thread; None for the collector's `timeout`.
+            close_env: False keeps the environment open.
+
+        Raises:
+            DeadlineExceeded: The thread did not end in time.
+            Exception: The error that ended the thread earlier.
+        """
         self.shutdown(timeout, close_env)
 
     def __enter__(self) -> Self:
@@ -220,14 +247,14 @@ class Delivery(ABC):
         self._check_open()
         if self.is_running():
             raise RuntimeError(
-                "the collector's thread is running; read from its replay buffer or queue, or call shutdown()."
+                "The collector's thread is running. Read from its replay buffer or queue, or call shutdown()."
             )
 
     def _check_open(self) -> None:
         """Raise RuntimeError after `shutdown`, or the error that ended the thread."""
         self._raise_failure()
         if self._closed:
-            raise RuntimeError("the collector was shut down; make another one.")
+            raise RuntimeError("The collector was shut down. Make another one.")
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -95,7 +95,7 @@ class LLMCollector(Delivery):
         )
         if yield_only_last_steps and yield_completed_trajectories is False:
             raise TypeError(
-                "yield_only_last_steps=True needs completed trajectories; leave yield_completed_trajectories=False out."
+                "yield_only_last_steps=True needs completed trajectories. Leave yield_completed_trajectories=False out."
             )
         if (policy is None) == (policy_factory is None):
             raise ConfigError("LLMCollector needs exactly one of policy and policy_factory.")
@@ -105,7 +105,7 @@ class LLMCollector(Delivery):
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.env = env if isinstance(env, TensorDictEnv) else env()
         if len(self.env.batch_size) != 1:
-            raise ValueError(f"the environment's batch_size={tuple(self.env.batch_size)} must have one dimension.")
+            raise ValueError(f"The environment's batch_size={tuple(self.env.batch_size)} must have one dimension.")
         self._versions = self._version_transform(track_policy_version)
         self._owned = policy is None
         self.policy: Any = policy_factory() if policy_factory is not None else policy
@@ -152,16 +152,27 @@ class LLMCollector(Delivery):
         policy: Source | None = None,
         weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
-        """Push weights, given in one of four ways (`weights_dict` as {"policy": ...}), or by default the updater's own.
+        """Push weights to the engines. Blocks until the current turn ends and the weights have arrived.
 
-        Blocks until the current turn ends and the weights have arrived. Raises ConfigError without an updater, for
-        weights that are given twice or for another model; also the error that ended the thread of `start`.
+        Give the weights in at most one of four ways. Without any, the updater pushes those of its own source.
+
+        Args:
+            policy_or_weights: Module, wrapper, or tensors by name.
+            worker_ids: Engines that get the weights, for the updater; None for all.
+            model_id: Only "policy" or None, because a collector has one model.
+            weights: The same as `policy_or_weights`.
+            policy: The same as `policy_or_weights`.
+            weights_dict: {"policy": weights}.
+
+        Raises:
+            ConfigError: There is no updater, or the weights are given twice or for another model.
+            Exception: The error that ended the thread of `start`.
         """
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         if self.weight_updater is None:
             raise ConfigError(
-                f"no weight updater is known for {type(self.policy).__name__}; give the collector a weight_updater."
+                f"No weight updater is known for {type(self.policy).__name__}. Give the collector a weight_updater."
             )
         self.weight_updater.push_weights(chosen, worker_ids)
 
@@ -262,7 +273,7 @@ class LLMCollector(Delivery):
             fresh = [place in beyond for place in range(len(root))]
             root = self.env.reset(root.set("_reset", torch.tensor(fresh)))
         raise ConfigError(
-            f"{MAX_TOO_LONG} consecutive prompts are longer than the model's context (max_model_len); filter the "
+            f"{MAX_TOO_LONG} consecutive prompts are longer than the model's context (max_model_len). Filter the "
             "dataset or raise the limit."
         )
 
@@ -343,7 +354,7 @@ def check_yields(
     """
     if async_envs:
         raise RuntimeError(
-            "async_envs=True is not supported; give the environment more rows, which share every call of the policy."
+            "async_envs=True is not supported. Give the environment more rows, which share every call of the policy."
         )
     if only_last and flatten_data is not None:
         raise TypeError(f"flatten_data={flatten_data} cannot be used with yield_only_last_steps=True: rows are flat.")
@@ -351,7 +362,7 @@ def check_yields(
         raise TypeError("reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for.")
     if completed and flatten_data is False:
         raise TypeError(
-            "flatten_data=False cannot be used with complete trajectories, which differ in length; leave it out."
+            "flatten_data=False cannot be used with complete trajectories, which differ in length. Leave it out."
         )
     if turns is None and not completed:
         raise ConfigError("dialog_turns_per_batch is required, except with yield_completed_trajectories=True.")
@@ -376,7 +387,7 @@ def one_source(
     given = [one for one in (policy_or_weights, weights, policy, nested) if one is not None]
     if len(given) > 1:
         raise ConfigError(
-            "weights were given more than once; use one of policy_or_weights, weights=, policy= or weights_dict=."
+            "Weights were given more than once. Use one of policy_or_weights, weights=, policy= or weights_dict=."
         )
     return given[0] if given else None
 
@@ -387,7 +398,7 @@ def _merged(root: TensorDictBase, answer: TensorDictBase | None) -> TensorDictBa
         return root
     if answer.batch_size != root.batch_size:
         raise ConfigError(
-            f"the policy returned batch_size={tuple(answer.batch_size)} for {tuple(root.batch_size)}; for several "
+            f"The policy returned batch_size={tuple(answer.batch_size)} for {tuple(root.batch_size)}; for several "
             "samples of a prompt, repeat its row: DatasetChatEnv(repeats=...)."
         )
     if "episode" in keys_of(answer):

@@ -110,7 +110,13 @@ class RayLLMCollector(Delivery):
         policy: Source | None = None,
         weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
-        """Push weights as in LLMCollector: a copy is sent to the actor, whose updater pushes them."""
+        """Push weights to the engines: send a copy to the actor, whose updater pushes it.
+
+        The arguments are those of `LLMCollector.update_policy_weights_`.
+
+        Raises:
+            ConfigError: The weights are given twice or for another model, or the actor's collector has no updater.
+        """
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
@@ -149,7 +155,7 @@ class RayLLMCollector(Delivery):
             )
         except TypeError as error:  # Ray's, with a long text about what cannot be pickled
             raise ConfigError(
-                f"RayLLMCollector: an argument cannot be pickled for the actor ({str(error).splitlines()[0]}); give "
+                f"RayLLMCollector: an argument cannot be pickled for the actor ({str(error).splitlines()[0]}). Give "
                 "functions that make it there: env, policy_factory, weight_updater."
             ) from error
         call(actor.get_attribute("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)

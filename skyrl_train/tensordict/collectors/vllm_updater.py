@@ -38,11 +38,15 @@ class vLLMUpdaterV2(EngineUpdater):
         super().__init__([engine_of(one) for one in given], wire_dtype=dtype, timeout=timeout)
 
     def push_weights_from_transformers(self, transformers_model: Source) -> None:
-        """Same as `push_weights`, under TorchRL's name."""
+        """Push the weights of a transformers model, as `push_weights` does; this is TorchRL's name for it."""
         self.push_weights(transformers_model)
 
     def push_weights_from_transformers_optimized(self, transformers_model: Source, batch_size: int = 50) -> None:
-        """Same as `push_weights_from_transformers`: tensors are always sent in buckets, as one version."""
+        """Push the weights of a transformers model, as `push_weights` does; this is TorchRL's name for batched
+        transfers.
+
+        Tensors are always sent in buckets, as one version.
+        """
         self.push_weights(transformers_model)
 
 
@@ -143,5 +147,8 @@ def engine_of(model: Any) -> InferenceEngine:
     """Return the engine of a wrapper, worker or server, or `model` if it is one. Raises ConfigError for others."""
     found = model.engine if isinstance(model, LLMWrapperBase | EngineView) else model
     if not hasattr(found, "capabilities") or not hasattr(found, "begin_weights"):
-        raise ConfigError(f"{type(model).__name__} has no inference engine to send weights to.")
+        raise ConfigError(
+            f"{type(model).__name__} has no inference engine to send weights to. Use a model that samples with an "
+            "engine, such as vLLMWrapper."
+        )
     return found  # type: ignore[no-any-return]

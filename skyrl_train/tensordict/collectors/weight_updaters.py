@@ -48,7 +48,7 @@ class WeightUpdaterBase(ABC):
         """
         known = self.collector
         if known is not None and known is not collector:
-            raise ConfigError(f"{type(self).__name__} already serves a collector; make another one.")
+            raise ConfigError(f"{type(self).__name__} already serves a collector. Make another one.")
         self._collector = weakref.ref(collector)
 
     @property
@@ -93,7 +93,7 @@ class WeightUpdaterBase(ABC):
 
     def _get_server_weights(self) -> Any:
         """Return the weights to push if none are given."""
-        raise ConfigError(f"{type(self).__name__} has no source of weights; give push_weights a model or its tensors.")
+        raise ConfigError(f"{type(self).__name__} has no source of weights. Give push_weights a model or its tensors.")
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         """Convert the given weights to those that the workers need."""
@@ -168,7 +168,7 @@ class EngineUpdater(WeightUpdaterBase):
 
     def _get_server_weights(self) -> Source:
         if self.source is None:
-            raise ConfigError("EngineUpdater has no source=; give push_weights a model or its tensors.")
+            raise ConfigError("EngineUpdater has no source=. Give push_weights a model or its tensors.")
         return self.source
 
     def _maybe_map_weights(self, server_weights: Source) -> Mapping[str, Tensor]:

@@ -49,7 +49,7 @@ class Transform(Hooks):
         Raises RuntimeError if it already belongs to an environment, ConfigError if its hooks cannot work there.
         """
         if self.environment is not None:
-            raise RuntimeError(f"{type(self).__name__} already belongs to an environment; make another one.")
+            raise RuntimeError(f"{type(self).__name__} already belongs to an environment. Make another one.")
         check_hooks(self, Transform, environment)
         self.environment = environment
 
@@ -96,7 +96,9 @@ class _Theirs(Transform):
     def attach(self, environment: TensorDictEnv) -> None:
         check_hooks(self.transform, self.base, environment)
         if self.transform.parent is not None:
-            raise RuntimeError(f"{type(self.transform).__name__} already belongs to an environment; clone() it.")
+            raise RuntimeError(
+                f"{type(self.transform).__name__} already belongs to an environment. Append its clone()."
+            )
         super().attach(environment)
         self.transform.__dict__["_parent"] = self.parent  # where torchrl keeps it, and looks first
 
@@ -140,7 +142,7 @@ def _transforms(given: Any) -> list[Transform]:
     if callable(given) and not isinstance(given, type | nn.Module):
         return [_Function(given)]
     raise ConfigError(
-        f"append_transform got {given!r:.80}; give a skyrl_train.tensordict.Transform, a TorchRL transform, or a "
+        f"append_transform got {given!r:.80}. Give a skyrl_train.tensordict.Transform, a TorchRL transform, or a "
         "function of a tensordict."
     )
 
@@ -153,7 +155,7 @@ class StepCounter(Transform):
 
     def __init__(self, max_steps: int | None = None):
         if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps={max_steps} must be at least 1, or None for no limit")
+            raise ValueError(f"max_steps={max_steps} must be at least 1, or None for no limit.")
         self.max_steps = max_steps
 
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
@@ -183,7 +185,7 @@ class TensorDictEnv(ABC):
         self._any_batch = batch_size is None
         size = (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         if len(size) != 1 or size[0] < 1:
-            raise ValueError(f"batch_size={size} must have one dimension of at least 1, e.g. (1,)")
+            raise ValueError(f"batch_size={size} must have one dimension of at least 1, e.g. (1,).")
         self.batch_size = torch.Size(size)
         self.device = torch.device(device) if device is not None else None
         self.transforms: list[Transform] = []
@@ -248,10 +250,14 @@ class TensorDictEnv(ABC):
         """
         if "episode" not in keys_of(tensordict):
             raise RuntimeError(
-                "step needs a tensordict from reset with the policy's keys added, but it has no 'episode'"
+                "step needs a tensordict from reset with the policy's keys added, but it has no 'episode'. Call reset "
+                "first."
             )
         if tensordict.batch_dims != 1:
-            raise ValueError(f"step needs one batch dimension, got batch_size={tuple(tensordict.batch_size)}")
+            raise ValueError(
+                f"step needs a tensordict with one batch dimension, got batch_size={tuple(tensordict.batch_size)}. "
+                "Pass the tensordict that reset returned, with the actions added."
+            )
         lazy = isinstance(tensordict, LazyStackedTensorDict)
         root: TensorDictBase = tensordict if lazy else lazy_stack(list(tensordict.unbind(0)))
         received = root
@@ -259,7 +265,7 @@ class TensorDictEnv(ABC):
             received = transform.before_step(received)
         if "_step" in keys_of(received):
             raise ConfigError(
-                'a transform set "_step", but environments here cannot skip the steps of some rows; remove it.'
+                'A transform set "_step", but environments here cannot skip the steps of some rows. Remove it.'
             )
         following = self._stacked([self._completed(row, self._step_row(row)) for row in received.unbind(0)])
         for transform in self.transforms:
@@ -288,20 +294,25 @@ class TensorDictEnv(ABC):
         break_when_any_done: bool = True,
         tensordict: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Run up to `max_steps` steps, [B, T]. `policy` adds the action; None: the observation already has it.
+        """Run up to `max_steps` steps, and return them as a tensordict [B, T].
 
         Args:
             max_steps: Maximum number of steps T.
-            policy: Function that adds the action to an observation.
+            policy: Function that adds the action to an observation. None calls no function; the observation of each
+                step must then already contain the action, for example from a transform.
             auto_reset: Begin with `reset(tensordict)`; otherwise, `tensordict` is the first observation.
-            break_when_any_done: Stop when the first row is done; otherwise, such rows begin a new episode.
+            break_when_any_done: Stop after the first step in which any of the B rows is done; otherwise, a row that is
+                done begins a new episode.
             tensordict: Input of the reset, or the first observation.
 
         Raises:
-            RuntimeError: If `auto_reset` is False and there is no `tensordict`.
+            RuntimeError: `auto_reset` is False and there is no `tensordict`, or it did not come from `reset`.
         """
         if not auto_reset and tensordict is None:
-            raise RuntimeError("auto_reset=False needs tensordict=, the first observation")
+            raise RuntimeError(
+                "auto_reset=False needs tensordict=, the first observation. Pass the result of reset, or leave "
+                "auto_reset out."
+            )
         root: TensorDictBase = self.reset(tensordict) if auto_reset else tensordict  # type: ignore[assignment]
         steps: list[TensorDictBase] = []
         for _ in range(max_steps):
@@ -342,7 +353,8 @@ class TensorDictEnv(ABC):
             return lazy_stack([given.clone() for _ in range(self.batch_size[0])])
         if given.batch_dims != 1 or (given.batch_size != self.batch_size and not self._any_batch):
             raise ValueError(
-                f"reset got batch_size={tuple(given.batch_size)}; this environment has {tuple(self.batch_size)}"
+                f"reset got batch_size={tuple(given.batch_size)}, but this environment has {tuple(self.batch_size)}. "
+                "Pass as many rows as the environment has."
             )
         return lazy_stack([row.copy() for row in given.unbind(0)])
 

@@ -67,15 +67,15 @@ class ChatEnv(TensorDictEnv):
         with_tokenizer: bool = False,
     ):
         if batch_size is not None and not isinstance(batch_size, int) and len(tuple(batch_size)) == 0:
-            raise ValueError("batch_size=() is not supported; use (1,) for one conversation")
+            raise ValueError("batch_size=() is not supported. Use (1,) for one conversation.")
         super().__init__(batch_size, device)
         if input_mode not in INPUT_MODES:
-            raise ValueError(f"input_mode={input_mode!r} is not one of {INPUT_MODES}")
+            raise ValueError(f"input_mode={input_mode!r} is not one of {INPUT_MODES}.")
         if with_tokenizer and input_mode != "history":
-            raise ValueError(f"with_tokenizer=True needs input_mode='history', got {input_mode!r}")
+            raise ValueError(f"with_tokenizer=True needs input_mode='history', got {input_mode!r}.")
         if tokenizer is None and (with_tokenizer or input_mode == "tokens"):
             needs = "with_tokenizer=True" if with_tokenizer else 'input_mode="tokens"'
-            raise ValueError(f"{needs} needs tokenizer=")
+            raise ValueError(f"{needs} needs a tokenizer. Pass tokenizer=.")
         self.input_mode = input_mode
         self.system_prompt = system_prompt
         self.tokenizer = tokenizer
@@ -89,12 +89,27 @@ class ChatEnv(TensorDictEnv):
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Any, **settings: Any) -> Self:
-        """Make an environment that also keeps ("tokens", "prompt"), like the argument of this name."""
+        """Make an environment that also keeps the token ids of prompts, under ("tokens", "prompt").
+
+        This equals `ChatEnv(tokenizer=tokenizer, with_tokenizer=True, ...)`.
+
+        Args:
+            tokenizer: Hugging Face tokenizer with a chat template.
+            **settings: Other arguments of the constructor.
+
+        Raises:
+            ValueError: `input_mode` is not "history", or another argument is invalid.
+        """
         return cls(tokenizer=tokenizer, with_tokenizer=True, **settings)
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[Any], **settings: Any) -> DatasetChatEnv:
-        """Make a DatasetChatEnv over a loader of rows; see `DatasetChatEnv.from_dataloader`."""
+        """Make a DatasetChatEnv over a loader of rows, which is repeated endlessly.
+
+        Args:
+            dataloader: Loader of mappings, lists of them, or batched mappings.
+            **settings: Arguments of `DatasetChatEnv.from_dataloader`, which also names the errors.
+        """
         return DatasetChatEnv.from_dataloader(dataloader, **settings)
 
     def opening(self, question: str | Sequence[Message]) -> list[Message]:
@@ -237,8 +252,8 @@ class DatasetChatEnv(ChatEnv):
     ):
         if ray_backend or dataloader_actor_name is not None:
             raise ValueError(
-                "ray_backend and dataloader_actor_name are not supported: every environment reads its own rows; "
-                "leave them out"
+                "ray_backend and dataloader_actor_name are not supported: every environment reads its own rows. Leave "
+                "them out."
             )
         super().__init__(
             batch_size=(num_envs,),
@@ -272,24 +287,33 @@ class DatasetChatEnv(ChatEnv):
         batch_size: Sequence[int] | int | None = None,
         **settings: Any,
     ) -> Self:
-        """Make an environment over a loader of rows (mappings, lists of them, or batched mappings), repeated endlessly.
+        """Make an environment over a loader of rows, which is repeated endlessly.
 
-        `num_envs`, or TorchRL's `batch_size`: rows of the environment (1). `settings` are the constructor's; those that
-        determine how rows are read raise TypeError. Raises ValueError if both are given, or for
-        more than one dimension.
+        Args:
+            dataloader: Loader of mappings, lists of them, or batched mappings.
+            tokenizer: Tokenizer of the environment; None for text without one.
+            repeats: Number of consecutive episodes with the same row; None for one.
+            num_envs: Number of rows of the environment, B; None for 1 or that of `batch_size`.
+            batch_size: TorchRL's name for it: an integer or one dimension.
+            **settings: Other arguments of the constructor, except those that determine how rows are read.
+
+        Raises:
+            ValueError: Both `num_envs` and `batch_size` are given, or `batch_size` has more than one dimension.
+            TypeError: A setting determines how rows are read.
         """
         if num_envs is not None and batch_size is not None:
-            raise ValueError(f"num_envs={num_envs}, batch_size={batch_size}: give only one of them")
+            raise ValueError(f"num_envs={num_envs}, batch_size={batch_size}: give only one of them.")
         if batch_size is not None:
             size = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
             if len(size) != 1:
-                raise ValueError(f"batch_size={tuple(size)} must have one dimension, e.g. (1,)")
+                raise ValueError(f"batch_size={tuple(size)} must have one dimension, e.g. (1,).")
             num_envs = size[0]
         if of_rows := sorted(
             {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"} & set(settings)
         ):
             raise TypeError(
-                f"{cls.__name__}.from_dataloader does not take {of_rows}: the loader determines how rows are read"
+                f"{cls.__name__}.from_dataloader does not take {of_rows}, because the loader determines how rows are "
+                "read. Leave them out."
             )
         given: dict[str, Any] = {"tokenizer": tokenizer, "repeats": repeats, "num_envs": num_envs or 1, **settings}
         return cls(dataset=_Loader(dataloader), **given)
@@ -314,5 +338,5 @@ def _rows(dataset: Any, name: str | None, split: str | None) -> list[Mapping[str
     else:
         rows = [row for _, row in read_rows(dataset)]
     if not rows:
-        raise ValueError(f"dataset={dataset!r:.80} has no rows")
+        raise ValueError(f"dataset={dataset!r:.80} has no rows. Give at least one row.")
     return rows

@@ -43,7 +43,13 @@ def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
 
 
 def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> None:
-    """Write a string for every row of [B]."""
+    """Write a string under `key` for every row of a tensordict [B], in place.
+
+    Args:
+        tensordict: The tensordict.
+        key: Key of the strings.
+        texts: One string for each row.
+    """
     tensordict.set(key, NonTensorStack(*(NonTensorData(text) for text in texts)))
 
 
@@ -71,7 +77,13 @@ def is_continued(messages: Sequence[Message], role: str = "assistant") -> bool:
 
 
 def with_response(prompt: Sequence[Message], response: Sequence[Message], role: str = "assistant") -> list[Message]:
-    """Return a conversation and the model's messages; the first of these may continue its last message."""
+    """Return a conversation followed by the model's messages.
+
+    Args:
+        prompt: The conversation. If its last message has the role `role`, the first message of `response` continues it.
+        response: The model's messages.
+        role: Role of the model.
+    """
     if not is_continued(prompt, role) or not response:
         return [*prompt, *response]
     first = {**response[0], "content": get_message_text(prompt[-1]) + get_message_text(response[0])}

@@ -51,7 +51,10 @@ def true_answer(answer: str) -> str:
     """Return the number in a row's "answer": after "####", else the whole text. Raises ValueError for no number."""
     truth = parse_number(answer.rpartition("####")[2])
     if truth is None:
-        raise ValueError(f"the row's answer {answer!r:.80} neither is a number nor ends in '#### <number>'")
+        raise ValueError(
+            f"The row's answer {answer!r:.80} neither is a number nor ends in '#### <number>'. Correct the row, or "
+            "leave it out."
+        )
     return truth
 
 
@@ -87,7 +90,7 @@ class GSM8KRewardParser(Transform):
         self.answer_key = (in_keys or ["answer"])[-1]
         self.out_keys = tuple(out_keys or REWARD_KEYS)
         if len(self.out_keys) != len(REWARD_KEYS):
-            raise ValueError(f"out_keys={out_keys!r} must have {len(REWARD_KEYS)} names, which replace {REWARD_KEYS}")
+            raise ValueError(f"out_keys={out_keys!r} must have {len(REWARD_KEYS)} names, which replace {REWARD_KEYS}.")
         self.of_one_step = self.out_keys
         self.eos_token = eos_token
         self.set_done_if_answer = set_done_if_answer
@@ -95,12 +98,25 @@ class GSM8KRewardParser(Transform):
         self.format_reward, self.correct_reward = format_reward, correct_reward
 
     def attach(self, environment: TensorDictEnv) -> None:
+        """Attach the transform to an environment.
+
+        Raises:
+            ValueError: The environment has another `input_mode` than the transform.
+        """
         mode = getattr(environment, "input_mode", "text")
         if self.input_mode not in (None, mode):
-            raise ValueError(f"GSM8KRewardParser: input_mode={self.input_mode!r}, but the environment has {mode!r}")
+            raise ValueError(
+                f"GSM8KRewardParser: input_mode={self.input_mode!r}, but the environment has {mode!r}. Give both the "
+                "same input_mode."
+            )
         super().attach(environment)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the rewards of the step's responses to `following`, under `out_keys`.
+
+        Raises:
+            ValueError: A row lacks the model's response or the expected answer.
+        """
         tokenizer = self.tokenizer or getattr(self.environment, "tokenizer", None)
         role = getattr(self.environment, "policy_role", "assistant")
         columns: dict[str, list[float]] = {name: [] for name in self.out_keys}
@@ -108,7 +124,10 @@ class GSM8KRewardParser(Transform):
             text, answer = last_response(row, tokenizer, role), text_of(row, self.answer_key)
             if text is None or answer is None:
                 missing = "the model's response" if text is None else f"the row's {self.answer_key!r}"
-                raise ValueError(f"GSM8KRewardParser: {missing} is missing among {sorted(map(str, row.keys()))}")
+                raise ValueError(
+                    f"GSM8KRewardParser: {missing} is missing; the row has the keys {sorted(map(str, row.keys()))}. "
+                    "The reward needs both the response and the answer."
+                )
             for name, value in zip(self.out_keys, self._scores(text, answer), strict=True):
                 columns[name].append(value)
         add_rewards(following, columns, total=self.out_keys[3])
@@ -186,13 +205,24 @@ class GSM8KPrepareQuestion(Transform):
         sources = list(in_keys or ["text"])
         outs = list(out_keys or sources)
         if len(sources) != len(outs):
-            raise ValueError(f"in_keys={sources} and out_keys={outs} must have the same length")
+            raise ValueError(
+                f"in_keys={sources} and out_keys={outs} must have the same length. Give one output key for each input "
+                "key."
+            )
         self.keys = list(zip(sources, outs, strict=True))
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
+        """Replace each question by the prompt that asks for reasoning and an answer in tags.
+
+        Raises:
+            KeyError: A row has no text at one of the input keys.
+        """
         for source, out in self.keys:
             questions = [text_of(row, source) for row in given.unbind(0)]
             if None in questions:
-                raise KeyError(f"GSM8KPrepareQuestion: the tensordict has no text under {source!r}")
+                raise KeyError(
+                    f"GSM8KPrepareQuestion: the tensordict has no text under {source!r}. Name the column of the "
+                    "question with in_keys."
+                )
             set_texts(given, out, [BASE_PROMPT % question for question in questions])
         return given

@@ -103,7 +103,8 @@ class Hooks:
             tensordict.set(out, change(value))
         elif not self.missing_tolerance:
             raise KeyError(
-                f"{type(self).__name__}: the key {source!r} is missing; there are {sorted(map(str, tensordict.keys()))}"
+                f"{type(self).__name__}: the key {source!r} is missing; the tensordict has "
+                f"{sorted(map(str, tensordict.keys()))}. Correct in_keys."
             )
 
 

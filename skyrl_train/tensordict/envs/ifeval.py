@@ -70,12 +70,15 @@ class IfEvalScorer(Transform):
     ):
         if response_column != "text_response":
             raise ValueError(
-                f"response_column={response_column!r}: only 'text_response' is supported: the policy's text is scored"
+                f"response_column={response_column!r} is not supported, because the policy's text is scored. Use "
+                "'text_response'."
             )
         self.id_key, self.verbose = id_key, verbose
         self.weights = tuple(format_weights or (0.4, 0.3, 0.2, 0.1))
         if len(self.weights) != 4:
-            raise ValueError(f"format_weights={format_weights!r} must have four numbers")
+            raise ValueError(
+                f"format_weights={format_weights!r} must have four numbers, one for each part of the format."
+            )
         self.instruction_ids_key, self.keyword_args_key = instruction_ids_key, keyword_args_key
         self.prompt_keys = tuple(dict.fromkeys((prompt_key, "prompt", *QUESTION_KEYS)))
         self.score_key, self.aggregate_reward = score_key, aggregate_reward
@@ -83,17 +86,30 @@ class IfEvalScorer(Transform):
         self.set_done_if_answer = set_done_if_answer
 
     def attach(self, environment: Any) -> None:
+        """Attach the transform to an environment.
+
+        Raises:
+            ValueError: The environment is not a ChatEnv with input_mode="history".
+        """
         if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
-            raise ValueError("IfEvalScorer needs a ChatEnv with input_mode='history'")
+            raise ValueError("IfEvalScorer needs a ChatEnv with input_mode='history'.")
         super().attach(environment)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the scores and the reward of the step's responses to `following`.
+
+        Raises:
+            ValueError: The history does not end with the model's answer, or a row lacks the columns that scoring needs.
+        """
         scores, rewards, answered = [], [], []
         role = getattr(self.environment, "policy_role", "assistant")
         for row in root.unbind(0):
             text = last_response(row, getattr(self.environment, "tokenizer", None), role)
             if text is None:
-                raise ValueError("IfEvalScorer: the history does not end with an answer of the model")
+                raise ValueError(
+                    "IfEvalScorer: the history does not end with an answer of the model. Append the policy's answer "
+                    "before the step."
+                )
             blocks = answers_in(text)
             found = self._score(row, blocks[0] if len(blocks) == 1 else text)
             scores.append(found)
@@ -114,7 +130,7 @@ class IfEvalScorer(Transform):
         if not names or kwargs is None or prompt is None:
             wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_keys[0])
             place, there = value_of(row, self.id_key), sorted(map(str, row.keys()))
-            raise ValueError(f"IfEvalScorer: the row {place!r} needs {wanted}, got {there}")
+            raise ValueError(f"IfEvalScorer: the row {place!r} needs {wanted}, got {there}. Correct the row.")
         metrics = score(names, kwargs, prompt, text).metrics()
         return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
 
@@ -125,7 +141,14 @@ class IfEvalScorer(Transform):
         answer_blocks: Sequence[str] | None = None,
         complete: bool | None = None,
     ) -> torch.Tensor:
-        """Return the reward [..., 1] for accuracies and the number of blocks; see the class. `complete` is ignored."""
+        """Return the reward [..., 1] of a response: the weighted accuracies, plus bonuses for the format.
+
+        Args:
+            score: The accuracies of the response.
+            think_blocks: Blocks of reasoning; exactly one gives a bonus. None counts as no block.
+            answer_blocks: Blocks of answers; exactly one gives a bonus. None counts as no block.
+            complete: Ignored.
+        """
         parts = (
             score.prompt_level_strict_acc.sum(-1, keepdim=True),
             score.inst_level_strict_acc.mean(-1, keepdim=True),

@@ -17,9 +17,14 @@ FullKey = tuple[str, str]
 def check_scores(model: Any, what: str) -> None:
     """Raise ValueError for a model that generates, or that returns no log-probs."""
     if getattr(model, "generate", False) is not False:
-        raise ValueError(f"{what} needs a model made with generate=False, which scores given tokens")
+        raise ValueError(
+            f"{what} needs a model made with generate=False, which scores given tokens. Use "
+            "model.get_new_version(generate=False)."
+        )
     if getattr(model, "return_log_probs", True) is False:
-        raise ValueError(f"{what} needs a model with return_log_probs=True")
+        raise ValueError(
+            f"{what} needs a model with return_log_probs=True. Use model.get_new_version(return_log_probs=True)."
+        )
 
 
 class _Scores(Transform):
@@ -69,7 +74,10 @@ class RetrieveLogProb(_Scores):
         check_scores(model, "RetrieveLogProb")
         mode = getattr(model, "input_mode", "history")
         if assistant_only and mode != "history":
-            raise ValueError(f"assistant_only=True needs a model with input_mode='history', got {mode!r}")
+            raise ValueError(
+                f"assistant_only=True needs a model with input_mode='history', got {mode!r}. Use such a model, or "
+                "assistant_only=False."
+            )
         self.model, self.mode = model, mode
         renewed = getattr(model, "get_new_version", None)
         self._of_tokens = model if mode == "tokens" or renewed is None else renewed(input_mode="tokens")
@@ -86,6 +94,11 @@ class RetrieveLogProb(_Scores):
         return tensordict.set(container, self._following(tensordict, tensordict).get(container))
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the model's log-probs of the step's tokens to `following`.
+
+        Raises:
+            ValueError: `detach` is False, but the model's log-probs have no gradient.
+        """
         sampled = [_has_tokens(row) for row in root.unbind(0)]
         model, mode = (self._of_tokens, "tokens") if all(sampled) else (self.model, self.mode)
         scored = scored_by(model, root, mode, with_gradient=not self.detach)
@@ -98,7 +111,10 @@ class RetrieveLogProb(_Scores):
             if mask is not None:
                 values = values.masked_fill(~mask.to(values.device), 0.0)
             if not self.detach and not values.requires_grad:
-                raise ValueError("detach=False: but the model's log-probs have no gradient; use its get_dist in a loss")
+                raise ValueError(
+                    "detach=False needs log-probs with a gradient, but the model's have none. Use its get_dist in a "
+                    "loss."
+                )
             values = values.detach() if self.detach else values
             values = values if self.device is None else values.to(self.device)
             if out.get(self.log_probs_full_key[0], None) is None:
@@ -108,7 +124,14 @@ class RetrieveLogProb(_Scores):
 
 
 def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: bool = False) -> TensorDictBase:
-    """Return the model's output for the whole sequences of `root`, which is not changed; it reads the key `mode`."""
+    """Return the output of a model that scores the sequences of a tensordict, which is not changed.
+
+    Args:
+        model: A wrapper with generate=False.
+        root: The tensordict; the model gets its entries `mode` and "masks".
+        mode: Key of the sequences: "tokens", "text" or "history".
+        with_gradient: True to compute gradients.
+    """
     with torch.set_grad_enabled(with_gradient):
         found: TensorDictBase = model(root.select(mode, "masks", strict=False).copy())
     return found
@@ -153,10 +176,12 @@ class KLRewardTransform(_Scores):
         use_ray_service: bool = False,
     ):
         if (ref_model is None) == (ref_model_factory is None):
-            raise ValueError("KLRewardTransform needs exactly one of ref_model and ref_model_factory")
+            raise ValueError(
+                "KLRewardTransform needs exactly one of ref_model and ref_model_factory. Give one of them."
+            )
         if use_ray_service:
             raise ValueError(
-                "use_ray_service=True is not supported; let ref_model_factory return a remote wrapper instead"
+                "use_ray_service=True is not supported. Let ref_model_factory return a remote wrapper instead."
             )
         self._made, self._factory = None, ref_model_factory
         if ref_model is not None:
@@ -165,7 +190,7 @@ class KLRewardTransform(_Scores):
         self.reward_key = in_keys[0]
         self.out_keys = tuple(out_keys or (in_keys[0], "kl_penalty", "ref_log_probs"))
         if len(self.out_keys) != 3:
-            raise ValueError(f"out_keys={out_keys!r} must name reward, penalty and reference log-probs")
+            raise ValueError(f"out_keys={out_keys!r} must name reward, penalty and reference log-probs.")
         self.of_one_step = self.out_keys
         self.log_prob_key = log_prob_key
         self.add_to_reward, self.assistant_only = add_to_reward, assistant_only
@@ -179,6 +204,13 @@ class KLRewardTransform(_Scores):
         return self._made
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Add the KL penalty and the reference model's log-probs to `following`, and subtract the penalty from the
+        reward.
+
+        Raises:
+            KeyError: The reward or the policy's log-probs are missing.
+            ValueError: The reward or the reference's log-probs do not fit the tokens.
+        """
         model = self.ref_model
         scored = scored_by(model, root, "tokens")
         source = (getattr(model, "log_probs_key", "log_probs"), "full")
@@ -193,8 +225,8 @@ class KLRewardTransform(_Scores):
                 reward = out.get(self.reward_key, None)
                 if reward is None:
                     raise KeyError(
-                        f"KLRewardTransform: the key {self.reward_key!r} is missing; append it after the "
-                        "transform that writes the reward"
+                        f"KLRewardTransform: the key {self.reward_key!r} is missing. Append it after the transform "
+                        "that writes the reward."
                     )
                 out.set(reward_key, _by_token(reward.reshape(-1, 1), kl, _attention(row)) - self.coef * kl)
         return following
@@ -205,9 +237,15 @@ class KLRewardTransform(_Scores):
         if own is None:
             own = row.get((self.log_prob_key[0], "response"), None)
         if own is None:
-            raise KeyError(f"KLRewardTransform: the policy wrote no log-probs under {self.log_prob_key}")
+            raise KeyError(
+                f"KLRewardTransform: the policy wrote no log-probs under {self.log_prob_key}. Use a policy with "
+                "return_log_probs=True, or set log_prob_key."
+            )
         if len(own) > len(reference):
-            raise ValueError(f"{len(own)} log-probs of the policy, but only {len(reference)} tokens of the reference")
+            raise ValueError(
+                f"The policy has {len(own)} log-probs, but the reference model scored only {len(reference)} tokens. "
+                "Give both models the same tokenizer and chat template."
+            )
         reference, mask = reference.to(own.device), self._mask(row, len(reference))
         mask[: len(reference) - len(own)] = False
         kl = torch.zeros_like(reference)
@@ -221,7 +259,10 @@ class KLRewardTransform(_Scores):
             return assistant.clone()
         prompt = row.get("tokens").get("prompt", None)
         if prompt is None:
-            raise KeyError("KLRewardTransform needs ('masks', 'all_assistant_mask') or ('tokens', 'prompt')")
+            raise KeyError(
+                "KLRewardTransform needs ('masks', 'all_assistant_mask') or ('tokens', 'prompt') to find the "
+                "response. Use a policy that writes one of them."
+            )
         attention = _attention(row)
         mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
         mask[: len(prompt)] = False
@@ -260,7 +301,7 @@ def _by_token(reward: torch.Tensor, kl: torch.Tensor, attention: torch.Tensor | 
         return reward
     if len(reward) != 1:
         raise ValueError(
-            f"KLRewardTransform: the reward has {len(reward)} values for {len(kl)} tokens; give 1, or 1 per token"
+            f"KLRewardTransform: the reward has {len(reward)} values for {len(kl)} tokens. Give 1, or 1 per token."
         )
     spread = torch.zeros_like(kl)
     spread[-1 if attention is None else int(attention.nonzero()[-1])] = reward[0]
@@ -271,5 +312,5 @@ def _checked(model: Any) -> Any:
     check_scores(model, "KLRewardTransform")
     mode = getattr(model, "input_mode", "tokens")
     if mode != "tokens":
-        raise ValueError(f"KLRewardTransform needs a model with input_mode='tokens', got {mode!r}")
+        raise ValueError(f"KLRewardTransform needs a model with input_mode='tokens', got {mode!r}.")
     return model

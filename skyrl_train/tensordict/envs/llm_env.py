@@ -47,7 +47,7 @@ class LLMEnv(TensorDictEnv):
         warnings.warn("LLMEnv keeps no turns; use ChatEnv", DeprecationWarning, stacklevel=2)
         super().__init__(batch_size, device)
         if from_text and (assign_reward or assign_done):
-            raise ValueError("assign_reward and assign_done need tokens: set from_text=False")
+            raise ValueError("assign_reward and assign_done need tokens: set from_text=False.")
         self.from_text = from_text
         self.key = str_key if from_text else token_key
         self.action_key = action_key or ("text_response" if from_text else "tokens_response")
@@ -65,9 +65,14 @@ class LLMEnv(TensorDictEnv):
         group_repeats: bool = True,
         **settings: Any,
     ) -> Self:
-        """Make an environment in which every reset takes the next rows of a loader; `settings` are the class's own.
+        """Make an environment in which every reset takes the next rows of a loader.
 
-        `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
+        Args:
+            dataloader: Loader of mappings, lists of them, or batched mappings.
+            num_envs: Number of rows of the environment, B.
+            repeats: Number of consecutive times that each row is used; None for once.
+            group_repeats: Accepted without effect: repeats are always consecutive.
+            **settings: Other arguments of the constructor.
         """
         env = cls(batch_size=(num_envs,), **settings)
         primer = _KeepsText(dataloader, repeats=repeats, group_repeats=group_repeats)
@@ -77,12 +82,14 @@ class LLMEnv(TensorDictEnv):
         row = TensorDict({}, batch_size=[])
         if not self.from_text:
             if not isinstance(given.get(self.key, None), torch.Tensor):
-                raise RuntimeError(f"LLMEnv.reset expects ids under {self.key!r}, got the keys {sorted(given.keys())}")
+                raise RuntimeError(f"LLMEnv.reset expects ids under {self.key!r}, got the keys {sorted(given.keys())}.")
             return row.set(self.key, given[self.key])
         text = text_of(given, self.key)
         text = text if text is not None else text_of(given, "query")
         if text is None:
-            raise RuntimeError(f"LLMEnv.reset expects a string under {self.key!r}, got the keys {sorted(given.keys())}")
+            raise RuntimeError(
+                f"LLMEnv.reset expects a string under {self.key!r}, got the keys {sorted(given.keys())}."
+            )
         return row.set(self.key, NonTensorData(text))
 
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
@@ -92,13 +99,13 @@ class LLMEnv(TensorDictEnv):
             said = said if said is not None else self._written(root, "response")
             before = before if before is not None else self._written(root, "prompt")
             if said is None or before is None:
-                raise ValueError(f"LLMEnv.step found no string under {self.action_key!r} or {(self.key, 'response')}")
+                raise ValueError(f"LLMEnv.step found no string under {self.action_key!r} or {(self.key, 'response')}.")
             return row.set(self.key, NonTensorData(before + said))
         ids, prompt = root.get(self.action_key, None), root.get(self.key)
         if not isinstance(prompt, torch.Tensor):
             prompt, ids = self._written(root, "prompt"), ids if ids is not None else self._written(root, "response")
         if ids is None or prompt is None:
-            raise ValueError(f"LLMEnv.step found no ids under {self.action_key!r} or {(self.key, 'response')}")
+            raise ValueError(f"LLMEnv.step found no ids under {self.action_key!r} or {(self.key, 'response')}.")
         row.set(self.key, torch.cat([prompt, ids]))
         over = self.eos_token_id is not None and len(ids) > 0 and int(ids[-1]) == self.eos_token_id
         row.set("terminated", torch.tensor([over]))
@@ -135,8 +142,20 @@ def make_gsm8k_env(
 ) -> LLMEnv:
     """Make an LLMEnv with GSM8K: the question in the base prompt under "text", the response under "text_response".
 
-    Rows have "question" and "answer". An episode is one step, rewarded by `GSM8KRewardParser`.
-    `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
+    An episode is one step, rewarded by `GSM8KRewardParser`.
+
+    Args:
+        dataset: Source of rows with "question" and "answer", as in `data.dataset.read_rows`, or the rows themselves.
+        num_envs: Number of rows of the environment, B.
+        repeats: Number of consecutive episodes with the same question; None for one.
+        batch_size_dl: Number of rows that are read at a time.
+        seed: Seed of the order of the rows; None for a random order.
+        group_repeats: Accepted without effect: repeats are always consecutive.
+        tokenizer: Tokenizer of the environment; None for text only.
+
+    Raises:
+        DataError: The dataset cannot be read.
+        ValueError: `batch_size_dl` or `repeats` is invalid.
     """
     from skyrl_train.data.dataset import read_hub_dataset, read_rows
 
@@ -185,7 +204,7 @@ class LLMHashingEnv(TensorDictEnv):
     ):
         super().__init__(batch_size, device)
         if vocab_size is None and tokenizer is None:
-            raise TypeError("LLMHashingEnv needs vocab_size or tokenizer")
+            raise TypeError("LLMHashingEnv needs vocab_size or tokenizer. Pass one of them.")
         self.vocab_size = vocab_size if vocab_size is not None else len(tokenizer)
         self.hashing_module = hashing_module or _hashed
         self.observation_key, self.text_key = observation_key, text_key
@@ -201,7 +220,7 @@ class LLMHashingEnv(TensorDictEnv):
         if ids is None:
             if text is None or self.tokenizer is None:
                 raise RuntimeError(
-                    f"LLMHashingEnv.reset expects ids under {self.observation_key!r}, or text and tokenizer"
+                    f"LLMHashingEnv.reset expects ids under {self.observation_key!r}, or text and tokenizer."
                 )
             ids = torch.tensor(self.tokenizer.encode(text, add_special_tokens=False))
         return self._row(ids, self.hashing_module(ids))
@@ -209,7 +228,9 @@ class LLMHashingEnv(TensorDictEnv):
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
         action = root["action"].reshape(1)
         if not 0 <= int(action) < self.vocab_size:
-            raise ValueError(f"action {int(action)} is not in the vocabulary, whose ids are 0 to {self.vocab_size - 1}")
+            raise ValueError(
+                f"action {int(action)} is not in the vocabulary, whose ids are 0 to {self.vocab_size - 1}."
+            )
         hashed = self.hashing_module(torch.cat([root["hashing"].reshape(1), action]))
         return self._row(torch.cat([root[self.observation_key], action]), hashed)
 

@@ -61,8 +61,8 @@ class MLGymWrapper(ChatEnv):
         single = hasattr(env, "step") and not isinstance(env, type)
         if single and self.batch_size[0] != 1:
             raise ValueError(
-                f"batch_size={tuple(self.batch_size)} needs several environments; give a "
-                "function that makes them, not an object"
+                f"batch_size={tuple(self.batch_size)} needs several environments. Give a function that makes them, not "
+                "an object."
             )
         self._make = cast(Callable[[], TextEnvLike], (lambda: env) if single else env)
         self.reward_wrong_format = reward_wrong_format
@@ -84,10 +84,13 @@ class MLGymWrapper(ChatEnv):
         row = super()._step_row(root)
         text = last_response(root, self.tokenizer, self.policy_role)
         if text is None:
-            raise ValueError("MLGymWrapper.step found no answer of the model at the end of the history")
+            raise ValueError(
+                "MLGymWrapper.step found no answer of the model at the end of the history. Append the policy's answer "
+                "before the step."
+            )
         episode = self._running.get(int(root["episode"]))
         if episode is None:
-            raise RuntimeError("this episode is over; reset its row before the next step")
+            raise RuntimeError("This episode is over. Reset its row before the next step.")
         output = self._answered(episode, text)
         said = full_messages(root, self.policy_role) or []
         row.set("history", conversation([*said, *output.observations]))
@@ -128,16 +131,27 @@ def make_mlgym(
     `reward_wrong_format`) with /step. No part of MLGym or its containers runs in this process.
 
     Args:
-        task, tasks: Exactly one of them; ValueError otherwise.
+        task: Name of the only task. Give either this or `tasks`.
+        tasks: Names of tasks, which resets start in turn.
+        tokenizer: Tokenizer of the environment; None for text without one.
+        device: Device of the environment's tensors.
+        reward_wrong_format: Reward of an answer without exactly one block of code; None sends complete answers to the
+            server.
         base_url: The server's URL.
-        settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key.
+        settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key. None: the
+            defaults.
         num_envs: Number of episodes in the batch.
+        system_prompt: System message of every conversation; None for none.
+
+    Raises:
+        ValueError: Both or none of `task` and `tasks` are given, or `tasks` is empty.
+        ConfigError: The settings are invalid.
     """
     if (task is None) == (tasks is None):
-        raise ValueError("make_mlgym needs exactly one of task and tasks")
+        raise ValueError("make_mlgym needs exactly one of task and tasks. Give one of them.")
     names = [task] if task is not None else list(tasks or ())
     if not names:
-        raise ValueError("tasks=[] must name at least one task")
+        raise ValueError("tasks=[] must name at least one task.")
     chosen = {**(settings or {}), "base_url": base_url}
     OpenEnvEnv.check(chosen)
     turn = itertools.cycle(names)

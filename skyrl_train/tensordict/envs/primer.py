@@ -45,16 +45,16 @@ class DataLoadingPrimer(Transform):
         use_ray_service: bool = False,
     ):
         if (dataloader is None) == (dataloader_factory is None):
-            raise ValueError("DataLoadingPrimer needs exactly one of dataloader and dataloader_factory")
+            raise ValueError("DataLoadingPrimer needs exactly one of dataloader and dataloader_factory.")
         if use_ray_service:
             raise ValueError(
-                "use_ray_service=True is not supported; give each process a loader over its own rows instead"
+                "use_ray_service=True is not supported. Give each process a loader over its own rows instead."
             )
         if repeats is not None and repeats < 0:
-            raise ValueError(f"repeats={repeats} must not be negative")
+            raise ValueError(f"repeats={repeats} must not be negative.")
         methods: dict[str, Stack] = {"as_nested_tensor": as_nested_tensor, "as_padded_tensor": as_padded_tensor}
         if isinstance(stack_method, str) and stack_method not in methods:
-            raise ValueError(f"stack_method={stack_method!r} is not one of {sorted(methods)}")
+            raise ValueError(f"stack_method={stack_method!r} is not one of {sorted(methods)}.")
         self._stack: Stack = methods[stack_method] if isinstance(stack_method, str) else stack_method or lazy_stack
         self._factory = dataloader_factory
         self._loader = dataloader
@@ -74,7 +74,11 @@ class DataLoadingPrimer(Transform):
         return [self._next() for _ in range(count)]
 
     def forward(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Return the next rows, stacked: as many as `tensordict` has, else `batch_size`."""
+        """Return the next rows of the loader, stacked.
+
+        Args:
+            tensordict: Its batch size is the number of rows; None, or no batch dimension, takes that of `batch_size`.
+        """
         size = [self.batch_size] if isinstance(self.batch_size, int) else list(self.batch_size or [1])
         count = tensordict.batch_size[0] if tensordict is not None and tensordict.batch_dims else size[0]
         return self._stack(self.take(count))
@@ -108,13 +112,13 @@ class DataLoadingPrimer(Transform):
             found = next(self._rows, None)
             if found is not None:
                 return found
-        raise ValueError("the dataloader yields no rows; give one with at least one row")
+        raise ValueError("The dataloader yields no rows. Give one with at least one row.")
 
     def _unbound(self, batch: Any) -> list[TensorDictBase]:
         if isinstance(batch, TensorDictBase):
             if batch.batch_dims > 1:
                 raise ValueError(
-                    f"the loader yields batch_size={tuple(batch.batch_size)}; at most one dimension is allowed"
+                    f"The loader yields batch_size={tuple(batch.batch_size)}; at most one dimension is allowed."
                 )
             rows = list(batch.unbind(0)) if batch.batch_dims else [batch]
         elif isinstance(batch, Mapping):
@@ -122,7 +126,7 @@ class DataLoadingPrimer(Transform):
         elif isinstance(batch, list | tuple) and all(isinstance(row, Mapping) for row in batch):
             rows = [_row(row) for row in batch]
         else:
-            raise TypeError(f"the loader yields {type(batch).__name__}, not mappings, lists of them, or tensordicts")
+            raise TypeError(f"The loader yields {type(batch).__name__}, not mappings, lists of them, or tensordicts.")
         return [_renamed(row.to(self.device) if self.device is not None else row) for row in rows]
 
 
@@ -136,11 +140,18 @@ def batches(
 ) -> Iterable[Any]:
     """Return a loader over `rows` that can be iterated repeatedly.
 
-    It yields lists of `size` rows, or the results of `collate_fn` for these. With `shuffle`, every pass has a new
-    order, determined by `seed`. Raises ValueError for a size below 1.
+    Args:
+        rows: The rows.
+        size: Number of rows of a batch.
+        shuffle: True for a new order in every pass.
+        seed: Seed of the orders; None for random ones.
+        collate_fn: Function that converts a list of rows to a batch; None yields the lists.
+
+    Raises:
+        ValueError: `size` is below 1.
     """
     if size < 1:
-        raise ValueError(f"batch_size_dl={size} must be at least 1")
+        raise ValueError(f"batch_size_dl={size} must be at least 1.")
     return _Batches(rows, size, shuffle, random.Random(seed), collate_fn)
 
 
@@ -170,7 +181,7 @@ def as_padded_tensor(list_of_tensordicts: list[TensorDictBase], dim: int = 0, st
     Raises ValueError for a negative `dim`, or for a `stack_dim` other than 0: a tensordict's batch comes first.
     """
     if dim < 0 or stack_dim != 0:
-        raise ValueError(f"dim={dim} must not be negative, and stack_dim={stack_dim} must be 0")
+        raise ValueError(f"dim={dim} must not be negative, and stack_dim={stack_dim} must be 0.")
 
     def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
         longest = max(tensor.shape[dim] for tensor in tensors)

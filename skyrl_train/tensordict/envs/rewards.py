@@ -24,7 +24,13 @@ def column(values: Sequence[float]) -> torch.Tensor:
 
 
 def add_rewards(following: TensorDictBase, rewards: Mapping[str, Sequence[float]], total: str) -> None:
-    """Write columns of one value per row under their names; add the column `total` to a value already there."""
+    """Write columns of rewards into a tensordict, in place.
+
+    Args:
+        following: The tensordict that receives them.
+        rewards: Column name -> one value for each row.
+        total: Name of the column that is added to the value already there, if there is one; others replace it.
+    """
     for name, values in rewards.items():
         given = column(values)
         before = following.get(name, None) if name == total else None

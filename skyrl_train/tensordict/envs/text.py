@@ -64,7 +64,7 @@ class Tokenizer(Transform):
         for name, keys, outs in (("", in_keys, out_keys), ("_inv", in_keys_inv, out_keys_inv)):
             if len(keys) != len(outs):
                 raise ValueError(
-                    f"in_keys{name} has {len(keys)} keys, out_keys{name} {len(outs)}; give as many of both"
+                    f"in_keys{name} has {len(keys)} keys, out_keys{name} {len(outs)}. Give as many of both."
                 )
         if isinstance(tokenizer, str):
             from transformers import AutoTokenizer
@@ -116,7 +116,7 @@ class Tokenizer(Transform):
 
     def _missing(self, key: NestedKey) -> None:
         if not self.missing_tolerance:
-            raise KeyError(f"Tokenizer: the tensordict has no key {key!r}")
+            raise KeyError(f"Tokenizer: the tensordict has no key {key!r}. Name the text's key with in_keys.")
 
     def _encoded(self, texts: list[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return ids and mask of every text."""
@@ -138,7 +138,7 @@ def _set_rows(tensordict: TensorDictBase, key: NestedKey, values: Sequence[torch
         for row, value in zip(tensordict.unbind(0), values, strict=True):
             row.set(key, value)
     else:
-        raise ValueError("Tokenizer: rows of different lengths need padding=True or a lazy stack")
+        raise ValueError("Tokenizer: rows of different lengths need padding=True or a lazy stack.")
 
 
 class IncrementalTokenizer(Transform):
@@ -165,11 +165,11 @@ class IncrementalTokenizer(Transform):
     ):
         if not add_generation_prompt:
             raise ValueError(
-                "add_generation_prompt=False is not supported: the next answer follows ('tokens', 'prompt')"
+                "add_generation_prompt=False is not supported: the next answer follows ('tokens', 'prompt')."
             )
         if (history_key, tokens_key) != (("history", "prompt"), ("tokens", "prompt")):
             raise ValueError(
-                "IncrementalTokenizer only supports history_key=('history', 'prompt'), tokens_key=('tokens', 'prompt')"
+                "IncrementalTokenizer only supports history_key=('history', 'prompt'), tokens_key=('tokens', 'prompt')."
             )
         self.tokenizer = tokenizer
         self.template_kwargs = {

@@ -64,7 +64,7 @@ class ToolTransform(Transform, ABC):
 
     @abstractmethod
     def calls(self, text: str) -> list[ParsedCall]:
-        """Return the calls in one answer, in order."""
+        """Return the calls of tools in one answer, first to last."""
 
     @abstractmethod
     def told(self, call: ParsedCall, result: ToolResult) -> str:
@@ -75,8 +75,13 @@ class ToolTransform(Transform, ABC):
         return None
 
     def attach(self, environment: TensorDictEnv) -> None:
+        """Attach the transform to an environment.
+
+        Raises:
+            RuntimeError: The environment is not a ChatEnv with input_mode="history".
+        """
         if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
-            raise RuntimeError(f"{type(self).__name__} needs a ChatEnv with input_mode='history'")
+            raise RuntimeError(f"{type(self).__name__} needs a ChatEnv with input_mode='history'.")
         super().attach(environment)
 
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
@@ -154,10 +159,12 @@ class PythonInterpreter(ToolTransform):
         sandbox: Mapping[str, Any] | None = None,
     ):
         if services is not None:
-            raise ValueError(f"services={services!r} is not supported; leave it out: every episode has its own sandbox")
+            raise ValueError(
+                f"services={services!r} is not supported. Leave it out: every episode has its own sandbox."
+            )
         if service_name != SERVICE_NAME or namespace is not None:
             given = f"service_name={service_name!r}, namespace={namespace!r}"
-            raise ValueError(f"{given}: leave them out; there is no service, every episode has its own sandbox")
+            raise ValueError(f"{given}: leave them out; there is no service, every episode has its own sandbox.")
         super().__init__(tool_name)
         self.persistent, self.timeout, self.sandbox = persistent, timeout, sandbox
 
@@ -189,7 +196,7 @@ class _BlockTools(ToolTransform):
         super().__init__(tool_name)
         self.pattern = TOOL_BLOCK if pattern is None else re.compile(pattern, re.DOTALL)
         if self.pattern.groups < 2:
-            raise ValueError(f"tool_call_pattern={self.pattern.pattern!r} must have two groups: name and arguments")
+            raise ValueError(f"tool_call_pattern={self.pattern.pattern!r} must have two groups: name and arguments.")
         self.describe = describe
 
     def calls(self, text: str) -> list[ParsedCall]:
@@ -235,7 +242,7 @@ class MCPToolTransform(_BlockTools):
     ):
         super().__init__(tool_name, tool_call_pattern, describe)
         if not servers:
-            raise ValueError("servers={} must name at least one MCP server")
+            raise ValueError("servers={} must name at least one MCP server.")
         self.servers = {
             name: entry if "tools" in entry else {**entry, "tools": list_server_tools(name, entry)}
             for name, entry in servers.items()
@@ -284,7 +291,7 @@ class BrowserTransform(_BlockTools):
         describe: bool = True,
     ):
         if not headless:
-            raise ValueError("headless=False is not supported: the browsers of a batch have no screen")
+            raise ValueError("headless=False is not supported: the browsers of a batch have no screen.")
         super().__init__(tool_name, None, describe)
         self._make: Callable[[], Tool] = lambda: BrowserTool(
             ["*"] if allowed_domains is None else list(allowed_domains), allow_private, timeout=timeout

@@ -38,7 +38,7 @@ class PolicyVersion(Transform):
 
     def __init__(self, version_type: type | str = "int"):
         if version_type not in (int, "int", str, "uuid"):
-            raise ValueError(f"version_type={version_type!r} is not one of int, 'int', str, 'uuid'")
+            raise ValueError(f"version_type={version_type!r} is not one of int, 'int', str, 'uuid'.")
         self.counts = version_type in (int, "int")
         self.version: Version = 0 if self.counts else str(uuid.uuid4())
         self.version_history = [VersionChange(time.time(), None, self.version)]

@@ -183,7 +183,7 @@ class GroupTransform(ABC):
                 steps = []
         if steps:
             raise RuntimeError(
-                f"The last {len(steps)} steps are not done at {self.done_key!r}; write complete trajectories "
+                f"The last {len(steps)} steps are not done at {self.done_key!r}. Write complete trajectories "
                 "(yield_completed_trajectories=True in a collector)."
             )
 
@@ -204,7 +204,7 @@ class GroupTransform(ABC):
         if isinstance(value, list):  # messages
             return json.dumps(value, sort_keys=True, default=repr)
         if value is None:
-            raise KeyError(f"The tensordict has no prompt at {self.prompt_key!r}; set prompt_key to its key.")
+            raise KeyError(f"The tensordict has no prompt at {self.prompt_key!r}. Set prompt_key to its key.")
         raise TypeError(
             f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str, messages or a tensor."
         )
@@ -235,7 +235,8 @@ def _entry(step: TensorDictBase, key: Key) -> Tensor:
     value = step.get(key, None)
     if value is None:
         raise KeyError(
-            f"The tensordict has no entry {key!r}; its entries are {sorted(map(str, step.keys(include_nested=True)))}."
+            f"The tensordict has no entry {key!r}; its entries are {sorted(map(str, step.keys(include_nested=True)))}. "
+            "Set the key to one of these."
         )
     return value  # type: ignore[no-any-return]
 

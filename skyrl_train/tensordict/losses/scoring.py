@@ -66,12 +66,22 @@ def check_actor(actor: Any) -> None:
     """Raise ValueError for a wrapper that would generate instead of scoring."""
     if getattr(actor, "generate", None) is True:
         raise ValueError(
-            "The actor has generate=True, but a loss scores given tokens; use actor.get_new_version(generate=False)."
+            "The actor has generate=True, but a loss scores given tokens. Use actor.get_new_version(generate=False)."
         )
 
 
 def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError) -> Column:
-    """Return a required entry of a tensordict [B]; raise `error`, which calls the entry `what`, if it is missing."""
+    """Return a required entry of a tensordict.
+
+    Args:
+        tensordict: The tensordict [B].
+        key: Key of the entry.
+        what: Description of the entry for the error message.
+        error: Type of the error.
+
+    Raises:
+        error: The entry is missing.
+    """
     value = column(tensordict, key)
     if value is None:
         found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
@@ -91,7 +101,7 @@ def score(
     policy that only has log-probs.
     """
     if actor is None:
-        raise ValueError("The loss has no actor_network; give it the policy to train.")
+        raise ValueError("The loss has no actor_network. Give it the policy to train.")
     actor, tokens = _reader_of(actor, action), read(tensordict, action, "action")
     layout = TokenLayout.of(tokens, column(tensordict, ATTENTION))
     mask = token_mask(tensordict, tokens, layout, strategy)
@@ -99,7 +109,7 @@ def score(
     distribution = _distribution(actor, _unpadded(tensordict, ids, layout, action))
     if distribution is None:
         if entropy:
-            raise ValueError("The policy only gives log-probs, which have no entropy; use entropy_bonus=False.")
+            raise ValueError("The policy only gives log-probs, which have no entropy. Use entropy_bonus=False.")
         return Scored(layout, mask, _called(actor, _unpadded(tensordict, ids, layout, action), ids, action), None)
     theirs, device = TokenLayout.of(ids, None), layout.present.device
     found = distribution.log_prob(theirs.rectangle(ids, action)).to(device)
@@ -109,10 +119,17 @@ def score(
 
 
 def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, strategy: str) -> Tensor:
-    """Return the mask [T] of tokens that count; it never includes a row's first token, which has no log-prob.
+    """Return the mask [T] of tokens that count. It never includes a row's first token, which has no log-prob.
 
-    "rlhf": the assistant's tokens, in all turns. "sft": the tokens after the prompt (the assistant's if the prompt is
-    not known). "generic": all tokens. Raises ValueError if the masks that the strategy needs are missing.
+    Args:
+        tensordict: The batch, with masks or prompts.
+        tokens: The tokens of the batch.
+        layout: The layout of `tokens`.
+        strategy: "rlhf": the assistant's tokens, in all turns. "sft": the tokens after the prompt (the assistant's if
+            the prompt is not known). "generic": all tokens.
+
+    Raises:
+        ValueError: The masks that the strategy needs are missing.
     """
     assistant, prompts = column(tensordict, ASSISTANT), column(tensordict, PROMPT)
     if strategy == "rlhf" or (strategy == "sft" and prompts is None):
@@ -133,9 +150,19 @@ def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, 
 
 
 def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[TensorDictBase, Tensor, TokenLayout]:
-    """Let the policy score conversations; return its tensordict with tokens and masks, log-probs [T], and their layout.
+    """Let the policy score conversations.
 
-    Raises ValueError if the policy writes no tokens at `action`, KeyError if it writes no log-probs.
+    Args:
+        actor: The policy, a wrapper with generate=False.
+        tensordict: The conversations [B].
+        action: Key at which the policy writes the tokens.
+
+    Returns:
+        The policy's tensordict with tokens and masks, the log-probs [T], and their layout.
+
+    Raises:
+        ValueError: The policy writes no tokens at `action`.
+        KeyError: The policy writes no log-probs.
     """
     result = actor(tensordict)
     tokens = read(result, action, "tokens of the policy")
@@ -188,7 +215,7 @@ def _entropy(distribution: Any, samples: int) -> Tensor:
             drawn = distribution.sample((samples,))
         except NotImplementedError:
             raise ValueError(
-                "The policy's distribution has no entropy and cannot be sampled; use entropy_bonus=False."
+                "The policy's distribution has no entropy and cannot be sampled. Use entropy_bonus=False."
             ) from None
         sampled: Tensor = -distribution.log_prob(drawn).mean(0)
         return sampled
@@ -206,8 +233,8 @@ def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: K
     layout = TokenLayout.of(theirs, None if attention is None else _moved(attention, device))
     if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
         raise ValueError(
-            "The policy scored other tokens than those that were sampled, because it rendered the text again; "
-            'use input_mode="tokens".'
+            "The policy scored other tokens than those that were sampled, because it rendered the text again. Use "
+            'input_mode="tokens".'
         )
     return layout.flat(values, LOG_PROBS)
 

@@ -128,8 +128,8 @@ class SFTLoss(TensorDictModuleBase):
         silent = (lengths == 0).nonzero()[:, 0].tolist()
         if silent:
             raise ValueError(
-                f"Rows {', '.join(map(str, silent))} have no token of the assistant to train on; leave them out, or "
-                "use a chat template that marks them with {% generation %}."
+                f"These rows have no tokens of the assistant to train on: {', '.join(map(str, silent))}. Leave them "
+                "out, or use a chat template that marks the assistant's tokens with {% generation %}."
             )
         reference = None
         if self.reads_reference:
@@ -162,7 +162,7 @@ class SFTLoss(TensorDictModuleBase):
         """Return the layout, the mask [T] of the assistant's tokens, and the log-probs [T]."""
         keys = self.tensor_keys
         if self.actor_network is None:
-            raise ValueError("The loss has no actor_network; give it the policy to train.")
+            raise ValueError("The loss has no actor_network. Create the loss with the policy to train.")
         if column(rows, keys.tokens) is None:
             rows = self._tokenised(rows)
         if column(rows, keys.tokens) is not None:
@@ -191,8 +191,8 @@ class SFTLoss(TensorDictModuleBase):
         for row in rows.unbind(0):
             if row.get(self.tensor_keys.history, None) is None:
                 raise ValueError(
-                    f"No conversation at {self.tensor_keys.history!r} and no tokens at {self.tensor_keys.tokens!r}; "
-                    "name other keys with set_keys."
+                    f"No conversation at {self.tensor_keys.history!r} and no tokens at {self.tensor_keys.tokens!r}. "
+                    "Name other keys with set_keys."
                 )
             found = row[self.tensor_keys.history].apply_chat_template(tokenizer=tokenizer, **settings)
             row = row.copy()

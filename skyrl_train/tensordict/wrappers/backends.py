@@ -84,7 +84,7 @@ class _MadeWrapper(LLMWrapperBase):
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         """Return a new engine. Not abstract, because a subclass may override `_made` instead."""
-        raise NotImplementedError(f"{type(self).__name__} overrides neither _made nor _start.")
+        raise NotImplementedError(f"{type(self).__name__} overrides neither _made nor _start. Override one of them.")
 
     def _model_of_versions(self) -> Any:
         return self._engine if self._owned is None else self._owned
@@ -126,7 +126,7 @@ class TransformersWrapper(_MadeWrapper):
         elif isinstance(model, nn.Module) and not isinstance(model, LLMWrapperBase):
             if given := sorted(_OF_LOADING & set(options)):
                 raise ConfigError(
-                    f"{given} only apply when a model is loaded from a path; leave them out for a loaded model."
+                    f"{given} only apply when a model is loaded from a path. Leave them out for a loaded model."
                 )
             model = model if generate else ModuleScorer(model)
         module, model = _module_of(model), _engine_of(model)

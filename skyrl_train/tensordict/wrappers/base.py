@@ -43,7 +43,7 @@ class _Setting:
         return MappingProxyType(value) if isinstance(value, dict) else value
 
     def __set__(self, wrapper: LLMWrapperBase, value: Any) -> None:
-        raise AttributeError(f"{self.name} cannot be changed after construction; use get_new_version({self.name}=...).")
+        raise AttributeError(f"{self.name} cannot be changed after construction. Use get_new_version({self.name}=...).")
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -157,7 +157,8 @@ class LLMWrapperBase(TensorDictModuleBase):
 
         Args:
             tensordict: Input of any batch size.
-            tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses.
+            tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses. None: `inplace`
+                chooses.
             generate_kwargs: Override the wrapper's for this call.
 
         Returns:
@@ -278,8 +279,8 @@ class LLMWrapperBase(TensorDictModuleBase):
                 own = row.assistant if mask == "rlhf" else self._reader.response(record, row)
                 if not any(own[1:]):
                     raise ConfigError(
-                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0; leave the "
-                        "row out or choose another mask."
+                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0. Leave the row "
+                        "out or choose another mask."
                     )
             counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
         return LLMMaskedCategorical(logits, counts)
@@ -316,10 +317,18 @@ class LLMWrapperBase(TensorDictModuleBase):
     # -- versions, batching ----------------------------------------------------------------------------------------
 
     def get_new_version(self, **changes: Any) -> LLMWrapperBase:
-        """Return a wrapper over the same engine with some settings changed; all others keep their values.
+        """Return a wrapper over the same engine with some settings changed. This wrapper does not change.
 
-        Changing `generate` or `input_mode` also changes the input key, unless `input_key` is given. Raises
-        TypeError for an unknown setting.
+        All other settings keep their values, with two exceptions: changing `generate` or `input_mode` resets
+        `input_key`, and `generate=False` resets `return_log_probs`, to the default for the new mode, unless they are
+        also given.
+
+        Args:
+            **changes: Settings of the constructor.
+
+        Raises:
+            TypeError: A setting is unknown.
+            ConfigError: A value is invalid, or the values do not fit together.
         """
         known = set(self._given)
         if unknown := set(changes) - known:
@@ -335,7 +344,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self._engine
 
     def cleanup_batching(self, flush: bool = False) -> None:
-        """Cancel the calls that wait for a batch or, with `flush`, answer them now; does nothing without batching."""
+        """Empty the queue of calls that wait for a batch, which accepts new calls afterwards.
+
+        Does nothing without batching.
+
+        Args:
+            flush: True runs the waiting calls now without waiting for more items, and blocks until they are answered,
+                for at most 60 seconds. False cancels them: their callers get `concurrent.futures.CancelledError`.
+        """
         if self._dispatcher is not None:
             self._dispatcher.cleanup(flush)
 
@@ -371,16 +387,16 @@ class LLMWrapperBase(TensorDictModuleBase):
         if self.num_samples is not None and self.inplace is not False:
             raise ConfigError(f"num_samples={self.num_samples} needs inplace=False, got {self.inplace!r}.")
         if not self.generate and log_probs is False:
-            raise ConfigError("return_log_probs=False with generate=False leaves no output; set one of them to True.")
+            raise ConfigError("return_log_probs=False with generate=False leaves no output. Set one of them to True.")
         if batching is False and (min_size is not None or max_size is not None):
             raise ConfigError(
-                f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}; leave them out."
+                f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}. Leave them out."
             )
         if self.tokenizer is None and self.input_mode != "tokens":
             raise ConfigError(f"input_mode={self.input_mode!r} needs a tokenizer: pass tokenizer=.")
         if self.pad_model_input is not None and (self.generate or not self._reads_rectangles):
             where = "TransformersWrapper(module, generate=False)"
-            raise ConfigError(f"pad_model_input={self.pad_model_input} only applies to {where}; leave it out.")
+            raise ConfigError(f"pad_model_input={self.pad_model_input} only applies to {where}. Leave it out.")
         if self.layout not in (None, torch.strided, torch.jagged) or (self.layout is torch.jagged and self.pad_output):
             raise ConfigError(f"layout={self.layout}: give torch.strided, or torch.jagged without pad_output.")
         if not self.timeout > 0:

@@ -49,7 +49,7 @@ class CategoricalSequential(TensorDictModuleBase):
         out = self.module(tensordict.copy(), *args, **options)
         logits = column(out, self.logits_key)
         if logits is None:
-            raise ConfigError(f"the module wrote no {self.logits_key!r}; name its key with logits_key=.")
+            raise ConfigError(f"The module wrote no {self.logits_key!r}. Name its key with logits_key=.")
         mask = None if self.mask_key is None else column(tensordict, self.mask_key)
         if isinstance(logits, Tensor):
             found = (logits != self.padding_value).any(-1) if mask is None else _right(mask)[0].bool()
@@ -64,7 +64,7 @@ class CategoricalSequential(TensorDictModuleBase):
         """
         action = column(tensordict, self.action_key)
         if action is None:
-            raise ConfigError(f"the tensordict has no tokens at {self.action_key!r}; name their key with action_key=.")
+            raise ConfigError(f"The tensordict has no tokens at {self.action_key!r}. Name their key with action_key=.")
         return self.get_dist(tensordict, *args, **options).log_prob(_right(action)[0])
 
 

@@ -77,7 +77,7 @@ class Dispatcher:
         """Number of threads in `submit`."""
 
     def submit(self, items: Sequence[Any], parameters: Hashable, deadline_s: float) -> list[Any]:
-        """Return the answers to `items`, in order; blocks until all are answered.
+        """Return the answers to `items`, one for each in the same order; blocks until all are answered.
 
         Only items with equal `parameters` share a batch. Raises what `run` raised for the items, DeadlineExceeded after
         `deadline_s` seconds, or CancelledError if `cleanup` empties the queue.
@@ -201,7 +201,10 @@ class Dispatcher:
         try:
             results = self._run([submission.items[index] for submission, index in batch], parameters)
             if len(results) != len(batch):
-                raise RuntimeError(f"the batch function returned {len(results)} answers for {len(batch)} items")
+                raise RuntimeError(
+                    f"The batch function returned {len(results)} answers for {len(batch)} items. It must return one "
+                    "for each item, in order."
+                )
             return results
         except Exception as error:
             return error

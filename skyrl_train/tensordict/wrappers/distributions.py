@@ -19,18 +19,24 @@ class LogProbDistribution(Distribution):
         """Return the log-probs, 0 where masked out. Raises ValueError for other tokens or shapes than were scored."""
         if value.shape != self.log_probs.shape:
             raise ValueError(
-                f"tokens have shape {tuple(value.shape)}, but the scored ones have {tuple(self.log_probs.shape)}."
+                f"tokens have shape {tuple(value.shape)}, but the scored tokens have {tuple(self.log_probs.shape)}. "
+                "Pass the scored tokens."
             )
         counts = torch.ones_like(value, dtype=torch.bool) if self.mask is None else self.mask
         if self.tokens is not None and not torch.equal(self.tokens[counts], value[counts]):
-            raise ValueError("these tokens are not the ones that were scored, so their log-probs are not known.")
+            raise ValueError(
+                "These tokens are not the ones that were scored, so their log-probs are not known. Pass the scored "
+                "tokens."
+            )
         return self.log_probs.masked_fill(~counts, 0.0)
 
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # type: ignore[override]  # noqa: B008
-        raise NotImplementedError("cannot sample from the log-probs of given tokens; use get_dist, which has logits.")
+        """Raise NotImplementedError, because the log-probs of given tokens are not a distribution to sample from."""
+        raise NotImplementedError("Cannot sample from the log-probs of given tokens. Use get_dist, which has logits.")
 
     def entropy(self) -> Tensor:
-        raise NotImplementedError("log-probs of given tokens have no entropy; use get_dist where logits exist.")
+        """Raise NotImplementedError, because the log-probs of given tokens have no entropy."""
+        raise NotImplementedError("Log-probs of given tokens have no entropy. Use get_dist where logits exist.")
 
 
 class LLMMaskedCategorical(Distribution):

@@ -56,7 +56,8 @@ class EngineView:
         """The engine. Raises RuntimeError before it is started and after `close`."""
         if self._engine is None:
             raise RuntimeError(
-                f"{type(self).__name__} of {self.model_path!r} has no engine: it was not started, or it was closed."
+                f"{type(self).__name__} of {self.model_path!r} has no engine: it was not started, or it was closed. "
+                "Make a new one."
             )
         return self._engine
 
@@ -81,11 +82,24 @@ class EngineView:
         return served
 
     def update_weights_from_tensor(self, named_tensors: Source | Iterable[tuple[str, Tensor]]) -> int:
-        """Same as `update_weights`, under SGLang's name."""
+        """Load tensors by name, as `update_weights` does; this is SGLang's name for it.
+
+        Returns:
+            The version that the engine now serves.
+
+        Raises:
+            WeightSyncError: A tensor is missing, unknown or of another shape. The message names it.
+            ConfigError: The source has no weights.
+        """
         return self.update_weights(named_tensors)
 
     def update_weights_from_disk(self, model_path: str) -> int:
-        """Load the weights in a Hugging Face folder of the same model; return the version that is now served."""
+        """Load the weights in a Hugging Face folder of the same model, and return the version that is now served.
+
+        Raises:
+            ConfigError: The model in the folder cannot be loaded.
+            WeightSyncError: It does not fit the engine's model.
+        """
         return self.update_weights(load_causal_lm(model_path, dtype=dtype_of(self.dtype), key="model_path"))
 
     # -- from a process group ---------------------------------------------------------------------------------------
@@ -98,9 +112,22 @@ class EngineView:
         world_size: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
-        """Join the trainer's group (stateless_init_process_group), whose rank 0 has the weights, as rank `rank_offset`.
+        """Join the trainer's group (`stateless_init_process_group`), whose rank 0 has the weights.
 
-        The whole engine is one member, however many accelerators it uses.
+        Blocks until all have joined.
+
+        The whole engine is one member, however many accelerators it uses. A group that was joined before is left first.
+
+        Args:
+            master_address: Host of rank 0.
+            master_port: Port of rank 0.
+            rank_offset: Rank of this engine in the group.
+            world_size: Number of members of the group.
+            device: Device on which tensors are received; None for the first accelerator, or the CPU.
+
+        Raises:
+            ConfigError: The rank is not valid.
+            WeightSyncError: The group did not form in time.
         """
         self.destroy_weight_update_group()
         self._group = stateless_init_process_group(
@@ -114,9 +141,19 @@ class EngineView:
         shapes: Sequence[Sequence[int]],
         version: int | None = None,
     ) -> int:
-        """Receive tensors from rank 0 of the group, one broadcast each in this order, then call `update_weights`.
+        """Receive tensors from rank 0 of the group, one broadcast each, load them, and return the version that is now
+        served.
 
-        Raises ConfigError for lists of different lengths, RuntimeError without a group.
+        Args:
+            names: Checkpoint names of the tensors, in the order in which rank 0 sends them.
+            dtypes: Data types of the tensors, in the same order.
+            shapes: Shapes of the tensors, in the same order.
+            version: Version of the weights; None for the engine's last one + 1.
+
+        Raises:
+            ConfigError: The lists differ in length.
+            RuntimeError: No group is joined.
+            WeightSyncError: A transfer failed, or the tensors do not fit the model.
         """
         if isinstance(names, str) or not len(names) == len(dtypes) == len(shapes):
             raise ConfigError(
@@ -133,7 +170,7 @@ class EngineView:
 
     def _received(self, dtype: torch.dtype | str, shape: Sequence[int]) -> Tensor:
         if self._group is None:
-            raise RuntimeError("no process group is joined; call init_weight_update_group first.")
+            raise RuntimeError("No process group is joined. Call init_weight_update_group first.")
         kind = dtype if isinstance(dtype, torch.dtype) else dtype_of(str(dtype).removeprefix("torch."))
         return self._group.broadcast(torch.empty(tuple(shape), dtype=kind, device=self._group.device))
 

@@ -17,15 +17,22 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def call(work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
-    """Run a coroutine on the loop, block, and return its result; `what` names it in errors.
+    """Run a coroutine on the package's event loop, block until it ends, and return its result.
 
-    Raises DeadlineExceeded after `timeout_s` seconds, when the coroutine is cancelled; RuntimeError on the loop's own
-    thread; and what the coroutine raises.
+    Args:
+        work: The coroutine.
+        what: Description of the call for errors.
+        timeout_s: Seconds after which the coroutine is cancelled.
+
+    Raises:
+        DeadlineExceeded: The coroutine did not end in time.
+        RuntimeError: This is the loop's own thread, which would block itself.
+        Exception: The error that the coroutine raises.
     """
     if threading.current_thread() is _thread:
         work.close()
         raise RuntimeError(
-            f"{what} was called on the event loop's own thread, which would block itself; call it from another thread."
+            f"{what} was called on the event loop's own thread, which would block itself. Call it from another thread."
         )
     future = asyncio.run_coroutine_threadsafe(work, _running())
     try:

@@ -50,7 +50,7 @@ class ModuleScorer:
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Raise EngineError: a module only computes log-probs."""
         raise EngineError(
-            "a wrapper with generate=False only computes log-probs; make one with generate=True to sample."
+            "A wrapper with generate=False only computes log-probs. Make one with generate=True to sample."
         )
 
     async def close(self) -> None:
@@ -60,9 +60,16 @@ class ModuleScorer:
 def load_module(
     path: str, device: torch.device | str | None, *, dtype: str | torch.dtype = "float32", **rope: Any
 ) -> nn.Module:
-    """Load a causal language model from a folder or hub name onto `device` (the CPU by default).
+    """Load a causal language model.
 
-    `rope` are `rope_scaling` and `rope_theta`.
+    Args:
+        path: Folder or hub name of the model.
+        device: Device of the model; None for the CPU.
+        dtype: Data type of the parameters.
+        **rope: `rope_scaling` and `rope_theta`; see `load_causal_lm`.
+
+    Raises:
+        ConfigError: The model cannot be loaded.
     """
     kind = dtype_of(dtype) if isinstance(dtype, str) else dtype
     model: nn.Module = load_causal_lm(path, dtype=kind, device=device or "cpu", key="model", **rope)
@@ -83,6 +90,6 @@ def check_shared(module: nn.Module, own: nn.Module) -> None:
     for (name, theirs), ours in zip(module.named_parameters(), own.parameters(), strict=True):
         if theirs.data_ptr() != ours.data_ptr():
             raise ConfigError(
-                f"the model's {name!r} was moved, cast or assigned after the wrapper was made, which still samples "
+                f"The model's {name!r} was moved, cast or assigned after the wrapper was made, which still samples "
                 "from the old weights: move and cast a model first, then make its wrapper."
             )

@@ -57,12 +57,12 @@ class Reader:
         Raises ConfigError for no rows, a missing key or a row without tokens, TypeError for a value of another type.
         """
         if not rows:
-            raise ConfigError("the tensordict has batch size 0; give at least one row.")
+            raise ConfigError("The tensordict has batch size 0. Give at least one row.")
         read = {"history": self._history, "text": self._text, "tokens": self._tokens}[self.mode]
         found = [read(row) for row in rows]
         for place, row in enumerate(found):
             if not row.ids:
-                raise ConfigError(f"row {place} at {self.key} has no tokens; give a prompt that is not empty.")
+                raise ConfigError(f"row {place} at {self.key} has no tokens. Give a prompt that is not empty.")
         return found
 
     @cached_property
@@ -79,7 +79,8 @@ class Reader:
         if value is None:
             what = f"{self.key} (or {self.key[0]!r})" if len(self.key) > 1 else repr(self.key[0])
             raise ConfigError(
-                f"input_mode={self.mode!r} reads {what}; the tensordict has {sorted(map(str, row.keys()))}."
+                f"input_mode={self.mode!r} reads {what}; the tensordict has {sorted(map(str, row.keys()))}. Set "
+                "input_mode or input_key."
             )
         return value
 
@@ -148,7 +149,10 @@ class Reader:
             return row.assistant
         before = self._real(prompt, record, False)
         if row.ids[: len(before)] != before:
-            raise ConfigError(f"({self.tokens_key!r}, 'prompt') does not match the beginning of the sequence.")
+            raise ConfigError(
+                f"({self.tokens_key!r}, 'prompt') does not match the beginning of the sequence. Leave it out, or write "
+                "the prompt that the sequence begins with."
+            )
         return [False] * len(before) + [True] * (len(row.ids) - len(before))
 
     def _real(self, tokens: Tensor, row: TensorDictBase, both_sides: bool) -> list[int]:

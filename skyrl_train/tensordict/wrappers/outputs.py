@@ -76,7 +76,11 @@ def generated(
 def scored(rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float]], tokenizer: Any, at: Layout) -> Any:
     """Return the output containers, by name, for scored sequences: only their `full` fields, padded on the left.
 
-    `logprobs` have one value per token after the first.
+    Args:
+        rows: The scored sequences.
+        logprobs: Log-probs of each sequence's tokens after the first, in nats.
+        tokenizer: Tokenizer that decodes the texts; None leaves them out.
+        at: Batch size and padding of the output.
     """
     tokens = [{"full": as_tensor(row.ids)} for row in rows]
     values = [{"full": torch.tensor([0.0, *row])} for row in logprobs]

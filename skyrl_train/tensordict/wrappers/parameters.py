@@ -36,14 +36,19 @@ class Generation:
 
 
 def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | None) -> Generation:
-    """Parse generate_kwargs and the wrapper's `num_samples`; top_k=-1 turns top-k off.
+    """Parse generate_kwargs and the wrapper's `num_samples`.
 
-    Raises ConfigError (a ValueError) for unknown names, wrong values and contradictions.
+    Args:
+        given: Parameters under the names of TorchRL, vLLM or SGLang; None for the defaults. top_k=-1 turns top-k off.
+        num_samples: Number of samples of a prompt; None for that of `given`, or 1.
+
+    Raises:
+        ConfigError: A name is unknown, a value is wrong, or two values contradict each other.
     """
     key, values = "generate_kwargs", common_names(given)
     for name, off in _ONLY_OFF.items():
         if (value := values.pop(name, None)) not in off:
-            raise ConfigError(f"{key}.{name}={value!r} requests beam search, which no engine supports; leave it out.")
+            raise ConfigError(f"{key}.{name}={value!r} requests beam search, which no engine supports. Leave it out.")
     samples = _samples(key, values.pop("num_return_sequences", None), num_samples)
     seed, skip = values.pop("seed", None), values.pop("skip_special_tokens", False)
     if seed is not None and (type(seed) is not int or seed < 0):
@@ -67,14 +72,21 @@ def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:
         common = _SAME.get(name, name)
         if common in values and values[common] != value:
             raise ConfigError(
-                f"generate_kwargs.{name}={value!r} contradicts {common}={values[common]!r}; give one of them."
+                f"generate_kwargs.{name}={value!r} contradicts {common}={values[common]!r}. Give one of them."
             )
         values[common] = value
     return values
 
 
 def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a wrapper's generate_kwargs (`own`, under common names) overridden by those of a call (`given`)."""
+    """Return generate_kwargs of a call on top of those of its wrapper.
+
+    A temperature of the call removes the wrapper's `do_sample`; `do_sample=False` removes the wrapper's temperature.
+
+    Args:
+        own: The wrapper's values, under common names.
+        given: The call's values. They take precedence.
+    """
     gone = {_SAME.get(name, name) for name in given}
     if "temperature" in given:
         gone.add("do_sample")
@@ -91,7 +103,7 @@ def _samples(key: str, asked: int | None, num_samples: int | None) -> int | None
     if type(asked) is not int or asked < 1:
         raise ConfigError(f"{key}['n']={asked!r}: give an integer of at least 1.")
     if num_samples not in (None, asked):
-        raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}; give one of them.")
+        raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}. Give one of them.")
     return num_samples if num_samples is not None or asked == 1 else asked
 
 

@@ -31,7 +31,8 @@ def engine_in_actor(
         options: Arguments of the class. Without "device", the engine uses accelerators if Ray has any.
         name: Name of the engine in messages.
         ranks: Number of accelerators that the engine uses.
-        devices: Expected accelerators, as in CUDA_VISIBLE_DEVICES. Ray chooses them; this only checks its choice.
+        devices: Expected accelerators, as in CUDA_VISIBLE_DEVICES. Ray chooses them; this only checks its choice. None:
+            no check.
         start_ray: Start Ray if it is not running.
         deadline_s: Seconds for loading the model.
 

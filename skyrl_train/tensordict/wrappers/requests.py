@@ -27,7 +27,7 @@ def sample_requests(
     """
     if generation.seed is not None and not capabilities.seeds:
         raise UnsupportedParameter(
-            f"Engine {capabilities.name!r} does not support seed={generation.seed}; leave it out."
+            f"Engine {capabilities.name!r} does not support seed={generation.seed}. Leave it out."
         )
     base = int(torch.randint(1 << 62, ())) if generation.seed is None else generation.seed
     copies = numbered(rows) if copies is None else copies

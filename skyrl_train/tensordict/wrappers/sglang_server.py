@@ -70,7 +70,7 @@ class AsyncSGLang(EngineView):
             ConnectionError: If no SGLang server answers within `connect_timeout`.
         """
         if dp_size != 1:
-            raise ConfigError(f"dp_size={dp_size}: an AsyncSGLang is a single replica; make {dp_size} of them.")
+            raise ConfigError(f"dp_size={dp_size}: an AsyncSGLang is a single replica. Make {dp_size} of them.")
         on_cpu = not torch.cuda.is_available()
         self.server_url = server_url
         dtype = dtype or ("float32" if on_cpu else "bfloat16")
@@ -80,7 +80,7 @@ class AsyncSGLang(EngineView):
         if server_url is not None:
             if server_kwargs or tp_size != 1:
                 given = sorted(server_kwargs) or ["tp_size"]
-                raise ConfigError(f"{given} cannot be changed on a running server (server_url); leave them out.")
+                raise ConfigError(f"{given} cannot be changed on a running server (server_url). Leave them out.")
             key = os.environ.get(API_KEY_ENV, "") if token is None else token
             folder = weight_folder or tempfile.mkdtemp(prefix="skyrl-sglang-")
             if weight_folder is None:
@@ -109,7 +109,17 @@ class AsyncSGLang(EngineView):
 
     @classmethod
     def from_pretrained(cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **options: Any) -> AsyncSGLang:
-        """Start SGLang here, on `tp_size` accelerators; `dp_size` must be 1."""
+        """Start SGLang on this machine and return it.
+
+        Args:
+            model_name: Folder or hub name of the model.
+            tp_size: Number of accelerators.
+            dp_size: Must be 1, because an AsyncSGLang is a single replica.
+            **options: Other arguments of the constructor.
+
+        Raises:
+            ConfigError: `dp_size` is not 1, or SGLang does not start.
+        """
         return cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **options)
 
     @property
@@ -128,19 +138,30 @@ class AsyncSGLang(EngineView):
         return_logprobs: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Sample answers. A single prompt gives a dict; a list, or `n` samples, give a list of dicts.
+        """Sample answers, and block until all have ended.
 
-        The samples of a prompt are adjacent. A dict has "text", "output_ids" and "meta_info":
-        finish_reason, prompt_tokens, completion_tokens, and with
-        `return_logprobs` output_token_logprobs, (nats, id, None) each, before truncation. `sampling_params` are those
-        of tensordict/wrappers/parameters.py. Raises ConfigError (a ValueError) unless exactly one of `prompts` and
-        `input_ids` is given, or for an empty prompt; DeadlineExceeded after `timeout` seconds.
+        Args:
+            prompts: One or several texts. Give either these or `input_ids`.
+            input_ids: Token ids of one or several prompts.
+            sampling_params: Parameters of sampling, as in tensordict/wrappers/parameters.py; None for the defaults.
+            return_logprobs: True to return log-probs.
+            timeout: Seconds for all answers; None for the default.
+
+        Returns:
+            A dict for a single prompt; a list of dicts for a list of prompts or `n` samples, with the samples of a
+            prompt next to each other. A dict has "text", "output_ids" and "meta_info": finish_reason, prompt_tokens,
+            completion_tokens and, with `return_logprobs`, output_token_logprobs: (nats, id, None) for each token,
+            before truncation.
+
+        Raises:
+            ConfigError: Not exactly one of `prompts` and `input_ids` is given, or a prompt is empty.
+            DeadlineExceeded: The answers took longer than `timeout`.
         """
         if (prompts is None) == (input_ids is None):
             raise ConfigError("generate needs exactly one of prompts and input_ids.")
         rows, one = self._rows(prompts, input_ids)
         if not rows or not all(rows):
-            raise ConfigError("a prompt has no tokens; give prompts that are not empty.")
+            raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
         generation = read_generate_kwargs({"skip_special_tokens": True, **(sampling_params or {})}, None)
         check_supported(generation.sampling, self.engine.capabilities)
         requests = sample_requests(rows, generation, self.engine.capabilities)
@@ -202,7 +223,9 @@ def _reach(
     try:
         return call(connected(), f"connecting to {url}", 2 * deadline_s + 60.0)
     except (DeadlineExceeded, EngineError) as error:
-        raise ConnectionError(f"no SGLang server at {url}: {error}") from error
+        raise ConnectionError(
+            f"No SGLang server answers at {url}: {str(error).rstrip('.')}. Start one there, or correct server_url."
+        ) from error
 
 
 async def _served(connection: Connection, deadline_s: float) -> str:
@@ -222,7 +245,9 @@ async def _served(connection: Connection, deadline_s: float) -> str:
     except (ValueError, KeyError, TypeError):
         path = None
     if not isinstance(path, str):
-        raise EngineError(f"/server_info returned HTTP status {status} without a model_path.")
+        raise EngineError(
+            f"/server_info returned HTTP status {status} without a model_path, so this is not an SGLang server."
+        )
     return path
 
 

@@ -27,10 +27,13 @@ class StatelessGroup:
             raise ConfigError(f"src={src}: only rank {ROOT_RANK} can broadcast.")
         if tensor.device.type != self.device.type:
             raise ConfigError(
-                f"the tensor is on {tensor.device}, but the group on {self.device}; move the tensor there first."
+                f"The tensor is on {tensor.device}, but the group on {self.device}. Move the tensor there first."
             )
         if not tensor.is_contiguous():
-            raise ConfigError("the tensor is not contiguous and cannot be filled in place; pass tensor.contiguous().")
+            raise ConfigError(
+                "The tensor is not contiguous and cannot be filled in place. Use a contiguous one: "
+                "tensor = tensor.contiguous()."
+            )
         self._group.broadcast(tensor)
         return tensor
 

@@ -23,12 +23,22 @@ class vLLMWorker(EngineView):
     """An engine whose weights may arrive tensor by tensor: it loads them once the model's last tensor has arrived."""
 
     def __init__(self, engine: Any, model: str, **options: Any):
-        """See EngineView."""
+        """Create a worker over an engine; `options` are those of EngineView."""
         super().__init__(engine, model, **options)
         self._arrived: dict[str, Tensor] = {}
 
     def update_weight_broadcast(self, name: str, dtype: torch.dtype | str, shape: Sequence[int]) -> None:
-        """Receive one tensor from the group. Raises ConfigError for a name that the model does not have."""
+        """Receive one tensor from the group; once the last has arrived, load all of them.
+
+        Args:
+            name: Checkpoint name of the tensor.
+            dtype: Its data type.
+            shape: Its shape.
+
+        Raises:
+            ConfigError: The model has no tensor of this name.
+            RuntimeError: No group is joined.
+        """
         self._check(name)
         self.update_weight(name, self._received(dtype, shape))
 
@@ -116,8 +126,8 @@ def make_vllm_worker(
 
     Args:
         model_name: Path or hub name.
-        devices: Accelerators visible to this process, by index. For an actor, Ray chooses them; ConfigError is raised
-            if it assigns others.
+        devices: Accelerators visible to this process, by index; None for any `num_devices` ones. For an actor, Ray
+            chooses them; ConfigError is raised if it assigns others.
         num_devices: Number of accelerators, wherever they are free; 1 by default. An alternative to `devices`.
         make_ray_worker: True for an actor, which needs a running Ray.
         enforce_eager: Do not use CUDA graphs.
@@ -188,5 +198,5 @@ def choose_devices(indices: Sequence[int]) -> None:
     if visible[: len(wanted)] == wanted:
         return
     if torch.cuda.is_initialized():
-        raise ConfigError(f"devices={list(indices)}: torch already uses other accelerators; use make_ray_worker=True.")
+        raise ConfigError(f"devices={list(indices)}: torch already uses other accelerators. Use make_ray_worker=True.")
     os.environ[VISIBLE] = ",".join(wanted)

@@ -92,13 +92,22 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
 def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
     """Raise ConfigError naming the first tensor that differs from the announced metadata."""
     if absent := sorted(set(metadata) - set(weights)):
-        raise ConfigError(f"{absent[0]} is in model_metadata, but the policy has no such tensor.")
+        raise ConfigError(
+            f"{absent[0]} is in model_metadata, but the policy has no such tensor. Take model_metadata from the same "
+            "model."
+        )
     shapes = weights.shapes if isinstance(weights, ModelWeights) else {name: one.shape for name, one in weights.items()}
     for name, shape in shapes.items():
         if name not in metadata:
-            raise ConfigError(f"{name} is a tensor of the policy, but is not in model_metadata.")
+            raise ConfigError(
+                f"{name} is a tensor of the policy, but is not in model_metadata. Take model_metadata from the same "
+                "model."
+            )
         if tuple(metadata[name][1]) != tuple(shape):
-            raise ConfigError(f"{name} has shape {list(shape)}; model_metadata has {list(metadata[name][1])}.")
+            raise ConfigError(
+                f"{name!r} has shape {list(shape)}, but model_metadata has {list(metadata[name][1])}. Take "
+                "model_metadata from the same model."
+            )
 
 
 class WeightPusher:
@@ -140,9 +149,15 @@ class WeightPusher:
         self._lock = threading.Lock()
 
     def push(self, weights: Mapping[str, Tensor], version: int | None = None) -> int:
-        """Send the weights and return the version that the engines now serve (`version`, or their last one + 1).
+        """Send the weights to all engines and return the version that they now serve.
 
-        Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase.
+        Args:
+            weights: Tensors by checkpoint name.
+            version: Version of the weights; None for the highest version of the engines + 1.
+
+        Raises:
+            WeightSyncError: Weights did not arrive intact. The message names the engine and the tensor.
+            DeadlineExceeded: The sync took too long. The message names its phase.
         """
 
         async def sync() -> int:
@@ -194,7 +209,7 @@ def _check_adapter(layer: Any, name: str) -> None:
         values = getattr(layer, option, None) or {}
         if any(values.values()):
             raise ConfigError(
-                f"{name} has an adapter with {option}, which cannot be merged into the weight; train without it."
+                f"{name} has an adapter with {option}, which cannot be merged into the weight. Train without it."
             )
 
 

@@ -169,7 +169,7 @@ def test_probe_verifies_weights_or_names_engine(server: Server):
 def test_torchrl_calls_reach_native_sglang_server(server: Server):
     """Generation, a wrapper and a weight update work; a server of another kind is rejected."""
     if server.kind != "sglang":
-        with pytest.raises(ConnectionError, match=r"no SGLang server at .*no model_path"):
+        with pytest.raises(ConnectionError, match=r"No SGLang server answers at .*without a model_path"):
             AsyncSGLang.connect(server.process.address, connect_timeout=200.0)
         return
     trained = tiny_model("qwen3", seed=2)

@@ -136,7 +136,7 @@ def test_what_cannot_travel_is_refused(ray_runtime: None):
         ({"dialog_turns_per_batch": None, "yield_completed_trajectories": True}, ValueError, "needs dialog_turns"),
         ({"sync_iter": False, "max_staleness": 0}, ValueError, "max_staleness must be at least 1"),
         ({"frames_per_batch": 1}, TypeError, "frames_per_batch"),
-        ({"async_envs": True}, RuntimeError, "give the environment more rows"),
+        ({"async_envs": True}, RuntimeError, "Give the environment more rows"),
         ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "give only one of them"),
     ],
 )

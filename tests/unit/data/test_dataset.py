@@ -272,8 +272,8 @@ def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
     ("source", "expected"),
     [
         ("nowhere/train.parquet", "no such file"),
-        ("./not-a-file", "not a folder, not a dataset's name on the hub"),
-        ("a/b/c", "not a folder"),
+        ("./not-a-file", "there is no such folder"),
+        ("a/b/c", "there is no such folder"),
         ("nobody/nothing:test", "could not be loaded as a dataset with split 'test'"),
     ],
 )

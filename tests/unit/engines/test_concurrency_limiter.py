@@ -253,7 +253,7 @@ def test_call_without_available_engine_raises():
 
         client.restart_dead_engines = noop
         client.retire("e0")
-        with pytest.raises(EngineError, match="no inference engine left"):
+        with pytest.raises(EngineError, match="No inference engine is left"):
             await send(client, "a")["a"]
 
     run_with_client(work, engines=1, max_calls=1)

@@ -12,7 +12,7 @@ from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, a
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.weight_sync.protocol import Manifest
 
-NOT_LOADED = "'a' is not fully loaded: .* It serves no requests until a full weight sync"
+NOT_LOADED = "'a' is not fully loaded: .* It serves no requests until then"
 ASLEEP = r"'a' is asleep; call wake_up\(\) first"
 COMPLETE, PARTIAL = Manifest(1, ()), Manifest(1, (), base_version=0)
 Change = Callable[[Lifecycle], object]
@@ -164,7 +164,7 @@ def test_sleeping_without_weights_refuses_sync():
 @pytest.mark.parametrize("change", ["discard", "load"])
 def test_lost_weights_need_complete_sync(change: str):
     lifecycle = make_lifecycle(change)
-    with pytest.raises(WeightSyncError, match="engine a has no complete weights to update: a full sync is needed"):
+    with pytest.raises(WeightSyncError, match=r"Engine 'a' has no complete weights to update\. Send all tensors"):
         lifecycle.check_can_load(PARTIAL)
     lifecycle.check_can_load(COMPLETE)
     lifecycle.invalidate_weights()

@@ -144,7 +144,7 @@ def test_versions_may_be_uuids():
 
 def test_push_without_an_updater_raises():
     llm_collector = collector(conversations(1), dialog_turns_per_batch=1, weight_updater=None)
-    with pytest.raises(ValueError, match="no weight updater is known for VersionPolicy; give the coll"):
+    with pytest.raises(ValueError, match=r"No weight updater is known for VersionPolicy\. Give the coll"):
         push(llm_collector)
 
 

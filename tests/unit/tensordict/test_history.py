@@ -96,7 +96,7 @@ def test_templates_can_be_added_once():
     assert History.from_chats(CHAT[:1]).apply_chat_template(tokenizer=TOKENIZER, chat_template_name="shouting") == "hi!"
     with pytest.raises(ConfigError, match="shouting"):
         add_chat_template("shouting", "other")
-    with pytest.raises(RuntimeError, match="no turn"):
+    with pytest.raises(RuntimeError, match="No turn"):
         History.from_text("x", chat_template_name="shouting")
 
 
@@ -140,7 +140,7 @@ def test_turns_may_end_with_the_end_of_text_and_llamas_with_their_own_tokens():
     four = f"{header.format('user')}hi<|eot|>{header.format('assistant')}yes<|eot|>"
     assert History.from_text(four, chat_template_name="llama").to_chats() == chat
     assert History.from_text(four.removesuffix("<|eot|>")).to_chats()[1]["is_complete"] is False
-    with pytest.raises(RuntimeError, match="no turn"):
+    with pytest.raises(RuntimeError, match="No turn"):
         History.from_text("nothing")
 
 

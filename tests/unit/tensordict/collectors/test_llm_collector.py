@@ -277,7 +277,7 @@ def test_the_environment_is_closed_where_the_policy_cannot_be():
     ("settings", "error", "says"),
     [
         ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "give only one of them"),
-        ({"async_envs": True}, RuntimeError, "give the environment more rows"),
+        ({"async_envs": True}, RuntimeError, "Give the environment more rows"),
         ({"yield_only_last_steps": True, "flatten_data": True}, TypeError, "rows are flat"),
         ({"yield_only_last_steps": True, "reset_at_each_iter": True}, TypeError, "would end"),
         (

@@ -212,7 +212,7 @@ def test_a_server_gets_all_prompts_at_once_and_its_log_probs_are_no_ids(tiny_mod
 
 
 def test_no_server_is_a_connection_error():
-    with pytest.raises(ConnectionError, match="no SGLang server at"):
+    with pytest.raises(ConnectionError, match="No SGLang server answers at"):
         AsyncSGLang.connect(f"127.0.0.1:{free_address()[1]}", token="t", connect_timeout=0.3)
     with pytest.raises(ConfigError, match="needs server_url"):
         AsyncSGLang()
