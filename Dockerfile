@@ -1,12 +1,12 @@
 # CPU:   docker build -t skyrl-train .
 # CUDA:  docker build -t skyrl-train:cuda --build-arg DEVICE=cuda --build-arg EXTRAS=vllm .
-# Build arguments: DEVICE (cpu or cuda); EXTRAS of pyproject.toml, separated by spaces; UV_INDEX, an index of packages
-# that is asked first, for instance one with CPU builds of torch, which save gigabytes.
+# Build arguments: DEVICE (cpu or cuda); EXTRAS (extras of pyproject.toml, separated by spaces); UV_INDEX (a package index
+# that takes precedence, for example one with CPU builds of torch, which save gigabytes).
 ARG DEVICE=cpu
 
 FROM python:3.12-slim-bookworm AS base-cpu
 
-# The compiler and headers are for kernels that engines build when they start.
+# The devel image has the compiler and headers for kernels that engines build when they start.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS base-cuda
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -24,7 +24,7 @@ RUN scripts/viewer
 FROM base-${DEVICE}
 ARG EXTRAS="tools"
 ARG UV_INDEX=""
-# A compiler for torch and Triton; bubblewrap and libseccomp2 for tools that run programs.
+# torch and Triton need a compiler; tools that run programs need bubblewrap and libseccomp2.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends bubblewrap g++ git libseccomp2 \
@@ -36,7 +36,7 @@ WORKDIR /skyrl-train
 COPY --chown=10001 . .
 COPY --chown=10001 --from=page /page/skyrl_train/report/page skyrl_train/report/page
 RUN scripts/bootstrap && rm -rf /home/trainer/.cache
-# Checkpoints and caches are below the home folder by default: those of a container outlive it in the volume.
+# Checkpoints and caches are in the home folder by default. The volume keeps them after a container has ended.
 ENV PATH=/skyrl-train/.venv/bin:$PATH HOME=/data
 WORKDIR /data
 VOLUME /data

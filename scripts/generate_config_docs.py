@@ -34,14 +34,14 @@ python -m skyrl_train.entrypoints.check_config trainer.epochs=20        # report
 python -m skyrl_train.entrypoints.main_base --cfg job --resolve         # prints the complete configuration
 ```
 
-**Values.** `key=value` sets a key, with or without a leading `+`. A list is written
-`"data.train_data=['a.parquet','b.jsonl']"`; a single value stands for a list of one. Text that contains `=` or `,`, or
-that begins or ends with a space, needs its own quotes inside the shell's:
-`"generator.sampling_params.stop='</answer>'"`. `null` is no value.
+**Values.** `key=value` sets a key, with or without a leading `+`. Write a list as
+`"data.train_data=['a.parquet','b.jsonl']"`; a single value counts as a list with one element. Text that contains `=`
+or `,`, or that begins or ends with a space, needs its own quotes inside those of the shell:
+`"generator.sampling_params.stop='</answer>'"`. `null` means no value.
 
-**Presets.** `--config-name NAME` starts from a YAML file of `config/`; `--config-dir FOLDER` adds a folder of yours to
-the search path. A preset begins with `defaults: [ppo_base_config, _self_]` and sets only the keys that it changes.
-Every run saves its resolved configuration, and `--config-dir RUN --config-name config` starts from it again.
+**Presets.** `--config-name NAME` selects a YAML file in `config/`, and `--config-dir FOLDER` adds a folder to the
+search path. A preset begins with `defaults: [ppo_base_config, _self_]` and sets only the keys that it changes. Every
+run saves its resolved configuration; start another run from it with `--config-dir RUN --config-name config`.
 
 **Checks.** Before anything is loaded, all problems are reported at once and the exit code is 2. The checks find unknown
 keys (and suggest the most similar key), wrong types, numbers out of range, NaN and invalid combinations, and also
@@ -57,17 +57,17 @@ Other variables are errors, because a configuration is printed, saved and sent t
 
 **Device.** `device=auto` is CUDA if there is an accelerator, and CPU otherwise. On a CPU, defaults that need an
 accelerator (bfloat16, NCCL, flash attention, the vllm engine) are replaced, and every replacement is printed. A value
-that equals the default is replaced even if you set it. The engine is the exception: with an explicit
-`generator.backend=vllm` it remains vLLM. Any other value is kept, or is an error.
+that equals the default is replaced even if you set it, except for an explicit `generator.backend=vllm`. Any other value
+is kept, or is an error.
 
 **Plugins.** Modules in `trainer.plugins` are imported in the driver and in every worker. The names that they register
 are accepted by {plugins}.
 
-**Aliases.** The other names of a key, and other ways to write its values, are given in its row. An empty list or
-mapping can also be written as `null`, and `null`, for keys that accept it, as an empty text. Mappings and lists may be
-written as JSON. The current SkyRL has the keys of engines below `generator.inference_engine`; these names are accepted
-for the keys of `generator`: {engines}. SkyRL's keys [without a counterpart](#keys-of-skyrl-without-a-counterpart) are
-at the end of this page.
+**Aliases.** The row of a key lists its other names and other ways to write its values. An empty list or mapping can
+also be written as `null`, and `null`, for keys that accept it, as an empty string. Mappings and lists may be written as
+JSON. The current SkyRL has the keys of engines below `generator.inference_engine`; these names are accepted for the
+keys of `generator`: {engines}. SkyRL's keys [without a counterpart](#keys-of-skyrl-without-a-counterpart) are at the
+end of this page.
 
 **Custom keys.** With `trainer.plugins`, or in a program of your own that calls `run_experiment`, you can add keys for
 your code below `generator` and `environment` with a leading `+`: `+generator.my_key=3` is `cfg.generator.my_key`, and
@@ -105,10 +105,10 @@ def _without_counterpart() -> str:
     """Return the section about SKYRL_KEYS, in which keys with the same advice share a row."""
     lines = [
         "## Keys of SkyRL without a counterpart\n",
-        "Keys of the current SkyRL that this package has no key for. Keys that affect only memory, speed or reports",
-        "are accepted, and a note names them. Keys that would change results are accepted with the values given here,",
-        "which describe what this package does anyway; any other value is an error. `*` stands for `policy`, `ref` or",
-        "`critic`. A section stands for all of its keys.\n",
+        "This table lists keys of the current SkyRL that have no counterpart in this package. Keys that affect only",
+        "memory, speed or reports are accepted with a note. Keys that would change results are accepted only with the",
+        "values in the table, which describe the behavior of this package; any other value is an error. `*` stands for",
+        "`policy`, `ref` or `critic`. A section stands for all of its keys.\n",
         "| keys | accepted | behavior of this package |",
         "| --- | --- | --- |",
     ]

@@ -8,7 +8,7 @@ from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, async_rules, grad
 from skyrl_train.report.metric_catalog import DEPRECATED_NAMES, METRICS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
-END = "<!-- End of what is generated. -->\n"
+END = "<!-- End of the generated part. -->\n"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""SkyRL's one-step-off entry point, for its recipes: main_base, asynchronous, with a staleness of one step."""
+"""SkyRL's one-step-off entry point, for its recipes. It equals main_base with asynchronous training and staleness 1."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Countdown problems as train.parquet and validation.parquet in SkyRL's row format.
+"""Write Countdown problems as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/countdown/countdown_dataset.py --output ~/data/countdown         from the hub
 ... --input FOLDER --output ~/data/countdown                                     from FOLDER/train.jsonl, test.jsonl
 
-From the hub, the first 1,024 rows are for validation and the rest for training. Rows have target and nums.
+The first 1,024 rows of the hub's data set are for validation and the rest for training. Source rows have target and
+nums.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ QUESTION = (
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a source row to SkyRL's format. Raises DataError for a row without numbers or target."""
+    """Convert a source row to SkyRL's format.
+
+    Raises:
+        DataError: The row has no numbers or no target.
+    """
     target, numbers = row.get("target"), row.get("nums")
     if not isinstance(target, int) or not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
-        raise DataError(f"{where}: needs target (an integer) and nums (a list of them), got {row!r:.120}.")
+        raise DataError(f"{where}: needs target (an integer) and nums (a list of integers), got {row!r:.120}.")
     return {
         "data_source": "countdown",
         "prompt": [{"role": "user", "content": QUESTION.format(numbers=numbers, target=target)}],

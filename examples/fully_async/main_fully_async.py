@@ -1,4 +1,4 @@
-"""SkyRL's fully asynchronous entry point, for its recipes: main_base with trainer.fully_async.enabled=true."""
+"""SkyRL's fully asynchronous entry point, for its recipes. It equals main_base with asynchronous training."""
 
 from __future__ import annotations
 

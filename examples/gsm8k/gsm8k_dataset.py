@@ -1,4 +1,4 @@
-"""GSM8K as train.parquet and validation.parquet in SkyRL's row format.
+"""Write GSM8K as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/gsm8k/gsm8k_dataset.py --output ~/data/gsm8k                        from the hub
 python examples/gsm8k/gsm8k_dataset.py --input FOLDER --output ~/data/gsm8k         from FOLDER/train.jsonl, test.jsonl
@@ -18,7 +18,11 @@ FINAL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a source row (question, answer) to SkyRL's format. Raises DataError for a row without an answer."""
+    """Convert a source row (question, answer) to SkyRL's format.
+
+    Raises:
+        DataError: The row has no question, or no answer that ends in "#### <number>".
+    """
     question, answer = row.get("question"), row.get("answer")
     final = FINAL_ANSWER.search(answer) if isinstance(answer, str) else None
     if not isinstance(question, str) or final is None:

@@ -1,4 +1,4 @@
-"""GSM8K for several turns as train.parquet and validation.parquet in SkyRL's row format.
+"""Write GSM8K for multi-turn episodes as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/gsm8k_multi_turn/gsm8k_multi_turn_dataset.py --output ~/data/gsm8k_multi_turn     from the hub
 ... --input FOLDER --output ~/data/gsm8k_multi_turn                     from FOLDER/train.jsonl, test.jsonl
@@ -20,7 +20,11 @@ INSTRUCTION = (
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a source row (question, answer) to SkyRL's format. Raises DataError for a row without an answer."""
+    """Convert a source row (question, answer) to SkyRL's format.
+
+    Raises:
+        DataError: The row has no question, or no answer that ends in "#### <number>".
+    """
     question, answer = text_column(where, row, "question"), text_column(where, row, "answer")
     final = parse_number(answer.rpartition("####")[2])
     if final is None or "####" not in answer:

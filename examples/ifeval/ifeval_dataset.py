@@ -1,11 +1,11 @@
-"""Prompts with verifiable instructions as train.parquet and validation.parquet in SkyRL's row format.
+"""Write prompts with verifiable instructions as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/ifeval/ifeval_dataset.py --output ~/data/ifeval                      from the hub
 python examples/ifeval/ifeval_dataset.py --input FOLDER --output ~/data/ifeval       from FOLDER/train.jsonl, test.jsonl
 
-From the hub, argilla/ifeval-like-data (its filtered rows) is for training and google/IFEval, the benchmark, for
-validation. Rows have prompt, instruction_id_list and kwargs; rows with
-instructions outside IFEval's 25 are omitted.
+The hub's data sets are argilla/ifeval-like-data (its filtered rows) for training and google/IFEval, the benchmark, for
+validation. Source rows have prompt, instruction_id_list and kwargs. The script omits rows with instructions outside
+IFEval's 25.
 """
 
 from __future__ import annotations

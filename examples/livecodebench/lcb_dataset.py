@@ -1,10 +1,11 @@
-"""Programming problems with tests as train.parquet and validation.parquet in SkyRL's row format.
+"""Write programming problems with tests as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/livecodebench/lcb_dataset.py --output ~/data/lcb                     from the hub
 python examples/livecodebench/lcb_dataset.py --input FOLDER --output ~/data/lcb      from FOLDER/train.jsonl, test.jsonl
 
-Rows are those of DeepCoder (problem, tests, starter_code, metadata) or LiveCodeBench's own (question_content,
-public_test_cases, private_test_cases, starter_code, metadata). The hub's is agentica-org/DeepCoder-Preview-Dataset.
+Source rows have the format of DeepCoder (problem, tests, starter_code, metadata) or LiveCodeBench (question_content,
+public_test_cases, private_test_cases, starter_code, metadata). The hub's data set is
+agentica-org/DeepCoder-Preview-Dataset.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ FUNCTION = "\n\nStart from this code, and keep its names:\n```python\n{}\n```"
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a source row to SkyRL's format. Raises DataError for a row without tests that can run."""
+    """Convert a source row to SkyRL's format.
+
+    Raises:
+        DataError: The row has no problem, or no tests that can run.
+    """
     problem = text_column(where, row, "problem" if row.get("problem") is not None else "question_content")
     try:
         tests = parse_tests(_tests(row))
     except (ValueError, zlib.error, pickle.UnpicklingError) as error:
         raise DataError(f"{where}: {error}.") from error
     starter = row.get("starter_code")
-    known = [
+    ground_truth = [
         {"input": test.input, "output": test.output, "testtype": "functional", "metadata": {"func_name": test.function}}
         if test.function
         else {"input": test.input, "output": test.output, "testtype": "stdin"}
@@ -45,7 +50,7 @@ def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str
         "data_source": "livecodebench",
         "prompt": [{"role": "user", "content": TASK + problem + (FUNCTION.format(starter) if starter else PROGRAM)}],
         "env_class": "lcb",
-        "reward_spec": {"method": "rule", "ground_truth": json.dumps(known)},
+        "reward_spec": {"method": "rule", "ground_truth": json.dumps(ground_truth)},
         "extra_info": {"split": split, "index": index},
     }
 
@@ -70,10 +75,10 @@ def _private(text: str) -> list[Any]:
     if text.lstrip().startswith("["):
         return json.loads(text)
     data = zlib.decompressobj().decompress(base64.b64decode(text), MAX_TESTS_BYTES)
-    return json.loads(_OnlyText(io.BytesIO(data)).load())
+    return json.loads(_StringUnpickler(io.BytesIO(data)).load())
 
 
-class _OnlyText(pickle.Unpickler):
+class _StringUnpickler(pickle.Unpickler):
     """An unpickler that rejects classes and functions, which a string does not need."""
 
     def find_class(self, module: str, name: str) -> NoReturn:

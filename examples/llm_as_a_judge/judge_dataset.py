@@ -1,9 +1,9 @@
-"""Questions with reference answers as train.parquet and validation.parquet, for answers that a language model judges.
+"""Write questions with reference answers as train.parquet and validation.parquet, for rewards by a language model.
 
 python examples/llm_as_a_judge/judge_dataset.py --output ~/data/judge                   GSM8K from the hub
 python examples/llm_as_a_judge/judge_dataset.py --input FOLDER --output ~/data/judge    FOLDER/train.jsonl, test.jsonl
 
-Source rows have `question` and `answer`. If an answer contains "#### 42", as in GSM8K, the reference is what follows.
+Source rows have `question` and `answer`. In an answer with "#### ", as in GSM8K, the reference is the text after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from skyrl_train.data.conversion import conversion_main, text_column
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a source row to SkyRL's format. Raises DataError for a row without a question or an answer."""
+    """Convert a source row to SkyRL's format.
+
+    Raises:
+        DataError: The row has no question or no answer.
+    """
     question, answer = text_column(where, row, "question"), text_column(where, row, "answer")
     return {
         "data_source": "llm_as_a_judge",

@@ -1,10 +1,10 @@
-r"""MATH as train.parquet and validation.parquet in SkyRL's row format.
+r"""Write MATH as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/math/math_dataset.py --output ~/data/math                    from the hub
 python examples/math/math_dataset.py --input FOLDER --output ~/data/math     from FOLDER/train.jsonl, test.jsonl
 
-From the hub, the 7,500 training problems are for training and MATH-500 for validation. Rows have problem, and answer or
-a solution with its answer in \boxed{...}; rows without an answer are omitted.
+The hub's data sets are MATH's 7,500 training problems for training and MATH-500 for validation. Source rows have
+problem, and answer or a solution with its answer in \boxed{...}. The script omits rows without an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """Convert a source row to SkyRL's format; None if it has no answer."""
+    """Convert a source row to SkyRL's format; return None if it has no answer.
+
+    Raises:
+        DataError: The row has no problem, or neither an answer nor a solution.
+    """
     problem = text_column(where, row, "problem")
     answer = row.get("answer")
     if answer is None:

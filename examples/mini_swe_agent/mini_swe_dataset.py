@@ -1,4 +1,4 @@
-"""The ten tasks of tasks.py as train.parquet and validation.parquet in SkyRL's row format.
+"""Write the ten tasks of tasks.py as train.parquet and validation.parquet in SkyRL's row format.
 
 python -m examples.mini_swe_agent.mini_swe_dataset --output ~/data/mini_swe
 """

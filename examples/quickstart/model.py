@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 PIECES = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s"
-"""Pattern of tokens: words and signs with the space before them, single digits, and line breaks."""
+"""Pattern of tokens: words and signs with the preceding space, single digits, and line breaks."""
 
 CHATML = (
     "{% for message in messages %}"
@@ -62,14 +62,13 @@ def make_model(vocabulary: int, seed: int, hidden_size: int = 192, layers: int =
     return LlamaForCausalLM(config)
 
 
-def save_model(directory: Path, texts: list[str], seed: int) -> int:
-    """Save model and tokenizer as a Hugging Face folder; return the number of parameters."""
+def save_model(folder: Path, texts: list[str], seed: int) -> int:
+    """Save a new model, and a tokenizer for `texts`, to a Hugging Face folder; return the number of parameters."""
     tokenizer = make_tokenizer(texts)
     model = make_model(len(tokenizer), seed)
     disable_progress_bar()
-    logging.getLogger(
-        "DeepSpeed"
-    ).disabled = True  # saving a model imports it if it is installed, and it warns about the missing GPU
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    # Saving a model imports DeepSpeed if it is installed, which warns about the missing GPU.
+    logging.getLogger("DeepSpeed").disabled = True
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())

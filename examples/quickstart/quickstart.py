@@ -30,11 +30,11 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 HERE = Path(__file__).parent
 OPERATIONS, MAX_VALUE = 4, 4
 STEPWISE = 0.4
-"""The fraction of demonstrations that work step by step."""
+"""Fraction of demonstrations that work step by step."""
 
 
 def main() -> None:
-    parser = arguments_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--operations", type=int, default=OPERATIONS, help="operations in a problem; fewer are easier")
     arguments = parser.parse_args()
     run = Path(arguments.output).resolve()
@@ -43,8 +43,8 @@ def main() -> None:
     texts = write_data(run / "data", arguments.seed, arguments.operations)
     parameters = save_model(run / "model", texts, arguments.seed)
     print(f"quickstart: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
-    warm = warm_up(run, arguments.seed, arguments.warm_up_steps)
-    train(run, warm, arguments.seed, arguments.overrides)
+    model = warm_up(run, arguments.seed, arguments.warm_up_steps)
+    train(run, model, arguments.seed, arguments.overrides)
     metrics = run / "grpo" / METRICS_FILE
     curve = write_reward_curve(run / "grpo", run / "reward.png")
     scores = [line["eval/arithmetic/avg_score"] for line in read_jsonl(metrics) if "eval/arithmetic/avg_score" in line]
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"quickstart: eval accuracy {scores[0]:.3f} -> {scores[-1]:.3f} in {seconds:.0f} s, run at {run}")
 
 
-def arguments_of(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--output", default=f"runs/quickstart-{time.strftime('%Y%m%d-%H%M%S')}", help="new folder for the run"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model import save_model
-from quickstart import arguments_of, max_steps_override, run_entrypoint, write_jsonl
+from quickstart import make_parser, max_steps_override, run_entrypoint, write_jsonl
 
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
@@ -25,7 +25,7 @@ WITH_TOOL = 0.3
 
 
 def main() -> None:
-    arguments = arguments_of(__doc__).parse_args()
+    arguments = make_parser(__doc__).parse_args()
     run = Path(arguments.output).resolve()
     if run.exists():
         sys.exit(f"--output {run} exists already. Choose another folder, or remove it.")
@@ -33,10 +33,10 @@ def main() -> None:
     parameters = save_model(run / "model", texts, arguments.seed)
     print(f"tool: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
     files = {split: f"['{run / 'data' / split}.jsonl']" for split in ("demonstrations", "train", "validation")}
-    warming = common_overrides(run, "sft", run / "model", files["demonstrations"], arguments.seed)
-    run_entrypoint("main_sft", "warm_up", [*warming, *max_steps_override(arguments.warm_up_steps)])
-    warm = next((run / "sft" / "export").glob("global_step_*/policy"))
-    overrides = common_overrides(run, "grpo", warm, files["train"], arguments.seed)
+    sft_overrides = common_overrides(run, "sft", run / "model", files["demonstrations"], arguments.seed)
+    run_entrypoint("main_sft", "warm_up", [*sft_overrides, *max_steps_override(arguments.warm_up_steps)])
+    sft_model = next((run / "sft" / "export").glob("global_step_*/policy"))
+    overrides = common_overrides(run, "grpo", sft_model, files["train"], arguments.seed)
     run_entrypoint("main_base", "tool", [*overrides, f"data.val_data={files['validation']}", *arguments.overrides])
     key = "eval/products/avg_score"
     scores = [line[key] for line in read_jsonl(run / "grpo" / METRICS_FILE) if key in line]
@@ -54,7 +54,7 @@ def common_overrides(run: Path, name: str, model: Path, data: str, seed: int) ->
 
 
 def write_data(folder: Path, seed: int) -> list[str]:
-    """Write demonstrations and other problems; return the texts that the tokenizer must cover."""
+    """Write demonstrations, training and validation problems; return the texts that the tokenizer must cover."""
     folder.mkdir(parents=True)
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]

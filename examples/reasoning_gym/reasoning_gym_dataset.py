@@ -17,8 +17,12 @@ from skyrl_train.environments.integrations.reasoning_gym import make_rows
 from skyrl_train.errors import ConfigError
 
 
-def task_of(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse a name, or a JSON object with the name and the generator's settings."""
+def parse_task(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse the name of a task, or a JSON object with the name and the task's settings.
+
+    Raises:
+        ConfigError: The text begins like an object, but is not valid JSON or has no name.
+    """
     if not text.startswith("{"):
         return text, {}
     try:
@@ -37,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of training rows; evaluation uses the next one")
     arguments = parser.parse_args()
     try:
-        tasks = [task_of(text) for text in arguments.task]
+        tasks = [parse_task(text) for text in arguments.task]
         for name, count, seed in (
             ("train", arguments.train, arguments.seed),
             ("validation", arguments.validation, arguments.seed + 1),

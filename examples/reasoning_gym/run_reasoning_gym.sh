@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on tasks of reasoning_gym. Data first: see README.md
+# GRPO on tasks of reasoning_gym. Write the data first: see README.md
 #   NUM_GPUS=4 LOGGER=wandb examples/reasoning_gym/run_reasoning_gym.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/reasoning_gym}"

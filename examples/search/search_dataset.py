@@ -1,9 +1,9 @@
-"""Questions to answer with searches as train.parquet and validation.parquet in SkyRL's row format.
+"""Write questions for a search engine as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/search/search_dataset.py --output ~/data/search                      from the hub
 python examples/search/search_dataset.py --input FOLDER --output ~/data/search       from FOLDER/train.jsonl, test.jsonl
 
-Rows of the source have `question` and `golden_answers`, a list of texts, as Search-R1's (Natural Questions, HotpotQA).
+Source rows have `question` and `golden_answers`, a list of strings, as in Search-R1 (Natural Questions, HotpotQA).
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ Question: """
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a source row to SkyRL's format. Raises DataError for a row without a question or answers."""
+    """Convert a source row to SkyRL's format.
+
+    Raises:
+        DataError: The row has no question or no answers.
+    """
     question, answers = text_column(where, row, "question"), row.get("golden_answers")
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise DataError(f"{where}: golden_answers must be a list of strings, got {answers!r:.120}.")

@@ -1,9 +1,9 @@
-"""Questions for searches and programs as train.parquet and validation.parquet in SkyRL's row format.
+"""Write questions for searches and programs as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/searchcode/searchcode_dataset.py --output ~/data/searchcode                    GSM8K from the hub
 python examples/searchcode/searchcode_dataset.py --input FOLDER --output ~/data/searchcode     train.jsonl, test.jsonl
 
-Rows of the source have `question` and `answer`, which ends in "#### <number>".
+Source rows have `question` and `answer`, which ends in "#### <number>".
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ Question: """
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source as one of SkyRL's. Raises DataError for a row without a question or a final number."""
+    """Convert a source row to SkyRL's format.
+
+    Raises:
+        DataError: The row has no question, or no answer that ends in "#### <number>".
+    """
     question, answer = text_column(where, row, "question"), text_column(where, row, "answer")
     final = FINAL_ANSWER.search(answer)
     if final is None:

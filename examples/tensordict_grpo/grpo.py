@@ -51,9 +51,8 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
             collector.update_policy_weights_(model)
             saved = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(saved, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").replace(
-                checkpoint
-            )  # atomic: the file is either this checkpoint or the previous one
+            # The replacement is atomic: the file is either this checkpoint or the previous one.
+            checkpoint.with_suffix(".tmp").replace(checkpoint)
             right = batch["next", "success"].float().mean()
             print(f"step {step}: right {right:.3f}, entropy {output.entropy:.3f}, ESS {output.ESS:.3f}", flush=True)
         return before, accuracy(collector.policy)

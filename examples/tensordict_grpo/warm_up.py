@@ -1,4 +1,4 @@
-"""The initial model: a smaller version of the quickstart's, which mostly answers without steps."""
+"""Create the initial model, a smaller version of the quickstart's, which mostly answers without steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model import make_model, make_tokenizer
 
 OPERATIONS, MAX_VALUE = 3, 2
 STEPWISE = 0.4
-"""The fraction of demonstrations that work step by step."""
+"""Fraction of demonstrations that work step by step."""
 BATCH = 32
 
 
@@ -35,7 +35,7 @@ def warm_up(seed: int, steps: int) -> tuple[Any, Any]:
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 2), pct_start=0.1)
     for _ in range(steps):
         pairs = [(row["question"], row["answer" if rng.random() < STEPWISE else "direct"]) for row in sample(rng, rows)]
-        loss = model(**batch_of(tokenizer, pairs)).loss
+        loss = model(**make_batch(tokenizer, pairs)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -48,7 +48,7 @@ def sample(rng: random.Random, rows: list[dict[str, Any]]) -> list[dict[str, Any
     return [rows[rng.randrange(len(rows))] for _ in range(BATCH)]
 
 
-def batch_of(tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+def make_batch(tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
     """Return token ids and labels [B, T], padded on the right; only answers have labels."""
     texts = [tokenizer.apply_chat_template(prompt(q), add_generation_prompt=True, tokenize=False) for q, _ in pairs]
     prompts = tokenizer(texts)["input_ids"]

@@ -1,10 +1,10 @@
-"""Questions about databases as train.parquet and validation.parquet in SkyRL's row format.
+"""Write questions about databases as train.parquet and validation.parquet in SkyRL's row format.
 
 python examples/text2sql/text2sql_dataset.py --output ~/data/sql                     from the hub
 python examples/text2sql/text2sql_dataset.py --input FOLDER --output ~/data/sql      from train.jsonl, validation.jsonl
 
-Rows have schema, question, external_knowledge, sql, db_id and data (synsql, spider or bird); those of the hub's
-NovaSky-AI/SkyRL-SQL-653-data-newfmt are in SkyRL's format already.
+Source rows have schema, question, external_knowledge, sql, db_id and data (synsql, spider or bird). The hub's data set,
+NovaSky-AI/SkyRL-SQL-653-data-newfmt, already has SkyRL's format.
 """
 
 from __future__ import annotations

@@ -95,14 +95,14 @@ def _prompts_for(seconds: float, tried: dict[int, float]) -> float:
 
     The number of decode steps is proportional to 1 / prompts, and each step has a fixed cost and a cost per row.
     """
-    (many, least), (few, most) = max(tried.items()), min(tried.items())
-    if many == few:
-        return many * least / seconds
-    a_step = (most - least) / (1 / few - 1 / many)
-    a_row = least - a_step / many
-    if a_step <= 0:  # lengths are random: a few steps may not show that longer responses take longer
-        return few * most / seconds
-    return a_step / max(seconds - a_row, a_step / (2 * many))
+    (most_prompts, min_s), (fewest_prompts, max_s) = max(tried.items()), min(tried.items())
+    if most_prompts == fewest_prompts:
+        return most_prompts * min_s / seconds
+    step_cost = (max_s - min_s) / (1 / fewest_prompts - 1 / most_prompts)
+    row_cost = min_s - step_cost / most_prompts
+    if step_cost <= 0:  # lengths are random: a few steps may not show that longer responses take longer
+        return fewest_prompts * max_s / seconds
+    return step_cost / max(seconds - row_cost, step_cost / (2 * most_prompts))
 
 
 def measure(

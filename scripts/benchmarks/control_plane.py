@@ -7,7 +7,7 @@
 Scripted engines in this process answer each request after 5 ms with new arrays; no model runs. `TrajectoryBuilder`,
 batches, `ConversationGenerator`, `EngineClient` and `WorkerPool` are those of a run. Token ids are above 1,000, like
 most real ones, because Python caches small integers and creates an object for each occurrence of a larger one. Every
-measurement runs in a process of its own.
+measurement runs in a separate process.
 
 - batch: SEQUENCESxTOKENS, with 8 samples per prompt. Measures the bytes per token of rollouts, the peak of the
   process's own memory until GRPO's advantages are computed, and the peak through an update by 8 ranks, which are idle
@@ -23,7 +23,8 @@ measurement runs in a process of its own.
   per CPU-second of the driver (without the environments' processes), the driver's peak memory, and the longest
   stall of the event loop.
 
-`--against` also measures another commit, in a worktree, alternating with this one.
+`--against` also measures another commit, in a worktree, alternating with this one. The commit must have the names and
+signatures that this script uses.
 """
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +52,10 @@ from worktrees import trees
 SIZES, CONVERSATIONS = ("2048x4096", "1024x16384"), ("16384x64", "16384x1000")
 SAMPLES, RANKS, PROMPT_TOKENS, MINI_BATCHES = 8, 8, 128, 4
 ENGINES, TURNS = 256, 3
-ANSWER_S, BEYOND_SMALL = 0.005, 1000
+ANSWER_S, MIN_TOKEN_ID = 0.005, 1000
 
 
-# -- one measurement, in a process of its own ------------------------------------------------------------------------
+# -- one measurement, in a separate process --------------------------------------------------------------------------
 
 
 def scored(sequences: int, tokens: int) -> dict[str, float]:
@@ -66,35 +64,31 @@ def scored(sequences: int, tokens: int) -> dict[str, float]:
 
 def batch(sequences: int, tokens: int, scores: bool = False) -> dict[str, float]:
     from skyrl_train.cluster.ray_cluster import Cluster
-    from skyrl_train.data import batch as module
 
-    with_arrays = hasattr(module, "rewards_by_token")
     total = sequences * tokens
     with Cluster(num_actors=RANKS, preload=["torch"]) as cluster:
         learner = idle_learner(cluster, scores)
-        asyncio.run(
-            run_update(learner, rollouts(8, 2 * PROMPT_TOKENS, with_arrays), with_arrays)
-        )  # starts threads, imports
+        asyncio.run(run_update(learner, rollouts(8, 2 * PROMPT_TOKENS)))  # starts threads, imports modules
         gc.collect()
-        with PeakMemoryMonitor() as watch:
-            groups = rollouts(sequences, tokens, with_arrays)
-            held = own_memory() - watch.at_first
-            watch.begin()
-            spent = time.process_time()
-            taken = asyncio.run(run_update(learner, groups, with_arrays, watch))
-            spent = time.process_time() - spent
-    of_scores = {
-        "of these old and reference log-probs, bytes a token": taken["scored"] / total,
-        "both scores, million tokens a CPU-s": total / max(taken["score"], 1e-9) / 1e6,
+        with PeakMemoryMonitor() as monitor:
+            groups = rollouts(sequences, tokens)
+            rollout_bytes = own_memory() - monitor.initial
+            monitor.reset()
+            start = time.process_time()
+            result = asyncio.run(run_update(learner, groups, monitor))
+            cpu_s = time.process_time() - start
+    score_figures = {
+        "old and reference log-probs, bytes per token": result["logprob_bytes"] / total,
+        "computing old and reference log-probs, million tokens per CPU-s": total / max(result["score_s"], 1e-9) / 1e6,
     }
     return {
-        "rollouts, bytes a token": held / total,
-        "at most until advantages, bytes a token": taken["until advantages"] / total,
-        "at most in all, bytes a token": watch.most / total,
-        **(of_scores if scores else {}),
-        "collate, million tokens a CPU-s": total / taken["collate"] / 1e6,
-        "rollouts to ranks, million tokens a CPU-s": total / spent / 1e6,
-        "event loop stood still, ms": 1000 * taken["stood still"],
+        "rollouts, bytes per token": rollout_bytes / total,
+        "peak until advantages, bytes per token": result["advantage_peak_bytes"] / total,
+        "peak, bytes per token": monitor.peak / total,
+        **(score_figures if scores else {}),
+        "collate, million tokens per CPU-s": total / result["collate_s"] / 1e6,
+        "rollouts to ranks, million tokens per CPU-s": total / cpu_s / 1e6,
+        "longest stall of the event loop, ms": 1000 * result["stall_s"],
     }
 
 
@@ -105,7 +99,7 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
     from skyrl_train.cluster.placement import reserve_pool
     from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 
-    # Beyond the machine's cores: they have nothing to do.
+    # More ranks than cores are fine, because the ranks are idle.
     slots = reserve_pool(
         cluster, count=1, actors_per_slot=RANKS, device="cpu", total_slots=1, deadline_s=60, key="ranks"
     )
@@ -127,42 +121,34 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
     return Learner(group, group if scores else None, sizes, needs_old_logprobs=True if scores else None)
 
 
-async def run_update(
-    learner: Any, groups: list[Any], with_arrays: bool, watch: PeakMemoryMonitor | None = None
-) -> dict[str, float]:
-    """Run the driver's part of a step, from rollouts to an update.
+async def run_update(learner: Any, groups: list[Any], monitor: PeakMemoryMonitor | None = None) -> dict[str, float]:
+    """Run the driver's part of a step, from rollouts to an update. Clear `groups`.
 
     Returns:
-        `until advantages`: peak memory until the advantages are computed, in bytes. `scored`: bytes of the learner's
-        log-probs. `collate` and `score`: CPU-seconds. `stood still`: the longest stall of the event loop, in seconds.
+        `advantage_peak_bytes`: peak memory until the advantages are computed. `logprob_bytes`: size of the learner's
+        log-probs. `collate_s` and `score_s`: CPU-seconds. `stall_s`: the longest stall of the event loop.
     """
     from skyrl_train.algorithms.advantages import AdvantageCalculator, grpo
-    from skyrl_train.data import batch as module
+    from skyrl_train.data.batch import collate
+    from skyrl_train.data.token_arrays import trim_memory
     from skyrl_train.metrics import Metrics
 
-    step = AdvantageCalculator(partial(grpo, grpo_norm_by_std=True))
-    in_thread = asyncio.to_thread if with_arrays else call_synchronously
-    without: dict[str, Any] = (
-        {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
-    )
+    compute_advantages = AdvantageCalculator(partial(grpo, grpo_norm_by_std=True))
     async with measure_loop_lag() as longest:
-        begun = time.process_time()
-        found = await in_thread(partial(module.collate, **without), groups)
+        start = time.process_time()
+        batch = await asyncio.to_thread(partial(collate, token_rewards=False), groups)
         collated = time.process_time()
         groups.clear()  # a run has written them to disk by then
-        found = await learner.add_logprobs_and_values(found)
-        taken = {"collate": collated - begun, "score": time.process_time() - collated}
-        log_probs = [one for one in (found.old_logprobs, found.ref_logprobs) if one is not None]
-        taken["scored"] = sum(one.nbytes for one in log_probs)
-        found = await in_thread(step, found, Metrics())
-        taken["until advantages"] = watch.most if watch else 0
-        if with_arrays:
-            from skyrl_train.data.token_arrays import trim_memory
-
-            found = found.with_tokens(token_rewards=None)
-            await asyncio.to_thread(trim_memory)
-        await learner.update(found)
-    return taken | {"stood still": longest[0]}
+        batch = await learner.add_logprobs_and_values(batch)
+        result = {"collate_s": collated - start, "score_s": time.process_time() - collated}
+        logprobs = [tensor for tensor in (batch.old_logprobs, batch.ref_logprobs) if tensor is not None]
+        result["logprob_bytes"] = sum(tensor.nbytes for tensor in logprobs)
+        batch = await asyncio.to_thread(compute_advantages, batch, Metrics())
+        result["advantage_peak_bytes"] = monitor.peak if monitor else 0
+        batch = batch.with_tokens(token_rewards=None)
+        await asyncio.to_thread(trim_memory)
+        await learner.update(batch)
+    return result | {"stall_s": longest[0]}
 
 
 @contextlib.asynccontextmanager
@@ -183,12 +169,7 @@ async def measure_loop_lag() -> AsyncIterator[list[float]]:
     task.cancel()
 
 
-async def call_synchronously(function: Any, *args: Any) -> Any:
-    """Call a function directly, as older commits do."""
-    return function(*args)
-
-
-def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
+def rollouts(sequences: int, tokens: int) -> list[Any]:
     """Return groups of single-turn trajectories that a TrajectoryBuilder has written."""
     from skyrl_train.data.messages import Prompt
     from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
@@ -203,13 +184,11 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
         for sample in range(SAMPLES):
             ids: Any = generator.integers(0, 150_000, tokens - PROMPT_TOKENS, dtype=np.int32)
             logprobs: Any = generator.standard_normal(tokens - PROMPT_TOKENS, dtype=np.float32)
-            if not with_arrays:
-                ids, logprobs = ids.tolist(), logprobs.tolist()
             spans = [VersionSpan(0, len(ids), 0)]
             item: Any = Trajectory(prompt, sample, [], [], [], [], [], 0.0, "abort", 1.0)  # type: ignore[arg-type]
-            ledger = TrajectoryBuilder(item)
-            ledger.start_episode(list(range(1000, 1000 + PROMPT_TOKENS)))
-            ledger.append_sample(Completion(str(sample), ids, logprobs, logprobs, "stop", spans))
+            builder = TrajectoryBuilder(item)
+            builder.start_episode(list(range(1000, 1000 + PROMPT_TOKENS)))
+            builder.append_sample(Completion(str(sample), ids, logprobs, logprobs, "stop", spans))
             item.reward = float(sample % 2)
             items.append(item)
         groups.append(TrajectoryGroup(prompt, items))
@@ -217,79 +196,62 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
 
 
 def shards(sequences: int, tokens: int) -> dict[str, float]:
-    from skyrl_train.data import batch as module
-    from skyrl_train.learner.batch_sharding import MicroBatchLimits, should_share_prompts, split_into_micro_batches
+    from skyrl_train.data.batch import collate
+    from skyrl_train.learner.batch_sharding import MicroBatchLimits, ShardedBatch
 
-    with_arrays = hasattr(module, "rewards_by_token")
-    groups = rollouts(sequences, tokens, with_arrays)
-    without: dict[str, Any] = (
-        {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
-    )
+    groups = rollouts(sequences, tokens)
     limits = MicroBatchLimits(None, 16_384, 6 * 1024, None)
-    with_store = find_spec("skyrl_train.learner.batch_sharding") is not None
-    stored_shards: Any = import_module("skyrl_train.learner.batch_sharding") if with_store else None
     times = []
     for _ in range(7):
         start = time.process_time()
-        found = module.collate(groups, **without)
-        sent = found.select_update_inputs("policy") if hasattr(found, "select_update_inputs") else found
-        if stored_shards is not None:
-            divided = stored_shards.Shards(sent, [range(len(sent))], RANKS, limits)
-            divided.updates(lambda part: part, divided.mini_batches[0], sent)
-        else:
-            for rows in split_into_micro_batches(sent, RANKS, limits, should_share_prompts(sent, limits)):
-                for one in rows:
-                    sent.select(one)
+        batch = collate(groups, token_rewards=False).select_update_inputs("policy")
+        sharded = ShardedBatch(batch, [range(len(batch))], RANKS, limits)
+        sharded.update_calls(lambda shard: shard, sharded.mini_batches[0], batch)
         times.append(time.process_time() - start)
-    return {"rollouts to shards, million tokens a CPU-s": sequences * tokens / statistics.median(times) / 1e6}
+    return {"rollouts to shards, million tokens per CPU-s": sequences * tokens / statistics.median(times) / 1e6}
 
 
 def parts(sequences: int, ranks: int) -> dict[str, float]:
     from skyrl_train.data.batch import collate
     from skyrl_train.learner.batch_sharding import MicroBatchLimits, ShardedBatch
 
-    found = collate(rollouts(sequences, PROMPT_TOKENS + 16, True), token_rewards=False).select_update_inputs("policy")
-    each = sequences // MINI_BATCHES
-    rows = [range(begin, begin + each) for begin in range(0, sequences, each)]
+    batch = collate(rollouts(sequences, PROMPT_TOKENS + 16), token_rewards=False).select_update_inputs("policy")
+    size = sequences // MINI_BATCHES
+    rows = [range(begin, begin + size) for begin in range(0, sequences, size)]
     start = time.process_time()
-    divided = ShardedBatch(found, rows, ranks, MicroBatchLimits(None, 16_384, 6 * 1024, None))
-    for one in divided.mini_batches:
-        divided.update_calls(lambda part: part, one, found.select(one.rows, copy=False))
-    return {"into parts, CPU-s": time.process_time() - start}
+    sharded = ShardedBatch(batch, rows, ranks, MicroBatchLimits(None, 16_384, 6 * 1024, None))
+    for mini_batch in sharded.mini_batches:
+        sharded.update_calls(lambda shard: shard, mini_batch, batch.select(mini_batch.rows, copy=False))
+    return {"batch to shards, CPU-s": time.process_time() - start}
 
 
 def conversations(number: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data.messages import Prompt
-    from skyrl_train.data.trajectory import Trajectory
     from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
     from skyrl_train.engines.client import EngineClient
     from skyrl_train.environments.pool import WorkerPool
+    from skyrl_train.experiment.driver import relaxed_gc
     from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
     from skyrl_train.testing.scripted_engine import ScriptedEngine
 
     tokenizer = bytes_as_large_ids()
     ids = np.array([*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id], np.int32)
-    logprobs, with_arrays = np.full(tokens, -1.0, np.float32), hasattr(Trajectory, "empty")
-    assert ids.min() >= BEYOND_SMALL and len(ids) == tokens
+    logprobs = np.full(tokens, -1.0, np.float32)
+    assert ids.min() >= MIN_TOKEN_ID and len(ids) == tokens
 
-    def copy_values(values: Any) -> Any:
-        return values.copy() if with_arrays else values.tolist()
-
-    class Answers(ScriptedEngine):
+    class FixedAnswerEngine(ScriptedEngine):
         async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
             await asyncio.sleep(ANSWER_S)
             spans = [VersionSpan(0, tokens, 0)]
             return [
-                Completion(
-                    one.request_id, copy_values(ids), copy_values(logprobs), copy_values(logprobs), "stop", spans
-                )
-                for one in requests
+                Completion(request.request_id, ids.copy(), logprobs.copy(), logprobs.copy(), "stop", spans)
+                for request in requests
             ]
 
     settings = RolloutSettings(SamplingParams(max_tokens=tokens + 1), SAMPLES, 0, 1 << 20, 3600.0, max_turns=TURNS)
 
     async def run() -> tuple[float, float]:
-        engines = [Answers(name=f"engine {index}") for index in range(ENGINES)]
+        engines = [FixedAnswerEngine(name=f"engine {index}") for index in range(ENGINES)]
         client = EngineClient(engines, deadline_s=3600.0)
         async with WorkerPool({}, 2, 3600.0) as pool:
             generator = ConversationGenerator(client, pool, tokenizer, settings)
@@ -302,23 +264,21 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
             reset_peak()
             async with measure_loop_lag() as longest:
                 start = time.process_time()
-                found = await asyncio.gather(*(generator.rollout(one, at) for at, one in enumerate(prompts)))
-                spent = time.process_time() - start
-        items = [item for group in found for item in group.trajectories]
-        failed = {item.error for item in items if item.error}
-        assert not failed and all(len(item.turns) == TURNS for item in items), failed
-        return number * TURNS / spent, longest[0]
+                groups = await asyncio.gather(
+                    *(generator.rollout(prompt, index) for index, prompt in enumerate(prompts))
+                )
+                cpu_s = time.process_time() - start
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        errors = {trajectory.error for trajectory in trajectories if trajectory.error}
+        assert not errors and all(len(trajectory.turns) == TURNS for trajectory in trajectories), errors
+        return number * TURNS / cpu_s, longest[0]
 
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError):  # as a run does since then
-            from skyrl_train.experiment.driver import relaxed_gc
-
-            stack.enter_context(relaxed_gc())
-        turns, stood_still = asyncio.run(run())
+    with relaxed_gc():
+        turns_per_s, stall_s = asyncio.run(run())
     return {
-        "turns a CPU-s": turns,
-        "driver's memory at its peak, GiB": peak() / 2**30,
-        "event loop stood still, ms": 1000 * stood_still,
+        "turns per CPU-s": turns_per_s,
+        "peak memory of the driver, GiB": peak() / 2**30,
+        "longest stall of the event loop, ms": 1000 * stall_s,
     }
 
 
@@ -332,10 +292,10 @@ def bytes_as_large_ids() -> Any:
     small = byte_tokenizer()
     tokenizer_json = json.loads(small.backend_tokenizer.to_str())
     tokenizer_json["model"]["vocab"] = {
-        token: index + BEYOND_SMALL for token, index in tokenizer_json["model"]["vocab"].items()
+        token: index + MIN_TOKEN_ID for token, index in tokenizer_json["model"]["vocab"].items()
     }
     for added in tokenizer_json["added_tokens"]:
-        added["id"] += BEYOND_SMALL
+        added["id"] += MIN_TOKEN_ID
     names = {"eos_token": small.eos_token, "pad_token": small.pad_token, "clean_up_tokenization_spaces": False}
     large = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer_json)), **names)
     large.chat_template = small.chat_template
@@ -346,13 +306,16 @@ class PeakMemoryMonitor:
     """A monitor that reads this process's anonymous memory every 2 ms; memory shared with Ray does not count."""
 
     def __init__(self) -> None:
-        self.at_first, self.most = own_memory(), 0
+        self.initial = own_memory()
+        """Memory at the start in bytes."""
+        self.peak = 0
+        """Peak in bytes above `initial`."""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the peak."""
-        self.most = 0
+        self.peak = 0
 
     def __enter__(self) -> PeakMemoryMonitor:
         self._thread.start()
@@ -362,9 +325,9 @@ class PeakMemoryMonitor:
         self._ended.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._ended.wait(0.002):
-            self.most = max(self.most, own_memory() - self.at_first)
+            self.peak = max(self.peak, own_memory() - self.initial)
 
 
 def own_memory() -> int:
@@ -385,10 +348,10 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
-# -- all of them -----------------------------------------------------------------------------------------------------
+# -- all measurements ------------------------------------------------------------------------------------------------
 
 
-def measured(tree: Path, kind: str, size: str) -> dict[str, float]:
+def measure(tree: Path, kind: str, size: str) -> dict[str, float]:
     path = os.pathsep.join([str(tree), str(HERE)])
     command = [sys.executable, __file__, "--only", kind, size]
     done = subprocess.run(
@@ -420,18 +383,18 @@ def main() -> None:
         return
     print(json.dumps(environment_info()))
     rows: list[dict[str, Any]] = []
-    with trees(options.against) as found:
-        sizes_of = {
+    with trees(options.against) as folders:
+        sizes_by_kind = {
             "batch": options.sizes,
             "scored": options.sizes if options.scored else (),
             "shards": options.sizes,
             "parts": options.parts,
             "conversations": options.conversations,
         }
-        for kind, sizes in sizes_of.items():
+        for kind, sizes in sizes_by_kind.items():
             for size in sizes:
-                for name, tree in found.items():
-                    rows.append({"kind": kind, "size": size, "commit": name, **measured(tree, kind, size)})
+                for name, tree in folders.items():
+                    rows.append({"kind": kind, "size": size, "commit": name, **measure(tree, kind, size)})
                     print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
     if options.json is not None:
@@ -441,13 +404,13 @@ def main() -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table with a row per result and a column per commit."""
     commits = list(dict.fromkeys(row["commit"] for row in rows))
-    lines = [f"| size | what | {' | '.join(commits)} |", "| --- " * (2 + len(commits)) + "|"]
+    lines = [f"| size | figure | {' | '.join(commits)} |", "| --- " * (2 + len(commits)) + "|"]
     for kind, size in dict.fromkeys((row["kind"], row["size"]) for row in rows):
-        these = {row["commit"]: row for row in rows if (row["kind"], row["size"]) == (kind, size)}
-        for what in next(iter(these.values())):
-            if what not in ("kind", "size", "commit"):
-                values = (f"{these[commit][what]:,.4g}" for commit in commits)
-                lines.append(f"| {kind} {size} | {what} | {' | '.join(values)} |")
+        by_commit = {row["commit"]: row for row in rows if (row["kind"], row["size"]) == (kind, size)}
+        for figure in next(iter(by_commit.values())):
+            if figure not in ("kind", "size", "commit"):
+                values = (f"{by_commit[commit][figure]:,.4g}" for commit in commits)
+                lines.append(f"| {kind} {size} | {figure} | {' | '.join(values)} |")
     return "\n".join(lines)
 
 

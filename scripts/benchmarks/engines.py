@@ -69,7 +69,7 @@ Generate = Callable[[list[SampleRequest]], Sequence[int]]
 """Sample all requests, and return the number of tokens of each."""
 
 
-def requests_of(run: int) -> list[SampleRequest]:
+def make_requests(run: int) -> list[SampleRequest]:
     """Return the requests of a run, which differ from those of other runs."""
     ids = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(run)).tolist()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -80,7 +80,7 @@ def requests_of(run: int) -> list[SampleRequest]:
 
 def lengths(completions: Sequence[Completion]) -> list[int]:
     assert all(map(math.isfinite, completions[0].full_logprobs))
-    return [min(len(one.token_ids), len(one.full_logprobs)) for one in completions]
+    return [min(len(completion.token_ids), len(completion.full_logprobs)) for completion in completions]
 
 
 async def in_calls(client: EngineClient, requests: list[SampleRequest]) -> list[int]:
@@ -177,11 +177,11 @@ def serve(connection: Connection, way: Callable[..., AbstractContextManager[Gene
     with way(*args) as generate:
         connection.send(None)
         while (run := connection.recv()) is not None:
-            requests = requests_of(run)
+            requests = make_requests(run)
             start = time.perf_counter()
-            found = generate(requests)
+            token_counts = generate(requests)
             connection.send(time.perf_counter() - start)
-            assert list(found) == [NEW_TOKENS] * PROMPTS, found
+            assert list(token_counts) == [NEW_TOKENS] * PROMPTS, token_counts
 
 
 class GenerateProcess:
@@ -266,11 +266,11 @@ async def compare(kind: str, model: str, repeats: int) -> EngineThroughput:
         client = build_client(engines, cfg.generator, timeouts)
 
         async def through_client(run: int) -> float:
-            requests = requests_of(run)
+            requests = make_requests(run)
             start = time.perf_counter()
-            found = await in_calls(client, requests)
+            token_counts = await in_calls(client, requests)
             seconds = time.perf_counter() - start
-            assert found == [NEW_TOKENS] * PROMPTS, found
+            assert token_counts == [NEW_TOKENS] * PROMPTS, token_counts
             return seconds
 
         async with HttpEndpoint(engines[0], None, model_name="tiny") as endpoint:
@@ -360,11 +360,11 @@ async def measure(case: Case, device: str, repeats: int) -> Result:
         for s in range(case.samples)
     ]
 
-    async def ours() -> None:
+    async def engine_generate() -> None:
         completions = await engine.generate(requests)
         assert all(len(completion.token_ids) == case.new_tokens for completion in completions)
 
-    best = {ours: float("inf"), generate: float("inf")}
+    best = {engine_generate: float("inf"), generate: float("inf")}
     for repeat in range(repeats + 1):
         for work in best:
             seconds = await timed(work)
@@ -372,7 +372,7 @@ async def measure(case: Case, device: str, repeats: int) -> Result:
                 best[work] = min(best[work], seconds)
     await engine.close()
     tokens = len(requests) * case.new_tokens
-    return Result(case.name, parameters, tokens / best[ours], tokens / best[generate])
+    return Result(case.name, parameters, tokens / best[engine_generate], tokens / best[generate])
 
 
 def hugging_face(model: Any, case: Case, prompts: list[tuple[int, ...]]) -> Callable[[], Awaitable[None]]:

@@ -40,19 +40,19 @@ def main() -> None:
         arguments = tiny_run(Path(folder))
         for repeat in range(repeats + 1):
             for name, command in commands.items():
-                took = to_first_step([*command, *arguments], Path(folder) / f"{repeat}{name.partition(' ')[0]}")
+                elapsed_s = to_first_step([*command, *arguments], Path(folder) / f"{repeat}{name.partition(' ')[0]}")
                 if repeat:  # the first run of each command fills the caches
-                    seconds[name].append(took)
-            found = phases_of(arguments, Path(folder) / f"{repeat}phases")
+                    seconds[name].append(elapsed_s)
+            phase_seconds = measure_phases(arguments, Path(folder) / f"{repeat}phases")
             if repeat:
-                phases.append(found)
+                phases.append(phase_seconds)
     print("| started by | seconds to the first step: median | min | max |\n| --- | --- | --- | --- |")
     for name, times in seconds.items():
         print(f"| `{name}` | {statistics.median(times):.2f} | {min(times):.2f} | {max(times):.2f} |")
     print("\n| phase | seconds: median |\n| --- | --- |")
     for phase in phases[0]:
-        print(f"| {phase} | {statistics.median(found[phase] for found in phases):.2f} |")
-    without_ray = [sum(found.values()) - found["ray.init"] for found in phases]
+        print(f"| {phase} | {statistics.median(run[phase] for run in phases):.2f} |")
+    without_ray = [sum(run.values()) - run["ray.init"] for run in phases]
     print(f"| all without ray.init | {statistics.median(without_ray):.2f} |")
     gaps = [under_uv - under_python for under_python, under_uv in zip(*seconds.values(), strict=True)]
     print(f"\n`uv run` takes {statistics.median(gaps):+.2f} s (median of {repeats} pairs)")
@@ -83,7 +83,7 @@ def tiny_run(folder: Path) -> list[str]:
     ]
 
 
-def phases_of(arguments: list[str], folder: Path) -> dict[str, float]:
+def measure_phases(arguments: list[str], folder: Path) -> dict[str, float]:
     """Start a run once, and return the seconds of each phase."""
     folders = [f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-exports"]
     script = Path(__file__).with_name("startup_phases.py")
@@ -92,8 +92,8 @@ def phases_of(arguments: list[str], folder: Path) -> dict[str, float]:
     )
     if done.returncode != 0:
         sys.exit(done.stderr[-4000:])
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def clean_environment() -> dict[str, str]:
@@ -118,9 +118,9 @@ def to_first_step(command: list[str], folder: Path) -> float:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 1/1 "):
-                took = time.monotonic() - began
+                elapsed_s = time.monotonic() - began
                 process.stdout.read()
-                return took
+                return elapsed_s
     sys.exit(f"{' '.join(command[:4])} ... ended with status {process.returncode} before its first step.")
 
 

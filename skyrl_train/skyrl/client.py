@@ -12,7 +12,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import decode_response, get_reasoning_opening, render_prompt
 from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.data.messages import continues_last_message
-from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, parse_token_ids
+from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, parse_token_ids
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.json_body import InvalidBodyError, read_json
 from skyrl_train.engines.http.openai import Translator
@@ -47,7 +47,7 @@ class InferenceEngineClient:
         self.http_endpoint_port = config.generator.http_endpoint_port
 
     @property
-    def engines(self) -> list[Any]:
+    def engines(self) -> list[InferenceEngine]:
         """The engines that are alive."""
         return self._client.engines
 

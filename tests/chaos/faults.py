@@ -1,4 +1,4 @@
-"""Faults of a run, and the ways in which each may end it."""
+"""Faults that can be injected into a run, and the outcomes that each of them allows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.elsewhere import Proxy
+from tests.chaos.external_engine import Proxy
 from tests.support.signal_handlers import handles_signal
 
-MISCHIEF = "mischief"
-"""File in a run's folder that tells its environments how to misbehave."""
-FULL_S = 1.5
-"""Seconds for which a disk stays full."""
+MISBEHAVIOR_FILE = "mischief"
+"""File in a run's folder whose content tells an environment how to misbehave in its next step."""
+DISK_FULL_S = 1.5
+"""Time in seconds during which a disk is full."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,15 @@ class Victim:
 
     driver: subprocess.Popen[bytes]
     folder: Path
-    chance: random.Random
+    rng: random.Random
     proxy: Proxy | None = None
 
     def processes(self, pattern: str) -> list[psutil.Process]:
-        """Return its processes whose name or command line matches, without the driver."""
-        return [one for one in self.family() if re.search(pattern, _title(one))]
+        """Return the run's processes whose name or command line matches, without the driver."""
+        return [process for process in self.descendants() if re.search(pattern, _title(process))]
 
-    def family(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
+        """Return all processes of the run except the driver."""
         try:
             return psutil.Process(self.driver.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -52,41 +53,40 @@ def _title(process: psutil.Process) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
-
-    `strike` returns True if it had a target. A run that the fault ends must report it and its exit status.
-    """
+    """A fault and the outcomes that it allows. A run that the fault ends must report the reason."""
 
     name: str
     strike: Callable[[Victim], bool]
-    ends: bool = False
+    """Function that injects the fault. It returns False if it found no target."""
+    ends_run: bool = False
     """True if the fault may end the run."""
-    codes: tuple[int, ...] = (1,)
-    says: str = ""
+    exit_codes: tuple[int, ...] = (1,)
+    """Allowed exit statuses of a run that the fault ends."""
+    message: str = ""
     """Pattern of the message with which the run ends."""
-    in_start: str = ""
-    """Pattern of the message with which the run ends during start-up, if it would continue later."""
-    saves: bool = False
+    startup_message: str = ""
+    """Pattern of the message with which a fault during start-up ends the run, if a later fault would not end it."""
+    saves_checkpoint: bool = False
     """True if the run saves its last complete step when the fault ends it."""
-    masks: bool = False
+    masks_episodes: bool = False
     """True if the fault costs episodes, so that the run differs from the undisturbed one."""
-    can_mask: bool = False
-    """True if the fault costs an episode when it strikes during a call of an environment, which is rare."""
+    may_mask_episodes: bool = False
+    """True if the fault costs an episode only when it strikes during a call of an environment, which is rare."""
     needs_proxy: bool = False
     """True if the fault applies only to runs whose engine is behind a proxy."""
-    needs_start: bool = False
-    """True if the fault strikes only after the first step since the start, because nothing starts without a disk."""
-    settles_s: float = 0.0
+    needs_first_step: bool = False
+    """True if the fault must wait for the first step after a start, because a run cannot start with a full disk."""
+    settle_s: float = 0.0
     """Seconds to wait before the next fault."""
 
 
-def _hit(pattern: str, number: signal.Signals) -> Callable[[Victim], bool]:
+def _send_to_process(pattern: str, number: signal.Signals) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
-        found = victim.processes(pattern)
-        if not found:
+        processes = victim.processes(pattern)
+        if not processes:
             return False
         try:
-            victim.chance.choice(found).send_signal(number)
+            victim.rng.choice(processes).send_signal(number)
         except psutil.NoSuchProcess:
             return False
         return True
@@ -94,9 +94,9 @@ def _hit(pattern: str, number: signal.Signals) -> Callable[[Victim], bool]:
     return strike
 
 
-def _signal(*numbers: signal.Signals) -> Callable[[Victim], bool]:
+def _send_to_driver(*numbers: signal.Signals) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
-        if not handles_signal(victim.driver.pid, signal.SIGTERM):  # it has not come to our first line
+        if not handles_signal(victim.driver.pid, signal.SIGTERM):  # Python has not yet reached our code
             return False
         for number in numbers:
             victim.driver.send_signal(number)
@@ -107,7 +107,7 @@ def _signal(*numbers: signal.Signals) -> Callable[[Victim], bool]:
 
 
 def _full_disk(victim: Victim) -> bool:
-    """Stop the run for a moment from writing a file beyond 100 bytes."""
+    """Prevent the driver and the ranks from writing more than 100 bytes to a file for DISK_FULL_S seconds."""
     limited: list[psutil.Process] = []
     for process in (psutil.Process(victim.driver.pid), *victim.processes(RANK)):
         try:
@@ -115,7 +115,7 @@ def _full_disk(victim: Victim) -> bool:
             limited.append(process)
         except psutil.Error:
             continue
-    time.sleep(FULL_S)
+    time.sleep(DISK_FULL_S)
     for process in limited:
         try:
             process.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -128,9 +128,9 @@ def _drop_connections(victim: Victim) -> bool:
     return victim.proxy is not None and victim.proxy.drop()
 
 
-def _mischief(kind: str) -> Callable[[Victim], bool]:
+def _misbehave(kind: str) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
-        (victim.folder / MISCHIEF).write_text(kind)
+        (victim.folder / MISBEHAVIOR_FILE).write_text(kind)
         return True
 
     return strike
@@ -138,32 +138,47 @@ def _mischief(kind: str) -> Callable[[Victim], bool]:
 
 ENGINE, RANK, ENVIRONMENT = r"ray::_AsyncWorkerActor", r"ray::_WorkerActor", r"skyrl_train\.environments\.worker"
 KILL, STOP, INT, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM
-LOST = (
+CLUSTER_LOST = (
     "ClusterLost|raylet died|raylet because it is dead|gcs_server died|GCS may have been killed|WorkerDied|EnginesLost"
     "|ended while Ray was starting"
 )
 
 FAULTS = (
-    Fault("engine killed", _hit(ENGINE, KILL), in_start="EngineError: .* died during start", settles_s=3),
-    Fault("engine stopped", _hit(ENGINE, STOP), in_start="DeadlineExceeded: .*start", settles_s=60),
-    Fault("rank killed", _hit(RANK, KILL), ends=True, says="WorkerDied"),
-    Fault("rank stopped", _hit(RANK, STOP), ends=True, says="DeadlineExceeded", settles_s=60),
-    Fault("environment killed", _hit(ENVIRONMENT, KILL), can_mask=True),
-    Fault("environment stopped", _hit(ENVIRONMENT, STOP), masks=True, settles_s=6),
-    Fault("raylet killed", _hit(r"^raylet", KILL), ends=True, says=LOST),
-    Fault("raylet stopped", _hit(r"^raylet", STOP), ends=True, says=f"{LOST}|DeadlineExceeded", settles_s=30),
-    Fault("GCS killed", _hit(r"^gcs_server", KILL), ends=True, says=LOST),
-    Fault("driver killed", _signal(KILL), ends=True, codes=(-9,)),
-    Fault("SIGTERM", _signal(TERM), ends=True, codes=(143,), says="SIGTERM", saves=True),
-    Fault("SIGINT", _signal(INT), ends=True, codes=(130,), says="SIGINT", saves=True),
-    Fault("SIGINT twice", _signal(INT, INT), ends=True, codes=(130,), says="SIGINT"),
-    Fault("connections dropped", _drop_connections, ends=True, says="EnginesLost", saves=True, needs_proxy=True),
-    Fault("disk full", _full_disk, needs_start=True, settles_s=1),
+    Fault(
+        "engine killed", _send_to_process(ENGINE, KILL), startup_message="EngineError: .* died during start", settle_s=3
+    ),
+    Fault("engine stopped", _send_to_process(ENGINE, STOP), startup_message="DeadlineExceeded: .*start", settle_s=60),
+    Fault("rank killed", _send_to_process(RANK, KILL), ends_run=True, message="WorkerDied"),
+    Fault("rank stopped", _send_to_process(RANK, STOP), ends_run=True, message="DeadlineExceeded", settle_s=60),
+    Fault("environment killed", _send_to_process(ENVIRONMENT, KILL), may_mask_episodes=True),
+    Fault("environment stopped", _send_to_process(ENVIRONMENT, STOP), masks_episodes=True, settle_s=6),
+    Fault("raylet killed", _send_to_process(r"^raylet", KILL), ends_run=True, message=CLUSTER_LOST),
+    Fault(
+        "raylet stopped",
+        _send_to_process(r"^raylet", STOP),
+        ends_run=True,
+        message=f"{CLUSTER_LOST}|DeadlineExceeded",
+        settle_s=30,
+    ),
+    Fault("GCS killed", _send_to_process(r"^gcs_server", KILL), ends_run=True, message=CLUSTER_LOST),
+    Fault("driver killed", _send_to_driver(KILL), ends_run=True, exit_codes=(-9,)),
+    Fault("SIGTERM", _send_to_driver(TERM), ends_run=True, exit_codes=(143,), message="SIGTERM", saves_checkpoint=True),
+    Fault("SIGINT", _send_to_driver(INT), ends_run=True, exit_codes=(130,), message="SIGINT", saves_checkpoint=True),
+    Fault("SIGINT twice", _send_to_driver(INT, INT), ends_run=True, exit_codes=(130,), message="SIGINT"),
+    Fault(
+        "connections dropped",
+        _drop_connections,
+        ends_run=True,
+        message="EnginesLost",
+        saves_checkpoint=True,
+        needs_proxy=True,
+    ),
+    Fault("disk full", _full_disk, needs_first_step=True, settle_s=1),
     *(
-        Fault(f"environment {kind}", _mischief(kind), masks=True, settles_s=2)
+        Fault(f"environment {kind}", _misbehave(kind), masks_episodes=True, settle_s=2)
         for kind in ("raises", "hangs", "lies", "exits")
     ),
-    Fault("environment slow", _mischief("slow")),
+    Fault("environment slow", _misbehave("slow")),
 )
 
 ENVIRONMENT_CODE = '''
@@ -175,7 +190,7 @@ from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv
 
 
 class MischievousEnv(ArithmeticEnv):
-    """Arithmetic, but for one step after a file says how to misbehave."""
+    """Arithmetic tasks, except for one step after a file asks the environment to misbehave."""
 
     def step(self, action):
         try:
@@ -201,6 +216,6 @@ register("mischievous", "chaos_plugin:MischievousEnv")
 
 
 def find_faults(names: str | None) -> Iterator[Fault]:
-    """Yield the faults whose names contain one of these comma-separated names; all if there are none."""
+    """Yield the faults whose names contain one of these comma-separated texts. Yield all faults if `names` is None."""
     patterns = [name.strip() for name in names.split(",")] if names else [""]
     return (fault for fault in FAULTS if any(pattern in fault.name for pattern in patterns))

@@ -1,4 +1,4 @@
-"""Configurations of the runs: seconds long, with frequent checkpoints and deadlines of seconds."""
+"""Configurations of the runs, which take seconds and have short deadlines and frequent checkpoints."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_train.environments.tasks.arithmetic import generate
-from tests.chaos.campaign import PROMPTS, SAVED_EVERY, STEPS
+from tests.chaos.campaign import CHECKPOINT_INTERVAL, PROMPTS, STEPS
 
 ASYNCHRONOUS = "asynchronous"
 KINDS = {
     "two_engines": ["generator.num_inference_engines=2"],
     "two_ranks": ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
-    "engine_elsewhere": [
+    "external_engine": [
         "generator.run_engines_locally=false",
         "generator.remote_inference_engine_urls=['{engine}']",
         "generator.weight_sync_check=probe",
@@ -25,16 +25,23 @@ KINDS = {
 }
 
 
-def problems(folder: Path) -> Path:
-    """Write rows of training data for environments that misbehave on request. Return the file."""
+def write_data(folder: Path) -> Path:
+    """Write training data for environments that misbehave on request to a file in the folder, and return the file."""
     rows = [row | {"env_class": "mischievous"} for row in generate(PROMPTS, 2, 9, 0, "train")]
     file = folder / "problems.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def overrides_of(kind: str, data: Path, model: str, engine: str = "") -> Callable[[Path], list[str]]:
-    """Return a function of a folder that returns a run's overrides. `engine` is the address of an external engine."""
+def make_overrides(kind: str, data: Path, model: str, engine: str = "") -> Callable[[Path], list[str]]:
+    """Return a function that returns the overrides of a run in a given folder.
+
+    Args:
+        kind: Key of KINDS.
+        data: File of training data.
+        model: Path of the model.
+        engine: Address (host:port) of an external engine, for the kind that has one.
+    """
 
     def overrides(folder: Path) -> list[str]:
         return [
@@ -50,7 +57,7 @@ def overrides_of(kind: str, data: Path, model: str, engine: str = "") -> Callabl
             "trainer.max_tokens_per_microbatch=2048",
             "trainer.policy.optimizer_config.lr=1e-3",
             "trainer.algorithm.use_kl_loss=false",
-            f"trainer.ckpt_interval={SAVED_EVERY}",
+            f"trainer.ckpt_interval={CHECKPOINT_INTERVAL}",
             f"trainer.max_steps={STEPS}",
             f"trainer.hf_save_interval={STEPS}",
             "trainer.epochs=20",

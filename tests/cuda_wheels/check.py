@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from tests.cuda_wheels import names, start, touched
-from tests.gpu_check.environment import OPTIONAL, attempt, modules
+from tests.gpu_check.environment import OPTIONAL, import_module, modules
 from tests.gpu_check.report import Missing
 
 Check = tuple[str, str, Callable[[], object]]
@@ -61,7 +61,7 @@ def checks_of_imports(engine: str) -> Iterator[Check]:
 
     def imported(name: str) -> None:
         try:
-            attempt(name, OPTIONAL - {engine})
+            import_module(name, OPTIONAL - {engine})
         except Missing:
             if name.startswith(f"skyrl_train.engines.{engine}"):
                 raise

@@ -14,12 +14,12 @@ import pytest
 pytestmark = pytest.mark.gpu
 IMPORT_ALL = """
 import json
-from tests.gpu_check.environment import OPTIONAL, attempt, modules
+from tests.gpu_check.environment import OPTIONAL, import_module, modules
 from tests.gpu_check.report import Missing
 broken = {}
 for name in modules():
     try:
-        attempt(name, OPTIONAL)
+        import_module(name, OPTIONAL)
     except Missing:
         pass
     except Exception as error:

@@ -17,10 +17,10 @@ from tests.gpu_check.report import Setting
 
 
 def main() -> int:
-    listed = "\n".join(f"  {number:2} {part.name:14} {part.what}" for number, part in enumerate(PARTS, 1))
+    part_list = "\n".join(f"  {number:2} {part.name:14} {part.what}" for number, part in enumerate(PARTS, 1))
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
-        description=f"{__doc__}\nparts:\n{listed}",
+        description=f"{__doc__}\nparts:\n{part_list}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -31,7 +31,7 @@ def main() -> int:
         type=int,
         nargs="+",
         choices=range(1, len(PARTS) + 1),
-        help="run only these parts, even if they have results",
+        help="numbers of the parts to run, even if they have results",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs toy sizes with meaningless figures"
@@ -40,7 +40,7 @@ def main() -> int:
         "--json",
         type=Path,
         default=Path("build/gpu_check.json"),
-        help="file of the results; the table is written beside it",
+        help="file for the results; the table is written next to it, as Markdown",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -51,13 +51,13 @@ def main() -> int:
             faulthandler.dump_traceback_later(args.seconds - 5)  # shows where a part hung before it is killed
         return run_child(args.child, Setting(args.device, args.seconds), args.rows)
     if args.device == "cuda" and not has_gpu():
-        print("torch finds no NVIDIA GPU; use --device cpu to run every part at toy size", file=sys.stderr)
+        print("torch finds no NVIDIA GPU. Use --device cpu to run every part at toy size.", file=sys.stderr)
         return 2
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     campaign = Campaign(args.json, args.device)
-    good = campaign.go(args.part or range(1, len(PARTS) + 1), args.minutes, again=args.part is not None)
+    success = campaign.run_parts(args.part or range(1, len(PARTS) + 1), args.minutes, again=args.part is not None)
     print(campaign.table())
-    return 0 if good else 1
+    return 0 if success else 1
 
 
 def has_gpu() -> bool:

@@ -1,7 +1,7 @@
-"""Part 14: difference of the engines' bfloat16 log-probs from the trainer's, and from their own in another batch.
+"""Part 14: compare each engine's bfloat16 log-probs with the trainer's, and with its own in another batch.
 
-Each engine runs with default settings, and again with `generator.batch_invariant=true` if it has such a mode, to show
-its benefit and cost.
+Each engine runs with default settings. If it has such a mode, it runs again with `generator.batch_invariant=true`, to
+show the mode's benefit and cost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count as count_from_zero, pairwise
 from pathlib import Path
 
 from skyrl_train.config.choices import ENGINES, STRATEGIES
@@ -19,30 +19,30 @@ from skyrl_train.data.batch import SFTExample, collate_sft_examples
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.learner.worker import LearnerWorker
-from tests.gpu_check.decoding import elsewhere, prompts
+from tests.gpu_check.decoding import random_prompts, run_in_subprocess
 from tests.gpu_check.engines import BFLOAT16_MEAN_NATS, load_engine
 from tests.gpu_check.report import Missing, Report, Setting
-from tests.gpu_check.training import QWEN3_06B, TOY, free
+from tests.gpu_check.training import QWEN3_06B, TOY, release_memory
 from tests.support.learner_specs import tiny_spec
 
-ALONE = 8
+NUM_SINGLE_REQUESTS = 8
 """Number of requests that are also sampled one by one."""
 SHARPNESS = 4.0
 """Factor of the logits. Random weights have almost equal logits, which hide rounding errors."""
-AT_ONCE = 16
-"""Number of sequences that the trainer scores at a time."""
+MICRO_BATCH_SIZE = 16
+"""Number of sequences in the trainer's micro-batches."""
 
 
 @dataclass(frozen=True)
-class Sampled:
+class EngineSamples:
     """The samples of an engine."""
 
     rows: list[tuple[list[int], int, list[float]]]
-    """For every request: all tokens, the number of prompt tokens, and the engine's log-probs of the others (nats)."""
-    gaps: list[float]
-    """Differences of log-probs between a request alone and in the batch, up to the first different token."""
-    same: int
-    """Number of the ALONE requests with the same tokens in both."""
+    """All tokens of a request, the number of its prompt tokens, and the log-probs (nats) of the response tokens."""
+    batch_gaps: list[float]
+    """Log-prob differences (nats) between a request alone and in the batch, up to the first different token."""
+    num_equal: int
+    """Number of the NUM_SINGLE_REQUESTS requests that have the same tokens alone and in the batch."""
     tokens_per_s: float
 
 
@@ -60,84 +60,92 @@ def run(setting: Setting, report: Report) -> None:
             has_mode = engine != "transformers" and not setting.toy
             for invariant in (False, True) if has_mode else (False,):
                 what = f"{engine}, batch-invariant" if invariant else engine
-                sampled = elsewhere(sample, where, name, setting.device, invariant, count, new)
-                tell(what, sampled, from_trainer(name, setting.device, sampled), invariant, report)
+                samples = run_in_subprocess(sample, where, name, setting.device, invariant, count, new)
+                gaps = compute_trainer_gaps(name, setting.device, samples)
+                report_agreement(what, samples, gaps, invariant, report)
 
 
-def tell(what: str, sampled: Sampled, trainer_gaps: Sequence[float], invariant: bool, report: Report) -> None:
+def report_agreement(
+    what: str, samples: EngineSamples, trainer_gaps: Sequence[float], invariant: bool, report: Report
+) -> None:
     mean = sum(trainer_gaps) / len(trainer_gaps)
-    report.at_most(f"{what}: log-probs from the trainer's, mean", mean, BFLOAT16_MEAN_NATS, "nats")
-    report.note(f"{what}: log-probs from the trainer's, largest", max(trainer_gaps))
-    worst = max(sampled.gaps)
+    report.at_most(f"{what}: log-prob difference from the trainer, mean", mean, BFLOAT16_MEAN_NATS, "nats")
+    report.note(f"{what}: log-prob difference from the trainer, largest", max(trainer_gaps))
+    largest_gap = f"{what}: log-prob difference between single and batched requests, largest"
+    num_equal = f"{what}: single requests with the tokens of the batch, of {NUM_SINGLE_REQUESTS}"
     if invariant:
-        report.at_most(f"{what}: log-probs alone and in a batch, largest gap", worst, 0.0, "nats")
-        report.at_least(f"{what}: of {ALONE} requests with the same tokens in both", sampled.same, ALONE)
+        report.at_most(largest_gap, max(samples.batch_gaps), 0.0, "nats")
+        report.at_least(num_equal, samples.num_equal, NUM_SINGLE_REQUESTS)
     else:
-        report.note(f"{what}: log-probs alone and in a batch, largest gap", worst)
-        report.note(f"{what}: of {ALONE} requests with the same tokens in both", sampled.same)
-    report.note(f"{what}: tok/s", sampled.tokens_per_s)
+        report.note(largest_gap, max(samples.batch_gaps))
+        report.note(num_equal, samples.num_equal)
+    report.note(f"{what}: tok/s", samples.tokens_per_s)
 
 
-def sample(where: str, path: str, device: str, invariant: bool, count: int, new: int) -> Sampled:
-    """Sample all requests at once, twice, then some of them one by one. Runs in a separate process."""
+def sample(where: str, path: str, device: str, invariant: bool, count: int, new: int) -> EngineSamples:
+    """Sample two batches of `count` requests, then some requests of the second batch one by one.
+
+    The first batch is a warm-up. `run` calls this function in a separate process.
+    """
     arguments = {"dtype": "bfloat16", "device": device, "max_num_seqs": count, "max_model_len": 1024}
     if device != "cpu" and "transformers" not in where:
         arguments |= {"gpu_memory_utilization": 0.7, "enforce_eager": False}
     engine = load_engine(where)(path, **arguments, **({"batch_invariant": True} if invariant else {}))
     sampling = SamplingParams(max_tokens=new, ignore_eos=True)
-    named = iter(range(10**9))
+    request_ids = map(str, count_from_zero())
 
-    def requests(run: int) -> list[SampleRequest]:
-        given = enumerate(prompts(count, run))
-        return [SampleRequest(str(next(named)), to_token_array(ids), sampling, seed) for seed, ids in given]
+    def make_requests(run: int) -> list[SampleRequest]:
+        return [
+            SampleRequest(next(request_ids), to_token_array(ids), sampling, seed)
+            for seed, ids in enumerate(random_prompts(count, run))
+        ]
 
     with asyncio.Runner() as runner:
-        runner.run(engine.generate(requests(0)))  # warms up
+        runner.run(engine.generate(make_requests(0)))  # warms up
         start = time.perf_counter()
-        asked = requests(1)
-        together = runner.run(engine.generate(asked))
+        requests = make_requests(1)
+        batched = runner.run(engine.generate(requests))
         seconds = time.perf_counter() - start
-        alone = [runner.run(engine.generate([one]))[0] for one in requests(1)[:ALONE]]
+        single = [runner.run(engine.generate([request]))[0] for request in make_requests(1)[:NUM_SINGLE_REQUESTS]]
         runner.run(engine.close())
-    gaps: list[float] = []
-    for one, other in zip(alone, together, strict=False):
-        gaps += gaps_until_they_part(one, other)
+    pairs = list(zip(single, batched, strict=False))
+    gaps = [gap for pair in pairs for gap in logprob_gaps(*pair)]
     rows = [
-        ([*request.token_ids.tolist(), *found.token_ids.tolist()], len(request.token_ids), list(found.full_logprobs))
-        for request, found in zip(asked, together, strict=True)
+        ([*request.token_ids.tolist(), *answer.token_ids.tolist()], len(request.token_ids), list(answer.full_logprobs))
+        for request, answer in zip(requests, batched, strict=True)
     ]
-    same = sum(one.token_ids.tolist() == other.token_ids.tolist() for one, other in zip(alone, together, strict=False))
-    return Sampled(rows, gaps, same, count * new / seconds)
+    num_equal = sum(first.token_ids.tolist() == second.token_ids.tolist() for first, second in pairs)
+    return EngineSamples(rows, gaps, num_equal, count * new / seconds)
 
 
-def gaps_until_they_part(one: Completion, other: Completion) -> list[float]:
-    """Return differences in nats before the first token that differs.
-
-    That token has the same context, but is not the same.
-    """
-    found = []
-    pairs = zip(one.token_ids, other.token_ids, one.full_logprobs, other.full_logprobs, strict=True)
-    for mine, theirs, a, b in pairs:
-        if mine != theirs:
+def logprob_gaps(first: Completion, second: Completion) -> list[float]:
+    """Return the absolute log-prob differences (nats) of the tokens before the first different token."""
+    gaps = []
+    tokens = zip(first.token_ids, second.token_ids, first.full_logprobs, second.full_logprobs, strict=True)
+    for first_id, second_id, first_logprob, second_logprob in tokens:
+        if first_id != second_id:
             break
-        found.append(abs(a - b))
-    return found
+        gaps.append(abs(first_logprob - second_logprob))
+    return gaps
 
 
-def from_trainer(path: str, device: str, sampled: Sampled) -> list[float]:
-    """Return differences (nats) of the engine's log-probs from those of a trainer with the same dtype."""
+def compute_trainer_gaps(path: str, device: str, samples: EngineSamples) -> list[float]:
+    """Return the absolute differences (nats) of the engine's log-probs from those of a trainer with the same dtype."""
     worker = LearnerWorker(tiny_spec(path, strategy=STRATEGIES["fsdp2"], device=device, dtype="bfloat16"), 0, 1)
     try:
         worker.setup(*worker.address())
-        found = [SFTExample(ids, [False] * prompt + [True] * (len(ids) - prompt)) for ids, prompt, _ in sampled.rows]
-        batch = collate_sft_examples(found)
-        parts = batch.split_micro_batches(max_sequences=AT_ONCE)
-        scores, ends = worker.forward(parts, len(parts)).tolist(), pairwise(batch.offsets.tolist())
+        examples = [
+            SFTExample(ids, [False] * prompt_length + [True] * (len(ids) - prompt_length))
+            for ids, prompt_length, _ in samples.rows
+        ]
+        batch = collate_sft_examples(examples)
+        parts = batch.split_micro_batches(max_sequences=MICRO_BATCH_SIZE)
+        trainer_logprobs = worker.forward(parts, len(parts)).tolist()
     finally:
         worker.close()
         del worker
-        free(device)
+        release_memory(device)
     gaps = []
-    for (start, stop), (_, prompt, logprobs) in zip(ends, sampled.rows, strict=True):
-        gaps += [abs(a - b) for a, b in zip(scores[start + prompt : stop], logprobs, strict=True)]
+    for (start, stop), (_, prompt_length, logprobs) in zip(pairwise(batch.offsets.tolist()), samples.rows, strict=True):
+        gaps += [abs(a - b) for a, b in zip(trainer_logprobs[start + prompt_length : stop], logprobs, strict=True)]
     return gaps

@@ -19,17 +19,19 @@ from tests.gpu_check.report import Report, Setting
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of these lengths; `shared`: how many first tokens each has in common with the one before it."""
+    """Shapes of one comparison."""
 
     name: str
     lengths: tuple[int, ...]
+    """Lengths of the sequences in tokens."""
     heads: int = 8
     key_heads: int = 8
     size: int = 64
     window: int | None = None
     shared: tuple[int, ...] = ()
+    """Number of first tokens that each sequence has in common with the previous one; empty for none."""
 
-    def smaller(self, factor: int) -> Case:
+    def shrink(self, factor: int) -> Case:
         window = None if self.window is None else max(1, self.window // factor)
         lengths = tuple(max(2, length // factor) for length in self.lengths)
         shared = tuple(count // factor for count in self.shared)
@@ -49,40 +51,46 @@ Results = dict[str, Tensor]
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Outputs and gradients of every case, in bfloat16 and on CUDA in float16 too."""
+    """Compare outputs and gradients of every case in bfloat16, and on CUDA also in float16."""
     for dtype in (torch.bfloat16,) if setting.toy else (torch.bfloat16, torch.float16):
         for case in CASES:
-            compare(case.smaller(16) if setting.toy else case, setting.device, dtype, report)
+            compare(case.shrink(16) if setting.toy else case, setting.device, dtype, report)
 
 
 def compare(case: Case, device: str, dtype: torch.dtype, report: Report) -> None:
-    """One row a tensor: the largest error of ours, and how many times SDPA's it is."""
-    inputs = inputs_of(case, device, dtype)
-    exact = results(case, [x.float() for x in inputs], packed=False)
-    plain = results(case, inputs, packed=False)
-    ours = results(case, inputs, packed=True)
-    for name, wanted in exact.items():
-        error, bound = (float((found[name].float() - wanted).abs().max()) for found in (ours, plain))
+    """Report the largest error of each tensor, with a bound from the error of SDPA in the same dtype."""
+    inputs = make_inputs(case, device, dtype)
+    exact = compute_results(case, [x.float() for x in inputs], packed=False)
+    sdpa = compute_results(case, inputs, packed=False)
+    packed = compute_results(case, inputs, packed=True)
+    for name, expected in exact.items():
+        error, sdpa_error = (float((results[name].float() - expected).abs().max()) for results in (packed, sdpa))
         what = f"{case.name}, {str(dtype).removeprefix('torch.')}: error of {name}"
-        report.at_most(what, error, (2 if name == "output" else 3) * bound + FLOOR)
+        report.at_most(what, error, (2 if name == "output" else 3) * sdpa_error + FLOOR)
 
 
-def inputs_of(case: Case, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """query [T, H, D], key and value [T, K, D], and the gradient of the output; shared tokens are equal."""
+def make_inputs(case: Case, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return query [T, H, D], key [T, K, D], value [T, K, D] and the output's gradient [T, H, D].
+
+    Shared tokens have equal queries, keys and values.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = sum(case.lengths)
     heads = (case.heads, case.key_heads, case.key_heads, case.heads)
-    drawn = [torch.randn(tokens, count, case.size, generator=generator) for count in heads]
+    tensors = [torch.randn(tokens, count, case.size, generator=generator) for count in heads]
     start = 0
     for length, shared, before in zip(case.lengths, case.shared, (0, *case.lengths), strict=False):
-        for tensor in drawn[:3]:
+        for tensor in tensors[:3]:
             tensor[start : start + shared] = tensor[start - before : start - before + shared]
         start += length
-    return [tensor.to(device, dtype) for tensor in drawn]
+    return [tensor.to(device, dtype) for tensor in tensors]
 
 
-def results(case: Case, inputs: list[Tensor], *, packed: bool) -> Results:
-    """The output and the gradients of query, key and value; those of shared tokens are summed over their copies."""
+def compute_results(case: Case, inputs: list[Tensor], *, packed: bool) -> Results:
+    """Return the output and the gradients of query, key and value, by name.
+
+    Gradients of shared tokens are summed over their copies.
+    """
     query, key, value = (tensor.detach().clone().requires_grad_() for tensor in inputs[:3])
     offsets = torch.tensor([0, *case.lengths], device=query.device).cumsum(0)
     repeated = torch.tensor(case.shared, device=query.device) if case.shared else None
@@ -93,17 +101,17 @@ def results(case: Case, inputs: list[Tensor], *, packed: bool) -> Results:
     elif packed:
         output = ragged_attention(query, key, value, Segments.from_offsets(offsets), sliding_window=case.window)
     else:
-        output = one_by_one(query, key, value, case)
+        output = sdpa_by_sequence(query, key, value, case)
     output.backward(inputs[3].to(output.dtype))
-    found = {"output": output.detach()}
+    results = {"output": output.detach()}
     for name, tensor in (("query's gradient", query), ("key's gradient", key), ("value's gradient", value)):
         assert tensor.grad is not None
-        found[name] = summed(tensor.grad.float(), offsets, repeated)
-    return found
+        results[name] = sum_shared_gradients(tensor.grad.float(), offsets, repeated)
+    return results
 
 
-def summed(gradient: Tensor, offsets: Tensor, repeated: Tensor | None) -> Tensor:
-    """Gradients of a shared token's copies, summed at its first one: there is one such token for the packed way."""
+def sum_shared_gradients(gradient: Tensor, offsets: Tensor, repeated: Tensor | None) -> Tensor:
+    """Sum the gradients of a shared token's copies, because the packed layout holds such a token only once."""
     if repeated is None:
         return gradient
     packing = SharedPromptLayout.from_offsets(offsets, repeated)
@@ -112,7 +120,7 @@ def summed(gradient: Tensor, offsets: Tensor, repeated: Tensor | None) -> Tensor
     )
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+def sdpa_by_sequence(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     outputs = []
     for q, k, v in zip(*(tensor.split(case.lengths) for tensor in (query, key, value)), strict=True):
         length = len(q)

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu_check.parts import PARTS, Part
-from tests.gpu_check.report import Missing, Report, Row, Setting, read
+from tests.gpu_check.report import Missing, Report, Row, Setting, read_rows
 
-LONGEST_S = 480.0
-"""Maximum duration of a part in seconds. A machine is available only for minutes."""
+MAX_PART_S = 480.0
+"""Maximum duration of a part in seconds. GPU machines are often available only for minutes."""
 MISSING = 3
 """Exit status of a part's process if a requirement is missing."""
 DONE = ("passed", "failed", "missing")
-"""States of parts that run again only on request. A part that was cut off runs again."""
+"""States of parts that run again only on request. A part that exceeded its deadline ("cut off") runs again."""
 
 
 class Campaign:
-    """The results of parts, by name, in a file that is complete after each part."""
+    """A sequence of parts whose results are saved to a JSON file after each part."""
 
     def __init__(self, file: Path, device: str):
         self._file = file
@@ -34,33 +34,42 @@ class Campaign:
         self._results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         file.parent.mkdir(parents=True, exist_ok=True)
 
-    def go(self, chosen: Sequence[int], minutes: float, again: bool = False) -> bool:
-        """Run the parts without a result on this device until the time is up. Return True if all of them succeeded."""
+    def run_parts(self, chosen: Sequence[int], minutes: float, again: bool = False) -> bool:
+        """Run the chosen parts until the time is up, and print their results.
+
+        Args:
+            chosen: Numbers of parts, from 1.
+            minutes: Time limit of this call.
+            again: Run parts that already have a result on this device, too.
+
+        Returns:
+            True if no part that ran failed or exceeded its deadline.
+        """
         deadline = time.monotonic() + 60 * minutes
-        good = True
+        success = True
         for number, part in enumerate(PARTS, 1):
             if number not in chosen or (not again and self.state(part) in DONE):
                 continue
-            left = min(LONGEST_S, deadline - time.monotonic())
-            if left < 1:
+            remaining_s = min(MAX_PART_S, deadline - time.monotonic())
+            if remaining_s < 1:
                 print(f"{number} {part.name}: no time left; run the same command again to continue here")
                 continue
             print(f"{number} {part.name}: {part.what}", flush=True)
-            result = self._run(part, left)
+            result = self._run(part, remaining_s)
             self._results[self._key(part)] = result
             self._write()
             print("\n".join(Row(**row).line() for row in result["rows"]))
-            good = good and result["state"] in ("passed", "missing")
+            success = success and result["state"] in ("passed", "missing")
             print(f"{number} {part.name}: {result['state']} in {result['seconds']:.0f} s {result['said']}", flush=True)
-        return good
+        return success
 
     def state(self, part: Part) -> str:
-        """ "passed", "failed", "missing", "cut off", or "not run" on this device."""
+        """Return "passed", "failed", "missing", "cut off" or "not run": the state of a part on this device."""
         return str(self._results.get(self._key(part), {}).get("state", "not run"))
 
     def table(self) -> str:
         """Return a Markdown table with a row per figure."""
-        lines = ["| part | what | value | wanted | |", "| --- | --- | --- | --- | --- |"]
+        lines = ["| part | what | value | required | |", "| --- | --- | --- | --- | --- |"]
         for number, part in enumerate(PARTS, 1):
             result = self._results.get(self._key(part))
             name = f"{number} {part.name}"
@@ -70,8 +79,8 @@ class Campaign:
             for row in result["rows"]:
                 cells = [name, row["what"], row["value"], row["wanted"], "" if row["ok"] else "MISS"]
                 lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
-            said = result["said"].replace("|", "/").replace("\n", " ")
-            lines.append(f"| {name} | **{result['state']}** in {result['seconds']:.0f} s | {said} | | |")
+            reason = result["said"].replace("|", "/").replace("\n", " ")
+            lines.append(f"| {name} | **{result['state']}** in {result['seconds']:.0f} s | {reason} | | |")
         return "\n".join(lines)
 
     def _key(self, part: Part) -> str:
@@ -95,12 +104,16 @@ class Campaign:
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                end_group(child)
-        found = read(rows)
+                kill_process_group(child)
+        results = read_rows(rows)
         rows.unlink(missing_ok=True)
-        state, said = judged(status, found, log, seconds)
-        taken = time.monotonic() - start
-        return {"state": state, "seconds": taken, "said": said, "rows": [asdict(row) for row in found]}
+        state, reason = judge_result(status, results, log, seconds)
+        return {
+            "state": state,
+            "seconds": time.monotonic() - start,
+            "said": reason,
+            "rows": [asdict(row) for row in results],
+        }
 
     def _write(self) -> None:
         temporary = self._file.with_suffix(".new")
@@ -109,20 +122,27 @@ class Campaign:
         self._file.with_suffix(".md").write_text(self.table() + "\n", encoding="utf-8")
 
 
-def judged(status: int | None, rows: Sequence[Row], log: Path, seconds: float) -> tuple[str, str]:
-    """Return (state, reason) of a part whose process ended with `status`; None if the deadline ended it."""
+def judge_result(status: int | None, rows: Sequence[Row], log: Path, seconds: float) -> tuple[str, str]:
+    """Return the state of a part that has ended, and the reason (empty if it passed).
+
+    Args:
+        status: Exit status of the part's process; None if the process exceeded its deadline and was killed.
+        rows: Results that the part has written.
+        log: Output of the process.
+        seconds: Time limit of the part.
+    """
     if status is None:
-        return "cut off", f"after {seconds:.0f} s; stacks and messages: {log.name}"
+        return "cut off", f"after {seconds:.0f} s; see {log.name} for stack traces and output"
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if status == MISSING:
         return "missing", lines[-1]
     if status != 0:
         return "failed", f"{lines[-1][:300] if lines else f'exit status {status}'}; see {log.name}"
     misses = sum(not row.ok for row in rows)
-    return ("failed", f"{misses} of {len(rows)} not as wanted") if misses else ("passed", "")
+    return ("failed", f"{misses} of {len(rows)} results do not meet their requirement") if misses else ("passed", "")
 
 
-def end_group(child: subprocess.Popen[bytes]) -> None:
+def kill_process_group(child: subprocess.Popen[bytes]) -> None:
     """Kill and reap the remaining processes of a part, including engines and ranks."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -130,7 +150,7 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def run_child(name: str, setting: Setting, rows: Path) -> int:
-    """Run a part in this process and return its exit status."""
+    """Run a part in this process, write its results to the file `rows`, and return the exit status."""
     part = next(part for part in PARTS if part.name == name)
     try:
         part.load()(setting, Report(rows))

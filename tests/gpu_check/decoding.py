@@ -1,7 +1,7 @@
-"""Parts 11 and 16: tokens per second of decoding at several sizes: our engines, and `vllm.LLM` as it is.
+"""Parts 11 and 16: decoding speed at several batch sizes, of our engines and of `vllm.LLM` without them ("bare").
 
-Each is a process of its own, the bare one started with the arguments that our engine starts vLLM with. Ours samples
-with a seed for every request, as a run does; the bare one with and without seeds.
+Each variant runs in a separate process. Bare vLLM gets the arguments with which our engine starts vLLM. Our engine
+samples with a seed for every request, as in a run; bare vLLM is measured with and without seeds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import count as count_from_zero
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,117 +27,136 @@ from skyrl_train.registry import load_object
 from tests.gpu_check.report import Missing, Report, Setting
 from tests.gpu_check.training import QWEN3_06B, TOY
 
-MAIN = 256
-"""The number of requests at which our engine's share of bare vLLM's speed is asked for."""
-SHARE = 0.95
+CHECKED_SIZE = 256
+"""Number of requests at which our engine must reach MIN_SPEED_RATIO of bare vLLM's speed."""
+MIN_SPEED_RATIO = 0.95
 PROMPT_TOKENS = 128
 T = TypeVar("T")
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Sizes of the batch in turn; the first run of each warms up, the better of two more counts."""
-    sizes, speeds = measured("vllm", (ours, bare_without_seeds, bare_with_seeds, bare_in_our_process), setting, report)
+    """Measure our vLLM engine and bare vLLM at each batch size. Raises Missing if vLLM is not installed."""
+    variants = (ours, bare_without_seeds, bare_with_seeds, bare_in_our_process)
+    sizes, speeds = measure_variants("vllm", variants, setting, report)
     for index, size in enumerate(sizes):
-        share = speeds["ours"][index] / speeds["bare_without_seeds"][index]
-        if size == MAIN:
-            report.at_least(f"{size} requests: ours / bare without seeds", share, SHARE)
+        ratio = speeds["ours"][index] / speeds["bare_without_seeds"][index]
+        if size == CHECKED_SIZE:
+            report.at_least(f"{size} requests: ours / bare without seeds", ratio, MIN_SPEED_RATIO)
         else:
-            report.note(f"{size} requests: ours / bare without seeds", share)
+            report.note(f"{size} requests: ours / bare without seeds", ratio)
 
 
 def run_sglang(setting: Setting, report: Report) -> None:
-    """Our engine alone: its share of bare vLLM's speed is read off part 11."""
-    measured("sglang", (ours_sglang,), setting, report)
+    """Measure our SGLang engine alone. Raises Missing if SGLang is not installed."""
+    measure_variants("sglang", (ours_sglang,), setting, report)
 
 
-def measured(
-    package: str, ways: Sequence[Callable[..., list[float]]], setting: Setting, report: Report
+def measure_variants(
+    package: str, variants: Sequence[Callable[..., list[float]]], setting: Setting, report: Report
 ) -> tuple[Sequence[int], dict[str, list[float]]]:
-    """The sizes, and tokens per second at each of them, by way."""
+    """Measure each variant in a subprocess and report its speeds.
+
+    Returns:
+        The batch sizes, and by name of the variant its tokens per second at each of these sizes.
+
+    Raises:
+        Missing: `package` is not installed.
+        RuntimeError: A subprocess ended without a result.
+    """
     try:
         importlib.import_module(package)
     except ImportError as error:
         raise Missing(f"{package} is not installed ({error})") from error
-    sizes, new = ((4, 8), 8) if setting.toy else ((64, MAIN, 1024), 256)
+    sizes, new = ((4, 8), 8) if setting.toy else ((64, CHECKED_SIZE, 1024), 256)
     with tempfile.TemporaryDirectory() as folder:
         (TOY if setting.toy else QWEN3_06B).save(Path(folder))
-        speeds = {way.__name__: elsewhere(way, folder, setting.device, sizes, new) for way in ways}
+        speeds = {
+            variant.__name__: run_in_subprocess(variant, folder, setting.device, sizes, new) for variant in variants
+        }
     for index, size in enumerate(sizes):
-        for name, found in speeds.items():
-            report.note(f"{size} requests, {name.replace('_', ' ')}: tok/s", found[index])
+        for name, speed_by_size in speeds.items():
+            report.note(f"{size} requests, {name.replace('_', ' ')}: tok/s", speed_by_size[index])
     return sizes, speeds
 
 
-def elsewhere(way: Callable[..., T], *arguments: Any) -> T:
-    """`way(*arguments)` in a process of its own, which takes its memory with it. Raises RuntimeError if it fails."""
+def run_in_subprocess(function: Callable[..., T], *arguments: Any) -> T:
+    """Return `function(*arguments)`, computed in a separate process so that its memory is released at the end.
+
+    Raises:
+        RuntimeError: The process ended without a result. It prints its own error.
+    """
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=answer, args=(there, way, arguments))
+    connection, child_connection = context.Pipe()
+    process = context.Process(target=send_result, args=(child_connection, function, arguments))
     process.start()
-    there.close()
+    child_connection.close()
     try:
-        return here.recv()  # type: ignore[no-any-return]
+        return connection.recv()  # type: ignore[no-any-return]
     except EOFError as error:
-        raise RuntimeError(f"{way.__name__} ended without a result; see its output above") from error
+        raise RuntimeError(f"{function.__name__} ended without a result; see its output above") from error
     finally:
         process.kill()
         process.join()
 
 
-def answer(connection: Connection, way: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    connection.send(way(*arguments))
+def send_result(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    connection.send(function(*arguments))
 
 
 def start_arguments(device: str, sizes: Sequence[int]) -> dict[str, Any]:
     on_cpu = device == "cpu"
-    given = {"max_num_seqs": max(sizes), "max_model_len": 1024, "dtype": "float32" if on_cpu else "bfloat16"}
+    arguments = {"max_num_seqs": max(sizes), "max_model_len": 1024, "dtype": "float32" if on_cpu else "bfloat16"}
     if on_cpu:
-        return given
-    # What a run gives both: vLLM's own default depends on who starts it.
-    return {**given, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.7, "enforce_eager": False}
+        return arguments
+    # Both variants need this value, because vLLM's default depends on how it is started.
+    return {**arguments, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.7, "enforce_eager": False}
 
 
-def prompts(count: int, run: int) -> list[list[int]]:
-    """Random ones that no prompt cache knows."""
+def random_prompts(count: int, run: int) -> list[list[int]]:
+    """Return prompts that differ between runs, so that no prefix cache contains them."""
     generator = torch.Generator().manual_seed(1000 * count + run)
     return torch.randint(3, 256, (count, PROMPT_TOKENS), generator=generator).tolist()  # type: ignore[no-any-return]
 
 
-def best(generate: Callable[[list[list[int]]], int], sizes: Sequence[int]) -> list[float]:
-    """Tokens per second at each size; `generate` returns how many tokens there are."""
+def measure_sizes(generate: Callable[[list[list[int]]], int], sizes: Sequence[int]) -> list[float]:
+    """Return tokens per second at each batch size: a warm-up, then the faster of two more runs.
+
+    `generate` returns the number of sampled tokens.
+    """
     speeds = []
     for size in sizes:
-        found = []
+        speeds_of_runs = []
         for run in range(3):
-            given = prompts(size, run)
+            prompts = random_prompts(size, run)
             start = time.perf_counter()
-            count = generate(given)
-            found.append(count / (time.perf_counter() - start))
-        speeds.append(max(found[1:]))
+            count = generate(prompts)
+            speeds_of_runs.append(count / (time.perf_counter() - start))
+        speeds.append(max(speeds_of_runs[1:]))
     return speeds
 
 
 def ours(path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
-    return of_engine(ENGINES["vllm"], path, device, sizes, new)
+    return measure_engine(ENGINES["vllm"], path, device, sizes, new)
 
 
 def ours_sglang(path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
-    return of_engine(ENGINES["sglang"], path, device, sizes, new)
+    return measure_engine(ENGINES["sglang"], path, device, sizes, new)
 
 
-def of_engine(where: str, path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
+def measure_engine(where: str, path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
     engine = load_object(where)(path, device=device, **start_arguments(device, sizes))
     sampling = SamplingParams(max_tokens=new, ignore_eos=True)
-    named = iter(range(10**9))
+    request_ids = map(str, count_from_zero())
     with asyncio.Runner() as runner:
 
-        def generate(given: list[list[int]]) -> int:
+        def generate(prompts: list[list[int]]) -> int:
             requests = [
-                SampleRequest(str(next(named)), to_token_array(ids), sampling, seed) for seed, ids in enumerate(given)
+                SampleRequest(next(request_ids), to_token_array(ids), sampling, seed)
+                for seed, ids in enumerate(prompts)
             ]
-            return sum(len(one.full_logprobs) for one in runner.run(engine.generate(requests)))
+            return sum(len(completion.full_logprobs) for completion in runner.run(engine.generate(requests)))
 
-        speeds = best(generate, sizes)
+        speeds = measure_sizes(generate, sizes)
         runner.run(engine.close())
     return speeds
 
@@ -150,14 +170,14 @@ def bare_with_seeds(path: str, device: str, sizes: Sequence[int], new: int) -> l
 
 
 def bare_in_our_process(path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
-    """With the model runner that our sampler needs, and stepped in one process, as our engine is."""
-    import skyrl_train.engines.vllm.engine  # noqa: F401  says how vLLM is to be imported
+    """Measure bare vLLM with the settings of our engine: its model runner, and steps in one process."""
+    import skyrl_train.engines.vllm.engine  # noqa: F401  sets the environment variables of these settings
 
     return bare(path, device, sizes, new, seeded=False)
 
 
 def bare(path: str, device: str, sizes: Sequence[int], new: int, *, seeded: bool) -> list[float]:
-    if importlib.util.find_spec("flashinfer") is None:  # vLLM's own sampler imports it without looking
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM's own sampler imports it unconditionally
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     import vllm
 
@@ -168,15 +188,15 @@ def bare(path: str, device: str, sizes: Sequence[int], new: int, *, seeded: bool
     configure_threads(None, 1, device == "cpu")
     llm = vllm.LLM(**arguments)
 
-    def generate(given: list[list[int]]) -> int:
+    def generate(prompts: list[list[int]]) -> int:
         sampling = [
             vllm.SamplingParams(
                 max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False, seed=index if seeded else None
             )
-            for index in range(len(given))
+            for index in range(len(prompts))
         ]
-        inputs: Any = [{"prompt_token_ids": ids} for ids in given]
-        found: Any = llm.generate(inputs, sampling, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in found)
+        inputs: Any = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs: Any = llm.generate(inputs, sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    return best(generate, sizes)
+    return measure_sizes(generate, sizes)

@@ -1,4 +1,4 @@
-"""Parts 7, 9, 10, 12 and 15: engines on the device against the protocol and a float32 model on the CPU."""
+"""Parts 7, 9, 10, 12 and 15: check that engines follow the protocol and agree with a float32 model on the CPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.reference_sampler import Reference
 HIDDEN = 256
 PROMPTS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250], list(range(20, 60)), [100, 3, 17]]
 FLOAT32_NATS = 1e-3
-"""On CUDA; on a CPU 1e-4, as in the tests."""
+"""Bound of a log-prob difference on CUDA. On a CPU it is 1e-4, as in the tests."""
 BFLOAT16_MEAN_NATS = 0.05
-"""Beyond it an importance ratio of a token is off by five percent on average."""
+"""Bound of the mean log-prob difference. It makes a token's importance ratio wrong by five percent on average."""
 
 
 def run_transformers(setting: Setting, report: Report) -> None:
-    """In float32, and in the dtype that a run on a GPU has."""
+    """Check the engine in float32, and on CUDA also in bfloat16, the dtype of runs on a GPU."""
     for dtype in ("float32",) if setting.toy else ("float32", "bfloat16"):
         check("skyrl_train.engines.transformers.engine:TransformersEngine", setting, report, dtype)
 
@@ -38,14 +38,14 @@ def run_vllm_eager(setting: Setting, report: Report) -> None:
 
 
 def run_vllm_graphs(setting: Setting, report: Report) -> None:
-    """On a CPU vLLM has no graphs: the same run again, of what the arguments do."""
+    """Check vLLM with CUDA graphs. vLLM has none on a CPU, where this part only checks that the arguments work."""
     run_vllm(setting, report, enforce_eager=False)
 
 
 def run_vllm(setting: Setting, report: Report, **arguments: Any) -> None:
-    more = {} if setting.toy else {"gpu_memory_utilization": 0.4}
+    memory = {} if setting.toy else {"gpu_memory_utilization": 0.4}
     dtype = "float32" if setting.toy else "bfloat16"
-    check("skyrl_train.engines.vllm.engine:VLLMEngine", setting, report, dtype, **arguments, **more)
+    check("skyrl_train.engines.vllm.engine:VLLMEngine", setting, report, dtype, **arguments, **memory)
 
 
 def run_sglang_eager(setting: Setting, report: Report) -> None:
@@ -57,14 +57,18 @@ def run_sglang_graphs(setting: Setting, report: Report) -> None:
 
 
 def run_sglang(setting: Setting, report: Report, **arguments: Any) -> None:
-    more = {} if setting.toy else {"gpu_memory_utilization": 0.4}
+    memory = {} if setting.toy else {"gpu_memory_utilization": 0.4}
     dtype = "float32" if setting.toy else "bfloat16"
-    check("skyrl_train.engines.sglang.engine:SGLangEngine", setting, report, dtype, **arguments, **more)
+    check("skyrl_train.engines.sglang.engine:SGLangEngine", setting, report, dtype, **arguments, **memory)
 
 
 def check(engine_class: str, setting: Setting, report: Report, dtype: str, **arguments: Any) -> None:
-    """Start, then every step of `Conformance`; raises Missing where the package is not installed."""
-    kind = load_engine(engine_class)
+    """Start an engine with a tiny model and run all checks of `Conformance`.
+
+    Raises:
+        Missing: The engine's package is not installed.
+    """
+    engine_type = load_engine(engine_class)
     loop = BackgroundLoop()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -72,10 +76,10 @@ def check(engine_class: str, setting: Setting, report: Report, dtype: str, **arg
         model.save_pretrained(folder / "model")
         byte_tokenizer().save_pretrained(folder / "model")
         start = time.perf_counter()
-        engine = kind(
+        engine = engine_type(
             str(folder / "model"), dtype=dtype, device=setting.device, max_num_seqs=16, max_model_len=1024, **arguments
         )
-        report.note(f"{dtype}: started, s", time.perf_counter() - start)
+        report.note(f"{dtype}: start, s", time.perf_counter() - start)
         try:
             Conformance(EngineHarness(engine, model, loop, folder), setting, report, dtype).run()
         finally:
@@ -117,7 +121,7 @@ class Conformance:
                 continue
             model = tiny_model("qwen3", hidden_size=HIDDEN, seed=seed)
             bench.run(bench.publish(model, route))
-            # By ipc through the host's memory: the device's own cannot be shared within a process, see part 4.
+            # Here ipc goes through host memory, because a process cannot share device memory with itself; see part 4.
             self.logprobs(f"after a sync by {route or bench.cheapest_route}", model)
         bench.run(bench.engine.sleep(2))
         bench.run(bench.engine.wake_up(["weights"]))
@@ -127,26 +131,26 @@ class Conformance:
         self.logprobs("after sleep 2 and a sync", model)
 
     def logprobs(self, when: str, model: Any) -> None:
-        """Check both log-probs of sampled tokens, and `score`, against the model in float32."""
+        """Compare both kinds of log-probs of sampled tokens, and the results of `score`, with the float32 model."""
         bench, reference = self._bench, Reference(model)
         requests = self.requests(top_k=20, temperature=0.8)
         gaps: dict[str, list[float]] = {"log-probs": [], "full log-probs": [], "score": []}
         for request, completion in zip(requests, bench.generate(*requests), strict=True):
-            wanted = reference.logprobs(request.token_ids, completion.token_ids.tolist(), request.sampling)
-            found = completion.logprobs.tolist(), completion.full_logprobs.tolist()
-            for name, got, right in zip(gaps, found, wanted, strict=False):
-                gaps[name] += [abs(a - b) for a, b in zip(got, right, strict=True)]
-        scored = bench.run(bench.engine.score(PROMPTS))
-        for got, right in zip(scored, reference.score(PROMPTS), strict=True):
-            gaps["score"] += [abs(a - b) for a, b in zip(got, right, strict=True)]
+            expected = reference.logprobs(request.token_ids, completion.token_ids.tolist(), request.sampling)
+            actual = completion.logprobs.tolist(), completion.full_logprobs.tolist()
+            for name, engine_logprobs, exact in zip(gaps, actual, expected, strict=False):
+                gaps[name] += [abs(a - b) for a, b in zip(engine_logprobs, exact, strict=True)]
+        prompt_logprobs = bench.run(bench.engine.score(PROMPTS))
+        for engine_logprobs, exact in zip(prompt_logprobs, reference.score(PROMPTS), strict=True):
+            gaps["score"] += [abs(a - b) for a, b in zip(engine_logprobs, exact, strict=True)]
         for name, values in gaps.items():
             what = f"{self._dtype}, {when}: {name}"
             if self._dtype == "float32":
                 self._report.at_most(f"{what}, largest gap", largest(values), self._exact_nats, "nats")
                 continue
-            kept = [value for value in values if value != math.inf]  # top_k may keep another token than in float32
-            self._report.note(f"{what}, largest gap", largest(kept))
-            self._report.at_most(f"{what}, mean gap", sum(kept) / len(kept), BFLOAT16_MEAN_NATS, "nats")
+            finite = [value for value in values if value != math.inf]  # top_k may select another token than in float32
+            self._report.note(f"{what}, largest gap", largest(finite))
+            self._report.at_most(f"{what}, mean gap", sum(finite) / len(finite), BFLOAT16_MEAN_NATS, "nats")
 
     def requests(self, **sampling: Any) -> list[SampleRequest]:
         return [self._bench.request(prompt, seed=index, **sampling) for index, prompt in enumerate(PROMPTS)]
@@ -155,13 +159,13 @@ class Conformance:
         """Check that equal seeds give equal tokens, and different seeds different ones."""
         bench = self._bench
         first, second = (tokens(bench.generate(*self.requests(max_tokens=32))) for _ in range(2))
-        same = sum(one == other for one, other in zip(first, second, strict=True))
-        needed = len(PROMPTS) if self._dtype == "float32" else 0
+        num_equal = sum(a == b for a, b in zip(first, second, strict=True))
+        min_equal = len(PROMPTS) if self._dtype == "float32" else 0
         self._report.note(
             f"{self._dtype}: requests with the same tokens for the same seed",
-            f"{same} of {len(PROMPTS)}",
-            f"≥ {needed}",
-            same >= needed,
+            f"{num_equal} of {len(PROMPTS)}",
+            f"≥ {min_equal}",
+            num_equal >= min_equal,
         )
         other = tokens(bench.generate(*(bench.request(prompt, seed=99, max_tokens=32) for prompt in PROMPTS)))
         self._report.note(f"{self._dtype}: other seeds give other tokens", other != first, "True", other != first)
@@ -178,8 +182,8 @@ class Conformance:
             return await running
 
         lengths = [len(completion.token_ids) for completion in bench.run(interrupted())]
-        whole = lengths == [128] * len(PROMPTS)
-        self._report.note(f"{self._dtype}: tokens of paused requests", str(lengths), "128 each", whole)
+        complete = lengths == [128] * len(PROMPTS)
+        self._report.note(f"{self._dtype}: tokens of paused requests", str(lengths), "128 each", complete)
 
 
 def largest(values: list[float]) -> float:

@@ -29,16 +29,16 @@ PACKAGES = (
     "flash-attn-3",
     "deepspeed",
 )
-NEED_OTHERS = ("skyrl_train.engines.sglang.stubs.", "skyrl_train.tensordict.wrappers.torchrl")
-"""Modules that replace others, or support optional packages."""
+EXCLUDED = ("skyrl_train.engines.sglang.stubs.", "skyrl_train.tensordict.wrappers.torchrl")
+"""Prefixes of modules that replace others, or support optional packages."""
 OPTIONAL = {"vllm", "wandb", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
-"""Packages that a module may fail to find without being broken."""
-ON_CPU = {"torchvision", "sgl_kernel"}
+"""Packages without which a module cannot be imported, but is not broken."""
+OPTIONAL_ON_CPU = {"torchvision", "sgl_kernel"}
 """Packages of SGLang that are optional on a CPU, where the engine provides replacements."""
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Report versions, memory and a copy through the device, and import everything."""
+    """Report versions, memory sizes and copy speeds, and import every module."""
     report.note(
         "Python",
         platform.python_version(),
@@ -51,9 +51,9 @@ def run(setting: Setting, report: Report) -> None:
     report.note("cores", os.cpu_count())
     report.note("host memory, GiB", psutil.virtual_memory().total / 2**30)
     if setting.device == "cuda":
-        on_cuda(report)
-    broken = imports(OPTIONAL | ON_CPU if setting.toy else OPTIONAL)
-    report.note("modules that do not import", "; ".join(broken) or "none", "none", not broken)
+        report_gpu(report)
+    broken = broken_modules(OPTIONAL | OPTIONAL_ON_CPU if setting.toy else OPTIONAL)
+    report.note("modules that cannot be imported", "; ".join(broken) or "none", "none", not broken)
 
 
 def version(package: str) -> str:
@@ -63,10 +63,10 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def on_cuda(report: Report) -> None:
-    found = torch.cuda.get_device_properties(0)
-    report.note("device", f"{torch.cuda.device_count()} x {found.name}, {found.total_memory / 2**30:.0f} GiB")
-    report.note("compute capability", f"{found.major}.{found.minor}", "≥ 8.0", found.major >= 8)
+def report_gpu(report: Report) -> None:
+    gpu = torch.cuda.get_device_properties(0)
+    report.note("device", f"{torch.cuda.device_count()} x {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")
+    report.note("compute capability", f"{gpu.major}.{gpu.minor}", "≥ 8.0", gpu.major >= 8)
     report.note("CUDA of torch", torch.version.cuda)
     report.note("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
     for pinned in (False, True):
@@ -78,22 +78,22 @@ def on_cuda(report: Report) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of the second of two calls, until the device has completed it."""
-    taken = 0.0
+    """Call a function twice, and return the seconds of the second call until the device has completed it."""
+    duration = 0.0
     for _ in range(2):
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        taken = time.perf_counter() - start
-    return taken
+        duration = time.perf_counter() - start
+    return duration
 
 
-def imports(optional: Set[str]) -> list[str]:
+def broken_modules(optional: Set[str]) -> list[str]:
     """Return the modules that cannot be imported, with the reason. Missing `optional` packages are not an error."""
     broken = []
     for name in modules():
         try:
-            attempt(name, optional)
+            import_module(name, optional)
         except Missing:
             continue
         except Exception as error:
@@ -102,13 +102,18 @@ def imports(optional: Set[str]) -> list[str]:
 
 
 def modules() -> list[str]:
-    """Return the names of all modules of the package except NEED_OTHERS."""
+    """Return the names of all modules of the package, without those that EXCLUDED names."""
     found = pkgutil.walk_packages(skyrl_train.__path__, "skyrl_train.", onerror=lambda name: None)
-    return [module.name for module in found if not module.name.startswith(NEED_OTHERS)]
+    return [module.name for module in found if not module.name.startswith(EXCLUDED)]
 
 
-def attempt(name: str, optional: Set[str]) -> None:
-    """Import a module. Raises Missing if an `optional` package is missing, and the import's own error otherwise."""
+def import_module(name: str, optional: Set[str]) -> None:
+    """Import a module.
+
+    Raises:
+        Missing: A package in `optional` is missing.
+        Exception: Any other error of the import.
+    """
     try:
         importlib.import_module(name)
     except (ConfigError, ModuleNotFoundError) as error:

@@ -1,4 +1,4 @@
-"""Part 3: the process group of weight transfers (NCCL on CUDA, gloo on a CPU) alone and with an absent peer."""
+"""Part 3: the process group of weight transfers (NCCL on CUDA, gloo on a CPU), alone and with a missing peer."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ SLACK_S = 3.0
 """Seconds after its deadline within which a call must end."""
 
 
-def address() -> str:
+def loopback_address() -> str:
     return "{}:{}".format(*free_address())
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Connect to a rank that hangs and to one that never comes, which must end by the deadline. Then connect alone.
+    """Check that connecting to a hanging and to a missing rank ends by the deadline, and that a single rank connects.
 
-    The hanging rank comes first, because NCCL's own deadline under test is that of a process's first group.
+    The hanging rank is checked first, because NCCL reads its own deadline only for the first group of a process.
     """
     deadline = 2.0 if setting.toy else 10.0
-    hangs = address()
+    hanging_address = loopback_address()
     with ThreadPoolExecutor(1) as pool:
-        store = pool.submit(comes_and_hangs, hangs)
-        refused("a rank that comes, but never connects", hangs, setting.device, deadline, report)
+        store = pool.submit(start_and_hang, hanging_address)
+        check_deadline("a rank that starts but never connects", hanging_address, setting.device, deadline, report)
         store.result()
-    refused("a rank that never comes", address(), setting.device, deadline, report)
-    alone(setting.device, report)
+    check_deadline("a rank that never starts", loopback_address(), setting.device, deadline, report)
+    check_single_rank(setting.device, report)
 
 
-def comes_and_hangs(address: str) -> Any:
-    """Run the steps of rank 1 before the backend connects, and stop. The store must live as long as the others wait."""
+def start_and_hang(address: str) -> Any:
+    """Run the steps of rank 1 until the backend would connect.
+
+    Returns:
+        The store. The caller must keep it as long as the other rank waits.
+    """
     host, _, port = address.rpartition(":")
     _wait_for_root(host, int(port), 30.0)
     store = _store(address, timedelta(seconds=30))
@@ -46,24 +50,24 @@ def comes_and_hangs(address: str) -> Any:
     return store
 
 
-def refused(name: str, address: str, device: str, deadline: float, report: Report) -> None:
+def check_deadline(name: str, address: str, device: str, deadline: float, report: Report) -> None:
     start = time.perf_counter()
     try:
         BroadcastGroup(address, ROOT_RANK, 2, device, deadline)
         report.note(name, "no error", "WeightSyncError", False)
     except WeightSyncError as error:
         report.note(name, str(error)[:160], "WeightSyncError")
-    report.at_most("seconds until then", time.perf_counter() - start, deadline + SLACK_S, "s")
+    report.at_most("seconds until this error", time.perf_counter() - start, deadline + SLACK_S, "s")
 
 
-def alone(device: str, report: Report) -> None:
+def check_single_rank(device: str, report: Report) -> None:
     start = time.perf_counter()
-    group = BroadcastGroup(address(), ROOT_RANK, 1, device, 60.0)
-    report.at_most("one rank connects", time.perf_counter() - start, 30.0, "s")
+    group = BroadcastGroup(loopback_address(), ROOT_RANK, 1, device, 60.0)
+    report.at_most("connecting a single rank", time.perf_counter() - start, 30.0, "s")
     sent = torch.arange(1 << 16, device=device)
     group.broadcast(sent)
     unchanged = torch.equal(sent.cpu(), torch.arange(1 << 16))
-    report.note("its broadcast leaves the tensor as it was", unchanged, "True", unchanged)
+    report.note("a broadcast of the single rank leaves the tensor unchanged", unchanged, "True", unchanged)
     start = time.perf_counter()
     group.close()
-    report.at_most("it leaves", time.perf_counter() - start, SLACK_S, "s")
+    report.at_most("closing the group", time.perf_counter() - start, SLACK_S, "s")

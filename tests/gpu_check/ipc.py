@@ -24,38 +24,35 @@ from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
 from tests.gpu_check.report import Report, Setting
 
-LATE_CYCLES = 5_000_000
-"""Cycles of a waiting kernel: about 3 ms, which is long beside the microseconds between two processes."""
-READER = 8
-"""Factor by which the engine's copies are later than the trainer's.
-
-Otherwise a page filled too early goes unnoticed.
-"""
-SYNCS, SETTLED = 200, 20
+DELAY_CYCLES = 5_000_000
+"""Cycles of a waiting kernel: about 3 ms, which is long compared with the microseconds between two processes."""
+ENGINE_DELAY_FACTOR = 8
+"""Factor of the engine's delay relative to the trainer's. With equal delays, a page filled too early goes unnoticed."""
+SYNCS, WARM_UP_SYNCS = 200, 20
 """Number of syncs, and the number after which memory must not grow."""
 LEAK_MIB = 64.0
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def late(device: str, times: int = 1) -> None:
-    """Delay all work that is queued from now on."""
+def delay_queue(device: str, times: int = 1) -> None:
+    """Delay all work that is queued on the device from now on. Do nothing on a CPU."""
     if device == "cuda":
-        torch.cuda._sleep(times * LATE_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(times * DELAY_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def zeros(shapes: Shapes, device: str) -> dict[str, Tensor]:
     return {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
 
 
-class CopiesLate(InPlaceWeightStore):
-    """An engine that queues copies of its input and cannot report what it has loaded, like vLLM's."""
+class LateCopyStore(InPlaceWeightStore):
+    """A weight store that queues copies of its input and cannot return loaded tensors, like vLLM's."""
 
     def __init__(self, tensors: dict[str, Tensor], device: str):
         super().__init__(lambda: tensors)
         self._device = device
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        late(self._device, READER)
+        delay_queue(self._device, ENGINE_DELAY_FACTOR)
         super().load([(name, tensor.clone()) for name, tensor in tensors])
 
     def loaded_tensor(self, name: str) -> None:
@@ -63,10 +60,10 @@ class CopiesLate(InPlaceWeightStore):
 
 
 def serve(connection: Connection, shapes: Shapes, device: str, delayed: bool) -> None:
-    """Run the engine's process: answer calls of its receiver until it receives None."""
+    """Run the engine's process: execute calls of its receiver until None arrives."""
     torch.set_num_threads(1)
     tensors = zeros(shapes, device)
-    store = CopiesLate(tensors, device) if delayed else InPlaceWeightStore(lambda: tensors)
+    store = LateCopyStore(tensors, device) if delayed else InPlaceWeightStore(lambda: tensors)
     receiver = WeightReceiver(store, "engine", device)
     calls = {
         "fingerprints": lambda: {name: fingerprint(tensor) for name, tensor in tensors.items()},
@@ -81,7 +78,7 @@ def serve(connection: Connection, shapes: Shapes, device: str, delayed: bool) ->
 
 
 def used_memory(device: str) -> float:
-    """Return MiB in use on the whole accelerator, because no process owns mapped memory; of this process on a CPU."""
+    """Return the MiB in use on the whole GPU, because no process owns mapped memory. On a CPU, count this process."""
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**20
@@ -89,14 +86,14 @@ def used_memory(device: str) -> float:
 
 
 class Engine:
-    """The other process, as a context manager."""
+    """A context manager of the engine's process."""
 
     def __init__(self, shapes: Shapes, device: str, delayed: bool):
         context = multiprocessing.get_context("spawn")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=serve, args=(there, shapes, device, delayed), daemon=True)
+        self._connection, engine_connection = context.Pipe()
+        self._process = context.Process(target=serve, args=(engine_connection, shapes, device, delayed), daemon=True)
         self._process.start()
-        there.close()
+        engine_connection.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -104,19 +101,19 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.join()
-        self._here.close()
+        self._connection.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method in the other process. Raises RuntimeError with its error."""
-        self._here.send((method, arguments))
-        error, answer = self._here.recv()
+        """Call a method in the engine's process. Raises RuntimeError with the method's error."""
+        self._connection.send((method, arguments))
+        error, answer = self._connection.recv()
         if error is not None:
             raise RuntimeError(error)
         return answer
 
 
 class Trainer:
-    """One rank with float32 tensors that differ between all versions."""
+    """A trainer rank whose float32 tensors differ between all versions."""
 
     sender_type = WeightSender
 
@@ -132,7 +129,7 @@ class Trainer:
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._base.items():
             if self._delayed:
-                late(self._device)
+                delay_queue(self._device)
                 tensor = tensor * (1 + self.version / 64)  # queued, as a gathered shard is
             yield name, tensor
 
@@ -141,50 +138,52 @@ class Trainer:
         engine.call("connect", "ipc", "", 1, 2, 60.0)
 
     def sync(self, engine: Engine) -> dict[str, int]:
-        """Send the next version. Return the fingerprints that the engine must have."""
+        """Send the next version. Return the fingerprints that the engine must have afterwards, by tensor."""
         self.version += 1
         manifest = self.sender.prepare_manifest(self.version)
         engine.call("begin", manifest)
-        overlapped(plan_buckets(manifest), self.sender.send, partial(engine.call, "receive"))
+        send_overlapped(plan_buckets(manifest), self.sender.send, partial(engine.call, "receive"))
         engine.call("commit", self.version)
         self.sender.mark_delivered(self.version)
         return {spec.name: spec.fingerprint for spec in manifest.tensors}
 
 
-def overlapped(cut: Sequence[Bucket], send: Callable[[int], Bucket | None], receive: Callable[[Any], Any]) -> None:
-    """Fill one page while engines read the other, and then the first again, as in weight_sync/sync.py."""
-    offered = send(cut[0].index)
-    for following in [*cut[1:], None]:
-        coming = None if following is None else send(following.index)
-        receive(offered)
-        offered = coming
+def send_overlapped(
+    buckets: Sequence[Bucket], send: Callable[[int], Bucket | None], receive: Callable[[Any], Any]
+) -> None:
+    """Fill one page while engines read the other, and then exchange them, as in weight_sync/sync.py."""
+    sent = send(buckets[0].index)
+    for following in [*buckets[1:], None]:
+        next_sent = None if following is None else send(following.index)
+        receive(sent)
+        sent = next_sent
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Sync a small model in four buckets, with two pages in turn, and compare each version with the sent one."""
+    """Sync a small model in four buckets over two pages, and compare each loaded version with the sent one."""
     side = 64 if setting.toy else 1024
     shapes = {f"layer.{index}.weight": (side, side) for index in range(8)}
     trainer = Trainer(shapes, setting.device, 2 * side * side * 2, delayed=True)
     with Engine(shapes, setting.device, delayed=True) as engine:
-        stress(trainer, engine, report)
+        sync_repeatedly(trainer, engine, report)
     trainer.sender.close()
 
 
-def stress(trainer: Trainer, engine: Engine, report: Report) -> None:
+def sync_repeatedly(trainer: Trainer, engine: Engine, report: Report) -> None:
     trainer.connect(engine)
-    wrong, settled = [], 0.0
+    failures, memory_before = [], 0.0
     for index in range(SYNCS):
         try:
             sent = trainer.sync(engine)
             if engine.call("fingerprints") != sent:
-                wrong.append(f"{index}: other weights than were sent")
+                failures.append(f"{index}: the engine has other weights than the trainer sent")
         except RuntimeError as error:
-            wrong.append(f"{index}: {error}")
-        if index == SETTLED:
-            settled = engine.call("memory")
-    report.note(f"syncs of {SYNCS} that went wrong", f"{len(wrong)} {'; '.join(wrong[:2])}".strip(), "0", not wrong)
-    taken = engine.call("memory") - settled
-    report.at_most(f"memory taken after the first {SETTLED}", taken, LEAK_MIB, "MiB")
+            failures.append(f"{index}: {error}")
+        if index == WARM_UP_SYNCS:
+            memory_before = engine.call("memory")
+    report.note(f"failed syncs of {SYNCS}", f"{len(failures)} {'; '.join(failures[:2])}".strip(), "0", not failures)
+    growth = engine.call("memory") - memory_before
+    report.at_most(f"memory growth after {WARM_UP_SYNCS} syncs", growth, LEAK_MIB, "MiB")
 
 
 def run_large(setting: Setting, report: Report) -> None:
@@ -199,7 +198,7 @@ def run_large(setting: Setting, report: Report) -> None:
             sent = trainer.sync(engine)
             seconds.append(time.perf_counter() - start)
         same = engine.call("fingerprints") == sent
-        report.note("the engine has what was sent", same, "True", same)
+        report.note("the engine has the sent weights", same, "True", same)
     size = 2 * sum(torch.Size(shape).numel() for shape in shapes.values())
     report.note("bytes on the wire", size)
     report.note("first sync, s", seconds[0])
@@ -210,12 +209,12 @@ def run_large(setting: Setting, report: Report) -> None:
 
 
 def qwen(hidden: int, intermediate: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a Qwen2.5 with tied embeddings, and keys and values of a sixth of the hidden size."""
-    small = hidden // 6
+    """Return names and shapes of a Qwen2.5 with tied embeddings. Keys and values have a sixth of the hidden size."""
+    kv_size = hidden // 6
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for index in range(layers):
         layer = f"model.layers.{index}"
-        for name, rows in (("q", hidden), ("k", small), ("v", small)):
+        for name, rows in (("q", hidden), ("k", kv_size), ("v", kv_size)):
             shapes[f"{layer}.self_attn.{name}_proj.weight"] = (rows, hidden)
             shapes[f"{layer}.self_attn.{name}_proj.bias"] = (rows,)
         shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, hidden)

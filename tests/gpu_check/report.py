@@ -1,4 +1,4 @@
-"""Results of a part, written row by row: a part that is killed keeps the rows it has written."""
+"""Results of a part. Each row is written at once, so that the rows of a killed part survive."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure or finding."""
+    """One result: a measured value, or the outcome of a check."""
 
     what: str
     value: str
     wanted: str = ""
-    """The bound as text; empty for a figure without one."""
+    """The requirement as text; empty for a value without one."""
     ok: bool = True
+    """False if the value does not meet its requirement."""
 
     def line(self) -> str:
         """Return a line for a terminal."""
-        wanted = f" (wanted: {self.wanted})" if self.wanted else ""
-        return f"  {'ok  ' if self.ok else 'MISS'} {self.what}: {self.value}{wanted}"
+        requirement = f" (required: {self.wanted})" if self.wanted else ""
+        return f"  {'ok  ' if self.ok else 'MISS'} {self.what}: {self.value}{requirement}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Setting:
 
     @property
     def toy(self) -> bool:
-        """True if sizes are those of a CPU: the same code, with meaningless figures."""
+        """True if the part runs the same code at sizes that suit a CPU. Its figures are then meaningless."""
         return self.device == "cpu"
 
 
@@ -50,28 +51,33 @@ class Report:
         self.rows: list[Row] = []
 
     def note(self, what: str, value: object, wanted: str = "", ok: bool = True) -> None:
-        """Add a finding. `ok` is True if it is as `wanted`."""
-        row = Row(what, figure(value), wanted, bool(ok))
+        """Add a result. `ok` is True if it meets the requirement `wanted`."""
+        row = Row(what, format_value(value), wanted, bool(ok))
         self.rows.append(row)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
     def at_most(self, what: str, value: float, bound: float, unit: str = "") -> None:
-        """Add a figure that must not exceed its bound. NaN fails."""
-        self.note(what, f"{figure(value)} {unit}".strip(), f"≤ {figure(bound)} {unit}".strip(), value <= bound)
+        """Add a value that must not exceed its bound. NaN fails."""
+        self.note(
+            what, f"{format_value(value)} {unit}".strip(), f"≤ {format_value(bound)} {unit}".strip(), value <= bound
+        )
 
     def at_least(self, what: str, value: float, bound: float, unit: str = "") -> None:
-        self.note(what, f"{figure(value)} {unit}".strip(), f"≥ {figure(bound)} {unit}".strip(), value >= bound)
+        """Add a value that must not be below its bound. NaN fails."""
+        self.note(
+            what, f"{format_value(value)} {unit}".strip(), f"≥ {format_value(bound)} {unit}".strip(), value >= bound
+        )
 
 
-def read(file: Path) -> list[Row]:
-    """Return the rows that a part has written, without an incomplete last line."""
+def read_rows(file: Path) -> list[Row]:
+    """Return the rows that a part has written. Skip an incomplete last line."""
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
     return [Row(**json.loads(line)) for line in lines]
 
 
-def figure(value: object) -> str:
-    """Return a number with four digits, and other values as they are."""
+def format_value(value: object) -> str:
+    """Format a float with four significant digits, an integer with thousands separators, and other values with str."""
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

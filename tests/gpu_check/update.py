@@ -1,8 +1,8 @@
 """Part 6: FSDP2's updates on the device against the same updates in float32 on the CPU.
 
-In the two ways that runs have, of micro-batches that are added up: layers kept and gradients reduced once, and neither.
-The bound for bfloat16 is twice the error of the same updates in bfloat16 on the CPU, beyond a floor: a device may round
-elsewhere, but not more coarsely.
+Gradients of micro-batches are accumulated in the two ways of a run: reduced once at the end with unsharded layers, or
+after every micro-batch with layers that are resharded. The bound for bfloat16 is a floor plus twice the error of the
+same updates in bfloat16 on the CPU: a device may round at other places, but not more coarsely.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.support.learner_specs import policy_batch, tiny_spec
 
 UPDATES = 3
 CPU_THREADS = 4
-"""Maximum number of CPU threads. With all of a busy machine's, threads wait for one another at every operation."""
+"""Maximum number of CPU threads. More of them wait for one another at every operation if the machine is busy."""
 ROWS = 3
 """Number of sequences of a micro-batch."""
-WAYS = {
+REDUCTIONS = {
     "once": FSDPConfig(reshard_after_forward=False, reduce_once=True),
     "every micro-batch": FSDPConfig(reshard_after_forward=True, reduce_once=False),
 }
@@ -40,8 +40,8 @@ RATIO_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
-class Course:
-    """The results of a worker."""
+class UpdateResults:
+    """Log-probs and gradient norms of a worker that has run UPDATES updates."""
 
     before: Tensor
     """[T] log-probs of the loss's tokens (nats)."""
@@ -50,7 +50,8 @@ class Course:
     norms: Tensor
     """[UPDATES] norms of the gradient."""
 
-    def errors(self, exact: Course) -> dict[str, float]:
+    def errors(self, exact: UpdateResults) -> dict[str, float]:
+        """Return the differences from exact results, by name."""
         return {
             "log-probs before, mean nats": float((self.before - exact.before).abs().mean()),
             "log-probs after, mean nats": float((self.after - exact.after).abs().mean()),
@@ -59,39 +60,44 @@ class Course:
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Compare three updates of one rank with a random model, then offload its state and load it again."""
+    """Compare three updates of a random model on one rank, then offload its state and load it again."""
     sizes = {"hidden_size": 64} if setting.toy else {"hidden_size": 256, "layers": 4, "vocab_size": 2048}
     lengths = (9, 4, 12, 9, 2, 7, 9, 5) if setting.toy else (300, 200, 512, 64, 700, 128, 33, 33)
     with tempfile.TemporaryDirectory() as folder:
         path = save_tiny_model(Path(folder), "qwen3", **sizes)
-        # The CPU last: its workers make torch deterministic in this process, which a device need not be.
-        ours = {
-            (way, dtype): course(path, "fsdp2", setting.device, dtype, lengths, way, report)
-            for way in WAYS
+        # The CPU workers come last, because they make torch deterministic in this process, which a GPU worker is not.
+        device_results = {
+            (reduction, dtype): run_updates(path, "fsdp2", setting.device, dtype, lengths, reduction, report)
+            for reduction in REDUCTIONS
             for dtype in ("bfloat16", "float32")
         }
-        rounded = course(path, "fsdp2", "cpu", "bfloat16", lengths)
-        exact = course(path, "single", "cpu", "float32", lengths)
-    coarse = rounded.errors(exact)
-    for (way, dtype), found in ours.items():
-        for name, error in found.errors(exact).items():
+        rounded = run_updates(path, "fsdp2", "cpu", "bfloat16", lengths)
+        exact = run_updates(path, "single", "cpu", "float32", lengths)
+    rounding_errors = rounded.errors(exact)
+    for (reduction, dtype), results in device_results.items():
+        for name, error in results.errors(exact).items():
             floor = RATIO_FLOOR if "ratio" in name else NATS_FLOOR
-            bound = floor + (2 * coarse[name] if dtype == "bfloat16" else 0)
-            report.at_most(f"{dtype}, reduced {way}: {name}", error, bound)
+            bound = floor + (2 * rounding_errors[name] if dtype == "bfloat16" else 0)
+            report.at_most(f"{dtype}, reduced {reduction}: {name}", error, bound)
 
 
-def course(
+def run_updates(
     path: str,
     strategy: str,
     device: str,
     dtype: str,
     lengths: tuple[int, ...],
-    way: str = "once",
+    reduction: str = "once",
     report: Report | None = None,
-) -> Course:
+) -> UpdateResults:
     threads = min(CPU_THREADS, os.cpu_count() or 1) if device == "cpu" else None
     spec = tiny_spec(
-        path, strategy=STRATEGIES[strategy], device=device, dtype=dtype, threads=threads, fsdp_config=WAYS[way]
+        path,
+        strategy=STRATEGIES[strategy],
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        fsdp_config=REDUCTIONS[reduction],
     )
     worker = LearnerWorker(spec, 0, 1)
     try:
@@ -106,20 +112,20 @@ def course(
             norms.append(metrics.flush()["policy/grad_norm"])
         after = worker.forward([batch], 1)[batch.loss_mask]
         if report is not None:
-            move(worker, f"{dtype}, reduced {way}", after, batch, report)
-        return Course(before, after, torch.tensor(norms))
+            check_offload(worker, f"{dtype}, reduced {reduction}", after, batch, report)
+        return UpdateResults(before, after, torch.tensor(norms))
     finally:
         worker.close()
 
 
-def move(worker: LearnerWorker, what: str, after: Tensor, batch: TrainBatch, report: Report) -> None:
-    """Offload and onload. The log-probs must be the same bits."""
+def check_offload(worker: LearnerWorker, what: str, logprobs: Tensor, batch: TrainBatch, report: Report) -> None:
+    """Offload the worker's state and load it again. The log-probs must stay bitwise equal."""
     start = time.perf_counter()
     freed = worker.offload()
-    away = time.perf_counter() - start
+    offload_s = time.perf_counter() - start
     start = time.perf_counter()
     worker.onload()
-    back = time.perf_counter() - start
-    report.note(f"{what}: offload, onload, s; bytes", f"{away:.3g}, {back:.3g}; {freed:,}")
-    same = torch.equal(worker.forward([batch], 1)[batch.loss_mask], after)
-    report.note(f"{what}: log-probs unchanged by it", same, "True", same)
+    onload_s = time.perf_counter() - start
+    report.note(f"{what}: offload, onload, s; bytes", f"{offload_s:.3g}, {onload_s:.3g}; {freed:,}")
+    same = torch.equal(worker.forward([batch], 1)[batch.loss_mask], logprobs)
+    report.note(f"{what}: log-probs unchanged by offload and onload", same, "True", same)

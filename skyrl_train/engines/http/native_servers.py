@@ -18,7 +18,7 @@ from skyrl_train.engines.lifecycle import MEMORY_TAGS, MemoryTag
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.listeners import API_KEY_ENV
 
-_DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE_HINT=1 in its environment; this route exists only then."
+_DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment; this route exists only then."
 _NO_EXTENSION_ERRORS = ("no attribute 'reload_folder'", "'reload_folder' is not implemented")
 """Errors of a server without WorkerExtension: with VLLM_ENABLE_V1_MULTIPROCESSING on, and off."""
 _CALIBRATION_TOKENS = (1, 2, 3)
@@ -178,7 +178,7 @@ class NativeServer(ABC):
 
 
 class VLLMServer(NativeServer):
-    """A client of vLLM's server: `VLLM_SERVER_DEV_MODE_HINT=1 python -m vllm.entrypoints.openai.api_server`.
+    """A client of vLLM's server: `VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server`.
 
     The server's routes for pausing, weights and aborts exist only in development mode, and need no token.
     """

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -81,12 +82,25 @@ UNITS = (
 SPELLINGS = {spelling: group.split()[0] for group in UNITS.split(",") for spelling in group.split()}
 
 
+class AnswerKind(StrEnum):
+    """The kind of structure that an answer has."""
+
+    VALUE = "value"
+    WORDS = "words"
+    BASED = "based"
+    """A number and its base."""
+    RELATION = "relation"
+    LIST = "list"
+    SET = "set"
+    TUPLE = "tuple"
+    """A tuple or an interval."""
+
+
 @dataclass(frozen=True)
 class ParsedAnswer:
     """The structure of an answer."""
 
-    kind: str
-    """"value", "words", "based" (a number and its base), "relation", "list", "set" or "tuple" (also an interval)."""
+    kind: AnswerKind
     text: str = ""
     """LaTeX of a value, comparison key of words, or digits of a number with a base."""
     qualifier: str = ""
@@ -132,9 +146,9 @@ def ground_truth_problem(truth: str) -> str | None:
 
 def _expressions(form: ParsedAnswer) -> Iterator[str]:
     """Yield the LaTeX of all values, which math-verify must be able to parse."""
-    if form.kind == "value":
+    if form.kind == AnswerKind.VALUE:
         yield form.text
-    for item in form.items[1:] if form.kind == "relation" and form.name else form.items:
+    for item in form.items[1:] if form.kind == AnswerKind.RELATION and form.name else form.items:
         yield from _expressions(item)
 
 
@@ -159,10 +173,10 @@ def parse_answer(text: str, has_thousands_separators: bool = True) -> ParsedAnsw
     for piece, _ in _split(text.removeprefix("= "), SEPARATORS):
         for variant in _signs(piece) if piece else []:
             form = _element(variant)
-            forms += form.items if form.kind == "list" else [form]
+            forms += form.items if form.kind == AnswerKind.LIST else [form]
     if not forms or not text.strip("{} "):
         raise AnswerParseError("the answer is empty")
-    return forms[0] if len(forms) == 1 else ParsedAnswer("list", items=tuple(forms))
+    return forms[0] if len(forms) == 1 else ParsedAnswer(AnswerKind.LIST, items=tuple(forms))
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -215,12 +229,16 @@ def _element(text: str) -> ParsedAnswer:
         return based
     if REALS.fullmatch(text):
         return ParsedAnswer(
-            "tuple", qualifier="()", items=(ParsedAnswer("value", f"-{INFINITY}"), ParsedAnswer("value", INFINITY))
+            AnswerKind.TUPLE,
+            qualifier="()",
+            items=(ParsedAnswer(AnswerKind.VALUE, f"-{INFINITY}"), ParsedAnswer(AnswerKind.VALUE, INFINITY)),
         )
     if (ratio := RATIO.fullmatch(text)) and not TIME.fullmatch(text) and int(ratio[1]):
-        parts = [ParsedAnswer("value", rf"\frac{{{number}}}{{{ratio[1]}}}") for number in ratio.groups() if number]
-        two = ParsedAnswer("value", rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}")
-        return ParsedAnswer("tuple", qualifier=":", items=tuple(parts)) if ratio[3] else two
+        parts = [
+            ParsedAnswer(AnswerKind.VALUE, rf"\frac{{{number}}}{{{ratio[1]}}}") for number in ratio.groups() if number
+        ]
+        two = ParsedAnswer(AnswerKind.VALUE, rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}")
+        return ParsedAnswer(AnswerKind.TUPLE, qualifier=":", items=tuple(parts)) if ratio[3] else two
     sides = _split(text, RELATIONS)
     if len(sides) > 1:
         return _relation([side for side, _ in sides], [mark for _, mark in sides[1:]])
@@ -241,15 +259,17 @@ def _group(text: str) -> ParsedAnswer | None:
     inner = text[len(first) : -len(last)].strip()
     if first in (r"\{", "{"):
         if not inner:
-            return ParsedAnswer("value", r"\emptyset")
+            return ParsedAnswer(AnswerKind.VALUE, r"\emptyset")
         if (builder := BUILDER.fullmatch(inner)) or first == "{":
             return parse_answer(builder[1] if builder else inner)
     items = tuple(_element(piece) for piece, _ in _split(inner, SEPARATORS if first == r"\{" else {",": ",", ";": ","}))
     if first == r"\{":
-        return ParsedAnswer("set", items=items) if len(items) > 1 else items[0]
+        return ParsedAnswer(AnswerKind.SET, items=items) if len(items) > 1 else items[0]
     if len(items) == 1:
         return items[0] if first == "(" and last == ")" else None
-    return ParsedAnswer("tuple", qualifier=("[" if first == "[" else "(") + ("]" if last == "]" else ")"), items=items)
+    return ParsedAnswer(
+        AnswerKind.TUPLE, qualifier=("[" if first == "[" else "(") + ("]" if last == "]" else ")"), items=items
+    )
 
 
 def _relation(sides: list[str], marks: list[str]) -> ParsedAnswer:
@@ -258,18 +278,19 @@ def _relation(sides: list[str], marks: list[str]) -> ParsedAnswer:
         return _element(sides[1])
     if marks == ["!="] and any(names):
         end = _element(sides[1] if names[0] else sides[0])
-        ends = (ParsedAnswer("value", f"-{INFINITY}"), end), (end, ParsedAnswer("value", INFINITY))
+        ends = (ParsedAnswer(AnswerKind.VALUE, f"-{INFINITY}"), end), (end, ParsedAnswer(AnswerKind.VALUE, INFINITY))
         return ParsedAnswer(
-            "list", items=tuple(ParsedAnswer("tuple", "", "()", items, names[0] or names[1]) for items in ends)
+            AnswerKind.LIST,
+            items=tuple(ParsedAnswer(AnswerKind.TUPLE, "", "()", items, names[0] or names[1]) for items in ends),
         )
     if set(marks) == {"="} and not names[0] and names[-1]:
         sides, names = sides[::-1], names[::-1]
     if set(marks) == {"="}:
-        return ParsedAnswer("relation", qualifier="=", items=tuple(map(_element, sides)), name=names[0])
+        return ParsedAnswer(AnswerKind.RELATION, qualifier="=", items=tuple(map(_element, sides)), name=names[0])
     if marks[0] in (">", ">="):
         sides, marks = sides[::-1], [FLIPPED.get(mark, mark) for mark in marks[::-1]]
     return _interval(sides, marks) or ParsedAnswer(
-        "relation", qualifier=" ".join(marks), items=tuple(map(_element, sides))
+        AnswerKind.RELATION, qualifier=" ".join(marks), items=tuple(map(_element, sides))
     )
 
 
@@ -290,11 +311,11 @@ def _interval(sides: list[str], marks: list[str]) -> ParsedAnswer | None:
         return None
     if len(sides) == 2 and re.search(r"(?<![\\A-Za-z])[a-df-z](?![A-Za-z])", sides[1 - at[0]]):
         return None  # y < 3 - 2x is a half-plane
-    low = _element(sides[0]) if at[0] > 0 else ParsedAnswer("value", f"-{INFINITY}")
-    high = _element(sides[-1]) if at[0] < len(sides) - 1 else ParsedAnswer("value", INFINITY)
+    low = _element(sides[0]) if at[0] > 0 else ParsedAnswer(AnswerKind.VALUE, f"-{INFINITY}")
+    high = _element(sides[-1]) if at[0] < len(sides) - 1 else ParsedAnswer(AnswerKind.VALUE, INFINITY)
     opening = "[" if at[0] > 0 and marks[0] == "<=" else "("
     closing = "]" if at[0] < len(sides) - 1 and marks[-1] == "<=" else ")"
-    return ParsedAnswer("tuple", qualifier=opening + closing, items=(low, high), name=sides[at[0]])
+    return ParsedAnswer(AnswerKind.TUPLE, qualifier=opening + closing, items=(low, high), name=sides[at[0]])
 
 
 def _based(text: str) -> ParsedAnswer | None:
@@ -307,7 +328,7 @@ def _based(text: str) -> ParsedAnswer | None:
         return None
     if digits.isalpha() and (len(digits) == 1 or base != 16):  # a_{12} is a member of a sequence
         return None
-    return ParsedAnswer("based", match[1] + digits, str(base))
+    return ParsedAnswer(AnswerKind.BASED, match[1] + digits, str(base))
 
 
 def _words(text: str) -> ParsedAnswer | None:
@@ -315,8 +336,8 @@ def _words(text: str) -> ParsedAnswer | None:
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip()
     wrapped = re.fullmatch(r"(?:\s*\\text\{[^{}]*\}\s*)+", text) or TIME.match(plain)
     if (choice := re.fullmatch(r"\(?([A-Z])\)?", plain)) and r"\text" in text:
-        return ParsedAnswer("words", choice[1].lower())
-    return ParsedAnswer("words", _key(plain)) if (WORDS if wrapped else PLAIN_WORDS).fullmatch(plain) else None
+        return ParsedAnswer(AnswerKind.WORDS, choice[1].lower())
+    return ParsedAnswer(AnswerKind.WORDS, _key(plain)) if (WORDS if wrapped else PLAIN_WORDS).fullmatch(plain) else None
 
 
 def _key(text: str) -> str:
@@ -342,7 +363,7 @@ def _value(text: str) -> ParsedAnswer:
             text, unit = match["value"].strip(), known or unit
     if match := MIXED.fullmatch(text):
         text = rf"{match[1]}({match[2]}+{match[3]})"
-    return ParsedAnswer("value", text, unit)
+    return ParsedAnswer(AnswerKind.VALUE, text, unit)
 
 
 def _unit(spelling: str, power: str) -> str:
@@ -365,24 +386,24 @@ def answers_match(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
     the ground truth.
     """
     kinds = {truth.kind, answer.kind}
-    if "relation" in kinds:
+    if AnswerKind.RELATION in kinds:
         return _same_relation(truth, answer)
-    if "words" in kinds:
+    if AnswerKind.WORDS in kinds:
         return _word(truth) == _word(answer) != ""
     if truth.items or answer.items:
         return _same_group(truth, answer)
-    if "based" not in kinds:
+    if AnswerKind.BASED not in kinds:
         return _same_value(truth, answer)
-    if truth.kind == "based":  # a number without a base has the base of the truth
+    if truth.kind == AnswerKind.BASED:  # a number without a base has the base of the truth
         digits = answer.text.replace(" ", "").lstrip("0") or "0"
-        return truth == answer or (answer.kind == "value" and digits == truth.text)
-    return answer.qualifier == "10" and _same_value(truth, ParsedAnswer("value", answer.text))
+        return truth == answer or (answer.kind == AnswerKind.VALUE and digits == truth.text)
+    return answer.qualifier == "10" and _same_value(truth, ParsedAnswer(AnswerKind.VALUE, answer.text))
 
 
 def _word(form: ParsedAnswer) -> str:
-    if form.kind in ("list", "set"):
+    if form.kind in (AnswerKind.LIST, AnswerKind.SET):
         return "".join(sorted(map(_word, form.items)))
-    return form.text if form.kind == "words" else _key(form.text) if form.text.isalpha() else ""
+    return form.text if form.kind == AnswerKind.WORDS else _key(form.text) if form.text.isalpha() else ""
 
 
 def _same_group(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
@@ -392,39 +413,43 @@ def _same_group(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
     truth, answer = map(_point, (truth, answer))
     if not (truth.items and answer.items):
         group, value = (truth, answer) if truth.items else (answer, truth)
-        matrix = to_sympy(value.text) if value.kind == "value" and group.qualifier == "()" else None
+        matrix = to_sympy(value.text) if value.kind == AnswerKind.VALUE and group.qualifier == "()" else None
         if not isinstance(matrix, sympy.MatrixBase) or 1 not in matrix.shape or len(matrix) != len(group.items):
             return False
-        entries = [to_sympy(item.text) if item.kind == "value" else None for item in group.items]
+        entries = [to_sympy(item.text) if item.kind == AnswerKind.VALUE else None for item in group.items]
         return None not in entries and all(map(_equal, entries, matrix))
     kinds = {truth.kind, answer.kind}
-    if "tuple" not in kinds:  # {1, 1, 2} is {1, 2}, but the lists differ
+    if AnswerKind.TUPLE not in kinds:  # {1, 1, 2} is {1, 2}, but the lists differ
         inside = all(any(answers_match(item, other) for other in answer.items) for item in truth.items)
         outside = all(any(answers_match(other, item) for other in truth.items) for item in answer.items)
-        return inside and outside and ("set" in kinds or len(truth.items) == len(answer.items))
-    if kinds == {"tuple"}:
+        return inside and outside and (AnswerKind.SET in kinds or len(truth.items) == len(answer.items))
+    if kinds == {AnswerKind.TUPLE}:
         agree = truth.qualifier == answer.qualifier and (not truth.name or not answer.name or truth.name == answer.name)
     else:
-        agree = "list" in kinds and (truth.qualifier or answer.qualifier) == "()" and not (truth.name or answer.name)
+        agree = (
+            AnswerKind.LIST in kinds
+            and (truth.qualifier or answer.qualifier) == "()"
+            and not (truth.name or answer.name)
+        )
     return agree and len(truth.items) == len(answer.items) and all(map(answers_match, truth.items, answer.items))
 
 
 def _distinct_names(form: ParsedAnswer) -> list[str]:
-    names = [item.name if item.kind == "relation" else "" for item in form.items]
-    return names if form.kind == "list" and all(names) and len(set(names)) == len(names) else []
+    names = [item.name if item.kind == AnswerKind.RELATION else "" for item in form.items]
+    return names if form.kind == AnswerKind.LIST and all(names) and len(set(names)) == len(names) else []
 
 
 def _point(form: ParsedAnswer) -> ParsedAnswer:
     """Convert x = 2, y = 3 to the point (2, 3). Return any other form unchanged."""
     if not _distinct_names(form):
         return form
-    return ParsedAnswer("tuple", qualifier="()", items=tuple(sorted(form.items, key=lambda item: item.name)))
+    return ParsedAnswer(AnswerKind.TUPLE, qualifier="()", items=tuple(sorted(form.items, key=lambda item: item.name)))
 
 
 def _same_relation(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
-    if truth.kind != "relation":
+    if truth.kind != AnswerKind.RELATION:
         return _is_consistent_chain(answer) and answers_match(truth, answer.items[-1])
-    if answer.kind != "relation":
+    if answer.kind != AnswerKind.RELATION:
         return bool(truth.name) and answers_match(truth.items[-1], answer)
     if (
         truth.name
@@ -453,10 +478,10 @@ def _is_consistent_chain(chain: ParsedAnswer) -> bool:
 
 
 def _constant(form: ParsedAnswer) -> bool:
-    if form.kind == "value":
+    if form.kind == AnswerKind.VALUE:
         expression = to_sympy(form.text)
         return expression is not None and not (expression.free_symbols or expression.atoms(AppliedUndef))
-    return form.kind == "based" or (bool(form.items) and all(map(_constant, form.items)))
+    return form.kind == AnswerKind.BASED or (bool(form.items) and all(map(_constant, form.items)))
 
 
 def _proportional(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:

@@ -88,7 +88,15 @@ def test_preloaded_workers_become_actors(cluster: Cluster):
     assert set(asyncio.run(run())) == {(worker, True) for worker in workers}
 
 
-@pytest.mark.parametrize("event", ["part dies", "part exits", "part fails", "owner dies", "owner is killed"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "part dies",
+        "part fails",
+        "owner dies",
+        *(pytest.param(event, marks=pytest.mark.on_demand) for event in ("part exits", "owner is killed")),
+    ],
+)
 def test_linked_processes_end_together(cluster: Cluster, event: str, caplog: pytest.LogCaptureFixture):
     async def run() -> None:
         owner, part = (start(cluster, is_async=True) for _ in range(2))

@@ -44,7 +44,13 @@ MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-nat
 """Mixtures of experts, which every package shards differently. Only the test that weights arrive uses them. Their heads
 are untied, because SGLang does not tie the head of a mixture of experts."""
 _HEADS = ("untied", "moe")
-_CI_ROUTES = {"vllm": "broadcast", "sglang": "ipc", "native-vllm": "checkpoint", "native-sglang": "broadcast"}
+_CI_ROUTES = {
+    "http-transformers": "ipc",
+    "vllm": "broadcast",
+    "sglang": "ipc",
+    "native-vllm": "checkpoint",
+    "native-sglang": "broadcast",
+}
 """The route on which every change tests an engine's failures."""
 
 
@@ -65,6 +71,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
     tests_pending_steps = metafunc.function.__name__ == "test_pause_keep_continues_with_new_weights"
     marks = {pair: _marks(*pair, every_route=tests_arrival, overlapped=tests_pending_steps) for pair in pairs}
+    if "pauses" in metafunc.module.__name__:  # NativeEngine pauses both kinds of servers with the same code
+        marks["native-sglang", ""].append(pytest.mark.on_demand)
     if routes == [""]:
         params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize("started", params, indirect=True, scope="package")
@@ -77,15 +85,17 @@ def _marks(kind: str, route: str, *, every_route: bool, overlapped: bool) -> lis
     """Return the marks of a test with a kind of engine and a route. CI runs a subset that covers each of both.
 
     HTTP in front of vLLM and SGLang is the same code as in front of the transformers engine. Their own servers load an
-    untied head and experts with the code of the embedded engines. All engines share the receiver that detects failures
+    untied head and experts with the code of the embedded engines, and vLLM loads an untied head with each mixture of
+    experts. Only the test that weights arrive depends on the head. All engines share the receiver that detects failures
     on a route, so each has one route for them in CI. vLLM with async scheduling runs the test that fails if a sync does
     not wait for pending steps.
     """
     if "transformers" in kind:
-        return []
+        is_redundant = kind == "untied-transformers" or (route and route != _CI_ROUTES.get(kind, route))
+        return [pytest.mark.on_demand] if is_redundant and not every_route else []
     native_heads = {f"{head}-{server}" for server in NATIVE for head in _HEADS}
     is_redundant = kind in {"http-vllm", "http-sglang", "untied-vllm", OVERLAPPED, *native_heads}
-    if is_redundant and not (kind == "untied-vllm" and every_route) and not (kind == OVERLAPPED and overlapped):
+    if is_redundant and not (kind == OVERLAPPED and overlapped):
         return [pytest.mark.slow, pytest.mark.on_demand]
     if route and not every_route and route != _CI_ROUTES.get(kind, "checkpoint"):
         return [pytest.mark.slow, pytest.mark.on_demand]

@@ -132,7 +132,9 @@ def test_pause_wait_finishes_running_requests_with_old_weights(bench: EngineHarn
         assert_logprobs(reference, request, completion)
 
 
-@pytest.mark.parametrize("on_sync", ["keep", "recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
+@pytest.mark.parametrize(
+    "on_sync", ["recompute", *(pytest.param(other, marks=pytest.mark.on_demand) for other in ("keep", "abort"))]
+)
 def test_sync_loses_none_of_64_active_requests(bench: EngineHarness, reference: Reference, on_sync: str):
     """The sync of an asynchronous run, with 16 running requests and 48 in the queue."""
     if lacks_mode(bench, PAUSE_MODES[on_sync]):

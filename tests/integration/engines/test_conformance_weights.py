@@ -221,7 +221,7 @@ def test_lost_bucket_error_names_it(bench: EngineHarness, route: str, reference:
     failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 was sent instead", engine=third)
     if route == "broadcast":  # The sender waits for a receiver of the last bucket.
         message = rf"bucket {len(buckets)} of {len(buckets)} \({buckets[-1].names[0]}"
-        failing_sync(bench, route, DeadlineExceeded, message, engine=last, deadline_s=6)
+        failing_sync(bench, route, DeadlineExceeded, message, engine=last, deadline_s=3)
     else:
         failing_sync(bench, route, WeightSyncError, rf"{buckets[-1].names[0]}.* never arrived", engine=last)
     assert_old_or_partial_then_repaired(bench, route, reference)

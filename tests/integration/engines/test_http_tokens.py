@@ -162,5 +162,5 @@ def test_stop_token_is_decoded_within_text(server: CompletionsServer):
 def test_model_is_found_by_name(server: CompletionsServer):
     model = server.client.models.retrieve(NAME)
     assert (model.id, model.object) == (NAME, "model")
-    with pytest.raises(openai.NotFoundError, match="model='org/other' is not server here"):
+    with pytest.raises(openai.NotFoundError, match="model='org/other' is not served here"):
         server.client.models.retrieve("org/other")

@@ -49,8 +49,8 @@ if __name__ == "__main__":
 CASES = [
     ("transformers", "broadcast"),
     pytest.param("transformers", "ipc", marks=pytest.mark.on_demand),
-    ("transformers", "checkpoint"),
-    pytest.param("vllm", "broadcast", marks=pytest.mark.slow),
+    pytest.param("transformers", "checkpoint", marks=pytest.mark.on_demand),
+    pytest.param("vllm", "broadcast", marks=[pytest.mark.slow, pytest.mark.on_demand]),
     pytest.param("sglang", "broadcast", marks=[pytest.mark.slow, pytest.mark.on_demand]),
 ]
 

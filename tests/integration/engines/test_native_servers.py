@@ -69,7 +69,7 @@ class Server:
         asyncio.run(connected())
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.on_demand), "sglang"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that is started without options of this package, except for vLLM's development mode."""
     kind = request.param

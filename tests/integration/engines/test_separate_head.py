@@ -26,7 +26,7 @@ IDS = [[5, 6, 30, 40, 50, 60, 70, 80]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.on_demand)])
 def test_separate_head_is_served_and_synced(kind: str, tmp_path: Path):
     if importlib.util.find_spec(kind) is None:
         pytest.skip(f"{kind} is not installed")

@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import importlib.util
 import itertools
+import json
 import logging
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from skyrl_train.weight_sync.sync import WeightSync
+from tests.support.base_checkpoints import save_with_head
 from tests.support.engine_harness import TOLERANCE, BackgroundLoop, largest_difference
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import LocalTrainer
@@ -169,6 +171,12 @@ def test_keys_become_sglang_arguments_which_take_precedence(tiny_model_path: str
     assert arguments(tiny_model_path, enable_chunked_prefill=False)["chunked_prefill_size"] == -1
     assert arguments(tiny_model_path, batch_invariant=True)["enable_deterministic_inference"] is True
     assert arguments(tiny_model_path, attention_backend="intel_amx")["attention_backend"] == "intel_amx"
+
+
+def test_separate_head_overrides_the_configuration(tiny_model_path: str, tmp_path: Path):
+    separate = arguments(save_with_head(tmp_path, kind="llama", hidden_size=128))
+    assert json.loads(separate["json_model_override_args"]) == {"tie_word_embeddings": False}
+    assert "json_model_override_args" not in arguments(tiny_model_path)
 
 
 def test_cuda_graphs_default_on_accelerators_only(tiny_model_path: str):

@@ -15,7 +15,7 @@ from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSett
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
-EPISODES, FAILING, HANGING = 512, 10, 5
+EPISODES, FAILING, HANGING = 256, 5, 2
 STEP_DEADLINE_S = 10.0
 """Much more than a turn takes on busy cores, so only environments that hang exceed it."""
 

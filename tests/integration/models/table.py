@@ -48,7 +48,7 @@ class Column:
 _UNTIED = {"tie_word_embeddings": False}
 _WINDOW = {"sliding_window": 6}
 _WIDE = {"hidden_size": 128}
-"""Heads of 32 for models whose code computes the size of heads from the hidden size."""
+"""Hidden size for heads of size 32 in models whose code derives the head size from it."""
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -77,7 +77,7 @@ _DEEPSEEK_ROPE = {
 }
 _DEEPSEEK = {
     "rope_parameters": _DEEPSEEK_ROPE,
-    # Heads of the released size: vLLM's kernel for CPUs supports no other.
+    # Head sizes of the released model, because vLLM's CPU kernel supports no others.
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "head_dim": 64,
@@ -100,7 +100,7 @@ _MINIMAX = {
     "use_qk_norm": True,
 }
 ARCHITECTURES = (
-    Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
+    Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the RoPE of Llama 3.1 to 3.3"),
     Architecture("Qwen2.5", "qwen2", _WIDE),
     Architecture("Qwen3", "qwen3"),
     Architecture("Qwen3-MoE", "qwen3_moe", _UNTIED),
@@ -136,7 +136,7 @@ ARCHITECTURES = (
 )
 _NO_EXPERTS = Refusal(
     r"transformers has no expert-parallel plan for \w+: set trainer\.policy\.expert_parallel_size to 1\.",
-    "it has no experts",
+    "the model has no experts",
 )
 _DENSE = (
     *("Llama 3", "Qwen2.5", "Qwen3", "Gemma 3", "Mistral", "Mistral 0.1", "Gemma 4", "GLM-4", "OLMo 3", "ERNIE 4.5"),
@@ -144,8 +144,8 @@ _DENSE = (
 )
 _NO_PLAN = r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\."
 _UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not supported"
-_FUSED = Refusal(_UNKNOWN_STYLE, "transformers' tensor-parallel plan does not divide its fused projections")
-_WIDE_NORMS = Refusal(_UNKNOWN_STYLE, "its norms of queries and keys span all heads, so no rank has only some of them")
+_FUSED = Refusal(_UNKNOWN_STYLE, "transformers' tensor-parallel plan does not divide the fused projections")
+_WIDE_NORMS = Refusal(_UNKNOWN_STYLE, "the query and key norms span all heads, so ranks cannot divide the heads")
 _NOT_IN_SGLANG = "Engine '.*': SGLang cannot serve models of type '{}': {}"
 _NOT_ON_CPUS = (
     r"Engine '.*': SGLang cannot serve models of type '{}': its attention on CPUs \(torch_native\) {}; set gene"
@@ -153,32 +153,33 @@ _NOT_ON_CPUS = (
 COLUMNS = (
     Column(
         "padding-free",
-        "The learner runs sequences one after the other, without padding: the gradient of every parameter, in float64, "
-        "is that of the Hugging Face model on a padded batch.",
+        "The learner packs sequences into one row without padding. The gradient of every parameter in float64 equals "
+        "that of the Hugging Face model on a padded batch.",
         in_ci="Gemma 3",
     ),
     Column(
         "shared prompts",
-        "The prompt of a group goes through the model once: the same gradient again.",
+        "The model processes the prompt of a group only once. The gradient is the same.",
         in_ci="Llama 3",
     ),
     Column(
         "LoRA",
-        "Adapters on all linear layers: their gradients are those of a padded Hugging Face model whose weights are "
-        "W + s B A. Experts and routers stay frozen.",
+        "Adapters are on all linear layers. Their gradients equal those of a Hugging Face model with weights W + s B A "
+        "on a padded batch. Experts and routers stay frozen.",
         in_ci="DeepSeek-V3",
     ),
     Column(
         "TP",
-        "Tensor parallelism (`trainer.policy.tensor_parallel_size`): the summed gradient of two real ranks is the "
-        "padded one of one process.",
+        "Tensor parallelism (`trainer.policy.tensor_parallel_size`). The summed gradient of two ranks equals that of "
+        "one process on a padded batch.",
         in_ci="DeepSeek-V3",
         refused={
             "gpt-oss": Refusal(
-                _NO_PLAN, "transformers has no tensor-parallel plan for it; expert and sequence parallelism divide it"
+                _NO_PLAN,
+                "transformers has no tensor-parallel plan for it; use expert or sequence parallelism instead",
             ),
             "Hunyuan": Refusal(
-                _NO_PLAN, "transformers has no tensor-parallel plan for it; sequence parallelism divides it"
+                _NO_PLAN, "transformers has no tensor-parallel plan for it; use sequence parallelism instead"
             ),
             **dict.fromkeys(("GLM-4", "Phi-3"), _FUSED),
             **dict.fromkeys(("OLMo 3", "MiniMax-M2"), _WIDE_NORMS),
@@ -186,64 +187,65 @@ COLUMNS = (
     ),
     Column(
         "SP",
-        "Sequence parallelism (`trainer.policy.sequence_parallel_size`): likewise.",
+        "Sequence parallelism (`trainer.policy.sequence_parallel_size`), with the test of TP.",
         in_ci="Gemma 3",
     ),
     Column(
         "EP",
-        "Expert parallelism (`trainer.policy.expert_parallel_size`): likewise, with different sequences on each rank.",
+        "Expert parallelism (`trainer.policy.expert_parallel_size`), with the test of TP but different sequences on "
+        "each rank.",
         in_ci="gpt-oss",
         refused=dict.fromkeys(_DENSE, _NO_EXPERTS),
     ),
     Column(
         "transformers",
-        "The embedded engine on a CPU: log-probs of what it samples are the learner's to 0.0001 nats, before and after "
-        "a weight sync.",
+        "The embedded engine on a CPU. The log-probs of its samples differ from the learner's by at most 0.0001 nats, "
+        "before and after a weight sync.",
         in_ci="gpt-oss",
     ),
     Column(
         "vllm",
-        "vLLM on a CPU: likewise.",
+        "vLLM on a CPU, with the test of transformers.",
         in_ci="gpt-oss",
         refused={
             "Apertus": Refusal(
                 r"generator\.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16",
-                "vLLM keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
+                "vLLM keeps the parameters of its activation in bfloat16; serve it in bfloat16, not in float32",
             ),
             "MiniMax-M2": Refusal(
                 r"vLLM's expert routing on CPUs supports sigmoid scores only with groups of experts",
-                "vLLM's routing on CPUs does not know its sigmoid scores",
+                "vLLM's expert routing on CPUs does not support its sigmoid scores",
             ),
         },
     ),
     Column(
         "sglang",
-        "SGLang on a CPU: likewise.",
+        "SGLang on a CPU, with the test of transformers.",
         in_ci="Qwen3",
         refused={
             "Mistral 0.1": Refusal(
                 r"Engine '.*': SGLang cannot serve models of type 'mistral': its code for them has full attention, "
                 "but this model has a sliding window of 6 tokens; set generator",
-                "SGLang ignores its sliding window, on GPUs too; contexts within the window are served",
+                "SGLang ignores its sliding window, also on GPUs; only contexts within the window are supported",
             ),
             "Gemma 4": Refusal(
                 _NOT_IN_SGLANG.format("gemma4_text", r"its code reads one head size, .* have \[32, 512\]"),
-                "SGLang reads one size of heads, where the layers of Gemma 4 have two",
+                "SGLang reads one head size, but the layers of Gemma 4 have two",
             ),
             "OLMo 3": Refusal(
                 _NOT_IN_SGLANG.format("olmo3", "its code for them reads one set of RoPE parameters"),
-                "SGLang reads one set of rope parameters, where OLMo 3 has one for each kind of layer",
+                "SGLang reads one set of RoPE parameters, but OLMo 3 has one for each kind of layer",
             ),
             **{
                 name: Refusal(
                     _NOT_IN_SGLANG.format(kind, "it has no code for them"),
-                    "SGLang runs it with transformers' class, whose tensor-parallel plan it does not know",
+                    "SGLang runs it with transformers' class, but does not support that class's tensor-parallel plan",
                 )
                 for name, kind in (("ERNIE 4.5", "ernie4_5"), ("SmolLM3", "smollm3"))
             },
             "Apertus": Refusal(
                 "generator.model_dtype=float32: SGLang keeps the parameters of Apertus' activation in bfloat16",
-                "SGLang keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
+                "SGLang keeps the parameters of its activation in bfloat16; serve it in bfloat16, not in float32",
             ),
             **{
                 name: Refusal(
@@ -258,11 +260,11 @@ COLUMNS = (
             },
             "DeepSeek-V3": Refusal(
                 _NOT_ON_CPUS.format("deepseek_v3", r"does not support latent attention \(MLA\)"),
-                "SGLang's attention on CPUs has no latent attention (MLA)",
+                "SGLang's attention on CPUs does not support multi-head latent attention (MLA)",
             ),
             "gpt-oss": Refusal(
                 _NOT_ON_CPUS.format("gpt_oss", "has no attention sinks"),
-                "SGLang's attention on CPUs has no attention sinks",
+                "SGLang's attention on CPUs does not support attention sinks",
             ),
         },
     ),
@@ -307,4 +309,4 @@ COMPOSITES = (
 
 
 def composite(name: str) -> CompositeRow:
-    return next(one for one in COMPOSITES if one.name == name)
+    return next(row for row in COMPOSITES if row.name == name)

@@ -97,12 +97,13 @@ def assert_files(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_script_runs_from_nothing_to_a_curve(tmp_path: Path):
-    """Run a few steps, too few to improve. The full run is on demand, and other tests cover runs that improve."""
-    outcome = quickstart(tmp_path, "--warm-up-steps", "10", "trainer.max_steps=2", "trainer.eval_interval=2")
+    """Run a few small steps, too few to improve. The full run is on demand, and other tests cover runs that improve."""
+    small = ["trainer.max_steps=2", "trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"]
+    outcome = quickstart(tmp_path, "--warm-up-steps", "2", *small)
     assert 0 <= outcome.before < 0.65 and 0 <= outcome.after < 0.65
     assert_files(outcome.run)
     folder, steps, model = documented_copy()
-    path = Path(model.removeprefix(f"{folder}/").replace(f"_{steps}/", "_10/"))
+    path = Path(model.removeprefix(f"{folder}/").replace(f"_{steps}/", "_2/"))
     assert (outcome.run / path / "config.json").is_file(), "docs/your_environment.md copies this model"
 
 

@@ -16,8 +16,8 @@ from .conftest import PRESETS, Run, flat, metrics_of
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml") if path.stem != "gsm8k")
 
 ALWAYS = {"dapo"}
-"""Presets that always run: one with group filters. Other tests cover the other parts: test_composites.py a reference
-model, test_ppo.py a critic, test_extension.py plugins."""
+"""Presets that always run: one with group filters. Other tests cover the other parts: test_gsm8k_recipe.py a reference
+model, test_ppo.py a critic, test_logs.py plugins."""
 
 
 @pytest.fixture(scope="module")

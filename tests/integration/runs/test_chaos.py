@@ -1,4 +1,4 @@
-"""Two minutes of `scripts/chaos`, which can run for any time: random faults, after which all invariants hold."""
+"""Run `scripts/chaos` for two minutes: all invariants must hold after random faults."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.faults import ENVIRONMENT_CODE, FAULTS, MISCHIEF
-from tests.chaos.runs import overrides_of, problems
+from tests.chaos.faults import ENVIRONMENT_CODE, FAULTS, MISBEHAVIOR_FILE
+from tests.chaos.runs import make_overrides, write_data
 from tests.support.doc_pages import REPOSITORY, Command, find_commands
 
 from .conftest import Run
 
 TOTAL_S, MIN_FAULTS_S = 120.0, 20.0
-"""Seconds of everything: the undisturbed run, the faults, and the run that they interrupt last; and the minimum for
-faults on a slow machine."""
+"""Seconds for the whole test, and the minimum number of seconds with faults on a slow machine."""
 LAST_RUN_FACTOR = 3
-"""The last run takes this many times as long as the undisturbed one, which starts neither a process nor a Ray."""
+"""Duration of the last run relative to the undisturbed one, which starts neither a process nor Ray."""
 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_run_survives_random_faults(run: Run, plugins: Path, tmp_path: Path, tiny_model_path: str):
     (plugins / "chaos_plugin.py").write_text(ENVIRONMENT_CODE)
-    overrides = overrides_of("two_engines", problems(tmp_path), tiny_model_path)
-    exact = [fault for fault in FAULTS if not fault.masks]  # every run is compared with the undisturbed one
+    overrides = make_overrides("two_engines", write_data(tmp_path), tiny_model_path)
+    exact = [fault for fault in FAULTS if not fault.masks_episodes]  # every run is compared with the undisturbed one
     campaign = Campaign(tmp_path / "runs", overrides, exact, seed=18)
     start_s = time.monotonic()
-    run("main_base", *overrides(campaign.straight), SKYRL_CHAOS=str(campaign.straight / MISCHIEF))
+    run("main_base", *overrides(campaign.undisturbed), SKYRL_CHAOS=str(campaign.undisturbed / MISBEHAVIOR_FILE))
     took_s = time.monotonic() - start_s
-    campaign.go(max(MIN_FAULTS_S, TOTAL_S - took_s - LAST_RUN_FACTOR * took_s))
-    assert campaign.struck
+    campaign.run(max(MIN_FAULTS_S, TOTAL_S - took_s - LAST_RUN_FACTOR * took_s))
+    assert campaign.strikes
 
 
 @pytest.mark.on_demand

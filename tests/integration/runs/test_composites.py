@@ -18,16 +18,10 @@ from tests.support.multimodal_models import save_composite
 
 from .conftest import Run, metrics_of
 
-IN_CI = ("Qwen2.5-VL-transformers",)
 ADAPTERS = ("trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=1e-2")
 SHORT = ("trainer.max_prompt_length=96", "generator.max_input_length=96")
 """Lengths within an attention chunk of the tiny Llama 4, beyond which vLLM computes something else."""
-CELLS = [
-    pytest.param(row, engine, id=cell, marks=[] if cell in IN_CI else [pytest.mark.on_demand])
-    for row in COMPOSITES
-    for engine in row.engines
-    if (cell := f"{row.name}-{engine}")
-]
+CELLS = [pytest.param(row, engine, id=f"{row.name}-{engine}") for row in COMPOSITES for engine in row.engines]
 
 
 @pytest.fixture
@@ -60,6 +54,7 @@ def assert_only_language_model_changed(base: str, exported: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.parametrize(("row", "engine"), CELLS)
 def test_grpo_trains_language_model_of_composite(
     train: Callable[..., Path], tmp_path: Path, row: Any, engine: str

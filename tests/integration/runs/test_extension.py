@@ -76,6 +76,7 @@ def without_environment(overrides: list[str]) -> list[str]:
     return [override for override in overrides if not override.startswith(("environment.", "data.train"))]
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_plugins_work_in_every_process(
     run: Run,

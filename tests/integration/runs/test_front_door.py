@@ -147,6 +147,7 @@ def test_joined_cluster_runs_python_of_driver(
     assert set(prefixes) == {str(installed_wheel.parents[1])}
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_own_program_has_own_keys_and_names(small: Callable[[Path], list[str]], home: Path, tmp_path: Path):
     (tmp_path / "main_tenfold.py").write_text(OWN_PROGRAM)

@@ -121,8 +121,8 @@ environment:
 def sizes(folder: Path) -> list[str]:
     """Return overrides for two small steps with a probe of every sync."""
     return [
-        "trainer.train_batch_size=16",
-        "trainer.policy_mini_batch_size=16",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
         "trainer.max_steps=2",
         "trainer.max_prompt_length=1024",
         "trainer.eval_before_train=false",
@@ -134,11 +134,11 @@ def sizes(folder: Path) -> list[str]:
 
 
 def assert_trained(folder: Path, samples: int) -> None:
-    """Check two steps of 16 prompts and an evaluation, with the weights of each step in the engine."""
+    """Check two steps of 8 prompts and an evaluation, with the weights of each step in the engine."""
     rows = metrics_of(folder)
     assert set(rows) == {0, 1, 2}
     for step in (1, 2):
-        assert rows[step]["rollouts/trajectories"] == 16 * samples
+        assert rows[step]["rollouts/trajectories"] == 8 * samples
         assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
         assert rows[step]["weights/version"] == step
         assert rows[step]["weights/probe_gap"] <= 1e-4

@@ -90,6 +90,7 @@ def test_ratios_average_one_with_truncated_sampling(run: Run, small: Callable[[P
         assert row["mismatch/ess_sequences"] > 1 - 1e-6
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_half_precision_engines_are_compared_first(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path):
     run("main_base", *easy(tmp_path), *HALF)

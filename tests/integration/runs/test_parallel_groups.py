@@ -12,8 +12,9 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from .conftest import Run, metrics_of
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("sequence", marks=pytest.mark.on_demand), "tensor"])
+@pytest.mark.parametrize("kind", ["sequence", "tensor"])
 def test_all_models_train_in_parallel_groups(
     run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path, kind: str
 ):

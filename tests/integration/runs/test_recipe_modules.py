@@ -35,10 +35,9 @@ REFUSED = (
 )
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module", [pytest.param(name, marks=pytest.mark.on_demand) if "custom" in name else name for name in RECIPES]
-)
+@pytest.mark.parametrize("module", RECIPES)
 def test_recipe_trains_through_own_module(
     module: str,
     small: Callable[[Path], list[str]],

@@ -18,13 +18,17 @@ SIX_STEPS = ("trainer.epochs=1", "trainer.max_steps=6", "trainer.hf_save_interva
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F06")
+@pytest.mark.fault("F09")
 @pytest.mark.fault("F35")
 @pytest.mark.fault("F37")
 def test_killed_run_resumes_bitwise_identical(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    run("main_base", *small(straight), *SIX_STEPS)
+    straight, killed, data = tmp_path / "straight", tmp_path / "killed", tmp_path / "train.jsonl"
+    data.write_text(Path(small(tmp_path)[0].split("'")[1]).read_text())
+    steps = (f"data.train_data=['{data}']", *SIX_STEPS)
+    run("main_base", *small(straight), *steps)
     killed.mkdir()
-    overrides = [*small(killed), *SIX_STEPS]
+    overrides = [*small(killed), *steps]
     kill_in_the_middle_of_step(overrides, killed, step=3)
     # Step 4 may have ended before the signal arrived. Every second step is saved.
     assert (killed / "ckpts" / "latest_ckpt_global_step.txt").read_text() in ("2", "4")
@@ -35,6 +39,21 @@ def test_killed_run_resumes_bitwise_identical(run: Run, small: Callable, tmp_pat
     weights = "exports/global_step_6/policy/model.safetensors"
     resumed, expected = load_file(killed / weights), load_file(straight / weights)
     assert all(bool((resumed[name] == tensor).all()) for name, tensor in expected.items())
+    again = run("main_base", *overrides)
+    assert "resumed at step 6 of 6" in again.stdout, "a finished run takes no more steps"
+    assert_rejects_other_data_and_names(run, overrides, data)
+
+
+def assert_rejects_other_data_and_names(run: Run, overrides: list[str], data: Path) -> None:
+    """Check that a run resumes only with the same data and in its own folder."""
+    lines = data.read_text().splitlines()
+    row = json.loads(lines[0])
+    row["reward_spec"]["ground_truth"] = "-1"
+    data.write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+    changed = run("main_base", *overrides, expect=2)
+    assert "data.train_data had other rows" in changed.stderr
+    other = run("main_base", *overrides, "trainer.run_name=another", expect=2)
+    assert "run_name was 'test_run', is 'another'" in other.stderr
 
 
 def rollouts_of(folder: Path) -> list[dict[str, Any]]:
@@ -44,25 +63,3 @@ def rollouts_of(folder: Path) -> list[dict[str, Any]]:
     for turn in (turn for row in rows for turn in row["turns"]):
         assert turn.pop("running_s") >= 0 and turn.pop("environment_s") >= 0
     return rows
-
-
-@pytest.mark.slow
-@pytest.mark.fault("F06")
-@pytest.mark.fault("F09")
-def test_resume_requires_same_data_and_folder(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
-    overrides = [*small(tmp_path), "trainer.max_steps=2", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
-    data = tmp_path / "train.jsonl"
-    data.write_text(Path(overrides[0].split("'")[1]).read_text())
-    overrides[0] = f"data.train_data=['{data}']"
-    run("main_base", *overrides)
-    resumed = run("main_base", *overrides)
-    assert "resumed at step 2 of 2" in resumed.stdout, "a finished run takes no more steps"
-
-    lines = data.read_text().splitlines()
-    row = json.loads(lines[0])
-    row["reward_spec"]["ground_truth"] = "-1"
-    data.write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
-    changed = run("main_base", *overrides, expect=2)
-    assert "data.train_data had other rows" in changed.stderr
-    other = run("main_base", *overrides, "trainer.run_name=another", expect=2)
-    assert "run_name was 'test_run', is 'another'" in other.stderr

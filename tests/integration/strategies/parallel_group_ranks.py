@@ -40,11 +40,11 @@ from tests.support.tiny_adapters import fill_adapters
 from tests.support.weight_sync_counters import count_synced_bytes
 
 CASES: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "shared": {"share": True},
-    "micro_2": {"size": 2},
+    "whole": {"kinds": ["qwen2", "one_kv_head"]},
+    "shared": {"share": True, "kinds": ["qwen2", "gemma2", "one_kv_head"]},
+    "micro_2": {"size": 2, "kinds": ["qwen2", "adapted", "qwen3_moe", "one_kv_head"]},
     "shared_micro_3": {"size": 3, "share": True},
-    "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen2", "gemma"]},
+    "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen2", "gemma2"]},
     "reentrant": {"checkpointing": {"use_reentrant": True}, "kinds": ["qwen2"]},
     "replicas": {"size": 2, "fsdp": {"fsdp_size": 1}, "kinds": ["qwen2"]},
     "balanced": {"size": 2, "balance": 0.5, "kinds": ["qwen3_moe"]},

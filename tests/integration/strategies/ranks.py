@@ -43,11 +43,11 @@ KINDS = {
     "zero3": ("qwen2", "qwen3_moe"),
 }
 CASES: dict[str, dict[str, Any]] = {
-    "micro_1": {"size": 1},
+    "micro_1": {"size": 1, "kinds": ["qwen2"]},
     "micro_2": {"size": 2},
-    "micro_5": {"size": 5},
-    "all": {"size": 100},
-    "shuffled": {"size": 2, "order": [3, 0, 6, 2, 5, 1, 4]},
+    "micro_5": {"size": 5, "kinds": ["qwen2"]},
+    "all": {"size": 100, "kinds": ["qwen2"]},
+    "shuffled": {"size": 2, "order": [3, 0, 6, 2, 5, 1, 4], "kinds": ["qwen2"]},
     "adapters": {"size": 2, "lora": True, "kinds": [*KINDS["fsdp2"]]},
     "fewer_rows_than_ranks": {"size": 1, "order": [2], "kinds": ["qwen2", "qwen3_moe"]},
     "checkpointed": {"size": 2, "checkpointing": True, "kinds": ["qwen2", "gemma"]},

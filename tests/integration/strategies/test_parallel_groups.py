@@ -43,7 +43,7 @@ from .parallel_group_ranks import (
     train,
 )
 
-KINDS = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "adapted", "one_kv_head"]
+KINDS = ["qwen2", "qwen3", "gemma2", "qwen3_moe", "adapted", "one_kv_head"]
 DEADLINE_S = 240.0
 
 

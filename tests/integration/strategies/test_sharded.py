@@ -136,7 +136,7 @@ def critic_gradients(dtype: torch.dtype) -> dict[str, Tensor]:
 def test_summed_gradients_equal_padded_ones(results: RankResults) -> None:
     for kind in KINDS[results.strategy]:
         cases = {key.split("/")[1] for key in results.gradients if key.startswith(f"{kind}/")}
-        assert {"micro_1", "micro_2", "micro_5", "all", "shuffled"} <= cases
+        assert ({"micro_1", "micro_2", "micro_5", "all", "shuffled"} if kind == "qwen2" else {"micro_2"}) <= cases
         for case in cases:
             prefix = f"{kind}/{case}/"
             actual = {key.removeprefix(prefix): g for key, g in results.gradients.items() if key.startswith(prefix)}

@@ -18,6 +18,7 @@ from tests.support.weight_targets import score
 ROW = [5, 9, 77, 30]
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_worker_in_an_actor_samples_and_takes_weights(tmp_path: Path):

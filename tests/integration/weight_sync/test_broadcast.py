@@ -150,7 +150,7 @@ def test_probe_agrees_over_bfloat16_wire():
     ("action", "error", "message"),
     [
         ("die", EngineError, "right died|engine 'right' was lost"),  # other participants may notice it first
-        ("hang", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 15 s"),
+        ("hang", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 6 s"),
         ("drop", WeightSyncError, "engine right: bucket 1 is missing: bucket 2 was sent instead"),
     ],
 )
@@ -158,7 +158,7 @@ def test_engine_lost_between_buckets_fails_sync_in_time(action, error, message):
     before = set(threading.enumerate())
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
     engines = [FaultyEngine("left"), FaultyEngine("right")]
-    weight_sync = sync_of(trainer, engines, deadline_s=15)
+    weight_sync = sync_of(trainer, engines, deadline_s=6)
 
     async def run() -> None:
         await weight_sync.sync_all(1)

@@ -42,7 +42,7 @@ def resolve(*arguments: str, requirements: str = "", python: str = "3.11") -> di
     return {name.partition("[")[0]: version for name, version in pins}
 
 
-@pytest.fixture(scope="module", params=["3.11", "3.12"])
+@pytest.fixture(scope="module", params=["3.11", pytest.param("3.12", marks=pytest.mark.on_demand)])
 def python(request: pytest.FixtureRequest) -> str:
     version: str = request.param
     return version

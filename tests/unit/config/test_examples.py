@@ -22,7 +22,7 @@ PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
 needs_uv = pytest.mark.skipif(shutil.which("uv", path=PATH) is None, reason="needs uv")
 SCRIPTS = find_commands(r"examples/\w+/run\w*\.sh")
 PRESETS = sorted(EXAMPLES.rglob("*.yaml"))
-PRESETS.remove(EXAMPLES / "mini_swe_agent" / "swebench.yaml")  # words of an agent, in mini-swe-agent's form
+PRESETS.remove(EXAMPLES / "mini_swe_agent" / "swebench.yaml")  # prompts in mini-swe-agent's format, not a preset
 PRESETS.remove(
     EXAMPLES / "clusters" / "rayjob.yaml"
 )  # a resource of Kubernetes: tests/integration/runs/test_clusters.py

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from integrations.verifiers.entrypoints.main_verifiers import of_verifiers
+from integrations.verifiers.entrypoints.main_verifiers import use_verifiers_environment
 from scripts.full_context.main_full_ctx import with_steps
 from skyrl_train.config.keys import replace_value
 from skyrl_train.config.prepare import PreparedConfig, prepare_config
@@ -34,7 +34,7 @@ RECIPES = [
 ]
 REWRITES = {
     "scripts.full_context.main_full_ctx": with_steps,
-    "integrations.verifiers.entrypoints.main_verifiers": of_verifiers,
+    "integrations.verifiers.entrypoints.main_verifiers": use_verifiers_environment,
 }
 """Changes that a module makes to its command line before the configuration is composed."""
 ACCEPTED = [recipe for recipe in RECIPES if not recipe.refusal]

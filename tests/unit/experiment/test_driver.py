@@ -177,7 +177,10 @@ def test_second_signal_exits_without_saving(first: str, second: str):
 
 @pytest.mark.fault("F39")
 @pytest.mark.defect("group-signals-kill-ray-first")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.on_demand) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_repeated_signal_counts_once(number: signal.Signals):
     with slow_saving_run() as (run, stdout):
         run.send_signal(number)

@@ -104,7 +104,7 @@ def columns(**changed: pa.Array | None) -> Callable[[Path], object]:
     return change
 
 
-ROWS = 16
+ROWS = 8
 INT = pa.int32()
 SPAN = pa.list_(pa.struct([("start", INT), ("stop", INT)]))
 NO_INTS, NO_TEXTS = pa.nulls(ROWS, INT), pa.nulls(ROWS, pa.string())

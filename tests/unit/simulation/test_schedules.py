@@ -289,7 +289,7 @@ async def play(schedule: Schedule) -> tuple[list[RecordedRun], dict[int, list[Tr
     return attempts, trained
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(SCHEDULES)
 def test_schedules_respect_staleness_and_prompt_order(schedule: Schedule):
     attempts, trained = virtual_time.run(play(schedule))

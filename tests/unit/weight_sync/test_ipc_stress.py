@@ -8,7 +8,7 @@ import torch
 from skyrl_train.weight_sync import ipc
 from skyrl_train.weight_sync.buckets import fingerprint, plan_buckets
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer, overlapped
+from tests.gpu_check.ipc import SYNCS, LateCopyStore, Trainer, send_overlapped
 from tests.support.deferred_copies import DeferredCopyMode, wait_for_copies
 
 
@@ -20,7 +20,7 @@ def test_syncs_succeed_with_late_copies(monkeypatch: pytest.MonkeyPatch):
     shapes = {f"layer.{index}.weight": (8, 8) for index in range(8)}
     trainer = Trainer(shapes, "cpu", bucket_bytes=2 * 8 * 8 * 2, delayed=True)  # four buckets in two buffers
     loaded = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    receiver = WeightReceiver(CopiesLate(loaded, "cpu"), "engine")
+    receiver = WeightReceiver(LateCopyStore(loaded, "cpu"), "engine")
     trainers, engines = DeferredCopyMode(), DeferredCopyMode()
     trainer.sender.connect("ipc", "", 2, 60.0)
     receiver.connect("ipc", "", 1, 2, 60.0)
@@ -30,7 +30,7 @@ def test_syncs_succeed_with_late_copies(monkeypatch: pytest.MonkeyPatch):
             manifest = trainer.sender.prepare_manifest(version)
         with engines:
             receiver.begin(manifest)
-        overlapped(plan_buckets(manifest), trainers.inside(trainer.sender.send), engines.inside(receiver.receive))
+        send_overlapped(plan_buckets(manifest), trainers.inside(trainer.sender.send), engines.inside(receiver.receive))
         with engines:
             receiver.commit(version)
         engines.synchronize()

@@ -32,10 +32,10 @@ class Proxy:
     def drop(self) -> bool:
         """Drop all connections. Return True if there were any."""
         dropped, self._open = self._open, []
-        for one in dropped:
+        for connection in dropped:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
         return bool(dropped)
 
     def close(self) -> None:
@@ -45,30 +45,30 @@ class Proxy:
     def _accept(self) -> None:
         with suppress(OSError):  # closed
             while True:
-                near, _ = self._listening.accept()
+                client, _ = self._listening.accept()
                 try:
-                    far = socket.create_connection((_HOST, self._port))
+                    server = socket.create_connection((_HOST, self._port))
                 except OSError:
-                    near.close()
+                    client.close()
                     continue
-                self._open += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+                self._open += [client, server]
+                for source, sink in ((client, server), (server, client)):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 sink.sendall(data)
-        for one in (source, sink):
+        for connection in (source, sink):
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
             with suppress(ValueError):
-                self._open.remove(one)
+                self._open.remove(connection)
 
 
 @contextmanager
-def engine_elsewhere(model: str) -> Iterator[Proxy]:
-    """Run `serve` with one transformers engine behind a proxy."""
+def external_engine(model: str) -> Iterator[Proxy]:
+    """Run `serve` with one transformers engine behind a proxy, and yield the proxy."""
     _, port = free_address(_HOST)
     keys = [f"trainer.policy.model.path={model}", f"generator.http_endpoint_port={port}", "data.train_data=[none]"]
     command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys]
