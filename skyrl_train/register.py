@@ -72,10 +72,10 @@ def advantage(name: str) -> Callable[[T], T]:
 
 
 def policy_loss(name: str) -> Callable[[T], T]:
-    """Register a policy loss as trainer.algorithm.policy_loss_type=NAME.
+    """Return a decorator that registers a policy loss as trainer.algorithm.policy_loss_type=NAME.
 
-    Its signature is that of `algorithms.registry.PolicyLoss`, or of SkyRL's losses. Raises ConfigError if the name is
-    taken.
+    The function has the signature of `algorithms.registry.PolicyLoss`, or of SkyRL's losses. Raises ConfigError if the
+    name is taken.
     """
     from skyrl_train.algorithms.registry import policy_losses
 

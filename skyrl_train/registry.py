@@ -97,7 +97,7 @@ class Registry(Generic[T]):
         """Return the implementation of this name. A built-in one is imported on first use.
 
         Raises:
-            ConfigError: The name is unknown. Lists the known names.
+            ConfigError: The name is unknown. The message lists the known names.
         """
         if name not in self.loaded and name in self.table:
             self.loaded[name] = load_object(self.table[name])

@@ -44,8 +44,10 @@ class NodeCapacity:
 
 
 def can_place(demands: Iterable[ResourceDemand], nodes: Sequence[NodeCapacity]) -> bool:
-    """Return True if all slots fit on the nodes. The most difficult demand is placed first, each on the first nodes
-    that fit.
+    """Return True if the slots of all demands can be placed on the nodes.
+
+    Demands are placed greedily, each on the first nodes that fit, in the order of descending `difficulty`. So the
+    result may be False although another placement would fit.
     """
     free_by_node = [dict(node.free) for node in nodes]
     for demand in sorted(demands, key=lambda item: item.difficulty, reverse=True):

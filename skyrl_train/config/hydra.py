@@ -381,8 +381,9 @@ def resolve_interpolations(content: dict[str, Any], skip: Sequence[str] = ()) ->
     """Resolve interpolations and convert nested plain values to the dataclasses.
 
     Args:
-        content: Nested plain values that override the defaults. Keys are known, aliases are replaced.
-        skip: Keys that have problems already. They keep their defaults.
+        content: Nested plain values that override the defaults. The caller must have removed unknown keys and replaced
+            aliases with their keys.
+        skip: Keys in which the caller has found problems. They keep their defaults.
 
     Returns:
         The configuration, not frozen, and the problems: values of a wrong type and interpolations that cannot be

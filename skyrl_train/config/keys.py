@@ -141,7 +141,7 @@ def value_keys() -> dict[str, Key]:
 
 @functools.cache
 def key_aliases() -> dict[str, str]:
-    """Return the dotted names of aliases -> the dotted names of their keys. The result is cached.
+    """Return a dict from the dotted name of each alias to the dotted name of its key. The result is cached.
 
     A configuration that sets both names to different values is an error.
     """

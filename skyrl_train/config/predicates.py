@@ -125,7 +125,10 @@ def may_need_critic(algorithm: AlgorithmConfig) -> bool:
 
 
 def may_use_loss(algorithm: AlgorithmConfig, *names: str) -> bool:
-    """True if the configured policy loss is one of `names` or a plugin's, whose arguments are not known."""
+    """True if the configured policy loss is one of `names`, or is registered by a plugin.
+
+    It is unknown which configuration keys a plugin's loss reads, so it may read those of `names`.
+    """
     return algorithm.policy_loss_type in names or algorithm.policy_loss_type not in POLICY_LOSSES
 
 

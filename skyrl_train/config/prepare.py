@@ -88,10 +88,14 @@ class CommandLine:
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Parse `key=value` arguments and Hydra's flags, and check them without composing the configuration.
 
-    The checks find unknown keys (also with `+`, `++` and `~`), wrong types, NaN and infinity, code to run, and secrets.
+    The checks find unknown keys (also with `+`, `++` and `~`), wrong types, NaN and infinity, keys such as `_target_`
+    that would run code, and interpolations that would reveal secrets. Nothing is raised for them.
 
     Args:
         argv: Arguments without the name of the program.
+
+    Returns:
+        The parsed command line; `problems` holds what the checks found.
 
     Raises:
         SystemExit: A flag is unknown; argparse prints the usage and exits with code 2.

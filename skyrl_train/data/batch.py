@@ -139,7 +139,7 @@ class TrainBatch:
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Index of the sequence [T] that each token belongs to."""
+        """Index of each token's sequence, [T]."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
 
     @property

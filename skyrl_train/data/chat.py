@@ -673,15 +673,15 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def detect_message_format(tokenizer: Any, template: MarkingTemplate, messages: Sequence[Message]) -> MessageFormat:
-    """Return the format in which a template writes messages completely. The result is cached in the template.
+    """Return the format of messages in which a template leaves no part out. The result is cached in the template.
 
     Args:
         tokenizer: The tokenizer of the template.
         template: The template.
-        messages: The messages. Without tool calls among them only the format of content is detected.
+        messages: The messages. If none has tool calls, only the format of content is detected.
 
     Returns:
-        The format, or the default format if the template writes messages completely in no format.
+        The format, or the default format if the template leaves parts out in every format.
     """
     key = "calls" if any(message.get("tool_calls") for message in messages) else "text"
     message_format: MessageFormat | None = template.cache.get(key)

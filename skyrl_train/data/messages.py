@@ -202,7 +202,7 @@ def parse_tools(where: str, value: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         raise DataError(
             f"{where}: tools is {value!r:.80}, not a list of definitions such as "
-            '{"type": "function", "function": {"name": "...", "parameters": {...}}}, nor its JSON text.'
+            '{"type": "function", "function": {"name": "...", "parameters": {...}}}, nor such a list as JSON text.'
         )
     return tools or None
 

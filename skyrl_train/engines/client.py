@@ -188,7 +188,12 @@ class EngineClient:
         self._start_serving(new)
 
     def add(self, name: str, engine: InferenceEngine) -> None:
-        """Add an engine under a new name. It must already have the current weights and gets requests from now on."""
+        """Add an engine, which gets requests from now on.
+
+        Args:
+            name: Name that no other engine has.
+            engine: The engine. It must already have the current weights.
+        """
         assert name not in self.engine_names, f"an engine named {name} already exists"
         self._all.append(self._new_record(engine, name))
         self._start_serving(self._all[-1])
@@ -1029,10 +1034,11 @@ class BatchedEngineClient:
             self._check_soon()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Wait for all live episodes, sample completions, and return them in the order of `requests`.
+        """Sample completions in one shared call for all episodes, and return them in the order of `requests`.
 
-        The shared call ignores the concurrency limit. Its error is raised to all callers in it; see
-        `EngineClient.generate`.
+        This waits until every live episode waits for completions. The requests of all of them are then sampled in one
+        call of `EngineClient.generate`, which ignores the concurrency limit. An error of the shared call is raised in
+        every episode that waits for it.
         """
         number = self._current_episode.get()
         call = _PendingCall(

@@ -90,14 +90,14 @@ def change_target_count(folder: Path, change: int) -> tuple[int, int]:
 
 
 def _parse_arguments(argv: Sequence[str]) -> tuple[str, int, Path]:
-    """Return the action, the number and the folder. Raises ConfigError for anything else."""
+    """Return the action, the number of engines and the folder. Raises ConfigError for anything else."""
     if len(argv) == 3 and argv[0] in ("add", "remove"):
         with suppress(ValueError):
             if (number := int(argv[1])) >= 1:
                 return argv[0], number, resolve_local_folder(argv[2])
     raise ConfigError(
-        f"got {' '.join(argv)!r}. Give add N FOLDER or remove N FOLDER: an integer of at least 1, and the folder of "
-        "the run."
+        f"got {' '.join(argv)!r}. Give 'add N FOLDER' or 'remove N FOLDER': N is the number of engines to add or "
+        "remove, at least 1, and FOLDER is the folder of the run."
     )
 
 

@@ -103,7 +103,7 @@ def compare_splits(cfg: Config, steps: Sequence[MeasuredStep], response_lengths:
 
 
 def table(comparison: Comparison) -> Iterator[str]:
-    """Yield the lines of a table of the estimates. A "<" marks the fastest one."""
+    """Yield the lines of a table with the estimated step time of every split. A "<" marks the fastest split."""
     fastest = min(comparison.estimates, key=lambda estimate: estimate.step_s)
     rows = [["", "staleness", "generate, s", "train, s", "step, s", ""]]
     for estimate in comparison.estimates:

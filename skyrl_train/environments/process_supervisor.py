@@ -109,9 +109,10 @@ def _kill_descendants() -> None:
 
 
 def copy_output_to_log(source: int, log: CappedLog) -> None:
-    """Copy the output of a process to the log until the pipe ends. This blocks; the pipe stays open.
+    """Copy the output of a process to the log until end of file. This blocks, and does not close `source`.
 
-    Values of environment variables that hold credentials are replaced with `<NAME>`; see `secret_variables`.
+    Values of environment variables that hold credentials are replaced with `<NAME>`, the name of the variable; see
+    `secret_variables`.
 
     Args:
         source: File descriptor of the pipe's reading end.

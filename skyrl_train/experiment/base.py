@@ -71,7 +71,7 @@ class Experiment:
 
         self.restarts = 0
         """Number of times that the ranks have been started again (trainer.restarts)."""
-        self.adopt(config)
+        self.set_config(config)
         processes = count_run_slots(config, self.components).processes
         self.cluster = Cluster(trainer.plugins, num_actors=processes, preload=worker_imports(config, self.components))
         with ExitStack() as stack:
@@ -87,7 +87,7 @@ class Experiment:
                 self.check_environments()
             stack.pop_all()  # the cluster stays connected until `session` or the run ends
 
-    def adopt(self, config: Config) -> None:
+    def set_config(self, config: Config) -> None:
         """Use this configuration from now on. After a restart it is the configuration scaled down to the remaining
         nodes.
         """
@@ -211,7 +211,7 @@ class Experiment:
 
         self.restarts += 1
         print_status("restart", f"RESTART {self.restarts} of {configured.trainer.restarts} (trainer.restarts): {cause}")
-        self.adopt(await shrink_to_cluster(next_config, configured, self.components, self.cluster))
+        self.set_config(await shrink_to_cluster(next_config, configured, self.components, self.cluster))
         return self.config
 
     def _run_until_signaled(self, work: Coroutine[Any, Any, T]) -> T:

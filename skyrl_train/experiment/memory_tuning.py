@@ -58,13 +58,13 @@ def tune_and_report(cfg: Config, objective_spec: ObjectiveSpec) -> Config:
 
 
 def tune_to_memory(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec) -> tuple[Config, list[str]]:
-    """Choose the fastest settings, among those left open, that fit an accelerator by the memory plan.
+    """Choose the fastest of the settings left open that fit into an accelerator's memory according to the memory plan.
 
-    The update stays mathematically the same. The order of preference is large micro-batches, then keeping gathered
-    layers for backward where one rank has the complete model, then reducing gradients once per update. The first
-    candidate is chosen whose scoring and updating need at most MAX_MEMORY_FRACTION of `capacity`; if none fits, the
-    last one, which needs the least. Sets `max_tokens_per_microbatch` if no micro-batch size is configured, and
-    `reduce_once` and `reshard_after_forward` where they are null. Does nothing on CPUs.
+    The update stays mathematically the same. To save memory, this first gives up reducing gradients once per update,
+    then keeping gathered layers for backward (which models that are not sharded do), and last it makes micro-batches
+    smaller. It chooses the first candidate whose scoring and updating need at most MAX_MEMORY_FRACTION of `capacity`.
+    If none fits, it chooses the last one, which needs the least. It sets `max_tokens_per_microbatch` if no micro-batch
+    size is configured, and `reduce_once` and `reshard_after_forward` where they are null. It does nothing on CPUs.
 
     Args:
         cfg: The configuration.

@@ -344,19 +344,30 @@ def run_location(cfg: Config, fingerprints: Mapping[str, str]) -> str:
 
 
 def build_run_folder(cfg: Config, fingerprints: Mapping[str, str], mirrors: Mirrors = Mirrors()) -> RunFolder:
-    """Return the run's folder for trainer.ckpt_path, with this run's identity.
+    """Return the run's folder for trainer.ckpt_path. Nothing is created yet.
+
+    The folder gets this run's identity: settings of the configuration, and fingerprints of the data. A resumed run must
+    have the same identity.
 
     Args:
         cfg: The configuration.
         fingerprints: Fingerprints of the data; empty for a run that only evaluates.
-        mirrors: The mirrors of the run.
+        mirrors: The uploaders of the run's folders that are at URIs.
     """
     path, resuming = resolve_local_folder(run_location(cfg, fingerprints)), cfg.trainer.resume_mode != "none"
     return RunFolder(path, run_identity(cfg) | dict(redact(fingerprints)), resuming, mirrors.run)
 
 
 def build_mirrors(cfg: Config, location: str) -> Mirrors:
-    """Return the mirrors of a run at `location`, for those of its folders that are at URIs."""
+    """Return an uploader for each of the run's two folders that is at a URI.
+
+    Args:
+        cfg: The configuration; trainer.export_path is the location of the exports.
+        location: Location of the run: a local folder or a URI. For a URI, the uploader copies the local folder there.
+
+    Raises:
+        ConfigError: A URI cannot be used.
+    """
     exports, keep = cfg.trainer.export_path, cfg.trainer.max_ckpts_to_keep
     run = Mirror(resolve_local_folder(location), location, keep) if is_uri(location) else None
     return Mirrors(run, Mirror(resolve_local_folder(exports), exports, lease_owner=run) if is_uri(exports) else None)

@@ -271,10 +271,10 @@ def _curriculum(data: DataConfig) -> Curriculum | None:
 def build_reward_model_scorer(
     cfg: Config, generator: Any, model: RewardModel | None, first_rollout_logger: FirstRolloutLogger
 ) -> RewardModelScorer:
-    """Return the generator's rollouts, scored by the reward model if there is one.
+    """Return a rollout function that adds the reward model's score, if there is a model, to the generator's rewards.
 
     Args:
-        cfg: The configuration; trainer.reward.coef weighs the model's score.
+        cfg: The configuration; trainer.reward.coef is the factor of the model's score.
         generator: Its method `rollout(prompt, position)` returns a group of trajectories.
         model: The reward model; None to leave rewards as they are.
         first_rollout_logger: Prints the run's first rollout.
@@ -303,7 +303,7 @@ def build_evaluator(
 
     Args:
         cfg: The configuration.
-        running: The started resources.
+        running: The started engines, with their client, and the reward model.
         generator: Turns evaluation prompts into groups of trajectories.
         dataset: The prompts to evaluate on.
         first_rollout_logger: The logger that training uses; None for a separate one.

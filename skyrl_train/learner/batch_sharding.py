@@ -93,7 +93,7 @@ class ShardedMiniBatch:
     The shard lacks the tensors that are computed for the update."""
 
     def rows_of(self, dp_rank: int) -> list[int]:
-        """Return the rows of the mini-batch in the stored shard of a data-parallel rank, in ascending order."""
+        """Return the rows in a rank's shard as indices within the mini-batch, in the order of the shard."""
         return [row for rows in self.micro_batches[dp_rank] for row in rows]
 
 

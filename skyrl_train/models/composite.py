@@ -155,7 +155,7 @@ def build_meta_composite(config: PreTrainedConfig, dtype: torch.dtype) -> PreTra
 def build_text_model(
     composite: PreTrainedModel, dtype: torch.dtype, attn_implementation: str | None = "eager"
 ) -> PreTrainedModel:
-    """Return the language model of a composite, with its head, on the meta device.
+    """Return the language model of a composite (a multimodal model), with its head, on the meta device.
 
     Args:
         composite: The composite, on the meta device.
@@ -163,7 +163,7 @@ def build_text_model(
         attn_implementation: The attention implementation; None for the best one that the model supports.
 
     Raises:
-        ConfigError: The language model alone would not compute for text what the composite computes.
+        ConfigError: The composite has no separate language model, or that model would give other results for text.
     """
     if reason := _NOT_AS_TEXT.get(composite.config.model_type):
         raise _not_separable(composite, reason)

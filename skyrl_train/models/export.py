@@ -165,7 +165,11 @@ def _write_generation_config(base: str, tokenizer: PreTrainedTokenizerBase, fold
         try:
             config = json.loads(Path(source).read_text(encoding="utf-8"))
         except ValueError as error:  # sampling ignores such a file, too: see load_stop_configs
-            _log.warning("%s is not valid JSON (%s). The export does not include it.", source, error)
+            _log.warning(
+                "%s is not valid JSON (%s), so the export does not include it. Correct the file and export again.",
+                source,
+                error,
+            )
             source = None
     named, end = config.get("eos_token_id"), find_end_of_turn_token(tokenizer)
     ends = sorted(get_eos_tokens(*load_stop_configs(base), tokenizer)) if named is None else named

@@ -160,11 +160,13 @@ def fused_logprobs(
     chunk_rows: int,
     cached_chunks: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs [N] and entropies [N], in nats, float32, as `sampled_logprobs` does for a head without bias.
+    """Return log-probs [N] and entropies [N], in nats, float32, without computing all logits at once.
+
+    The result is that of `sampled_logprobs` for the head's transformed outputs. The head must not have a bias.
 
     Args:
-        hidden: Hidden states [N, D], at most float32.
-        weight: The head's weight [V, D], at most float32.
+        hidden: Hidden states [N, D], float32 or a smaller dtype.
+        weight: The head's weight [vocabulary size, D], float32 or a smaller dtype.
         targets: Target token of each row [N] int64.
         temperature: Sampling temperature of each row [N].
         transform: The architecture's transform of the head's outputs.

@@ -48,17 +48,19 @@ def load_config(
 ) -> Any:
     """Return a model's configuration with changes.
 
-    For a composite this is the configuration of the full checkpoint; changes apply to its language model.
+    For a composite (a multimodal model) this is the configuration of the full checkpoint. Changes apply to its language
+    model.
 
     Args:
         path: A folder, hub name or URI.
         key: Configuration key of `path`, for messages.
-        overrides: New values of existing attributes; None for none.
-        rope_scaling: Values to merge into the rope parameters; None keeps them.
-        rope_theta: The rope's base frequency; None to keep it.
+        overrides: New values of existing attributes; None to change none.
+        rope_scaling: Values to merge into the rope parameters; None to change none.
+        rope_theta: The rope's base frequency; None to leave it unchanged.
 
     Raises:
-        ConfigError: The configuration cannot be loaded, has no such attribute, or has no single set of rope parameters.
+        ConfigError: The configuration cannot be loaded or lacks an attribute of `overrides`, or the rope parameters
+            shall change and the model does not have exactly one set of them.
     """
     folder = local_copy(path, weights=False)
     try:

@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 def get_adaptable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the layers that an adapter may change, by name: all linear layers except the head.
+    """Return the layers that a LoRA adapter may change, by name: all linear layers except the head.
 
-    Llama 4's routers are excluded: they derive from linear layers, but return more than the product.
+    Subclasses of nn.Linear with a forward pass of their own, such as Llama 4's routers, are excluded.
     """
     head = model.get_output_embeddings()
     return {

@@ -250,7 +250,8 @@ def check_attention_arguments(
     if ragged_segments is None:
         raise ConfigError(
             f"{name} was called without sequence boundaries. Either its model does not pass keyword arguments to its "
-            "attention, as transformers' attention interface requires, or it was not called by a RaggedModel."
+            "attention, as transformers' attention interface requires, or it was not called by a RaggedModel. Use "
+            "another model class."
         )
     for feature, is_used in (
         ("attention dropout", dropout > 0),

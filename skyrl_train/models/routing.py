@@ -120,8 +120,9 @@ class Routers:
         Returns:
             {} if nothing was collected, else:
             router_load_max: Tokens of the busiest expert divided by its layer's mean, averaged over layers. 1 is an
-                even load; E/k means that all tokens choose the same experts.
-            unused_expert_fraction: Fraction of experts that received no token.
+                even load. If all tokens choose the same experts, it is the number of experts divided by the number of
+                experts per token.
+            unused_expert_fraction: Fraction of the experts of all layers that received no token.
             router_aux_loss: Auxiliary loss, if one is configured.
         """
         counts, loss = self._counts or {}, self._aux_loss
@@ -180,18 +181,19 @@ class Routers:
 
 
 def router_aux_loss(affinity: Tensor, indices: Tensor, loss_inputs: RouterLossInputs) -> Tensor:
-    """Return the router auxiliary loss of one layer [].
+    """Return the router auxiliary loss of one layer, a scalar.
 
         loss = sum_s w_s sum_i f_si P_si
 
-    w is a sequence's weight. f is the fraction of the sequence's choices that fell on expert i, divided by the even
-    fraction. P is the sequence's mean affinity to expert i. The inner sum is 1 for a sequence that is spread evenly.
+    w is the weight of sequence s. f is the fraction of the sequence's choices that fell on expert i, times the number
+    of experts. P is the sequence's mean affinity to expert i. The inner sum is 1 for a sequence that is spread evenly.
     This is DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, eq. 17), which does not depend on micro-batches.
 
     Args:
-        affinity: Affinities of tokens to experts [U, E], with gradient; each row sums to 1.
-        indices: Routed experts [U, k].
-        loss_inputs: Sequences of the tokens, and their weights.
+        affinity: Affinities [tokens, experts] of the tokens that go through the model to the experts, with gradient.
+            Each row sums to 1.
+        indices: Experts [tokens, experts per token] that the router chose.
+        loss_inputs: Sequence of each token, and the weights of the sequences, which include the coefficient.
     """
     count, experts = len(loss_inputs.weights), affinity.shape[1]
     is_routed = torch.zeros_like(affinity).scatter_(1, indices, 1.0)

@@ -235,11 +235,14 @@ def values(rows: Rows, name: str, steps: int) -> list[float] | None:
 def holds_in_every_step(name: str, steps: int, holds: Callable[[float], bool], text: str) -> Evidence:
     """Return a rule's evidence function that looks at each of the last steps.
 
+    An evidence function takes the history of a run. It returns the evidence as a text, or None if the rule does not
+    hold. This one appends the number of steps and the name of the metric to `text`.
+
     Args:
         name: Metric to look at.
         steps: Number of latest steps. The rule does not hold if one of them lacks the metric.
         holds: Predicate on a value of the metric. The rule holds if it is true for all values.
-        text: Format string of the evidence, for the mean of the values.
+        text: Format string of the evidence. Its placeholder, such as `{:.0%}`, shows the mean of the values.
     """
 
     def evidence(history: History) -> str | None:
@@ -254,13 +257,17 @@ def holds_in_every_step(name: str, steps: int, holds: Callable[[float], bool], t
 def holds_in_every_window(name: str, window: int, count: int, above: float, text: str) -> Evidence:
     """Return a rule's evidence function that looks at the latest windows of consecutive steps.
 
+    An evidence function takes the history of a run. It returns the evidence as a text, or None if the rule does not
+    hold. This one appends the number of steps and the name of the metric to `text`.
+
     Args:
-        name: Metric to look at: a fraction of the time of a step. Steps without it, which ended early, are skipped.
+        name: Metric to look at: a fraction of the time of a step. Steps that ended early lack it and are skipped.
         window: Number of steps in a window.
         count: Number of latest windows. The rule does not hold if there are fewer.
         above: Threshold for the mean of a window, weighted by the time of its steps. The rule holds if all windows
             exceed it.
-        text: Format string of the evidence, for the weighted mean over all windows.
+        text: Format string of the evidence. Its placeholder, such as `{:.0%}`, shows the weighted mean over all
+            windows.
     """
 
     def evidence(history: History) -> str | None:
@@ -406,10 +413,10 @@ def long_answers_are_cut(history: History) -> str | None:
 def evaluation_falls(history: History) -> str | None:
     """Return a text with the numbers if evaluations get worse while the training reward rises, otherwise None.
 
-    They do if the last two evaluations are below the best one and the training reward rose since then. A fall is at
-    least 0.05 and a rise at least 0.02, or 5 % and 2 % if scores or rewards exceed 1. The best of many noisy
-    evaluations is partly luck. So from eight evaluations on, a fall must also exceed five standard deviations of the
-    noise, which is estimated from the second differences of the scores.
+    Evaluations get worse if the last two are below the best earlier one. The training reward rises if it is higher at
+    the last evaluation than at the best one. A fall is at least 0.05 and a rise at least 0.02, or 5 % and 2 % of values
+    above 1. The best of many noisy evaluations is partly luck. So from ten evaluations on, a fall must also exceed five
+    standard deviations of the noise, which is estimated from the second differences of the scores.
     """
     if len(history.evaluations) < 3:
         return None

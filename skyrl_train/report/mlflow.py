@@ -102,9 +102,10 @@ class MlflowTracker:
         """Do nothing: `table` has these rollouts, too."""
 
     def table(self, rows: Sequence[SampleRow], step: int) -> None:
-        """Record rollouts of a step as a JSON artifact, and list the newest artifacts in the tag for tables.
+        """Record rollouts of a step as a JSON artifact, and add it to the tag `mlflow.loggedArtifacts`.
 
-        MLflow's `log_table` would list all of them, beyond the maximum length of a tag.
+        MLflow shows the tables that this tag lists, which are only the newest ones. `mlflow.log_table` would
+        list all artifacts of the run and exceed the maximum length of a tag.
         """
         if not rows:
             return

@@ -171,7 +171,7 @@ class RolloutViews:
 
         Returns:
             `total`: number of matching rollouts; `rows`: those of the page, with a preview of the response; `facets`:
-            values of filters, see `RolloutIndex.facets`.
+            the values that each filter offers, see `RolloutIndex.facets`.
         """
         self.index.refresh()
         result = self.index.find(query)

@@ -96,7 +96,9 @@ def _ensure_built() -> None:
     elif reason := _build(build):
         _failed[build] = reason
         _check_is_built(reason)
-        _log.warning("The page of reports is older than its sources in viewer/: %s.", reason)
+        _log.warning(
+            "The report viewer's page is older than its sources in viewer/, and could not be rebuilt: %s.", reason
+        )
 
 
 def _build(build: Path) -> str:
@@ -129,7 +131,7 @@ def _run(build: Path) -> str:
 
 def _check_is_built(reason: str) -> None:
     if not (SCRIPT.is_file() and STYLE.is_file()):
-        raise ConfigError(f"The page of reports is not built: {reason}.")
+        raise ConfigError(f"The report viewer's page is not built: {reason}.")
 
 
 def _is_outdated() -> bool:

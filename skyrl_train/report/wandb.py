@@ -66,7 +66,7 @@ class WandbTracker:
             self._open_run.log({"samples": table}, step=step)
 
     def fail(self, error: BaseException) -> None:
-        """Mark the W&B run as failed when it is closed, whatever the error."""
+        """Let `close` mark the W&B run as failed. The type of the error does not matter."""
         self._exit_code = 1
 
     def close(self) -> None:

@@ -673,13 +673,14 @@ class TokenizerExecutor:
         self._thread_copy, self._copied_state = _try_copy(tokenizer), _state(tokenizer)
 
     async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        """Call `function(tokenizer, *args)` and return its result or raise its error.
+        """Call `function(tokenizer, *args)` without blocking the event loop, and return its result or raise its error.
 
         StopIteration becomes a RuntimeError.
 
         Args:
-            size: Number of characters or tokens that the call processes.
-            function: The function, which may run in another thread and on a copy of the tokenizer.
+            size: Number of characters or tokens that the call processes. From MIN_THREAD_CHARS on, the function runs in
+                another thread on a copy of the tokenizer, otherwise on the event loop.
+            function: The function.
             *args: Its other arguments.
         """
         # The future must not be a variable of this frame: it keeps the error, whose traceback keeps this frame.

@@ -53,15 +53,15 @@ class BasePPOExp(Experiment):
 
         load_program_registrations()
         config = to_config(cfg, required_components(type(self)))
-        self.adopt(config)
+        self.set_config(config)
         self.colocate_pg = self.get_colocate_pg()
         super().__init__(config)
         os.makedirs(resolve_local_folder(config.trainer.export_path), exist_ok=True)
 
-    def adopt(self, config: Config) -> None:
+    def set_config(self, config: Config) -> None:
         """Use `config` as the experiment's configuration from now on, and set `self.cfg` to it as an OmegaConf
         DictConfig."""
-        super().adopt(config)
+        super().set_config(config)
         self.cfg = to_dictconfig(config)
 
     # -- hooks -------------------------------------------------------------------------------------------------------

@@ -118,7 +118,9 @@ def sync_registries() -> None:
     """Publish the losses, estimators and environments that this program registered, so that its Ray tasks can load
     them.
 
-    A call is rarely needed: `initialize_ray` publishes earlier registrations, and registering publishes later ones.
+    Call it only after registering an environment with the `skyrl_gym` package while Ray is running. All other
+    registrations are published by `initialize_ray`, or on registering if Ray is running. The program must be connected
+    to Ray.
 
     Raises:
         ConfigError: A registered function or class cannot be sent to a Ray task.

@@ -430,7 +430,9 @@ class RayPPOTrainer:
         advantages, returns = batch.token_advantages, batch.returns
         if advantages is None:
             name = self._name("compute_advantages_and_returns")
-            raise ConfigError(f"{name} returned a batch without data['advantages']: must be a tensor [B, R].")
+            raise ConfigError(
+                f"{name} returned a batch without data['advantages']. Set it to a tensor [sequences, response length]."
+            )
         if step.advantage_batch_normalize:
             advantages = batch_normalize(advantages, batch.loss_mask)
         batch = replace(batch, sequence_advantages=None)
@@ -673,6 +675,6 @@ class StepMetricsTracker:
         self.trainer: RayPPOTrainer | None = None
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool = False) -> None:
-        """Add `data` to the metrics of the current step; `step` and `commit` are ignored."""
+        """Add `data` to the metrics of the current step, replacing equal names. `step` and `commit` are ignored."""
         if self.trainer is not None:
             self.trainer.all_metrics |= data

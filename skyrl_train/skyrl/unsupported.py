@@ -194,7 +194,7 @@ def raise_unsupported_attribute(owner: str, table: Mapping[str, str], name: str)
 
 
 def referenced_names(subclass: type) -> set[str]:
-    """Return the names of attributes and globals that the methods of the class use, without those of its bases."""
+    """Return the names of attributes and globals that the class's own methods use. Inherited methods do not count."""
     functions = (getattr(value, "__func__", value) for value in vars(subclass).values())
     return {
         name

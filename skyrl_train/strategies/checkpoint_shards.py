@@ -130,18 +130,20 @@ class CheckpointReader:
         self._keys = [set(file.keys()) for file in self._files]
 
     def read_int(self, key: str) -> int:
-        """Return an integer of the ranks' JSON that is the same on all ranks; true is 1.
+        """Return an integer that every rank saved with the same value. Only rank 0's JSON file is read; true is 1.
 
         Raises:
-            CheckpointError: It is missing or not a number.
+            CheckpointError: The value is missing or not a number.
         """
         return self._read(key, int)
 
     def read_optional_float(self, key: str) -> float | None:
-        """Return a number of the ranks' JSON that is the same on all ranks; None if it is missing or null.
+        """Return a number that every rank saved with the same value, or None if it is missing or null.
+
+        Only rank 0's JSON file is read.
 
         Raises:
-            CheckpointError: It is not a number.
+            CheckpointError: The value has another type.
         """
         return None if self._meta.get(key) is None else self._read(key, float)
 

@@ -145,8 +145,9 @@ class ReplayBuffer:
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
         """Return rows not yet sampled, in random order (or in order without `shuffle`), as a batch [batch_size].
 
-        A new pass over the rows starts when none is left. Raises ValueError if fewer rows are stored than requested, or
-        if neither this call nor the buffer has a batch size.
+        A new pass over the rows starts when none is left. If fewer rows are left than requested, the batch continues
+        with rows of the next pass, without repeating a row. Raises ValueError if fewer rows are stored than requested,
+        or if neither this call nor the buffer has a batch size.
         """
         size = self._size(batch_size)
         with self._lock:

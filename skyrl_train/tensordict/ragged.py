@@ -140,7 +140,7 @@ class TokenLayout:
             return values.reshape(-1)[self.sequence_ids]
         return self.flat(values, name)
 
-    def unflat(self, values: Tensor) -> Tensor:
+    def unflatten(self, values: Tensor) -> Tensor:
         """Return flat values [T] as a rectangle [B, L], with 0 in padding."""
         return values.new_zeros(self.present.shape).index_put((self.present,), values)
 

@@ -243,7 +243,10 @@ class CheckpointManager:
             writing.result()
 
     async def abandon_pending_save(self) -> None:
-        """Cancel the running save, if there is one, because a rank that writes it no longer responds."""
+        """Cancel the save in progress, if there is one, and log an error. Its checkpoint does not appear.
+
+        Call this if a rank that writes the save no longer responds.
+        """
         if self._writing is None or self._writing.done():
             return
         writing, self._writing = mark_exception_retrieved(self._writing), None

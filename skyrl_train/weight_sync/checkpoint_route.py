@@ -23,13 +23,14 @@ class BucketFolder:
         self._current: Path | None = None
 
     def write(self, version: int, index: int, tensors: Sequence[tuple[str, Tensor]]) -> str:
-        """Write a bucket to a file and return its path. The first bucket of a version deletes the files of the
-        previous one.
+        """Write a bucket to a file and return its path.
+
+        The first call for a version deletes the files of the previous version.
 
         Args:
             version: Version of the weights.
             index: Index of the bucket.
-            tensors: Name and tensor of each.
+            tensors: Pairs of a parameter's name and its tensor.
 
         Raises:
             WeightSyncError: The file cannot be written.

@@ -152,8 +152,8 @@ class WeightReceiver:
     def receive(self, bucket: Bucket) -> None:
         """Take the next bucket, verify the bytes of its tensors, then load them.
 
-        With `broadcast` this verifies and loads the previous bucket while the bytes arrive. With `checkpoint` it only
-        verifies.
+        Over the route `broadcast`, this verifies and loads the previous bucket while the bytes arrive, and `commit`
+        loads the last one. Over the route `checkpoint`, this only verifies, and `commit` loads all buckets.
 
         Raises:
             WeightSyncError: The bucket is not the next one, was not announced, or its bytes did not arrive intact.

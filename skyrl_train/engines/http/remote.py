@@ -274,7 +274,8 @@ class RemoteEngine:
             check_route("in_process")
         if any(handle.cuda is not None for handle in bucket.handles):
             raise WeightSyncError(
-                f"engine {self.name!r}: memory of an accelerator cannot be shared over HTTP; use the route broadcast."
+                f"engine {self.name!r}: GPU memory cannot be shared over HTTP. Set "
+                "generator.weight_sync_route=broadcast."
             )
         await self._call("receive_weights", bucket)
 

@@ -152,8 +152,8 @@ def check_composite(config: Any, name: str) -> None:
     """
     if (class_name := get_composite_class_name(config)) is not None:
         raise ConfigError(
-            f"Engine {name!r}: SGLang cannot serve {class_name} as a text model: it also loads the other towers, whose "
-            "names in checkpoints it does not always support. Set generator.backend=vllm or "
+            f"Engine {name!r}: SGLang cannot serve {class_name} as a text model, because it also loads the vision or "
+            "audio towers and does not always find their weights in the checkpoint. Set generator.backend=vllm or "
             "generator.backend=transformers."
         )
 

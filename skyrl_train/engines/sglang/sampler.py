@@ -215,10 +215,10 @@ def _update_finish_state(req: Req, new_tokens: int = 1) -> None:
 
 
 def install_sampler(tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Replace SGLang's sampling and stopping rules in this process.
+    """Replace SGLang's sampling and stopping rules in this process with those that all engines here share.
 
     Args:
-        tokenizer: Decodes tokens for stop strings, which do not work without it.
+        tokenizer: Decodes tokens for stop strings; None if no request has any.
     """
     global _tokenizer
     _tokenizer = tokenizer

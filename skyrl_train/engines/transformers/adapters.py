@@ -142,7 +142,7 @@ class Adapters:
 
     @property
     def synced(self) -> Adapter | None:
-        """Adapter of the last weight sync, or None if no sync sent one. It applies to requests that name no adapter."""
+        """Adapter of the last weight sync, for requests that name no adapter. None if that sync sent none."""
         return self._synced
 
     @synced.setter

@@ -109,7 +109,11 @@ class TrackedRequest:
             self.version_changes.append((self.generated, version))
 
     def retract(self, buffer: SampledTokenBuffer) -> None:
-        """Prepare the request for the queue: its next prefill includes the tokens sampled so far."""
+        """Prepare a running request for its return to the queue: its next prefill includes the tokens sampled so far.
+
+        Args:
+            buffer: Buffer that holds the sampled tokens.
+        """
         sampled, _, _ = buffer.read(self.buffer_row, self.generated)
         self.key = self.key._replace(token_ids=to_int_tuple(np.concatenate((self.request.token_ids, sampled))))
 

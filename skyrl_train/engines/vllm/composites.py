@@ -35,7 +35,6 @@ def check_composite(model: str, config: PreTrainedConfig) -> None:
         )
     if importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
-            f"generator.backend=vllm: {model!r} is a {class_name}, whose class in vLLM imports torchvision, which is "
-            "not installed. Install the torchvision version that belongs to this torch, or set "
-            "generator.backend=transformers."
+            f"generator.backend=vllm: vLLM needs torchvision for {model!r} ({class_name}), but it is not installed. "
+            "Install the torchvision version that matches the installed torch, or set generator.backend=transformers."
         )

@@ -77,12 +77,12 @@ def last_python_block(text: str) -> str | None:
 def grade(
     code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s: float, timeout_s: float
 ) -> GradingResult:
-    """Run a program on tests, first to last, each in a new sandbox, until one fails.
+    """Run a program on tests, first to last, until one fails. A test that exceeds a time limit fails.
 
     Args:
         code: Source code of the program.
         tests: Tests to run.
-        sandbox: Sandbox that runs the program.
+        sandbox: Sandbox that runs the program, with a new process and folder for each test.
         test_timeout_s: Maximum time of each test, in seconds.
         timeout_s: Maximum time of all tests together, in seconds.
 

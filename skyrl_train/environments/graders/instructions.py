@@ -264,7 +264,7 @@ def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
 
 
 def end_checker(text: str, *, end_phrase: str) -> bool:
-    """True if the response ends with the phrase in any case. Quotation marks around the response are ignored."""
+    """True if the response ends with `end_phrase`. Letter case and quotation marks around the response are ignored."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 

@@ -321,7 +321,9 @@ def _repository(column: Any) -> dict[str, str]:
     files = _parsed(column)
     is_valid = isinstance(files, Mapping) and files and all(isinstance(text, str) for text in files.values())
     if not is_valid or not all(map(_is_relative_path, files)):
-        raise ValueError(f'the row needs repository={{"path": "text", ...}}, got {column!r:.80}')
+        raise ValueError(
+            f'the row needs repository={{"relative path": "text", ...}} with at least one file, got {column!r:.80}'
+        )
     if len(files) > _MAX_FILES or _size(files) > _MAX_BYTES:
         raise ValueError(
             f"the row's repository has {len(files)} files and {_size(files)} bytes; at most {_MAX_FILES} files and "

@@ -154,7 +154,10 @@ class Text2SQLEnv(TextEnv):
         except QueryError as error:
             raise DataError(f"the gold query of {self.database.name} fails: {error}") from error
         if expected.more:
-            raise DataError(f"the gold query of {self.database.name} has too many rows to compare")
+            raise DataError(
+                f"the gold query of {self.database.name} has more than {SCORING_LIMITS.max_rows} rows. "
+                "Remove the row from the data"
+            )
         try:
             result = query(self.database, sql, SCORING_LIMITS)
         except QueryError:

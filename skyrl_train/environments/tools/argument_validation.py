@@ -169,7 +169,7 @@ def _check_reference(reference: Any, resolver: Any) -> None:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise SchemaError(f"it refers to {_shown(reference)}, which cannot be read: {error}") from error
     if not isinstance(target, dict | bool):
-        raise SchemaError(f"it refers to {_shown(reference)}, which is not a schema: {_shown(target)}")
+        raise SchemaError(f"it refers to {_shown(reference)}, which is not a schema but {_shown(target)}")
 
 
 # -- bounded validation ----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Index:
 
 
 def build_index(documents: Sequence[str]) -> Index:
-    """Index documents in memory and return the index.
+    """Return a BM25 index of documents, which is kept in memory.
 
     Raises:
         DataError: No document contains a word.

@@ -183,7 +183,7 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """Return the decompressed body; stop decompressing and raise UrlNotAllowed after `max_bytes`."""
     coding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if coding != "identity" and coding not in WINDOW_BITS:
-        raise UrlNotAllowed(f"the content encoding {coding!r:.50} is not read")
+        raise UrlNotAllowed(f"the content encoding {coding!r:.50} is not supported")
     inflate = None if coding == "identity" else zlib.decompressobj(WINDOW_BITS[coding])
     body = bytearray()
     async for chunk in response.content.iter_chunked(READ_SIZE):

@@ -171,7 +171,9 @@ class McpTool(Tool):
         try:
             client = await connection.client()
             if await read_tool_listing(client) != self.pinned[name]:
-                raise ToolError(f"The server {name!r} has changed its tools since the episode began: refused.")
+                raise ToolError(
+                    f"The call was not made: the server {name!r} has changed its tools since the episode began."
+                )
             result = await client.call_tool(tool, arguments["arguments"])
         except (ToolError, asyncio.CancelledError):
             raise

@@ -265,7 +265,7 @@ class TensorDictEnv(ABC):
             received = transform.before_step(received)
         if "_step" in keys_of(received):
             raise ConfigError(
-                'A transform set "_step", but environments here cannot skip the steps of some rows. Remove it.'
+                'A transform set "_step" to skip the steps of some rows, which is not supported. Remove that transform.'
             )
         following = self._stacked([self._completed(row, self._step_row(row)) for row in received.unbind(0)])
         for transform in self.transforms:

@@ -48,8 +48,8 @@ class ToolTransform(Transform, ABC):
 
     A call in the answer's reasoning does not count (`reasoning.final_answer`). Every episode has its own tools, which
     are closed when it ends; rows run concurrently. A model's mistakes and a tool's exceptions become texts for the
-    model. Rows without a call, and rows that are done, get no message. Subclasses define `make_tools`, `calls` and
-    `told`.
+    model. Rows without a call, and rows that are done, get no message. Subclasses define `make_tools`, `parse_calls`
+    and `format_result`.
 
     Attaching it to anything but a ChatEnv in history mode raises RuntimeError.
     """
@@ -63,12 +63,12 @@ class ToolTransform(Transform, ABC):
         """Return new tools for one episode."""
 
     @abstractmethod
-    def calls(self, text: str) -> list[ParsedCall]:
-        """Return the calls of tools in one answer, first to last."""
+    def parse_calls(self, text: str) -> list[ParsedCall]:
+        """Return the tool calls in one answer, first to last. A call that cannot be parsed has `wrong` set."""
 
     @abstractmethod
-    def told(self, call: ParsedCall, result: ToolResult) -> str:
-        """Return the message that shows a result to the model."""
+    def format_result(self, call: ParsedCall, result: ToolResult) -> str:
+        """Return the text of the message that shows the result of a call to the model."""
 
     def described(self) -> str | None:
         """Return a description of the tools for the system message, or None for no description."""
@@ -99,7 +99,7 @@ class ToolTransform(Transform, ABC):
         work: list[tuple[TensorDictBase, int, list[ParsedCall]]] = []
         for before, row in zip(root.unbind(0), rows, strict=True):
             text = None if bool(row["done"].any()) else last_response(before, tokenizer, role or "assistant")
-            if found := self.calls(final_answer(text)) if text else []:
+            if found := self.parse_calls(final_answer(text)) if text else []:
                 work.append((row, int(row["episode"]), found))
         if not work:
             return following
@@ -124,7 +124,7 @@ class ToolTransform(Transform, ABC):
                 if episode not in self._boxes:
                     self._boxes[episode] = ToolBox(self.make_tools())
                 result = self._boxes[episode].call(call.name, dict(call.arguments or {}))
-            texts.append(self.told(call, result))
+            texts.append(self.format_result(call, result))
         if len(calls) > MAX_CALLS:
             texts.append(f"More than {MAX_CALLS} calls in one message: the others were not run.")
         return [{"role": self.tool_name, "content": text} for text in texts]
@@ -171,11 +171,11 @@ class PythonInterpreter(ToolTransform):
     def make_tools(self) -> list[Tool]:
         return [_Blocks(persistent=self.persistent, wall_s=self.timeout, sandbox=self.sandbox)]
 
-    def calls(self, text: str) -> list[ParsedCall]:
+    def parse_calls(self, text: str) -> list[ParsedCall]:
         blocks = extract_blocks(text, PYTHON_LANGUAGES)
         return [ParsedCall(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
 
-    def told(self, call: ParsedCall, result: ToolResult) -> str:
+    def format_result(self, call: ParsedCall, result: ToolResult) -> str:
         how = "executed successfully" if result.error is None else "failed"
         return f"{call.shown_as} {how}:\n{result.text}"
 
@@ -199,14 +199,14 @@ class _BlockTools(ToolTransform):
             raise ValueError(f"tool_call_pattern={self.pattern.pattern!r} must have two groups: name and arguments.")
         self.describe = describe
 
-    def calls(self, text: str) -> list[ParsedCall]:
+    def parse_calls(self, text: str) -> list[ParsedCall]:
         return [self._parsed(*match.group(1, 2)) for match in self.pattern.finditer(text)]
 
     @abstractmethod
-    def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+    def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         """Return the tool call for a block's name and arguments."""
 
-    def told(self, call: ParsedCall, result: ToolResult) -> str:
+    def format_result(self, call: ParsedCall, result: ToolResult) -> str:
         how = "executed successfully" if result.error is None else "failed"
         return f"Tool {call.shown_as} {how}:\n{result.text}"
 
@@ -217,7 +217,7 @@ class _BlockTools(ToolTransform):
             return ParsedCall(name, wrong="The arguments are not valid JSON.")
         if not isinstance(arguments, dict):
             return ParsedCall(name, wrong="The arguments must be a JSON object.")
-        return self.named(name, arguments)
+        return self.to_call(name, arguments)
 
 
 class MCPToolTransform(_BlockTools):
@@ -253,7 +253,7 @@ class MCPToolTransform(_BlockTools):
     def make_tools(self) -> list[Tool]:
         return [McpTool(self.servers, self.timeout)]
 
-    def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+    def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         full = name if name.partition(".")[0] in self.servers else f"{next(iter(self.servers))}.{name}"
         return ParsedCall(full, "mcp", {"tool": full, "arguments": arguments})
 
@@ -301,7 +301,7 @@ class BrowserTransform(_BlockTools):
     def make_tools(self) -> list[Tool]:
         return [self._make()]
 
-    def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+    def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         action = arguments.get("action")
         if "selector" in arguments:
             return ParsedCall(name, wrong='There are no selectors: name the element by its number, {"element": 3}.')

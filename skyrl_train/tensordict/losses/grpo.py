@@ -232,7 +232,7 @@ class GRPOLoss(TensorDictModuleBase):
     def _reduced(self, values: Tensor, mask: Tensor, scored: Scored) -> Tensor:
         """[T], 0 outside the mask, to float64: a scalar, or [B, L] without reduction."""
         if "none" in (self.aggregation, self.reduction):
-            return scored.layout.unflat(values.double())
+            return scored.layout.unflatten(values.double())
         if self.reduction == "sum":
             return values.double().sum()
         ids = scored.layout.sequence_ids

@@ -34,7 +34,7 @@ class SFTLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
 
     @property
     def loss(self) -> Tensor:
-        """The sum of both losses, on which to call `backward`."""
+        """The sum of `loss_sft` and, if enabled, `loss_kl_to_ref`. Call `backward` on it."""
         return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref
 
 

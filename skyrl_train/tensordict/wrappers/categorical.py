@@ -64,7 +64,10 @@ class CategoricalSequential(TensorDictModuleBase):
         """
         action = column(tensordict, self.action_key)
         if action is None:
-            raise ConfigError(f"The tensordict has no tokens at {self.action_key!r}. Name their key with action_key=.")
+            raise ConfigError(
+                f"The tensordict has no tokens at {self.action_key!r}. Pass their key as "
+                f"{type(self).__name__}(action_key=...)."
+            )
         return self.get_dist(tensordict, *args, **options).log_prob(_right(action)[0])
 
 

@@ -67,7 +67,7 @@ class Reader:
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """Id with which the chat template ends an answer; None outside history mode or without a template."""
+        """Id of the token that ends an answer in the chat template. None without a template or outside history mode."""
         if self.mode == "history":
             with suppress(ConfigError):  # rows that hold tokens need no template
                 options = template_options(self.tokenizer, self.template, self.template_name)

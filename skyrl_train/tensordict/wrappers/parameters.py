@@ -52,7 +52,7 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
     samples = _samples(key, values.pop("num_return_sequences", None), num_samples)
     seed, skip = values.pop("seed", None), values.pop("skip_special_tokens", False)
     if seed is not None and (type(seed) is not int or seed < 0):
-        raise ConfigError(f"{key}.seed={seed!r}: give an integer of at least 0.")
+        raise ConfigError(f"{key}.seed={seed!r} must be an integer of at least 0.")
     if not isinstance(skip, bool):
         raise ConfigError(f"{key}.skip_special_tokens={skip!r}: give true or false.")
     _greedy(key, values)

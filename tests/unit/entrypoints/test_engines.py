@@ -102,7 +102,7 @@ def test_folders_without_running_run_are_refused(tmp_path: Path, capsys: pytest.
     "arguments", [(), ("add", "0", "f"), ("add", "-1", "f"), ("add", "two", "f"), ("set", "2", "f")]
 )
 def test_invalid_arguments_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
-    assert "Give add N FOLDER or remove N FOLDER" in refused(capsys, *arguments)
+    assert "Give 'add N FOLDER' or 'remove N FOLDER'" in refused(capsys, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_failed_build_falls_back_to_existing_page(
     with caplog.at_level(logging.WARNING):
         assert "an_older_one()" in render_page() and "an_older_one()" in render_page()
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert re.match(f"The page of reports is older than its sources in viewer/: .*{message}", warning)
+    assert re.match(f"The report viewer's page is older than its sources .* could not be rebuilt: .*{message}", warning)
     assert cause != "it fails" or Path(f"{build}.ran").read_text() == "ran\n" * 2, "one build per process"
 
 

@@ -238,7 +238,7 @@ for _ in range(5000):
         (DEEP, "cannot be written as JSON"),
         ({"$schema": DRAFT_4, "properties": {"x": {"$ref": 5}}}, "it refers to 5, which cannot be read"),
         ({"$ref": "#/allOf/x", "allOf": [{}]}, """it refers to "#/allOf/x", which cannot be read"""),
-        ({"$ref": "#/allOf", "allOf": [{}]}, """it refers to "#/allOf", which is not a schema: [{}]"""),
+        ({"$ref": "#/allOf", "allOf": [{}]}, """it refers to "#/allOf", which is not a schema but [{}]"""),
     ],
 )
 def test_invalid_schema_is_refused_with_place(schema: Any, message: str):

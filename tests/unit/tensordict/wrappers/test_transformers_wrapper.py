@@ -161,7 +161,7 @@ def test_distributions_count_what_the_losses_count(model: Any):
     for strategy in ("sft", "rlhf", "generic"):
         wanted = token_mask(td, [row["tokens"].full for row in rows], layout, strategy)
         positions = policy.get_dist(td, strategy).positions
-        assert torch.equal(positions, layout.unflat(wanted.int()).bool()), strategy
+        assert torch.equal(positions, layout.unflatten(wanted.int()).bool()), strategy
         assert torch.equal(getattr(policy, f"_get_{strategy}_dist")(td).positions, positions)
         counted[strategy] = positions.sum(1).tolist()
     assert counted["rlhf"] == [4 + 3, 4]  # yes, no, and the ends of their turns
