@@ -43,7 +43,7 @@ exception.
 """
 _TAG_VARIABLE = "SKYRL_GUARDED_BY"
 """Environment variable that all of Ray's processes inherit: no list of them is ever complete."""
-_STOP_REQUESTED = "told"
+_STOP_REQUESTED = "stop_requested"
 """Line of the pipe: the driver was asked to end."""
 _ATTEMPT = "attempt"
 """Line of the pipe: the driver starts an attempt to start Ray."""
@@ -146,7 +146,7 @@ _live_reapers: list[RayReaper] = []
 
 
 def exit_now(status: int) -> NoReturn:
-    """Exit this process immediately because it was asked to: nothing is closed, and the reapers kill Ray."""
+    """Exit this process immediately, without closing anything. The reapers then kill Ray as after a requested stop."""
     for reaper in _live_reapers:
         reaper._send_lines(f"{_STOP_REQUESTED}\n")
     os._exit(status)

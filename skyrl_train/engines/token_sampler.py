@@ -1,6 +1,7 @@
 """Sampling of tokens from logits with their log-probs, and detection of stop strings.
 
-Sampling is vectorized over rows and uses counter-based random numbers.
+Sampling is vectorized over rows and uses counter-based random numbers. Legend: R rows (one per sampled token), V tokens
+of the vocabulary.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ class Routers:
         """Run the model's forward pass inside this context.
 
         Args:
-            replayed_experts: Expert ids [U, L, k] to use instead of the router's choices, also in the backward pass
-                that follows. Where they are negative, or if they are None, the routers choose. They may also have
-                entries for layers without experts.
+            replayed_experts: Expert ids [tokens, layers, k] to use instead of the router's choices, also in the
+                backward pass that follows. Where they are negative, or if they are None, the routers choose. They may
+                also have entries for layers without experts.
         """
         if replayed_experts is not None and replayed_experts.shape[1] != len(self.modules):
             replayed_experts = replayed_experts[:, self._layers]
@@ -101,7 +101,7 @@ class Routers:
             self._running = False
 
     def routed_experts(self) -> Tensor:
-        """Return the experts of the last forward pass [U, L, k] int16; requires `record_routed_experts`."""
+        """Return the experts of the last forward pass [tokens, layers, k] int16, if `record_routed_experts` was True."""
         assert self._routed_experts is not None and len(self._routed_experts) == len(self.modules)
         return torch.stack([indices.to(torch.int16) for indices in self._routed_experts], 1)
 

@@ -306,8 +306,8 @@ def entropy_collapse(history: History) -> str | None:
 def kl_runs_away(history: History) -> str | None:
     """Return a text with the numbers if the policy moves ever further from the reference model, otherwise None.
 
-    It does if policy/kl exceeds 1 nat per token in each of the last three steps, and its mean over them is more than 20
-    % above that of the three steps before.
+    The policy does so if policy/kl exceeds 1 nat per token in each of the last three steps, and its mean over them is
+    more than 20 % above that of the three steps before.
     """
     recent = values(history.steps, "policy/kl", 6)
     if recent is None or not min(recent[-3:]) > 1.0:

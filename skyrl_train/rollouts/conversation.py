@@ -563,9 +563,9 @@ class TrajectoryBuilder:
         item.logprobs = append_array(item.logprobs, to_logprob_array(logprobs))
 
     def rollback(self) -> None:
-        """Remove the last sampled token, an end-of-turn token, because the message continues.
+        """Remove the last sampled token, so that the message continues after an end-of-turn token.
 
-        Nothing must have been appended after it.
+        Call this before anything is appended after that token.
         """
         item, last = self._item, self._item.turns[-1]
         assert last.start < last.stop == len(item.response_ids), "something was appended after the last sampled token"

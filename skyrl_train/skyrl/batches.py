@@ -1,4 +1,7 @@
-"""Conversion between ragged batches and SkyRL's padded ones: prompts are padded on the left, responses on the right."""
+"""Conversion between ragged batches and SkyRL's padded ones: prompts are padded on the left, responses on the right.
+
+Legend: T tokens of all sequences, B sequences, P tokens of the longest prompt, R tokens of the longest response.
+"""
 
 from __future__ import annotations
 

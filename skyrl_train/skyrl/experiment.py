@@ -227,7 +227,7 @@ class BasePPOExp(Experiment):
 
         if not isinstance(generator, GeneratorInterface):
             raise ConfigError(
-                f"{type(self).__name__}.get_generator returned {type(generator).__name__}: must be a "
+                f"{type(self).__name__}.get_generator returned {type(generator).__name__}, which is not a "
                 "GeneratorInterface. Subclass skyrl_train.generators.base.GeneratorInterface."
             )
         builtin_generators = {
@@ -251,7 +251,7 @@ def _validate_trainer(skyrl_trainer: Any, experiment: Experiment) -> RayPPOTrain
 
     if not isinstance(skyrl_trainer, RayPPOTrainer):
         raise ConfigError(
-            f"{type(experiment).__name__}.get_trainer returned {type(skyrl_trainer).__name__}: must be a "
+            f"{type(experiment).__name__}.get_trainer returned {type(skyrl_trainer).__name__}, which is not a "
             "RayPPOTrainer. To build a training loop of another kind, override Experiment.build_trainer "
             "(docs/from_skyrl.md)."
         )
@@ -280,7 +280,7 @@ def _prompts(dataset: Any, config: Config) -> PromptDataset:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"item {index} of {type(dataset).__name__}: must be a tuple (messages, env_class, extras, uid), or a "
+                f"item {index} of {type(dataset).__name__} must be a tuple (messages, env_class, extras, uid), or a "
                 f"dict with the keys prompt, env_class, env_extras and uid; got {row!r:.80}."
             ) from error
     if len({prompt.uid for prompt in prompts}) < len(prompts):

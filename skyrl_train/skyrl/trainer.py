@@ -1,4 +1,7 @@
-"""SkyRL's trainer: the methods that its subclasses override become steps of this package's training loop."""
+"""SkyRL's trainer: the methods that its subclasses override become steps of this package's training loop.
+
+Legend: B sequences, P tokens of the longest prompt, R tokens of the longest response.
+"""
 
 from __future__ import annotations
 
@@ -499,8 +502,8 @@ class RayPPOTrainer:
         returned, _ = await self._run_override("load_checkpoints", resume_and_store)
         if not isinstance(returned, tuple) or returned[0] != resumed[0]:
             raise ConfigError(
-                f"{self._name('load_checkpoints')} returned {returned!r}: must be (step, folder), with the "
-                f"loaded step {resumed[0]}. Choose a checkpoint with trainer.resume_mode and trainer.resume_path."
+                f"{self._name('load_checkpoints')} returned {returned!r}. It must return (step, folder), with "
+                f"the loaded step {resumed[0]}. Choose a checkpoint with trainer.resume_mode and trainer.resume_path."
             )
         return resumed
 
@@ -567,7 +570,7 @@ class RayPPOTrainer:
     ) -> TrainBatch:
         assert self._batch is not None
         if not isinstance(data, TrainingInputBatch):
-            raise ConfigError(f"{self._name(name)} returned {type(data).__name__}: must be a TrainingInputBatch.")
+            raise ConfigError(f"{self._name(name)} returned {type(data).__name__}. Return a TrainingInputBatch.")
         return apply_changes(
             self._batch, data, self._name(name), self._placeholder_token_id, scored=scored, rewards=rewards
         )

@@ -228,7 +228,8 @@ def reject_coroutines(subclass: type, base: type) -> None:
         for name in SYNC_METHODS:
             if inspect.iscoroutinefunction(vars(cls).get(name)):
                 raise ConfigError(
-                    f"{subclass.__name__}.{name} is a coroutine: must be a plain method, as in SkyRL. Remove `async`."
+                    f"{subclass.__name__}.{name} is a coroutine, but must be a plain method, as in SkyRL. Remove "
+                    "`async`."
                 )
 
 

@@ -204,9 +204,10 @@ class Mirror:
         return manifest is not None and not has_same_content(folder, manifest)
 
     def leave_behind(self, step: int) -> None:
-        """Mark the remote checkpoints of this step and later ones as obsolete, because the run went back before `step`.
+        """Mark the remote checkpoints of this step and later ones as obsolete.
 
-        Call this before a checkpoint of this step is committed. They are set aside after the next upload of one.
+        Call this if the run has gone back to a step before `step`, and before a checkpoint of this step is committed.
+        The obsolete checkpoints are set aside after the next upload of a checkpoint.
 
         Raises:
             OSError: The local file with the marks cannot be written.

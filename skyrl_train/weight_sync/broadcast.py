@@ -209,7 +209,7 @@ class BroadcastGroup:
 
 
 def abort_group(address: str) -> None:
-    """Make all waits of the group at this address fail, because one of its ranks failed.
+    """Make all waits of the group at this address fail. Call this if one of its ranks has failed.
 
     Blocks for at most about 10 s. Does nothing if the group no longer exists.
     """

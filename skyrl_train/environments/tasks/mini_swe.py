@@ -260,7 +260,7 @@ def _rendered(name: str, template: str, **values: Any) -> str:
     try:
         return ImmutableSandboxedEnvironment().from_string(template).render(**values)
     except TemplateError as error:
-        raise ConfigError(f"environment.skyrl_gym.mini_swe.{name}: is not a valid Jinja template: {error}.") from error
+        raise ConfigError(f"environment.skyrl_gym.mini_swe.{name} is not a valid Jinja template: {error}.") from error
 
 
 def _last_line(text: str) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def build_filter() -> bytes:
         import pyseccomp
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"environment.skyrl_gym.sandbox.kind='bubblewrap' needs a library that cannot be loaded here ({error}). "
+            f"environment.skyrl_gym.sandbox.kind='bubblewrap' needs pyseccomp, which cannot be loaded ({error}). "
             "Install it: pip install 'skyrl-train[sandbox]', and the system package libseccomp2."
         ) from error
     rules = pyseccomp.SyscallFilter(defaction=pyseccomp.ALLOW)

@@ -134,15 +134,16 @@ def check_hooks(transform: Any, base: type, environment: Any) -> None:
         methods |= {key: function for key, function in found.items() if isinstance(function, FunctionType)}
     if dead := sorted(methods.keys() & set(NOT_CALLED)):
         raise ConfigError(
-            f"{name} defines {dead}, which environments here do not call: use {list(HOOKS)}, or the transform of its "
-            "name in skyrl_train.tensordict."
+            f"{name} defines {dead}, which environments of skyrl_train.tensordict do not call. Define {list(HOOKS)}, "
+            "or use the transform of the same name in skyrl_train.tensordict."
         )
     asked = sorted(wanted for wanted in _asked(methods) if not hasattr(parent, wanted))
     if asked:
         raise ConfigError(
-            f"{name} asks its environment for {asked}, which environments here do not have: they have no specs, and no "
-            "environments around them. Use the transform of its name here (StepCounter, PolicyVersion, ...: "
-            "docs/tensordict_envs.md), or write its hooks in a subclass of skyrl_train.tensordict.Transform."
+            f"{name} asks its environment for {asked}, but environments of skyrl_train.tensordict have neither specs "
+            "nor parent environments. Use the transform of the same name in skyrl_train.tensordict (StepCounter, "
+            "PolicyVersion, ...: docs/tensordict_envs.md), or write its hooks in a subclass of "
+            "skyrl_train.tensordict.Transform."
         )
 
 

@@ -291,7 +291,7 @@ def test_row_that_cannot_be_graded_is_rejected(changed: dict[str, Any], message:
 
 def test_git_and_templates_are_checked_early():
     MiniSWEEnv.check(SETTINGS)
-    with pytest.raises(ConfigError, match=r"mini_swe\.system_template: is not a valid Jinja template"):
+    with pytest.raises(ConfigError, match=r"mini_swe\.system_template is not a valid Jinja template"):
         MiniSWEEnv.check(SETTINGS | {"system_template": "{{ task"})
 
 
