@@ -101,7 +101,7 @@ class Routers:
             self._running = False
 
     def routed_experts(self) -> Tensor:
-        """Return the experts of the last forward pass [tokens, layers, k] int16, if `record_routed_experts` was True."""
+        """Return the experts of the last forward pass [tokens, layers, k] int16. Requires `record_routed_experts`."""
         assert self._routed_experts is not None and len(self._routed_experts) == len(self.modules)
         return torch.stack([indices.to(torch.int16) for indices in self._routed_experts], 1)
 

@@ -33,7 +33,7 @@ _OVERHEAD_S = 10.0
 """Time that the sandbox may take in addition to a command."""
 _MAX_FILES, _MAX_BYTES = 500, 1 << 20
 """Maximum number of files and bytes in a row's repository. A submission may have this many more."""
-_SYSTEM = """You mend programs by shell commands. Answer every time with a thought and exactly one command:
+_SYSTEM = """You fix programs with shell commands. Answer every time with a thought and exactly one command:
 
 ```bash
 COMMAND
