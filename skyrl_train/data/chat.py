@@ -90,7 +90,7 @@ def render_prompt(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
         prefix: Record of the rendering, which is updated for a later `render_continuation`; None keeps no record.
         continue_final_message: True continues the last message, False begins a new answer. None continues a last
             message of the assistant without tool calls.
@@ -119,7 +119,7 @@ def render_text(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
         mode: A RenderMode or its value.
 
     Raises:
@@ -148,7 +148,7 @@ def render_continuation(
         messages: The conversation.
         assistant_indices: Indices of the messages that the model sampled, in order. Their tokens are known, so a
             placeholder is rendered in place of each.
-        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
         verbatim: Render the texts of the sampled messages instead of placeholders, for templates that treat some texts
             (reasoning) specially.
         prefix: Record of the last rendering of this conversation under the same options, which is updated. The messages
@@ -178,7 +178,7 @@ def template_rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str,
 
     Args:
         tokenizer: A Hugging Face tokenizer.
-        chat_template_kwargs: Variables of the template; None for none.
+        chat_template_kwargs: Variables of the template; None to set none.
 
     Raises:
         DataError: The template rejects a conversation of user and assistant.
@@ -318,7 +318,7 @@ def render_messages(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
 
     Raises:
         DataError: The template rejects the messages, or does not write all of their content.
@@ -342,7 +342,7 @@ def render_conversation(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
 
     Returns:
         Token ids [L] and mask [L].
@@ -373,7 +373,7 @@ def render_sft_sequences(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
 
     Returns:
         Token ids [L] and mask [L] of each sequence.
@@ -418,7 +418,7 @@ def render_generation_prompt(
     Args:
         tokenizer: A Hugging Face tokenizer.
         messages: The conversation.
-        chat_template_kwargs: Variables of the template, such as `tools`; None for none.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
 
     Raises:
         DataError: The template rejects the messages, or renders them differently before an answer.

@@ -87,7 +87,7 @@ def translate(
         text: The script.
         path: The script's path, for messages and for expressions that refer to its own folder.
         arguments: The arguments that the script is called with, its `$@`.
-        environment: Variables that the script's caller sets; None for none.
+        environment: Variables that the script's caller sets; None if it sets none.
 
     Raises:
         ConfigError: The script cannot be parsed, or starts no program of SkyRL with `key=value` arguments.

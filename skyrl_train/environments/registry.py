@@ -57,8 +57,8 @@ def make(id: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[s
 
     Args:
         id: Name under which the environment is registered.
-        env_config: Settings of the environment; None for {}.
-        extras: Columns of the dataset row other than the prompt; None for {}.
+        env_config: Settings of the environment; None to pass none.
+        extras: Columns of the dataset row other than the prompt; None to pass none.
 
     Raises:
         ConfigError: No environment is registered as `id`, or its entry point cannot be loaded.

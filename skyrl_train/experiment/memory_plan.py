@@ -199,7 +199,7 @@ def model_shape(
     Args:
         path: Path or hub name of the model.
         key: The configuration key of `path`, for messages.
-        overrides: Changes to the model's configuration (model_config_kwargs); None for none.
+        overrides: Changes to the model's configuration (model_config_kwargs); None to change none.
         rope_scaling: See trainer.rope_scaling. None keeps the model's.
         rope_theta: See trainer.rope_theta. None keeps the model's.
         lora: Adapters, without which all parameters are trained.

@@ -138,7 +138,7 @@ class MiniBatch:
     share_prompts: bool = False
     """True if equal prompts of adjacent sequences in a micro-batch are computed once."""
     logprob_indices: list[list[int]] | None = None
-    """Indices of the sequences of each micro-batch whose log-probs the update returns; None for none."""
+    """Indices of the sequences of each micro-batch whose log-probs the update returns; None to return none."""
 
 
 class LearnerWorker(WeightSenderMixin):

@@ -99,7 +99,7 @@ def load_causal_lm(
         path: A folder, hub name or URI.
         dtype: Dtype of the parameters.
         device: Device of the model.
-        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None to keep it. See `overrides` of `load_config`.
         rope_scaling: See `load_config`. None keeps the model's.
         rope_theta: See `load_config`. None keeps the model's.
         attn_implementation: Attention implementation of transformers; None for the best one that the model supports.
@@ -138,7 +138,7 @@ def open_causal_lm(
     Args:
         path: A folder, hub name or URI.
         dtype: Dtype of the parameters.
-        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None to keep it. See `overrides` of `load_config`.
         rope_scaling: See `load_config`. None keeps the model's.
         rope_theta: See `load_config`. None keeps the model's.
         attn_implementation: See `load_causal_lm`.
@@ -168,7 +168,7 @@ def check_causal_lm(
     Args:
         path: A folder, hub name or URI.
         key: Configuration key of `path`, for messages.
-        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None to keep it. See `overrides` of `load_config`.
         rope_scaling: See `load_config`. None keeps the model's.
         rope_theta: See `load_config`. None keeps the model's.
         check_weight_files: Also reject quantized weights, and check the names and shapes in the weight files of a local
@@ -268,7 +268,7 @@ def load_reward_model(
         path: A folder, hub name or URI.
         dtype: Dtype of the parameters.
         device: Device of the model. With "meta" everything is checked, but no weights are read.
-        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None to keep it. See `overrides` of `load_config`.
 
     Raises:
         ConfigError: The model cannot be loaded, has another number of outputs, lacks a tensor, has a head with tensors
@@ -296,7 +296,7 @@ def load_reward_config(path: str, model_config_kwargs: Mapping[str, Any] | None 
 
     Args:
         path: A folder, hub name or URI.
-        model_config_kwargs: Changes of the model's configuration; None for none. See `overrides` of `load_config`.
+        model_config_kwargs: Changes of the model's configuration; None to keep it. See `overrides` of `load_config`.
 
     Raises:
         ConfigError: The configuration cannot be loaded, its number of outputs is not 1, or it is an encoder-decoder.

@@ -389,7 +389,7 @@ class RolloutQueue(Generic[G]):
         self.free_permits += count
 
     def submit(self, rollout: Callable[[], Awaitable[G]]) -> asyncio.Task[G]:
-        """Start a rollout as a task, using one permit, and return the task. There must be a free permit."""
+        """Start a rollout as a task, using one permit, and return the task. Call this only if a permit is free."""
         assert self.free_permits > 0, "a rollout without a permit would exceed the staleness bound"
         self.free_permits -= 1
 

@@ -543,7 +543,7 @@ class TrajectoryBuilder:
         sequences[-1] = np.concatenate([sequences[-1], routing[known:]])
 
     def update_last_turn(self, **fields: Any) -> None:
-        """Set fields of the last `Turn`, such as the reward that the environment gave for it. There must be a turn."""
+        """Set fields of the last `Turn`, such as the reward that the environment gave for it. A turn must exist."""
         self._item.turns[-1] = replace(self._item.turns[-1], **fields)
 
     @property

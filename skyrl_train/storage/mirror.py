@@ -62,7 +62,7 @@ class Mirror:
     """An uploader that keeps a copy of a local folder at a URI. Any thread may call any method.
 
     Call `acquire_and_pull` if the folder has checkpoints, then `start`, then `enqueue` for each finished folder, then
-    `finish`. Call `stop` and `lease.release` in any case.
+    `finish`. Call `stop` and `lease.release` even after an error.
     """
 
     def __init__(self, local: Path, uri: str, max_ckpts_to_keep: int = -1, lease_owner: Mirror | None = None):

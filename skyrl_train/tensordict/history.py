@@ -254,7 +254,7 @@ def add_chat_template(
     Args:
         template_name: The name.
         template: The Jinja template.
-        inverse_parser: Function that parses a rendered text back into a History; None for none.
+        inverse_parser: Function that parses a rendered text back into a History; None if there is no such function.
         model_family_keywords: Must be None: templates are never guessed from a model's path.
 
     Raises:

@@ -131,7 +131,7 @@ class TrainingLoop(ABC):
             checkpoint_manager: Saves, resumes and exports.
             trackers: Receive the metrics and samples of each step.
             guards: Check the metrics of each step; None for no checks.
-            step_profiler: Profiles some steps; None for none.
+            step_profiler: Profiles some steps; None to profile none.
         """
         self.schedule = schedule
         self.cfg = cfg

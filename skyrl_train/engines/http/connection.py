@@ -74,7 +74,7 @@ class Connection:
             verb: HTTP method.
             route: Path of the URL.
             body: JSON to send.
-            params: Query parameters; None for none.
+            params: Query parameters; None to send none.
 
         Raises:
             EngineError: The pool is not open, or the response is not HTTP.

@@ -132,9 +132,9 @@ class NativeServer(ABC):
             verb: HTTP method.
             route: Path of the URL.
             payload: Body to send as JSON; None for no body.
-            params: Query parameters; None for none.
+            params: Query parameters; None to send none.
             deadline_s: Limit of the call in seconds; the server's deadline by default.
-            hints: Text for the error message by HTTP status; None for none.
+            hints: Text for the error message by HTTP status; None to add no text.
             once: True to raise aiohttp's error if the connection breaks. By default the call is repeated then.
 
         Raises:

@@ -73,7 +73,7 @@ def attend(
         dropout: Ignored, because the engine only runs models in eval mode.
         sliding_window: The layer's window, if `attention_mask` does not carry it. None: no window.
         softcap: Limit of the scores, see `ragged_attention`; None for no limit.
-        s_aux: Attention sinks, see `ragged_attention`; None for none.
+        s_aux: Attention sinks, see `ragged_attention`; None if the model has none.
         engine_plan: The plan of this forward pass. The engine passes it in every call; None raises an error.
         others: Further keywords of the model.
 

@@ -66,13 +66,13 @@ def _is_abbreviated(before: str) -> bool:
 
 
 def existence(text: str, *, keywords: list[str]) -> bool:
-    """True if every keyword occurs in any case, even within a word."""
+    """True if every keyword occurs, ignoring case and even within a word."""
     lower = text.lower()
     return all(keyword.lower() in lower for keyword in keywords)
 
 
 def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """True if the number of occurrences of a keyword, in any case and even within words, satisfies a relation.
+    """True if the number of occurrences of a keyword, ignoring case and even within words, satisfies a relation.
 
     Args:
         text: The response.
@@ -84,7 +84,7 @@ def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool
 
 
 def forbidden(text: str, *, forbidden_words: list[str]) -> bool:
-    """True if none of the words occurs in any case as an entire word."""
+    """True if none of the words occurs as an entire word, ignoring case."""
     lower = text.lower()
     return not any(_has_word(lower, word.lower()) for word in forbidden_words)
 
@@ -166,7 +166,7 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
         text: The response. Blank lines divide it into paragraphs.
         num_paragraphs: Required number of paragraphs.
         nth_paragraph: Number of the paragraph, from 1.
-        first_word: The word, in any case.
+        first_word: The word. Its case is ignored.
     """
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
@@ -187,7 +187,7 @@ def number_placeholders(text: str, *, num_placeholders: int) -> bool:
 
 
 def postscript(text: str, *, postscript_marker: str) -> bool:
-    """True if the marker occurs in any case. P.S. and P.P.S may have spaces between their letters."""
+    """True if the marker occurs, ignoring case. P.S. and P.P.S may have spaces between their letters."""
     spaced = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(postscript_marker.strip())
     return bool(re.search(spaced or re.escape(postscript_marker.strip().lower()), text.lower()))
 
@@ -259,7 +259,7 @@ def two_responses(text: str) -> bool:
 
 
 def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    """True if the response begins with the request, in any case."""
+    """True if the response begins with the request, ignoring case."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 

@@ -34,7 +34,7 @@ async def post_json(url: str, body: Any, timeout: float, headers: Mapping[str, s
         url: URL of the server.
         body: Value that JSON can represent.
         timeout: Maximum seconds for all attempts together.
-        headers: HTTP headers to add; None for none.
+        headers: HTTP headers to add; None to add none.
 
     Raises:
         RequestFailed: The time is over, the server responded with another status than 200, or the response is not JSON

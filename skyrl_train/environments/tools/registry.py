@@ -25,7 +25,7 @@ def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
 
     Args:
         name: Name under which the tool is registered.
-        settings: Keyword arguments of the tool's constructor; None for {}.
+        settings: Keyword arguments of the tool's constructor; None to pass none.
 
     Raises:
         ConfigError: The name is unknown, the tool's module cannot be imported, or the constructor rejects the settings.
@@ -47,7 +47,7 @@ def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
 
     Args:
         name: Registered name of the tool.
-        settings: Keyword arguments of the tool's constructor; None for {}.
+        settings: Keyword arguments of the tool's constructor; None to pass none.
 
     Raises:
         ConfigError: One of these checks fails.

@@ -141,7 +141,7 @@ def make_mlgym(
         settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key. None: the
             defaults.
         num_envs: Number of episodes in the batch.
-        system_prompt: System message of every conversation; None for none.
+        system_prompt: System message of every conversation; None for no system message.
 
     Raises:
         ValueError: Both or none of `task` and `tasks` are given, or `tasks` is empty.
