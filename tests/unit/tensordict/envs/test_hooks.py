@@ -168,7 +168,7 @@ def test_transforms_of_torchrl_run_here(torchrl: Any):
 
 @pytest.mark.parametrize("name", ["StepCounter", "RewardSum", "InitTracker", "TrajCounter"])
 def test_transforms_of_torchrl_that_need_specs_are_refused(torchrl: Any, name: str):
-    with quietly(), pytest.raises(ConfigError, match=f"{name}.*environments here"):
+    with quietly(), pytest.raises(ConfigError, match=f"{name}.*environments of skyrl_train.tensordict"):
         ChatEnv().append_transform(getattr(torchrl.envs.transforms, name)())
 
 
