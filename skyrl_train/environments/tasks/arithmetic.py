@@ -58,7 +58,7 @@ def generate(count: int, operations: int, max_value: int, seed: int, split: str)
         ("count", count, 0, 10**7),
     ):
         if not low <= value <= high:
-            raise ConfigError(f"arithmetic: {key}={value} is not in {low}..{high}.")
+            raise ConfigError(f"arithmetic: {key}={value} must be from {low} to {high}.")
     if split not in ("train", "validation"):
         raise ConfigError(f"arithmetic: split={split!r} is not 'train' or 'validation'.")
     rng = random.Random(f"arithmetic {seed} {operations} {max_value} {split}")

@@ -260,7 +260,9 @@ def _rendered(name: str, template: str, **values: Any) -> str:
     try:
         return ImmutableSandboxedEnvironment().from_string(template).render(**values)
     except TemplateError as error:
-        raise ConfigError(f"environment.skyrl_gym.mini_swe.{name} is not a valid Jinja template: {error}.") from error
+        raise ConfigError(
+            f"environment.skyrl_gym.mini_swe.{name} is not a valid Jinja template: {error}. Correct it."
+        ) from error
 
 
 def _last_line(text: str) -> dict[str, Any] | None:
@@ -349,5 +351,5 @@ def _tests(column: Any) -> list[tuple[str, str]]:
     except (TypeError, KeyError) as error:
         raise ValueError(f'the row needs tests=[{{"script": ..., "output": ...}}], got {column!r:.80}') from error
     if not tests:
-        raise ValueError("the row has no tests, so every repository would pass")
+        raise ValueError("the row has no tests, so every repository would pass. Add tests or remove the row")
     return tests

@@ -62,7 +62,7 @@ def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, A
         ConfigError: `digits` or `split` is out of range, or there are too few different problems.
     """
     if not 1 <= digits <= 12:
-        raise ConfigError(f"multiply: digits={digits} is not in 1..12.")
+        raise ConfigError(f"multiply: digits={digits} must be from 1 to 12.")
     if split not in ("train", "validation"):
         raise ConfigError(f"multiply: split={split!r} is not 'train' or 'validation'.")
     rng = random.Random(f"multiply {seed} {digits} {split}")
@@ -75,7 +75,8 @@ def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, A
             misses += 1
             if misses > 1000:
                 raise ConfigError(
-                    f"multiply: found only {len(rows)} {split} problems of count={count} with digits={digits}."
+                    f"multiply: found only {len(rows)} {split} problems of count={count} with digits={digits}. Lower "
+                    "count, or increase digits."
                 )
             continue
         misses = 0

@@ -152,11 +152,13 @@ class Text2SQLEnv(TextEnv):
         try:
             expected = query(self.database, self.gold, SCORING_LIMITS)
         except QueryError as error:
-            raise DataError(f"the gold query of {self.database.name} fails: {error}") from error
+            raise DataError(
+                f"the gold query of {self.database.name} fails: {error}. Correct or remove the row."
+            ) from error
         if expected.more:
             raise DataError(
                 f"the gold query of {self.database.name} has more than {SCORING_LIMITS.max_rows} rows. "
-                "Remove the row from the data"
+                "Remove the row from the data."
             )
         try:
             result = query(self.database, sql, SCORING_LIMITS)

@@ -435,7 +435,8 @@ def _first_listing(server: McpServer) -> ToolListing:
     except (Exception, BaseExceptionGroup) as error:
         location = server.url or json.dumps([server.command, *server.args])
         raise ConfigError(
-            f"servers.{server.name}: {location:.200} did not list its tools: {root_cause(error)}"
+            f"servers.{server.name}: {location:.200} did not list its tools: {root_cause(error)}. Check "
+            "that the server runs."
         ) from error
 
 

@@ -292,7 +292,9 @@ class LLMCollector(Delivery):
         there = [one for one in self.env.transforms if isinstance(one, PolicyVersion)]
         if isinstance(asked, PolicyVersion):
             if there and asked not in there:
-                raise ConfigError("track_policy_version: the environment has another PolicyVersion.")
+                raise ConfigError(
+                    "track_policy_version: the environment has another PolicyVersion. Pass that one, or True."
+                )
             transform = asked
         else:
             transform = there[0] if there else PolicyVersion()
@@ -359,7 +361,10 @@ def check_yields(
     if only_last and flatten_data is not None:
         raise TypeError(f"flatten_data={flatten_data} cannot be used with yield_only_last_steps=True: rows are flat.")
     if only_last and reset_at_each_iter:
-        raise TypeError("reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for.")
+        raise TypeError(
+            "reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for. Set one of "
+            "them to False."
+        )
     if completed and flatten_data is False:
         raise TypeError(
             "flatten_data=False cannot be used with complete trajectories, which differ in length. Leave it out."

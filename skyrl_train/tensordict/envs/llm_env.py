@@ -99,13 +99,19 @@ class LLMEnv(TensorDictEnv):
             said = said if said is not None else self._written(root, "response")
             before = before if before is not None else self._written(root, "prompt")
             if said is None or before is None:
-                raise ValueError(f"LLMEnv.step found no string under {self.action_key!r} or {(self.key, 'response')}.")
+                raise ValueError(
+                    f"LLMEnv.step found no string under {self.action_key!r} or {(self.key, 'response')}. Call the "
+                    "policy before step."
+                )
             return row.set(self.key, NonTensorData(before + said))
         ids, prompt = root.get(self.action_key, None), root.get(self.key)
         if not isinstance(prompt, torch.Tensor):
             prompt, ids = self._written(root, "prompt"), ids if ids is not None else self._written(root, "response")
         if ids is None or prompt is None:
-            raise ValueError(f"LLMEnv.step found no ids under {self.action_key!r} or {(self.key, 'response')}.")
+            raise ValueError(
+                f"LLMEnv.step found no token ids under {self.action_key!r} or {(self.key, 'response')}. Call the "
+                "policy before step."
+            )
         row.set(self.key, torch.cat([prompt, ids]))
         over = self.eos_token_id is not None and len(ids) > 0 and int(ids[-1]) == self.eos_token_id
         row.set("terminated", torch.tensor([over]))

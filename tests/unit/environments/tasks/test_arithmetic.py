@@ -90,7 +90,7 @@ def test_prompts_are_short_and_the_vocabulary_small():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((10, 0, 9, 0, "train"), "operations=0 is not in 1..5"),
+        ((10, 0, 9, 0, "train"), "operations=0 must be from 1 to 5"),
         ((10, 6, 9, 0, "train"), "operations=6"),
         ((10, 2, 1, 0, "train"), "max_value=1"),
         ((10, 2, 9, 0, "test"), "split='test' is not 'train' or 'validation'"),
