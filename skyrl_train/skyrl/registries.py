@@ -109,18 +109,17 @@ def _publishing(add: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _publish_if_in_job() -> None:
-    """Publish registrations made after Ray has started; `initialize_ray` publishes earlier ones."""
+    """Publish all registrations if Ray has started; `initialize_ray` publishes earlier ones."""
     if is_connected_to_ray():
         sync_registries()
 
 
 def sync_registries() -> None:
-    """Publish the losses, estimators and environments that this program registered, so that its Ray tasks can load
-    them.
+    """Publish what this program registered, such as losses and environments, so that its Ray tasks can load it.
 
-    Call it only after registering an environment with the `skyrl_gym` package while Ray is running. All other
-    registrations are published by `initialize_ray`, or on registering if Ray is running. The program must be connected
-    to Ray.
+    The program must be connected to Ray. `initialize_ray` publishes earlier registrations. Later ones are published at
+    once by SkyRL's registries and decorators. Call this after registering in another way while Ray is running, such as
+    with `skyrl_train.register` or the `skyrl_gym` package.
 
     Raises:
         ConfigError: A registered function or class cannot be sent to a Ray task.
