@@ -70,7 +70,7 @@ def test_multiplications_are_written_without_any_input(monkeypatch: pytest.Monke
     a, b = prompts[0].messages[-1]["content"].split(" * ")
     answer = rf"\boxed{{{int(a) * int(b)}}}"
     assert registry.make("multiply", {}, prompts[0].env_extras).step(answer).reward == 1.0
-    with pytest.raises(SystemExit, match="digits=0 is not in"):
+    with pytest.raises(SystemExit, match="digits=0 must be from 1 to 12"):
         converted("multiply", monkeypatch, tmp_path, "--digits", "0")
 
 
