@@ -202,9 +202,7 @@ def test_checkpoint_with_names_sglang_skips_is_rejected(tmp_path: Path):
     model.config.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"lacks 'model\.layers\.0\.mlp\.experts\.0\.\w+\.weight' .*save_pretrained"
-    ):
+    with pytest.raises(ConfigError, match=r"lacks 'model\.layers\.0\.mlp\.experts\.0\.\w+\.weight' .*save_pretrained"):
         SGLangEngine(str(tmp_path))
 
 
