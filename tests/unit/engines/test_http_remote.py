@@ -155,7 +155,7 @@ def test_remote_engine_rejects_in_process_route():
             await remote.connect_weights("in_process", "", 1, 2, 5)
         with pytest.raises(WeightSyncError, match="in_process"):
             await remote.receive_weights(Bucket(0, ("w",), (0,), payload=torch.zeros(4, dtype=torch.uint8)))
-        with pytest.raises(WeightSyncError, match="accelerator"):
+        with pytest.raises(WeightSyncError, match="GPU memory"):
             await remote.receive_weights(Bucket(0, ("w",), (0,), handles=(SharedHandle(0, 4, cuda=(1,)),)))
 
     engine = ScriptedEngine()
