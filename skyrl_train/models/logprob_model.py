@@ -272,7 +272,7 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
         del body.forward
     raise ConfigError(
         f"{type(model).__name__} does not compute its logits from the last hidden states of its backbone alone "
-        f"({reason}). Log-probs cannot be computed for such an architecture. Use a model of another one."
+        f"({reason}). Log-probs cannot be computed. Use a model of another architecture."
     )
 
 

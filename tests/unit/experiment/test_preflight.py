@@ -253,7 +253,7 @@ def no_data(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
-    opt: [f"{POLICY_PATH_KEY}=", "OPTForCausalLM computes its logits from more than", "another architecture"],
+    opt: [f"{POLICY_PATH_KEY}=", "OPTForCausalLM does not compute its logits from", "another architecture"],
     encoder_decoder: [f"{POLICY_PATH_KEY}=", "cannot be loaded", "causal language model", "T5Config"],
     reward_model_as_policy: [f"{POLICY_PATH_KEY}=", "the checkpoint lacks", "lm_head.weight"],
     policy_as_reward_model: ["trainer.reward.model.path=", "num_labels=2", "num_labels=1"],
@@ -361,7 +361,7 @@ def test_training_checks_model_before_ray_starts(
     valid_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     opt(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
+    with pytest.raises(ConfigError, match="OPTForCausalLM does not compute its logits from"):
         Experiment(prepare_config(valid_overrides, has_accelerator=False).config)
 
 
@@ -514,7 +514,7 @@ def test_critic_may_have_unsupported_logits(tmp_path: Path, monkeypatch: pytest.
     opt(tmp_path, monkeypatch)
     model = check_causal_lm(f"{tmp_path}/model")
     check_model_supported(model, values=True)
-    with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
+    with pytest.raises(ConfigError, match="OPTForCausalLM does not compute its logits from"):
         check_model_supported(model)
 
 
