@@ -71,8 +71,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
     tests_pending_steps = metafunc.function.__name__ == "test_pause_keep_continues_with_new_weights"
     marks = {pair: _marks(*pair, every_route=tests_arrival, overlapped=tests_pending_steps) for pair in pairs}
-    if "pauses" in metafunc.module.__name__:  # NativeEngine pauses both kinds of servers with the same code
+    # NativeEngine serves both kinds of servers with the same code: each tests a half of it in CI.
+    if "pauses" in metafunc.module.__name__:
         marks["native-sglang", ""].append(pytest.mark.on_demand)
+    if "traffic" in metafunc.module.__name__:
+        marks["native-vllm", ""].append(pytest.mark.on_demand)
     if routes == [""]:
         params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize("started", params, indirect=True, scope="package")

@@ -85,6 +85,7 @@ def test_two_turns_form_one_sequence(run: Run, twice: list[str], tmp_path: Path)
     assert_rollouts_were_trained_on(tmp_path)
 
 
+@pytest.mark.on_demand
 def test_history_rewriting_template_needs_step_wise_trajectories(run: Run, twice: list[str], tmp_path: Path):
     template = [
         "generator.chat_template.source=file",

@@ -44,6 +44,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_probe_suggests_settings_and_leaves_no_files(
     ray_of_all_runs: None,
     small: Callable[[Path], list[str]],

@@ -123,7 +123,7 @@ def started(folder: Path, arguments: Sequence[str]) -> Iterator[Program]:
 
 @pytest.mark.fault("F39")
 @pytest.mark.defect("signal-during-startup-hangs")
-@pytest.mark.parametrize("moment", STARTS)
+@pytest.mark.parametrize("moment", ["imports", "Ray's start", pytest.param("workers' start", marks=on_demand)])
 @pytest.mark.parametrize("number", SIGNALS)
 def test_group_signal_during_start_exits_immediately(
     moment: str, number: signal.Signals, small: Callable[[Path], list[str]], folder: Path

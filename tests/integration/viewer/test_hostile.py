@@ -133,7 +133,7 @@ def hostile_windows(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> I
             yield {"watch": watched, "report": report}
 
 
-@pytest.mark.parametrize("kind", ["watch", "report"])
+@pytest.mark.parametrize("kind", [pytest.param("watch", marks=pytest.mark.on_demand), "report"])
 def test_model_output_never_becomes_element_or_script(hostile_windows: dict[str, Shown], kind: str):
     assert len(HOSTILE) == len(set(HOSTILE)) == 40
     window = hostile_windows[kind]
