@@ -49,7 +49,9 @@ def _table() -> Iterator[str]:
             types = (_describe_type(kind[name]) if name in kind else "rejected" for kind in (chat, text))
             yield f"| `{name}` | {' | '.join(types)} | {default}{')' if '(' in default else ''} |"
     yield ""
-    yield f"These parameters are rejected, except for the values in parentheses: {', '.join(rejected)}."
+    yield "These parameters are rejected. The values in parentheses are accepted, because they change nothing:"
+    yield ""
+    yield from (f"- {parameter}" for parameter in rejected)
     yield ""
     yield f"These parameters are accepted and ignored: {', '.join(ignored)}."
 

@@ -299,10 +299,10 @@ class InferenceEngine(Protocol):
 
         Args:
             route: Name of the weight sync route.
-            address: host:port of the group's root.
+            address: host:port of the group's root; not used by routes without a group.
             rank: First rank of this engine in the group.
             world_size: Number of ranks in the group.
-            timeout_s: Seconds to wait for the other ranks.
+            timeout_s: Seconds to wait for the other ranks, also in later transfers.
 
         Raises:
             WeightSyncError: The engine does not support the route, or the group did not form in time.

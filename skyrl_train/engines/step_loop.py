@@ -234,12 +234,7 @@ class StepLoopEngine(ABC):
 
         This blocks the engine's thread until the group has formed.
 
-        Args:
-            route: Name of the weight sync route.
-            address: host:port of the group's root; not used by routes without a group.
-            rank: First rank of this engine in the group.
-            world_size: Number of ranks in the group.
-            timeout_s: Seconds to wait for the other ranks, also in later transfers.
+        The arguments are those of `InferenceEngine.connect_weights`.
 
         Raises:
             WeightSyncError: The engine does not support the route, or the group did not form in time.

@@ -492,12 +492,7 @@ class NativeEngine:
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Join the trainer's transfer group with this process, which passes the weights on to the server.
 
-        Args:
-            route: Name of the weight sync route.
-            address: host:port of the group's root; not used by routes without a group.
-            rank: First rank of this engine in the group.
-            world_size: Number of ranks in the group.
-            timeout_s: Seconds to wait for the other ranks, also in later transfers.
+        The arguments are those of `InferenceEngine.connect_weights`.
 
         Raises:
             WeightSyncError: The server does not support the route, or the group did not form in time.

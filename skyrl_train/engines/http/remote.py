@@ -226,12 +226,7 @@ class RemoteEngine:
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Let the server's engine join the trainer's transfer group. Routes without a group do nothing.
 
-        Args:
-            route: Name of the weight sync route.
-            address: host:port of the group's root; not used by routes without a group.
-            rank: First rank of this engine in the group.
-            world_size: Number of ranks in the group.
-            timeout_s: Seconds to wait for the other ranks, also in later transfers.
+        The arguments are those of `InferenceEngine.connect_weights`.
 
         Raises:
             WeightSyncError: The route does not work over HTTP, or the server's engine raised this error.

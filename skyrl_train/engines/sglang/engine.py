@@ -245,12 +245,7 @@ class SGLangEngine:
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Join the trainer's transfer group. This blocks the engine's thread for weights until the group has formed.
 
-        Args:
-            route: Name of the weight sync route.
-            address: host:port of the group's root; not used by routes without a group.
-            rank: First rank of this engine in the group.
-            world_size: Number of ranks in the group.
-            timeout_s: Seconds to wait for the other ranks, also in later transfers.
+        The arguments are those of `InferenceEngine.connect_weights`.
 
         Raises:
             WeightSyncError: The engine does not support the route, or the group did not form in time.
