@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the dataclasses: `python scripts/generate_config_docs.py`."""
+"""Write docs/reference/configuration.md from the dataclasses: `python scripts/generate_config_docs.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.config.skyrl_keys import SKYRL_KEYS
 from skyrl_train.config.validate import PLUGIN_KEYS
 from skyrl_train.config.value_parsing import PUBLIC_VARIABLE_SUFFIXES, PUBLIC_VARIABLES
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 
 ENGINES = "generator.inference_engine."
 
@@ -46,8 +46,8 @@ run saves its resolved configuration; start another run from it with `--config-d
 **Checks.** Before anything is loaded, all problems are reported at once and the exit code is 2. The checks find unknown
 keys (and suggest the most similar key), wrong types, numbers out of range, NaN and invalid combinations, and also
 files, engines and accelerators that do not exist on this machine. Then models, tokenizer and data are
-[checked against each other](getting_started.md#checking-a-configuration) before Ray starts. `check_config --elsewhere`
-skips the checks of this machine and of models and data, for a run on another machine. Free-form mappings (`*_kwargs`)
+[checked against each other](../get_started/getting_started.md#checking-a-configuration) before Ray starts.
+`check_config --elsewhere` skips the checks of this machine and of models and data, for a run on another machine. Free-form mappings (`*_kwargs`)
 are passed on unchanged. A warning names each key that has no effect with the other settings.
 
 **References.** `${{another.key}}` follows another key. `${{oc.env:NAME}}` follows an environment variable that holds a

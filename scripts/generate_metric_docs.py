@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md (metrics, renamed metrics, rules): `python scripts/generate_metric_docs.py`."""
+"""Write the tables of docs/reference/metrics.md: `python scripts/generate_metric_docs.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, async_rules, gradient_rule, memory_rule
 from skyrl_train.report.metric_catalog import DEPRECATED_NAMES, METRICS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "metrics.md"
 END = "<!-- End of the generated part. -->\n"
 
 

@@ -1,4 +1,4 @@
-"""Write docs/models.md from the table of models: `python scripts/generate_model_docs.py`."""
+"""Write docs/reference/models.md from the table of models: `python scripts/generate_model_docs.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
 from skyrl_train.models.tensor_parallel import TensorParallel
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 TESTS_OF_MODELS = ROOT / "tests" / "integration" / "models"
 TABLE: dict[str, Any] = runpy.run_path(str(TESTS_OF_MODELS / "table.py"))
 FAMILIES: dict[str, Any] = runpy.run_path(str(TESTS_OF_MODELS / "families.py"))

@@ -85,7 +85,7 @@ def read_rollouts(
     Args:
         run: Folder of the run, which may still be running, or a copy of it.
         steps: Steps to read; all by default.
-        columns: Columns to read, from those in docs/rollouts.md; all by default. Reading a few is much faster.
+        columns: Columns to read, from those in docs/guides/rollouts.md; all by default. Reading a few is much faster.
 
     Returns:
         A `datasets.Dataset` with one row per rollout.

@@ -1,4 +1,4 @@
-"""Descriptions of all keys, read from the source of the dataclasses, for docs/configuration.md and for `--help`."""
+"""Descriptions of all keys, read from the source of the dataclasses, for the configuration pages and for `--help`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class PolicyLoraConfig(LoraConfig):
         aliases="trainer.policy.megatron_config.lora_config.merge_lora",
     )
     """Form in which engines receive the adapters. `merged` sends the base weights with the adapters merged in at every
-    sync. `adapter` sends the base model once and then only the adapter. docs/lora.md explains `auto`."""
+    sync. `adapter` sends the base model once and then only the adapter. docs/guides/lora.md explains `auto`."""
 
 
 @dataclass
@@ -73,8 +73,8 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = "Qwen/Qwen2.5-1.5B-Instruct"
-    """Folder, URI of a folder (docs/storage.md), or hub name of a Hugging Face causal language model. The reference and
-    the engines use it too by default."""
+    """Folder, URI of a folder (docs/guides/storage.md), or hub name of a Hugging Face causal language model. The
+    reference and the engines use it too by default."""
     lora: PolicyLoraConfig = config_field(factory=PolicyLoraConfig)
 
 

@@ -53,7 +53,7 @@ class CurriculumConfig(Section):
 class DataConfig(Section):
     """Sources of prompts: parquet or jsonl files, folders, and names of datasets on the Hugging Face hub.
 
-    Files and folders may be URIs, such as s3://bucket/file or file:///file: see docs/storage.md.
+    Files and folders may be URIs, such as s3://bucket/file or file:///file: see docs/guides/storage.md.
     """
 
     train_data: list[str] = config_field(factory=lambda: ["${oc.env:HOME}/data/gsm8k/train.parquet"])
@@ -244,7 +244,7 @@ class TrainerConfig(Section):
     the default that belongs to its configuration, PROJECT/RUN-DIGEST, and the same command finds it again. Settings
     that affect training results change the subfolder; the numbers of steps, ranks and engines do not. If it is a URI,
     `s3://bucket/folder` or `file:///folder`, the run works in a local folder and keeps a copy at the URI: see
-    docs/storage.md."""
+    docs/guides/storage.md."""
     max_ckpts_to_keep: int = config_field(-1, range=AT_LEAST_MINUS_ONE, value_aliases=NULL_MEANS_NEVER)
     """Number of latest checkpoints that are kept. -1 keeps all."""
     ckpt_interval: int = config_field(10, range=AT_LEAST_MINUS_ONE, value_aliases=NULL_MEANS_NEVER)

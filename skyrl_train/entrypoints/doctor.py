@@ -264,7 +264,7 @@ def sandbox() -> Iterator[CheckResult]:
         timeout=PROGRAM_TIMEOUT_S,
     )
     errors = done.stderr.strip().splitlines()
-    advice = "User namespaces are disabled on this machine: see docs/tools.md."
+    advice = "User namespaces are disabled on this machine: see docs/guides/tools.md."
     yield CheckResult("sandbox", NOTE if done.returncode else OK, errors[-1] if errors else "bwrap works", advice)
 
 

@@ -2,7 +2,7 @@
 
 It reads the checkpoint in one process, without the run's cluster, from a folder or an s3:// or file:// URI, with any
 strategy and number of ranks. The result is loaded again and compared with the checkpoint before it appears:
-docs/export.md.
+docs/guides/export.md.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _translate(text: str, script: ShellScript) -> Translation:
     if module == "skyrl.train.main_sft" or (module.startswith("examples.train.") and "main_sft" in module):
         raise ConfigError(
             f"{path}: {module} has keys of its own, such as train_datasets and batch_size, which are not converted. "
-            "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md#fine-tuning has the equivalent of each key."
+            "Start skyrl_train.entrypoints.main_sft; docs/guides/from_skyrl.md#fine-tuning lists the keys."
         )
     translation = Translation(_module_here(module), notes=[f"not followed: {line}" for line in script.unresolved])
     if ignored := [word for word in arguments if word not in words]:
@@ -120,7 +120,7 @@ def _translate(text: str, script: ShellScript) -> Translation:
         SKYRL_MODULE_PREFIXES
     ):
         translation.problems.append(
-            f"{module} has no equivalent here. docs/from_skyrl.md says how to run SkyRL's programs."
+            f"{module} has no equivalent here. docs/guides/from_skyrl.md says how to run SkyRL's programs."
         )
     is_todays = module.startswith(("skyrl.", "examples.train")) or any(map(CURRENT_SKYRL_KEY.match, words))
     _add_overrides(translation, words, is_todays)

@@ -1,4 +1,4 @@
-"""Catalog of the metrics of a run: meaning, unit, and healthy values. docs/metrics.md is generated from it."""
+"""Catalog of a run's metrics: meaning, unit and healthy values. docs/reference/metrics.md is generated from it."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def _validate_trainer(skyrl_trainer: Any, experiment: Experiment) -> RayPPOTrain
         raise ConfigError(
             f"{type(experiment).__name__}.get_trainer returned {type(skyrl_trainer).__name__}, which is not a "
             "RayPPOTrainer. To build a training loop of another kind, override Experiment.build_trainer "
-            "(docs/from_skyrl.md)."
+            "(docs/guides/from_skyrl.md)."
         )
     return skyrl_trainer
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from skyrl_train.errors import ConfigError
 
-DOCS_PAGE = "docs/from_skyrl.md#programs"
+DOCS_PAGE = "docs/guides/from_skyrl.md#programs"
 _MODELS = (
     "the run builds the models of trainer.policy, trainer.critic and trainer.ref before it creates the trainer. Choose "
     "another model by its path, register another loss with register_policy_loss, and override "

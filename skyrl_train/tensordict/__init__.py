@@ -1,6 +1,6 @@
 """TorchRL's language-model parts over this project's engines: wrappers, environments, losses, collectors, a buffer.
 
-Every public name of docs/tensordict.md can be imported from here; its module is loaded when it is first used.
+Every public name of docs/torchrl/index.md can be imported from here; its module is loaded when it is first used.
 """
 
 from __future__ import annotations

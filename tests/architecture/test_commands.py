@@ -248,23 +248,23 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
 """Maps the start of a command to its checks and the test that runs it. The first matching row applies."""
 
 SNIPPETS = {
-    "docs/algorithms.md": "tests/unit/algorithms/test_algorithms_page.py",
-    "docs/api.md": "tests/integration/api/test_scripts.py",
-    "docs/architecture.md": "tests/unit/algorithms/test_algorithms_page.py",
-    "docs/environments.md": "tests/unit/environments/test_environments_page.py",
-    "docs/foreign_environments.md": "tests/unit/environments/integrations/test_page.py",
-    "docs/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
-    "docs/getting_started.md": "tests/unit/test_getting_started.py",
-    "docs/rollouts.md": "tests/unit/test_api.py",
-    "docs/serving.md": "tests/unit/engines/test_serving_page.py",
-    "docs/tensordict.md": "tests/unit/tensordict/wrappers/test_page.py",
-    "docs/tensordict_collectors.md": "tests/unit/tensordict/collectors/test_page.py",
-    "docs/tensordict_envs.md": "tests/unit/tensordict/envs/test_page.py",
-    "docs/tensordict_examples.md": "tests/unit/tensordict/envs/test_examples_page.py",
-    "docs/tensordict_losses.md": "tests/unit/tensordict/losses/test_page.py",
-    "docs/tools.md": "tests/unit/environments/tools/test_pages.py",
-    "docs/web_tools.md": "tests/unit/environments/tools/test_pages.py",
-    "docs/your_environment.md": "tests/integration/quickstart/test_your_environment.py",
+    "docs/concepts/algorithms.md": "tests/unit/algorithms/test_algorithms_page.py",
+    "docs/reference/api.md": "tests/integration/api/test_scripts.py",
+    "docs/concepts/architecture.md": "tests/unit/algorithms/test_algorithms_page.py",
+    "docs/concepts/environments.md": "tests/unit/environments/test_environments_page.py",
+    "docs/guides/foreign_environments.md": "tests/unit/environments/integrations/test_page.py",
+    "docs/guides/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
+    "docs/get_started/getting_started.md": "tests/unit/test_getting_started.py",
+    "docs/guides/rollouts.md": "tests/unit/test_api.py",
+    "docs/guides/serving.md": "tests/unit/engines/test_serving_page.py",
+    "docs/torchrl/index.md": "tests/unit/tensordict/wrappers/test_page.py",
+    "docs/torchrl/collectors.md": "tests/unit/tensordict/collectors/test_page.py",
+    "docs/torchrl/environments.md": "tests/unit/tensordict/envs/test_page.py",
+    "docs/torchrl/examples.md": "tests/unit/tensordict/envs/test_examples_page.py",
+    "docs/torchrl/losses.md": "tests/unit/tensordict/losses/test_page.py",
+    "docs/guides/tools.md": "tests/unit/environments/tools/test_pages.py",
+    "docs/guides/web_tools.md": "tests/unit/environments/tools/test_pages.py",
+    "docs/guides/your_environment.md": "tests/integration/quickstart/test_your_environment.py",
 }
 """Maps a page with Python code to the test that runs it."""
 
@@ -304,7 +304,7 @@ def test_fenced_languages_are_known():
 
 
 def _languages() -> set[str]:
-    pages = [path.read_text() for path in REPOSITORY.glob("docs/*.md")]
+    pages = [path.read_text() for path in REPOSITORY.glob("docs/**/*.md")]
     return {language for text in pages for language in re.findall(r"^```(\w*)\n.*?^```", text, re.M | re.S)}
 
 
@@ -316,7 +316,10 @@ def test_yaml_snippets_are_valid_configurations(page: str, text: str, tmp_path: 
         (tmp_path / "page.yaml").write_text(f"defaults: [ppo_base_config, _self_]\n{_nested(text, first)}")
         prepare_config(["--config-dir", str(tmp_path), "--config-name", "page"])
     else:
-        assert (page, first) in {("docs/metrics.md", "scrape_configs"), ("docs/web_tools.md", "servers")}
+        assert (page, first) in {
+            ("docs/reference/metrics.md", "scrape_configs"),
+            ("docs/guides/web_tools.md", "servers"),
+        }
 
 
 def _nested(text: str, first: str) -> str:

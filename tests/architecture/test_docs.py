@@ -57,11 +57,13 @@ def test_the_layout_in_the_readme_names_every_package():
 
 def test_every_page_is_in_the_navigation():
     navigation = (REPOSITORY / "mkdocs.yml").read_text()
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f" {page.name}" not in navigation] == []
+    docs = REPOSITORY / "docs"
+    pages = [page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
 
 
 def test_pages_are_plain_markdown_that_any_reader_shows():
-    """Theme-specific markup is noise in other renderers. Only docs/api.md has mkdocstrings' `:::`."""
+    """Theme-specific markup is noise in other renderers. Only docs/reference/api.md has mkdocstrings' `:::`."""
     marks = re.compile(
         r"^(?:!!! |\?\?\?\+? |=== \"|--8<--)|\{[:.#][ \w.#=-]*\}|:(?:material|octicons|fontawesome)-", re.MULTILINE
     )

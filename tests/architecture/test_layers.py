@@ -140,7 +140,7 @@ def test_every_form_of_import_is_seen(source: str):
 
 
 def test_architecture_page_lists_these_layers():
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    page = (PACKAGE.parent / "docs" / "concepts" / "architecture.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (`[^|]+`) \|", page, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(LAYERS) + 1))
     assert [set(re.findall(r"`(\w+)`", names)) for _, names in rows] == [set(names.split()) for names in LAYERS]

@@ -16,7 +16,7 @@ import skyrl_train
 import skyrl_train.tensordict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "api.md").read_text()
+PAGE = (REPOSITORY / "docs" / "reference" / "api.md").read_text()
 PACKAGES: dict[str, Any] = {"skyrl_train": skyrl_train, "skyrl_train.tensordict": skyrl_train.tensordict}
 NAMES: list[str] = PACKAGES["skyrl_train"].__all__
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
     path
-    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "integrations/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "integrations/**/*.md")
     for path in sorted(REPOSITORY.glob(pattern))
 ]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

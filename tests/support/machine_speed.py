@@ -10,11 +10,11 @@ import pytest
 
 LOOPS = 200_000
 REFERENCE_S = 0.027
-"""CPU-seconds of `_work` on the machine of docs/benchmarks.md."""
+"""CPU-seconds of `_work` on the machine of docs/contributing/benchmarks.md."""
 
 
 def slowness() -> float:
-    """Return the factor by which plain Python is slower here than on the machine of docs/benchmarks.md; at least 1."""
+    """Return the factor by which plain Python is slower here than on the benchmarks page's machine; at least 1."""
     return max(1.0, min(_work() for _ in range(5)) / REFERENCE_S)
 
 

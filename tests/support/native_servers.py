@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's own servers on CPUs, started as documented in docs/engines.md."""
+"""vLLM's and SGLang's own servers on CPUs, started as documented in docs/concepts/engines.md."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from skyrl_train.experiment.base import Experiment
 from skyrl_train.report.rollout_files import step_file
 from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic_run
 
-PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "rollouts.md"
 
 
 class Size(IntEnum):

@@ -1,4 +1,4 @@
-"""The snippets of docs/getting_started.md run where its commands have left their files."""
+"""The snippets of docs/get_started/getting_started.md run where its commands have left their files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.trainer.batch_dump import BatchDump
 from tests.support.doc_pages import snippets
 from tests.support.learner_specs import policy_batch
 
-READ, DRAW, SHOUT = snippets("docs/getting_started.md")
+READ, DRAW, SHOUT = snippets("docs/get_started/getting_started.md")
 
 
 def test_a_dumped_batch_is_read_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

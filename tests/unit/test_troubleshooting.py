@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has all error classes, its messages are those of the source, and its keys exist."""
+"""docs/guides/troubleshooting.md has all error classes, its messages are those of the source, and its keys exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_train.config.keys import all_keys
 from skyrl_train.storage.uris import CREDENTIALS_ADVICE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+PAGE = (REPOSITORY / "docs" / "guides" / "troubleshooting.md").read_text()
 SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
 ROW = re.compile(r"^\| (`.*?`(?:, `.*?`)*) \| ", re.MULTILINE)
 GAP = "…"

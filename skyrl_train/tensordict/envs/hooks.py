@@ -142,7 +142,7 @@ def check_hooks(transform: Any, base: type, environment: Any) -> None:
         raise ConfigError(
             f"{name} asks its environment for {asked}, but environments of skyrl_train.tensordict have neither specs "
             "nor parent environments. Use the transform of the same name in skyrl_train.tensordict (StepCounter, "
-            "PolicyVersion, ...: docs/tensordict_envs.md), or write its hooks in a subclass of "
+            "PolicyVersion, ...: docs/torchrl/environments.md), or write its hooks in a subclass of "
             "skyrl_train.tensordict.Transform."
         )
 

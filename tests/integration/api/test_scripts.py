@@ -16,7 +16,7 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.wheel import build_wheel
 
 HERE = Path(__file__).parent
-PAGE = (HERE.parents[2] / "docs" / "api.md").read_text()
+PAGE = (HERE.parents[2] / "docs" / "reference" / "api.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SMALL = """
         "trainer.max_steps": 2,

@@ -191,14 +191,14 @@ def test_missing_commands_are_distinguished(capsys: pytest.CaptureFixture[str], 
 
 @pytest.fixture
 def docs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create the files that docs/foreign_environments.md and examples/reasoning_gym assume, and enter their folder."""
+    """Create and enter a folder with the files that foreign_environments.md and examples/reasoning_gym assume."""
     monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_envs", raising=False)
-    (tmp_path / "my_envs.py").write_text(snippets("docs/foreign_environments.md")[0])
+    (tmp_path / "my_envs.py").write_text(snippets("docs/guides/foreign_environments.md")[0])
     rows = datasets.Dataset.from_list([ROW] * 4)
     rows.to_json("rows.jsonl")
     rows.to_parquet("train.parquet")
@@ -207,7 +207,9 @@ def docs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-ENV_TRY_COMMANDS = find_commands(r"skyrl-train env try (?!show_work)")  # docs/your_environment.md defines show_work
+ENV_TRY_COMMANDS = find_commands(
+    r"skyrl-train env try (?!show_work)"
+)  # docs/guides/your_environment.md defines show_work
 
 
 @pytest.mark.parametrize("command", ENV_TRY_COMMANDS, ids=str)

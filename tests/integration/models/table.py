@@ -1,4 +1,4 @@
-"""The models that each part of the package can run: the source of docs/models.md and of the tests in this folder."""
+"""Models that each part of the package can run: the source of docs/reference/models.md and of these tests."""
 
 from __future__ import annotations
 

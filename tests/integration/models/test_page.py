@@ -33,7 +33,7 @@ def cases(*modules: Any) -> list[str]:
     ]
 
 
-PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 STALE = "run: python scripts/generate_model_docs.py"
 
 

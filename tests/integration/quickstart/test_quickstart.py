@@ -104,12 +104,12 @@ def test_the_script_runs_from_nothing_to_a_curve(tmp_path: Path):
     assert_files(outcome.run)
     folder, steps, model = documented_copy()
     path = Path(model.removeprefix(f"{folder}/").replace(f"_{steps}/", "_2/"))
-    assert (outcome.run / path / "config.json").is_file(), "docs/your_environment.md copies this model"
+    assert (outcome.run / path / "config.json").is_file(), "docs/guides/your_environment.md copies this model"
 
 
 def documented_copy() -> tuple[str, str, str]:
-    """Return the quickstart's folder, its warm-up steps and the copied model in docs/your_environment.md."""
-    page = "docs/your_environment.md"
+    """Return the quickstart's folder, its warm-up steps and the copied model in docs/guides/your_environment.md."""
+    page = "docs/guides/your_environment.md"
     (first,) = (one for one in find_commands("scripts/quickstart ") if one.page == page)
     (copy,) = find_commands("cp -r ")
     return (
@@ -123,8 +123,8 @@ def documented_copy() -> tuple[str, str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_in_a_bare_clone_it_makes_its_environment_first(tmp_path: Path):
-    """Run `scripts/quickstart` as docs/your_environment.md does, with fewer steps, where nothing is installed."""
-    (found,) = (one for one in find_commands("scripts/quickstart ") if one.page == "docs/your_environment.md")
+    """Run `scripts/quickstart` as your_environment.md does, with fewer steps, where nothing is installed."""
+    (found,) = (one for one in find_commands("scripts/quickstart ") if one.page == "docs/guides/your_environment.md")
     folder, steps, _ = documented_copy()
     ours = {folder: str(tmp_path / "run"), steps: "2"}
     words = [ours.get(word, word) for word in found.words]

@@ -1,4 +1,4 @@
-"""The steps of docs/your_environment.md work. The model is a tiny one, because the quickstart has its own test."""
+"""The steps of docs/guides/your_environment.md work. The model is tiny; the quickstart has its own test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.doc_pages import REPOSITORY, fenced_blocks, snippets
 
-PAGE = "docs/your_environment.md"
+PAGE = "docs/guides/your_environment.md"
 ENVIRONMENT, ROWS = snippets(PAGE)
 
 

@@ -198,7 +198,7 @@ def elsewhere(command: Command, model: Path, folder: Path) -> Iterator[dict[str,
 
 @contextmanager
 def served(model: Path) -> Iterator[str]:
-    """Start an engine for other machines with the command of docs/serving.md; yield its address."""
+    """Start an engine for other machines with the command of docs/guides/serving.md; yield its address."""
     (command,) = find_commands(r"python -m skyrl_train\.entrypoints\.serve .*http_endpoint_host")
     port = free_address()[1]
     own = ["generator.http_endpoint_host=127.0.0.1", f"generator.http_endpoint_port={port}"]
@@ -209,7 +209,7 @@ def served(model: Path) -> Iterator[str]:
 
 @contextmanager
 def vllm_server(model: Path, folder: Path) -> Iterator[str]:
-    """Start vLLM's own server with the command of docs/engines.md; yield its address."""
+    """Start vLLM's own server with the command of docs/concepts/engines.md; yield its address."""
     (block,) = (text for _, text in fenced_blocks("bash") if "vllm.entrypoints" in text)
     port = free_address()[1]
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

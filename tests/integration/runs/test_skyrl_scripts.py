@@ -63,8 +63,8 @@ def test_own_generator_with_rewards_by_token(script: Script):
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_documented_script_trains(script: Script, tmp_path: Path):
-    """Run the script of docs/from_skyrl.md unchanged; the scripts in skyrl_scripts have its parts."""
-    (tmp_path / "page.py").write_text(snippets("docs/from_skyrl.md")[0])
+    """Run the script of docs/guides/from_skyrl.md unchanged; the scripts in skyrl_scripts have its parts."""
+    (tmp_path / "page.py").write_text(snippets("docs/guides/from_skyrl.md")[0])
     rows, _ = script(str(tmp_path / "page.py"))
     assert set(rows) == {0, 1, 2} and rows[2]["rollouts/failed"] == 0
 

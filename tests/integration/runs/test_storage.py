@@ -115,7 +115,7 @@ def test_run_on_remote_storage_leaks_no_credentials(
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_documented_storage_command_trains(server: S3Server, tiny_model_path: str, tmp_path: Path):
-    """Run the command of docs/storage.md with its URIs and a small model."""
+    """Run the command of docs/guides/storage.md with its URIs and a small model."""
     (documented,) = find_commands(r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:")
     words = [word.replace("s3://bucket/", f"s3://{BUCKET}/") for word in documented.words[3:]]
     for split in ("train", "validation"):

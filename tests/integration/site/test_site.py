@@ -18,6 +18,12 @@ from playwright.sync_api import Page, sync_playwright
 from skyrl_train.environments.tools.browser import PROGRAMS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(
+    (path.parent if path.stem == "index" else path.with_suffix("")).relative_to(DOCS).as_posix()
+    for path in DOCS.rglob("*.md")
+)
+"""Addresses of the pages in `docs`, relative to the site."""
 CHROMIUM = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: run scripts/browser_tools")
 
@@ -50,8 +56,7 @@ def address(site: Path) -> Iterator[str]:
 
 
 def test_pages_load_nothing_from_other_hosts(site: Path):
-    pages = {path.stem for path in (REPOSITORY / "docs").glob("*.md")} - {"index"}
-    assert {path.parent.name for path in site.glob("*/index.html")} >= pages
+    assert {path.parent.relative_to(site).as_posix() for path in site.glob("**/index.html")} >= set(PAGES)
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)", page.read_text())
         loaded += re.findall(r"<link[^>]*rel=\"?stylesheet\"?[^>]*href=\"?([^\s\">]+)", page.read_text())
@@ -73,7 +78,7 @@ def page(address: str) -> Iterator[Page]:
 
 @needs_chromium
 def test_key_filter_searches_names_and_descriptions(page: Page, address: str):
-    page.goto(f"{address}/configuration/")
+    page.goto(f"{address}/reference/configuration/")
     box, rows = page.locator(".key-filter"), page.locator("article tbody tr:visible")
     everything = rows.count()
     assert f"Filter {everything} keys" in str(box.get_attribute("placeholder"))
@@ -102,15 +107,15 @@ def test_other_pages_have_no_key_filter(page: Page, address: str):
     backgrounds = []
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        page.goto(f"{address}/algorithms/")
+        page.goto(f"{address}/concepts/algorithms/")
         backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(set(backgrounds)) == 2
     assert page.locator(".key-filter").count() == 0
 
 
-FORMULAS = ["algorithms", "async", "tensordict_losses"]
+FORMULAS = ["concepts/algorithms", "concepts/async", "torchrl/losses"]
 """Pages with formulas, which are inline code."""
-SCROLLABLE = {"benchmarks", "configuration", "models", "report", "scale"}
+SCROLLABLE = {"contributing/benchmarks", "guides/report", "reference/configuration", "reference/models"}
 """Pages whose tables may scroll on wide screens, too: they have many columns, or keys and addresses without breaks."""
 BOXES = "article :is(code, p, li, table, .md-typeset__scrollwrap)"
 OVERFLOWING = """([boxes, mayScroll]) => [...document.querySelectorAll(boxes)].filter(box => {
@@ -147,5 +152,4 @@ def test_formulas_fit_into_their_boxes(page: Page, address: str, width: int):
 @pytest.mark.on_demand
 @pytest.mark.parametrize("width", [390, 1280])
 def test_all_pages_fit_the_screen(page: Page, address: str, width: int):
-    names = sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "index")
-    assert overflowing_boxes(page, address, names, width) == []
+    assert overflowing_boxes(page, address, PAGES, width) == []

@@ -18,7 +18,7 @@ from skyrl_train.environments.registry import environments
 from skyrl_train.experiment.algorithm import algorithm_keywords
 from skyrl_train.metrics import Metrics
 
-PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "algorithms.md"
 ARCHITECTURE = PAGE.with_name("architecture.md")
 
 

@@ -10,7 +10,7 @@ generator = runpy.run_path(str(ROOT / "scripts" / "generate_config_docs.py"))
 
 
 def test_page_is_what_the_dataclasses_say():
-    page = (ROOT / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     assert page == generator["render"](), "run: python scripts/generate_config_docs.py"
 
 

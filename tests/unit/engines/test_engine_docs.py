@@ -14,7 +14,7 @@ from skyrl_train.engines.http.protocol import REMOTE_METHODS
 ROOT = Path(__file__).parents[3]
 
 
-PAGES = [("generate_engine_docs", "engines"), ("generate_serving_docs", "serving")]
+PAGES = [("generate_engine_docs", "concepts/engines"), ("generate_serving_docs", "guides/serving")]
 
 
 @pytest.mark.parametrize(("script", "page"), PAGES)
@@ -25,7 +25,7 @@ def test_table_matches_code(script: str, page: str):
 
 
 def test_all_token_level_routes_and_arguments_are_documented():
-    text = (ROOT / "docs" / "serving.md").read_text()
+    text = (ROOT / "docs" / "guides" / "serving.md").read_text()
     table = text.partition("## The token-level routes")[2].partition("\n```")[0]
     documented = {}
     for row in re.findall(r"^\| `.*$", table, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""The commands and snippets of docs/serving.md work with an endpoint on a free port."""
+"""The commands and snippets of docs/guides/serving.md work with an endpoint on a free port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl_train.testing.scripted_engine import ScriptedEngine
 from tests.support.doc_pages import fenced_blocks, snippets
 from tests.support.http_endpoint import TOKEN, TOKENIZER, answers_with
 
-PAGE = "docs/serving.md"
+PAGE = "docs/guides/serving.md"
 OPENAI, ENDPOINT, REMOTE = snippets(PAGE)
 CURL = [text for page, text in fenced_blocks("bash") if page == PAGE and text.startswith("curl")]
 

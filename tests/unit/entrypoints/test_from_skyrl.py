@@ -129,7 +129,8 @@ def test_settings_without_equivalent_are_refused():
         "trainer.algorithm.temperature=0.5 trainer.policy.megatron_config.moe_aux_loss_coeff=0.01 trainer.sed=1"
     )
     assert translate(text).problems == [
-        "examples.train.visgym.entrypoint has no equivalent here. docs/from_skyrl.md says how to run SkyRL's programs.",
+        "examples.train.visgym.entrypoint has no equivalent here. "
+        "docs/guides/from_skyrl.md says how to run SkyRL's programs.",
         "--env_variant is not key=value.",
         "instruct is not key=value.",
         "trainer.sed=1: unknown key. Did you mean trainer.seed?",
@@ -215,7 +216,10 @@ def test_cispo_has_todays_bounds():
             "bash examples/train/gsm8k/run.sh trainer.seed=1",
             "calls examples/train/gsm8k/run.sh, which was not found. Give that script and its arguments instead.",
         ),
-        ("python -m skyrl.train.main_sft batch_size=4", "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md"),
+        (
+            "python -m skyrl.train.main_sft batch_size=4",
+            "Start skyrl_train.entrypoints.main_sft; docs/guides/from_skyrl.md",
+        ),
         ("python examples/train/callbacks/main_sft_with_callbacks.py batch_size=4", "has keys of its own"),
         ("A='x", "line 1: a closing ' is missing"),
     ],

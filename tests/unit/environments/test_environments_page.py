@@ -9,7 +9,7 @@ import pytest
 from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.environments import registry
 
-PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "environments.md"
 
 ADAPTERS = {"openenv", "reasoning_gym", "verifiers"}
 """Environments of other libraries. Another page describes their rewards."""

@@ -15,7 +15,7 @@ generator = runpy.run_path(str(ROOT / "scripts" / "generate_metric_docs.py"))
 
 
 def test_docs_page_has_current_tables():
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert page == generator["render"](page), "run: python scripts/generate_metric_docs.py"
 
 

@@ -123,7 +123,7 @@ def test_recordings_are_small_and_numeric():
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_recording_can_be_repeated(tmp_path: Path):
-    """The command of docs/testing.md records the same metrics again, from a model without warm-up."""
+    """The command of docs/contributing/testing.md records the same metrics again, from a model without warm-up."""
     (command,) = find_commands("python scripts/recordings/record.py ")
     words = [str(tmp_path / "work") if word == "/tmp/recordings" else word for word in command.words[1:]]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -47,7 +47,7 @@ def test_ineffective_overrides_raise_error_with_replacement():
             with pytest.raises(ConfigError) as error:
                 type("Mine", (base,), {name: lambda self: None})
             assert str(error.value).startswith(f"Mine.{name}: the run does not call this method"), name
-            assert f"Instead: {advice} (docs/from_skyrl.md#programs)" in str(error.value)
+            assert f"Instead: {advice} (docs/guides/from_skyrl.md#programs)" in str(error.value)
 
 
 def test_ineffective_overrides_in_mixin_raise_error():
@@ -73,7 +73,8 @@ def test_unsupported_attributes_raise_error_with_replacement():
         with pytest.raises(AttributeError, match=f"no {name!r}. Instead: "):
             getattr(InferenceEngineClient.__new__(InferenceEngineClient), name)
     with pytest.raises(
-        AttributeError, match=r"no 'nonsense'\. docs/from_skyrl.md#programs lists the attributes that RayPPOTrainer has"
+        AttributeError,
+        match=r"no 'nonsense'\. docs/guides/from_skyrl.md#programs lists the attributes that RayPPOTrainer has",
     ):
         trainer().nonsense  # noqa: B018
 

@@ -1,4 +1,4 @@
-"""Tests of docs/foreign_environments.md: its example runs, and it lists the restricted datasets."""
+"""Tests of docs/guides/foreign_environments.md: its example runs, and it lists the restricted datasets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from skyrl_train.environments import registry
 from skyrl_train.environments.integrations.reasoning_gym import SAFE_ANSWERS_FOR_EVAL, UNSUPPORTED_DATASETS
 
-PAGE = (Path(__file__).parents[4] / "docs" / "foreign_environments.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "guides" / "foreign_environments.md").read_text()
 
 
 def test_page_example_runs(monkeypatch: pytest.MonkeyPatch):

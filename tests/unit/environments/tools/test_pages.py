@@ -1,4 +1,4 @@
-"""Tests that run the snippets of docs/tools.md and docs/web_tools.md and compare their output."""
+"""Tests that run the snippets of docs/guides/tools.md and docs/guides/web_tools.md and compare their output."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from skyrl_train.environments.tools import registry
 from skyrl_train.environments.tools.sandbox import Sandbox
 from tests.support.doc_pages import snippets
 
-DICE, PYTHON = snippets("docs/tools.md")
-(FETCH,) = snippets("docs/web_tools.md")
+DICE, PYTHON = snippets("docs/guides/tools.md")
+(FETCH,) = snippets("docs/guides/web_tools.md")
 
 
 def test_page_example_tool_throws_dice(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "tensordict_collectors.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "torchrl" / "collectors.md"
 
 
 def test_the_pages_snippets_run(capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""docs/tensordict_examples.md runs, section by section."""
+"""docs/torchrl/examples.md runs, section by section."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from skyrl_train.environments.tools.browser import PROGRAMS
 from skyrl_train.testing.tiny_models import save_tiny_model
 
-PAGE = Path(__file__).parents[4] / "docs" / "tensordict_examples.md"
+PAGE = Path(__file__).parents[4] / "docs" / "torchrl" / "examples.md"
 SERVER = Path(__file__).parents[2] / "environments" / "tools" / "mcp_server.py"
 NEEDS = {
     "Python": shutil.which("bwrap"),

@@ -1,4 +1,4 @@
-"""The snippets of docs/tensordict_envs.md run, and its table names what exists."""
+"""The snippets of docs/torchrl/environments.md run, and its table names what exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGE = (Path(__file__).parents[4] / "docs" / "tensordict_envs.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "torchrl" / "environments.md").read_text()
 
 
 def test_the_snippets_of_the_page_run_one_after_the_other():

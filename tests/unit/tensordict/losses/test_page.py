@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "tensordict_losses.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "torchrl" / "losses.md"
 
 
 def test_the_pages_snippets_run():

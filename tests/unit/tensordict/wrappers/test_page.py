@@ -1,4 +1,4 @@
-"""The snippets of docs/tensordict.md run, and its table has every name of the surface, where it says."""
+"""The snippets of docs/torchrl/index.md run, and its table has every name of the surface, where it says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.tensordict.collectors.ray_collector import RayLLMCollector
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.unit.tensordict.conftest import TORCHRL_MODULES
 
-PAGE = (Path(__file__).parents[4] / "docs" / "tensordict.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "torchrl" / "index.md").read_text()
 ROWS = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `(skyrl_train[\w.]+)` \|$", PAGE, re.MULTILINE)
 WHERE = {name: module for names, module in ROWS for name in re.findall(r"`(\w+)`", names)}
 SURFACE = """
