@@ -431,7 +431,7 @@ def test_missing_model_is_named_by_key(tmp_path: Path):
 
 
 def test_summary_names_peaks_and_largest_parts(path: str):
-    plans = memory_plan(config(path, "trainer.algorithm.use_kl_loss=true", ranks=2))
+    plans = memory_plan(config(path, "trainer.algorithm.use_kl_loss=true"))
     peaks, parts, command = summary(plans, "cuda", 80 << 30)
     (first, *_), megabytes = plans, round(plans[0].peak()[0] / 2**20)
     assert f"at most per GPU: {first.name} {megabytes:,} MiB of 80.0 GiB while updating" in peaks

@@ -273,7 +273,9 @@ def test_advice_names_keys_that_exist():
 
 
 def test_equal_rewards_of_a_step_are_found():
-    equal, near_miss = (last(count, reward__std=0.0) for count in (5, 4))
+    equal, near_miss = (
+        [{"step": float(step), **row} for step, row in enumerate(last(count, reward__std=0.0))] for count in (5, 4)
+    )
     assert [finding.rule for finding in diagnose(equal, [NO_DIFFERENCE_IN_STEP])] == ["no_difference"]
     assert diagnose(near_miss, [NO_DIFFERENCE_IN_STEP]) == []
 
