@@ -652,13 +652,13 @@ def summary(plans: Sequence[SlotMemoryPlan], device: str, capacity: int | None) 
         capacity: Bytes of an accelerator, or of the main memory for device "cpu"; None if unknown.
     """
     available = f" of {_format_size(capacity)}" if capacity is not None and device == "cuda" else ""
-    peaks = [f"{plan.name} {_format_size(plan.peak()[0])}{available} while {plan.peak()[1]}" for plan in plans]
+    peaks = [f"{plan.name} at most {_format_size(plan.peak()[0])}{available} while {plan.peak()[1]}" for plan in plans]
     fullest = max(plans, key=lambda plan: plan.peak()[0])
     held = [item for item in fullest.items if fullest.peak()[1] in item.phases and not item.on_host]
     largest = sorted(held, key=lambda item: item.size, reverse=True)[:_NUM_LARGEST_PARTS]
     parts = ", ".join(f"{item.role} {item.name} {_format_size(item.size)}" for item in largest)
     return [
-        f"memory plan: at most{' per GPU' if device == 'cuda' else ''}: {'; '.join(peaks)}",
+        f"memory plan{' per GPU' if device == 'cuda' else ''}: {'; '.join(peaks)}",
         f"memory plan: largest parts: {parts}",
         "memory plan: `skyrl-train plan` with the same arguments shows all parts",
     ]

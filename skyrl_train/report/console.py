@@ -65,7 +65,11 @@ class ConsoleTracker:
         trainer = setup.config.get("trainer", {})
         self._resume_mode = trainer.get("resume_mode", "latest")
         self._saves_none = trainer.get("ckpt_interval", 1) <= 0
-        self._reads_rewards = trainer.get("algorithm", {}).get("advantage_estimator") != "distillation"
+        algorithm = trainer.get("algorithm", {})
+        self._reads_rewards = (
+            algorithm.get("advantage_estimator") != "distillation"
+            and algorithm.get("policy_loss_type") != "cross_entropy"
+        )
         self.console_samples = trainer.get("console_samples", 1)
         self.console_samples_interval = trainer.get("console_samples_interval", 10)
         self._step: int | None = None

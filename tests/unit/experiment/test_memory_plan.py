@@ -434,7 +434,7 @@ def test_summary_names_peaks_and_largest_parts(path: str):
     plans = memory_plan(config(path, "trainer.algorithm.use_kl_loss=true"))
     peaks, parts, command = summary(plans, "cuda", 80 << 30)
     (first, *_), megabytes = plans, round(plans[0].peak()[0] / 2**20)
-    assert f"at most per GPU: {first.name} {megabytes:,} MiB of 80.0 GiB while updating" in peaks
+    assert f"per GPU: {first.name} at most {megabytes:,} MiB of 80.0 GiB while updating" in peaks
     assert all(plan.name in peaks for plan in plans)
     largest = max((item for item in first.items if "updating" in item.phases), key=lambda item: item.size)
     assert parts.startswith(f"memory plan: largest parts: {largest.role} {largest.name} ")
