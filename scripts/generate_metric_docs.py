@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, async_rules, gradient_rule, memory_rule
+from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, async_rules, gradient_rule, memory_rule, ratio_rules
 from skyrl_train.report.metric_catalog import DEPRECATED_NAMES, METRICS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "metrics.md"
@@ -41,6 +41,7 @@ def _rules() -> list[str]:
     every = [
         NO_DIFFERENCE,
         gradient_rule(uses_group_baseline=True),
+        *ratio_rules(100.0),
         *async_rules(1),
         *RULES,
         memory_rule(0.0, "memory"),

@@ -144,7 +144,8 @@ GUARDS = ("equal_rewards", "ratio", "cut")
 
 @dataclass
 class GuardsConfig(Section):
-    """Guards that detect unhealthy runs. A guard warns once, or stops the run if `stop` names it. null turns it off.
+    """Guards that stop unhealthy runs. A guard acts if `stop` names it and its limit is not null. The diagnosis warns
+    about the same symptoms in any case.
 
     Rollouts that failed or exceeded `timeouts.rollout_s` have a separate limit: a step with a larger fraction of them
     than `trainer.max_failed_fraction` always stops the run.
@@ -154,18 +155,18 @@ class GuardsConfig(Section):
     """Number of consecutive updates with a non-finite gradient after which the run stops. Every rank skips such an
     update. The 1st, 10th, 100th, ... step with skipped updates warns."""
     equal_rewards_steps: int | None = config_field(10, range=AT_LEAST_ONE)
-    """Number of consecutive steps without a training signal after which the guard `equal_rewards` triggers: all rewards
-    that the advantage estimator compares are equal. It compares the samples of each prompt, or all samples of a step
-    (`gae`, `reinforce++`, your own estimators). The guard does not apply where rewards are not read (`distillation`,
-    `cross_entropy`)."""
+    """Number of consecutive steps without a training signal after which the guard `equal_rewards` stops the run: all
+    rewards that the advantage estimator compares are equal. It compares the samples of each prompt, or all samples of a
+    step (`gae`, `reinforce++`, your own estimators). The guard does not apply where rewards are not read
+    (`distillation`, `cross_entropy`)."""
     max_ratio: float | None = config_field(100.0, range=POSITIVE)
-    """Largest probability ratio of a token above which the guard `ratio` triggers. It checks the ratio of the updated
-    policy to the policy before the step (`policy/ratio_max`) and the ratio of the trainer to the engine that sampled
-    the token (`mismatch/ratio_max`)."""
+    """Largest probability ratio of a token above which the diagnosis warns, or the guard `ratio` stops the run. It
+    checks the ratio of the updated policy to the policy before the step (`policy/ratio_max`) and the ratio of the
+    trainer to the engine that sampled the token (`mismatch/ratio_max`). null turns off both."""
     max_cut_fraction: float | None = config_field(0.9, range=FRACTION)
-    """Fraction of a step's responses that reach the length limit above which the guard `cut` triggers."""
+    """Fraction of a step's responses that reach the length limit above which the guard `cut` stops the run."""
     stop: list[str] = config_field(factory=list, choices=GUARDS)
-    """Guards that stop the run instead of warning. The run saves its last step before it stops."""
+    """Guards that may stop the run. It saves its last step before it stops."""
 
 
 @dataclass

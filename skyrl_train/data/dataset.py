@@ -86,7 +86,7 @@ def load_prompts(
     for source in sources:
         before = number
         for where, row in read_rows(source):
-            prompt = _parse_prompt(where, str(number), row, default_env_class)
+            prompt = _parse_prompt(where, str(number), row, default_env_class, (source, number - before))
             number += 1
             tokens = _count_prompt_tokens(where, prompt, count_tokens, max_prompt_length)
             shortest = tokens if shortest is None else min(shortest, tokens)
@@ -104,7 +104,7 @@ def load_prompts(
     return PromptDataset(tuple(prompts), number - len(prompts))
 
 
-def _parse_prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Prompt:
+def _parse_prompt(where: str, uid: str, row: DatasetRow, default_env_class: str, origin: tuple[str, int]) -> Prompt:
     if row.get("prompt") is None:
         raise DataError(
             f"{where}: has no column 'prompt', only {sorted(row)}. It must be a list of messages, "
@@ -119,7 +119,7 @@ def _parse_prompt(where: str, uid: str, row: DatasetRow, default_env_class: str)
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str):
         raise DataError(f"{where}: env_class is {env_class!r:.80}; it must be the name of an environment.")
-    return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"), where)
+    return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"), where, *origin)
 
 
 def _check_answer(where: str, extras: dict[str, Any]) -> None:

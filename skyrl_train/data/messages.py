@@ -47,6 +47,10 @@ class Prompt:
     """Name of the dataset that the row is from. Evaluations report results for each."""
     where: str = field(default="", compare=False)
     """File and row that the prompt was read from, for error messages."""
+    source: str = field(default="", compare=False)
+    """Entry of data.train_data or data.val_data that the prompt was read from; "" if it was made by a program."""
+    source_row: int = field(default=0, compare=False)
+    """Row of the prompt in `source`, from 0."""
 
 
 def parse_messages(where: str, column: str, value: Any) -> list[Message]:

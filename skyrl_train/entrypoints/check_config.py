@@ -23,7 +23,7 @@ from skyrl_train.cluster.external_cluster import external_cluster_has_gpus
 from skyrl_train.config.predicates import RunComponents
 from skyrl_train.config.prepare import PreparedConfig, run_entrypoint
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.plan_report import MEASURED, DataStats, align_columns, compute_data_stats, run_lines
+from skyrl_train.entrypoints.plan_report import PROBE_HINT, DataStats, align_columns, compute_data_stats, run_lines
 from skyrl_train.entrypoints.serve import ENDPOINT
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.experiment.base import Experiment, exit_on_failure, required_components
@@ -134,7 +134,7 @@ def report_with_plan(prepared: PreparedConfig, here: bool, probes: bool) -> None
     for line in plan_lines(plans, config.device, capacity, memory_capacity("cpu")):
         print_stdout(line)
     data = _data(config) if here else "not read with --elsewhere"
-    for line in run_lines(config, plans, data, "see the probe below" if probes else MEASURED):
+    for line in run_lines(config, plans, data, "" if probes else PROBE_HINT):
         print_stdout(line)
 
 

@@ -13,7 +13,7 @@ from skyrl_train.config.schema import Config
 if TYPE_CHECKING:
     from skyrl_train.experiment.memory_plan import SlotMemoryPlan
 
-MEASURED = "measured by --probe"
+PROBE_HINT = "`skyrl-train plan --probe` with the same arguments measures the seconds of a step."
 _MAX_SAMPLED_PROMPTS = 1000
 """Number of prompts whose mean length stands for all of them."""
 
@@ -50,7 +50,7 @@ def compute_data_stats(cfg: Config) -> DataStats:
 
 
 def run_lines(
-    cfg: Config, plans: Sequence[SlotMemoryPlan], data: DataStats | str, seconds: str = MEASURED
+    cfg: Config, plans: Sequence[SlotMemoryPlan], data: DataStats | str, seconds: str = PROBE_HINT
 ) -> Iterator[str]:
     """Yield the lines of the table.
 
@@ -58,15 +58,16 @@ def run_lines(
         cfg: The configuration.
         plans: The memory plan of each kind of slot.
         data: Statistics of the training data, or why they are unknown.
-        seconds: Where the seconds of a step can be found.
+        seconds: Line that says where the seconds of a step can be found; "" for none.
     """
     counts = count_run_slots(cfg, RunComponents())
     yield ""
     yield "the run"
     table = [["slots", f"{counts.total:,}", _roles(cfg, plans, counts)]]
     table += _tokens(cfg, data)
-    table += [["seconds per step", "?", seconds], ["hours", "?", seconds]]
     yield from align_columns(table, 1)
+    if seconds:
+        yield f"  {seconds}"
 
 
 def _roles(cfg: Config, plans: Sequence[SlotMemoryPlan], counts: SlotCounts) -> str:
@@ -113,7 +114,7 @@ def _tokens(cfg: Config, data: DataStats | str) -> Iterator[list[str]]:
         note = f"{data.prompts:,} prompts, {prompts:,} per step, trainer.epochs={trainer.epochs:,}{limit}"
         yield ["steps", f"{schedule.total_steps:,}", note]
     else:
-        yield ["steps", "?", f"of {trainer.train_batch_size:,} prompts, trainer.epochs={trainer.epochs:,}{limit}"]
+        yield ["steps", "unknown", f"of {trainer.train_batch_size:,} prompts, trainer.epochs={trainer.epochs:,}{limit}"]
 
 
 def align_columns(table: Sequence[Sequence[str]], words: int) -> Iterator[str]:

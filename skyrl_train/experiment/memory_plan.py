@@ -76,6 +76,7 @@ _DEEPSPEED_BUCKET = 500_000_000
 """Elements: DeepSpeed's default for `reduce_bucket_size`."""
 _DEEPSPEED_PREFETCH, _DEEPSPEED_REUSE = 50_000_000, 1_000_000_000
 """Elements: DeepSpeed's defaults for `stage3_prefetch_bucket_size` and `stage3_max_reuse_distance`."""
+_NUM_LARGEST_PARTS = 3
 _CPU_CACHE_BYTES = 4 << 30
 """Maximum size of the KV cache that vLLM and SGLang allocate on a CPU: see their arguments.py."""
 
@@ -623,7 +624,7 @@ class ModelRank:
 
 
 def print_memory_plan(cfg: Config, objective_spec: ObjectiveSpec) -> None:
-    """Print the plan of a starting run to stderr, one note per role.
+    """Print a summary of a starting run's plan to stderr.
 
     A plan that cannot be made does not stop a run, because engines and strategies understand free-form settings better.
     Then the note says why.
@@ -632,7 +633,8 @@ def print_memory_plan(cfg: Config, objective_spec: ObjectiveSpec) -> None:
         ConfigError: A model cannot be loaded.
     """
     try:
-        lines = summary(memory_plan(cfg, memory_capacity(cfg.device), objective_spec))
+        capacity = memory_capacity(cfg.device)
+        lines = summary(memory_plan(cfg, capacity, objective_spec), cfg.device, capacity)
     except ConfigError:
         raise
     except Exception as error:
@@ -641,16 +643,30 @@ def print_memory_plan(cfg: Config, objective_spec: ObjectiveSpec) -> None:
         print_stderr(f"note: {line}")
 
 
-def summary(plans: Sequence[SlotMemoryPlan]) -> list[str]:
-    """Return one line per role, to compare with a run's measurements (memory/*)."""
-    described = []
-    for plan in plans:
-        for role in plan.roles:
-            size, phase = plan.peak(role=role)
-            held = [item for item in plan.items if item.role == role and phase in item.phases and not item.on_host]
-            parts = ", ".join(f"{item.name} {item.size / 2**30:.3f}" for item in held)
-            described.append(f"memory plan: {role}: at most {size / 2**30:.3f} GiB per slot, while {phase} ({parts})")
-    return list(dict.fromkeys(described))  # a role may have slots of two kinds
+def summary(plans: Sequence[SlotMemoryPlan], device: str, capacity: int | None) -> list[str]:
+    """Return three lines: the peak of each kind of slot, its largest parts, and the command that shows the whole plan.
+
+    Args:
+        plans: The plan of each kind of slot.
+        device: "cuda" or "cpu".
+        capacity: Bytes of an accelerator, or of the main memory for device "cpu"; None if unknown.
+    """
+    available = f" of {_format_size(capacity)}" if capacity is not None and device == "cuda" else ""
+    peaks = [f"{plan.name} at most {_format_size(plan.peak()[0])}{available} while {plan.peak()[1]}" for plan in plans]
+    fullest = max(plans, key=lambda plan: plan.peak()[0])
+    held = [item for item in fullest.items if fullest.peak()[1] in item.phases and not item.on_host]
+    largest = sorted(held, key=lambda item: item.size, reverse=True)[:_NUM_LARGEST_PARTS]
+    parts = ", ".join(f"{item.role} {item.name} {_format_size(item.size)}" for item in largest)
+    return [
+        f"memory plan{' per GPU' if device == 'cuda' else ''}: {'; '.join(peaks)}",
+        f"memory plan: largest parts: {parts}",
+        "memory plan: `skyrl-train plan` with the same arguments shows all parts",
+    ]
+
+
+def _format_size(size: int) -> str:
+    """Return a number of bytes in GiB, or in MiB below 1 GiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
 def memory_plan(

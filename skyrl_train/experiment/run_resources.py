@@ -24,6 +24,7 @@ from typing import Any
 
 from skyrl_train import trace
 from skyrl_train.aio import gather_all
+from skyrl_train.algorithms.advantages import ComparisonScope
 from skyrl_train.cluster.actors import ActorProxy, spawn
 from skyrl_train.cluster.placement import reserve_spread_pool
 from skyrl_train.cluster.ray_cluster import Cluster
@@ -52,11 +53,13 @@ from skyrl_train.learner.learner import Learner
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.diagnosis import (
     NO_DIFFERENCE,
+    NO_DIFFERENCE_IN_STEP,
     RULES,
     Rule,
     async_rules,
     gradient_rule,
     memory_rule,
+    ratio_rules,
     truncated_rule,
 )
 from skyrl_train.report.logs import environment_log, run_logs
@@ -395,8 +398,12 @@ def build_trackers(cfg: Config, folder: Path, end_of_turn: str = "") -> Trackers
 
 def diagnosis_rules(cfg: Config, end_of_turn: str = "") -> list[Rule]:
     """Return the diagnosis rules for this run's metrics; `end_of_turn` as in `build_trackers`."""
-    compares_in_groups = comparison_scope(cfg.trainer.algorithm) == "group"
-    rules = [*([NO_DIFFERENCE] if compares_in_groups else []), gradient_rule(compares_in_groups)]
+    scope, max_ratio = comparison_scope(cfg.trainer.algorithm), cfg.trainer.guards.max_ratio
+    rules = [gradient_rule(scope == ComparisonScope.GROUP)]
+    if scope is not None:
+        rules.insert(0, NO_DIFFERENCE if scope == ComparisonScope.GROUP else NO_DIFFERENCE_IN_STEP)
+    if max_ratio is not None and "ratio" not in cfg.trainer.guards.stop:  # otherwise the error of the guard says it
+        rules += ratio_rules(max_ratio)
     fully_async = cfg.trainer.fully_async
     rules += async_rules(fully_async.max_staleness_steps) if fully_async.enabled else ()
     if (capacity := memory_plan.memory_capacity(cfg.device)) is not None:

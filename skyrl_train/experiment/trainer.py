@@ -225,7 +225,14 @@ def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, sched
         max_failed_fraction=trainer.max_failed_fraction,
         group_filters=build_group_filter_settings(cfg),
         num_parallel_generation_workers=fully_async.num_parallel_generation_workers if fully_async.enabled else None,
+        env_try_overrides=_env_try_overrides(cfg),
     )
+
+
+def _env_try_overrides(cfg: Config) -> list[str]:
+    """Return the arguments with which `skyrl-train env try` finds the run's environments."""
+    plugins = cfg.trainer.plugins
+    return [f"trainer.plugins=[{','.join(plugins)}]"] if plugins else []
 
 
 def build_group_filter_settings(cfg: Config) -> GroupFilterSettings:

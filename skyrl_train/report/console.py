@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,19 @@ RECENT_STEPS = 20
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 _ALERT_LABELS = {"rollouts/failed": "FAILED {}", "policy/skipped": "SKIPPED {}", "critic/skipped": "critic SKIPPED {}"}
 """Metrics that are shown only if they are not 0."""
+_COLUMNS: tuple[tuple[str, str, int | None, int], ...] = (
+    ("reward/mean", "reward {}", 3, 6),
+    ("reward/std", "± {}", 3, 5),
+    ("response/mean_tokens", "length {}", 1, 6),
+    ("response/truncated_fraction", "truncated {}", None, 4),
+    ("policy/kl", "kl {}", 4, 6),
+    ("policy/entropy", "entropy {}", 3, 5),
+    ("policy/loss", "loss {}", 4, 7),
+    ("sft/loss", "loss {}", 4, 7),
+    ("policy/grad_norm", "grad {}", 3, 6),
+    ("throughput/tokens_per_s", "{} tok/s", 0, 7),
+)
+"""Metrics of a step's line: name, label, decimals (None for a percentage) and width of the number."""
 _PHASES = ("generate", "score", "update", "publish", "offload", "evaluate")
 
 
@@ -51,6 +65,11 @@ class ConsoleTracker:
         trainer = setup.config.get("trainer", {})
         self._resume_mode = trainer.get("resume_mode", "latest")
         self._saves_none = trainer.get("ckpt_interval", 1) <= 0
+        algorithm = trainer.get("algorithm", {})
+        self._reads_rewards = (
+            algorithm.get("advantage_estimator") != "distillation"
+            and algorithm.get("policy_loss_type") != "cross_entropy"
+        )
         self.console_samples = trainer.get("console_samples", 1)
         self.console_samples_interval = trainer.get("console_samples_interval", 10)
         self._step: int | None = None
@@ -140,6 +159,12 @@ class ConsoleTracker:
             source, value, step = best
             score = f"{escape_control_chars(source)} avg_score {format_number(value)}"
             yield f"{self._name}: best evaluation: {score} at step {step}"
+        if self._reads_rewards and never_rewarded(rows):
+            watch = escape_control_chars(shlex.join(["skyrl-train", "watch", folder]))
+            yield (
+                f"{self._name}: nothing was learned, because the reward was 0 in every step. Read the rollouts with "
+                f"`{watch}`; docs/guides/reward_stays_zero.md lists the usual causes."
+            )
         if split := time_split(rows):
             yield f"{self._name}: {split}"
         yield f"{self._name}: {self._resume_hint()}"
@@ -163,26 +188,31 @@ class ConsoleTracker:
 def step_line(metrics: Mapping[str, float]) -> str:
     """Return the line of a step: reward, lengths, KL, losses, speed and timing, as far as the metrics are present.
 
-    Numbers have a fixed width, so that those of consecutive lines are aligned. Return "" if there is nothing to show.
+    Numbers have a fixed width and number of decimals, so that those of consecutive lines are aligned. Return "" if
+    there is nothing to show.
     """
-    parts = [
-        _part(metrics, "reward/mean", "reward {}"),
-        _part(metrics, "reward/std", "± {}"),
-        _part(metrics, "response/mean_tokens", "length {}"),
-        _percentage(metrics, "response/truncated_fraction", "truncated {}"),
-        _part(metrics, "policy/kl", "kl {}"),
-        _part(metrics, "policy/entropy", "entropy {}"),
-        _part(metrics, "policy/loss", "loss {}"),
-        _part(metrics, "sft/loss", "loss {}"),
-        _part(metrics, "policy/grad_norm", "grad {}"),
-        _part(metrics, "throughput/tokens_per_s", "{} tok/s"),
-    ]
+    parts = []
+    for name, label, decimals, width in _COLUMNS:
+        if name in metrics:
+            value = metrics[name]
+            percentage = f"{value:.0%}".rjust(width)
+            parts.append(label.format(percentage if decimals is None else format_fixed(value, decimals, width)))
     parts += [label.format(format_number(metrics[name])) for name, label in _ALERT_LABELS.items() if metrics.get(name)]
     if "timing/step_s" in metrics:
         seconds_by_phase = {phase: metrics[f"timing/{phase}_s"] for phase in _PHASES if f"timing/{phase}_s" in metrics}
-        split = ", ".join(f"{phase} {format_number(seconds)}" for phase, seconds in seconds_by_phase.items())
-        parts.append(f"{format_number(metrics['timing/step_s']):>6} s" + (f" ({split})" if split else ""))
+        split = ", ".join(f"{phase} {format_fixed(seconds, 2)}" for phase, seconds in seconds_by_phase.items())
+        parts.append(f"{format_fixed(metrics['timing/step_s'], 2, 7)} s" + (f" ({split})" if split else ""))
     return "  ".join(filter(None, parts))
+
+
+def never_rewarded(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """True if there are training steps with rewards, and all of these rewards were 0.
+
+    Args:
+        rows: Lines of metrics.jsonl.
+    """
+    rewards = [row[name] for row in rows for name in ("reward/mean", "reward/std") if name in row]
+    return bool(rewards) and not any(rewards)
 
 
 def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int] | None:
@@ -255,6 +285,16 @@ def format_number(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
+def format_fixed(value: float, decimals: int, width: int = 0) -> str:
+    """Return a number with a fixed number of decimals, right-aligned in `width` characters.
+
+    A number that would be rounded to 0 is shown as 1e-05, and values from 10,000 on have no decimals.
+    """
+    if value and abs(value) < 0.5 * 10.0**-decimals:
+        return f"{value:.0e}".rjust(width)
+    return f"{value:,.{decimals if abs(value) < 10_000 else 0}f}".rjust(width)
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units: 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     total = round(seconds)
@@ -281,11 +321,3 @@ def truncate_text(text: str, max_chars: int, *, from_end: bool = False) -> str:
         return "…" + (part[part.index(" ") + 1 :] if " " in part[:30] else part)
     part = text[:max_chars]
     return (part[: part.rindex(" ")] if " " in part[-30:] else part) + "…"
-
-
-def _part(metrics: Mapping[str, float], name: str, label: str) -> str:
-    return label.format(f"{format_number(metrics[name]):>6}") if name in metrics else ""
-
-
-def _percentage(metrics: Mapping[str, float], name: str, label: str) -> str:
-    return label.format(f"{metrics[name]:>5.0%}") if name in metrics else ""

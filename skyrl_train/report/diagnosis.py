@@ -470,6 +470,12 @@ def memory_rule(limit_gib: float, name: str) -> Rule:
     )
 
 
+NO_DIFFERENCE_IN_STEP = Rule(
+    "no_difference",
+    holds_in_every_step("reward/std", 5, lambda std: std == 0.0, "all samples of a step had the same reward"),
+    "They give no training signal. Try a row with `skyrl-train env try`, or use easier or harder prompts.",
+)
+"""Rule for algorithms that compare all samples of a step."""
 NO_DIFFERENCE = Rule(
     "no_difference",
     holds_in_every_step(
@@ -515,6 +521,54 @@ def async_rules(max_staleness_steps: int) -> tuple[Rule, ...]:
             "the GPUs.",
         ),
     )
+
+
+@dataclass(frozen=True)
+class RatioSymptom:
+    """A probability ratio that is too large for a token."""
+
+    description: str
+    advice: str
+
+    def evidence(self, metrics: Mapping[str, float], name: str, max_ratio: float | None) -> str | None:
+        """Return a text with the ratio if it exceeds the limit or is NaN, otherwise None.
+
+        Args:
+            metrics: Metrics of a step.
+            name: Metric with the largest ratio of the step.
+            max_ratio: The limit, trainer.guards.max_ratio; None if there is none.
+        """
+        ratio = metrics.get(name, 0.0)
+        if max_ratio is None or ratio <= max_ratio:
+            return None
+        return f"{self.description} was {ratio:.3g} ({name}, trainer.guards.max_ratio={max_ratio:g})"
+
+
+RATIOS = {
+    "policy/ratio_max": RatioSymptom(
+        "the ratio of a token's probability during the update to its probability before the step",
+        "The policy changes a lot in one step. Lower trainer.policy.optimizer_config.lr or "
+        "trainer.update_epochs_per_batch.",
+    ),
+    "mismatch/ratio_max": RatioSymptom(
+        "the ratio of a sampled token's probability in the trainer to its probability in the engine",
+        "Trainer and engine compute different policies. Compare generator.model_dtype with trainer.bf16, verify the "
+        "engines' weights with generator.weight_sync_check=probe, and exclude such tokens from the loss with "
+        "trainer.algorithm.off_policy_correction.",
+    ),
+}
+"""Metrics of largest probability ratios. An update of a single optimizer step starts at the policy of the rollouts, so
+its own ratio is 1 and only the engine's is useful."""
+
+
+def ratio_rules(max_ratio: float) -> tuple[Rule, ...]:
+    """Return the rules about probability ratios above trainer.guards.max_ratio in the last step."""
+
+    def evidence(name: str) -> Evidence:
+        return lambda history: RATIOS[name].evidence(history.steps[-1], name, max_ratio)
+
+    names = {"policy/ratio_max": "large_policy_ratio", "mismatch/ratio_max": "large_engine_ratio"}
+    return tuple(Rule(rule, evidence(name), RATIOS[name].advice) for name, rule in names.items())
 
 
 def truncation_advice(end_of_turn: str = "") -> str:

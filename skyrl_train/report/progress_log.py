@@ -12,7 +12,7 @@ from skyrl_train import trace
 from skyrl_train.terminal import escape_control_chars, print_stdout
 
 _log = logging.getLogger(__name__)
-FIRST_REPORT_S = 4.0
+FIRST_REPORT_S = 15.0
 """Time until the first progress line, and between lines at first."""
 FREQUENT_REPORTS_S = REPORT_INTERVAL_S = 60.0
 """Time after which lines become less frequent, and the time between them from then on: it keeps logs short."""

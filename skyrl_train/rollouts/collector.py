@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shlex
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class RolloutCollector:
         max_failed_fraction: float,
         group_filters: GroupFilterSettings | None = None,
         num_parallel_generation_workers: int | None = None,
+        env_try_overrides: Sequence[str] = (),
     ):
         """Create the collector; call `load_state_dict` to resume, and then `start`.
 
@@ -68,6 +70,7 @@ class RolloutCollector:
             max_failed_fraction: Largest accepted fraction of failed trajectories per step.
             group_filters: The settings that select groups and shape rewards; None for the defaults.
             num_parallel_generation_workers: Maximum number of groups in flight; None if only the staleness limits it.
+            env_try_overrides: Arguments that the commands in messages need besides environment and row.
         """
         self.rollout = rollout
         self._prompt_at = prompt_at
@@ -79,6 +82,7 @@ class RolloutCollector:
             "over-provisioning requires max_staleness_steps=0"
         )
         self._num_parallel_generation_workers = num_parallel_generation_workers
+        self._env_try_overrides = env_try_overrides
         self._queue: RolloutQueue[_CollectedGroup] = RolloutQueue()
         self._replaced_positions: set[int] = set()
         """Positions of dropped groups whose replacement has started, and that no step has drawn yet."""
@@ -285,7 +289,8 @@ class RolloutCollector:
             raise RolloutsFailed(
                 f"{failures.total()} of {len(trajectories)} trajectories of this step failed ({counts}), more than "
                 f"trainer.max_failed_fraction={self._max_failed_fraction:g} allows. Nothing was trained on them. "
-                f"Fix the environment or engine named below, or raise the fraction. {_describe_failure(first)}"
+                "Fix the environment or engine named below, or raise the fraction. "
+                f"{_describe_failure(first, self._env_try_overrides)}"
             )
 
     def _check_staleness(self, step: int, groups: list[TrajectoryGroup]) -> None:
@@ -308,7 +313,8 @@ class RolloutCollector:
             if kind not in self._reported_failure_kinds and kind != FailureKind.DEADLINE:
                 self._reported_failure_kinds.add(kind)
                 failed = f"{number} of {total} episodes of this step failed and are masked"
-                _log.warning("%s. %s", failed, _describe_failure(_first_failure(kind, finished)))
+                example = _describe_failure(_first_failure(kind, finished), self._env_try_overrides)
+                _log.warning("%s. %s", failed, example)
         if failures[FailureKind.DEADLINE]:
             _log.warning(
                 "%d of %d episodes exceeded trainer.timeouts.rollout_s and are masked, so the model is not trained on "
@@ -465,13 +471,14 @@ def _first_failure(kind: str, groups: list[_CollectedGroup]) -> Trajectory:
     return next(item for item in items if item.status == FAILED and (item.error or "unknown") == kind)
 
 
-def _describe_failure(item: Trajectory) -> str:
+def _describe_failure(item: Trajectory, overrides: Sequence[str]) -> str:
     """Describe the failure of an episode and its row, with a command to reproduce it if its environment failed."""
     prompt, problem = item.prompt, f"{item.error}: {item.detail}" if item.detail else str(item.error)
     description = f"{escape_control_chars(problem)} (row {prompt.uid}, environment {prompt.env_class})"
-    if item.error is None or item.error in [*FailureKind]:
+    if item.error is None or item.error in [*FailureKind] or not prompt.source:
         return f"{description}."
-    return f"{description}. Try it: `skyrl-train env try {prompt.env_class} --data FILE --row {prompt.uid}`."
+    command = ["skyrl-train", "env", "try", prompt.env_class, "--data", prompt.source, "--row", str(prompt.source_row)]
+    return f"{description}. Try it: `{escape_control_chars(shlex.join([*command, *overrides]))}`."
 
 
 def _replace_with_useful(useful: list[_CollectedGroup], useless: list[_CollectedGroup]) -> list[TrajectoryGroup]:

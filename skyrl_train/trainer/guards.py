@@ -1,4 +1,4 @@
-"""Guards that warn, or stop the run, when metrics show that training makes no progress or diverges."""
+"""Guards that stop a run whose metrics show that training makes no progress or diverges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from skyrl_train.algorithms.advantages import ComparisonScope
 from skyrl_train.config.schema import GuardsConfig
 from skyrl_train.errors import GuardTriggered
-from skyrl_train.report.diagnosis import truncation_advice
+from skyrl_train.report.diagnosis import RATIOS, truncation_advice
 from skyrl_train.trainer.checkpoint_manager import SKIPPED_SUFFIX
 
 _EQUAL: Mapping[ComparisonScope, tuple[str, float, str]] = {
@@ -16,27 +16,13 @@ _EQUAL: Mapping[ComparisonScope, tuple[str, float, str]] = {
     ComparisonScope.STEP: ("reward/std", 0.0, "samples of a step had the same reward"),
 }
 """Per scope: the metric that shows that all compared rewards are equal, its value in that case, and a description."""
-_RATIOS = {
-    "policy/ratio_max": (
-        "the ratio of a token's probability during the update to its probability before the step",
-        "the policy changes a lot in one step. Lower the learning rate or the number of updates per step.",
-    ),
-    "mismatch/ratio_max": (
-        "the ratio of a sampled token's probability in the trainer to its probability in the engine",
-        "trainer and engine compute different policies. Compare generator.model_dtype with trainer.bf16, verify the "
-        "engines' weights with generator.weight_sync_check=probe, and exclude such tokens from the loss with "
-        "trainer.algorithm.off_policy_correction.",
-    ),
-}
-"""Metric of a largest probability ratio -> a description of the ratio, and the advice if it is too large. An update of
-a single optimizer step starts at the policy of the rollouts, so its own ratio is 1 and only the engine's is useful."""
 _log = logging.getLogger(__name__)
 
 
 class Guards:
-    """Checks the metrics of every step against the limits of trainer.guards.
+    """Checks the metrics of every step against the limits of the guards that trainer.guards.stop names.
 
-    A guard warns at the first step that exceeds its limit, and again when the limit is exceeded after a recovery.
+    The diagnosis warns about the same symptoms without stopping the run. Only skipped updates are logged here.
     """
 
     def __init__(self, settings: GuardsConfig, comparison_scope: ComparisonScope | None, end_of_turn: str = ""):
@@ -52,15 +38,11 @@ class Guards:
         self._end_of_turn = end_of_turn
         self._comparison_scope = comparison_scope
         self._equal_steps = 0
-        self._warned: set[str] = set()
         self._skipping_steps = 0
         self._next_skip_warning = 1
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of consecutive steps with equal rewards.
-
-        Logged warnings are not part of the state, so a resumed run logs them again.
-        """
+        """Return the number of consecutive steps with equal rewards."""
         return {"equal_steps": self._equal_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -70,8 +52,6 @@ class Guards:
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Check the metrics of a finished step. Call it once per step, in ascending order.
 
-        Logs a warning for each new finding.
-
         Args:
             metrics: The metrics of the step, by name.
             step: The number of the step, for messages.
@@ -80,15 +60,9 @@ class Guards:
             GuardTriggered: A limit is exceeded and trainer.guards.stop names the guard.
         """
         self._warn_about_skipped_updates(metrics, step)
-        exceeded = set()
-        for guard, metric, text in self._exceeded_limits(metrics):
-            message = f"step {step}: {text}"
+        for guard, text in self._exceeded_limits(metrics):
             if guard in self._settings.stop:
-                raise GuardTriggered(f"{message} trainer.guards.stop names {guard}.")
-            if metric not in self._warned:
-                _log.warning("%s", message)
-            exceeded.add(metric)
-        self._warned = exceeded
+                raise GuardTriggered(f"step {step}: {text} trainer.guards.stop names {guard}.")
 
     def _warn_about_skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
         """Warn at the 1st, 10th, 100th, ... step with skipped updates, because a few are harmless."""
@@ -110,25 +84,22 @@ class Guards:
             self._settings.max_skipped_updates,
         )
 
-    def _exceeded_limits(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-        """Yield (guard, metric, message) for each limit that is exceeded."""
+    def _exceeded_limits(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Yield (guard, message) for each limit that is exceeded."""
         settings = self._settings
         yield from self._equal_rewards(metrics)
-        for metric, (description, advice) in _RATIOS.items():
-            ratio = metrics.get(metric, 0.0)
-            if settings.max_ratio is not None and not ratio <= settings.max_ratio:
-                limit = f"{metric}, trainer.guards.max_ratio={settings.max_ratio:g}"
-                yield "ratio", metric, f"{description} was {ratio:.3g} ({limit}): {advice}"
+        for metric, ratio in RATIOS.items():
+            if evidence := ratio.evidence(metrics, metric, settings.max_ratio):
+                yield "ratio", f"{evidence}. {ratio.advice}"
         truncated = metrics.get("response/truncated_fraction", 0.0)
         if settings.max_cut_fraction is not None and truncated > settings.max_cut_fraction:
             yield (
                 "cut",
-                "response/truncated_fraction",
                 f"{truncated:.0%} of the responses reached the length limit (trainer.guards.max_cut_fraction="
                 f"{settings.max_cut_fraction:g}). {truncation_advice(self._end_of_turn)}",
             )
 
-    def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         if self._comparison_scope is None:
             return
         metric, value, description = _EQUAL[self._comparison_scope]
@@ -137,8 +108,7 @@ class Guards:
         if max_steps is not None and self._equal_steps >= max_steps:
             yield (
                 "equal_rewards",
-                metric,
                 f"all {description} for {self._equal_steps} steps (trainer.guards.equal_rewards_steps={max_steps}): no "
                 "answer is better than another, so the rewards give no training signal. Test the environment with "
-                "`env try`, or use easier prompts or more samples per prompt.",
+                "`skyrl-train env try`, or use easier prompts or more samples per prompt.",
             )

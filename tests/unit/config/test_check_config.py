@@ -155,7 +155,7 @@ def test_plan_reports_memory_of_every_role(
         ": fits",
         "the run",
         "tokens per step",
-        "measured by --probe",
+        "measures the seconds of a step",
     ]
     assert [part for part in expected_parts if part not in text] == []
 

@@ -14,7 +14,7 @@ from skyrl_train.config.keys import get_value, replace_value
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.messages import Prompt
-from skyrl_train.entrypoints.plan_report import MEASURED, DataStats, run_lines
+from skyrl_train.entrypoints.plan_report import PROBE_HINT, DataStats, run_lines
 from skyrl_train.entrypoints.probe import (
     LIMIT,
     MAX_SIZES,
@@ -203,7 +203,7 @@ def test_size_is_suggested_if_clearly_faster():
 
 def test_plan_refers_to_probe_for_seconds():
     text = "\n".join(run_lines(config(), [], DataStats(40, 20.4)))
-    assert text.count(MEASURED) == 2
+    assert text.count(PROBE_HINT) == 1
     assert "8 prompts x 5 samples x (20 per prompt, on average + up to 1,024 per answer)" in text
     assert "40 prompts, 8 per step, trainer.epochs=1" in text
     unknown = "\n".join(run_lines(config(), [], "not read"))

@@ -106,6 +106,20 @@ def test_summary_without_evaluation_and_checkpoint(tmp_path: Path):
     ]
 
 
+def test_unrewarded_run_says_that_nothing_was_learned(tmp_path: Path):
+    folder = tmp_path / "my run"
+    folder.mkdir()
+
+    def lines(rewards: list[float], **trainer: Any) -> list[str]:
+        rows = [{"step": step, "reward/mean": reward, "reward/std": 0.0} for step, reward in enumerate(rewards, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [line for line in lines_of(folder, total=2, **trainer) if "nothing was learned" in line]
+
+    (line,) = lines([0.0, 0.0])
+    assert f"`skyrl-train watch '{folder}'`" in line
+    assert lines([0.0, 0.125]) == lines([]) == lines([0.0], algorithm={"advantage_estimator": "distillation"}) == []
+
+
 def test_unstarted_run_prints_no_summary(tmp_path: Path):
     out = io.StringIO()
     ConsoleTracker(TrackerSetup(tmp_path, "project", "mine"), Console(file=out)).close()
@@ -139,9 +153,21 @@ def test_step_line_shows_present_metrics_only():
             "rollouts/failed": 3.0,
         }
     )
-    assert line == "reward  0.412  12,346 tok/s  FAILED 3    3.50 s (generate 2)"
+    assert line == "reward  0.412   12,346 tok/s  FAILED 3     3.50 s (generate 2.00)"
     assert step_line({}) == ""
     assert "FAILED" not in step_line({"rollouts/failed": 0.0})
+
+
+def test_numbers_of_consecutive_lines_are_aligned():
+    values = [
+        {"reward/mean": 0.0, "policy/kl": 1.2e-9, "policy/loss": -0.00123, "response/truncated_fraction": 1.0},
+        {"reward/mean": -2.5, "policy/kl": 0.25, "policy/loss": 12.0, "response/truncated_fraction": 0.004},
+        {"reward/mean": float("nan"), "policy/kl": 0.0, "policy/loss": 0.5, "response/truncated_fraction": 0.0},
+    ]
+    first, second, third = (step_line(row) for row in values)
+    assert len(first) == len(second) == len(third)
+    assert first == "reward  0.000  truncated 100%  kl  1e-09  loss -0.0012"
+    assert second == "reward -2.500  truncated   0%  kl 0.2500  loss 12.0000"
 
 
 @pytest.mark.defect("skipped-updates-not-reported")
@@ -209,7 +235,7 @@ def test_step_lines_are_aligned_and_have_eta(monkeypatch: pytest.MonkeyPatch):
         metrics = {"reward/mean": reward, "response/truncated_fraction": reward / 8, "timing/step_s": 1.25}
         tracker.log(metrics, step)
     first, second, third = out.getvalue().splitlines()[1:]
-    assert first.startswith("step  1/10   reward  0.500  truncated    6%    1.25 s   eta ")
+    assert first.startswith("step  1/10   reward  0.500  truncated   6%     1.25 s   eta ")
     assert [line.index("truncated") for line in (first, second, third)] == [first.index("truncated")] * 3
     assert first.endswith("eta 1 min 30 s")
 

@@ -16,18 +16,28 @@ from skyrl_train.config.keys import all_keys
 from skyrl_train.report.diagnosis import (
     DIAGNOSIS_FILE,
     NO_DIFFERENCE,
+    NO_DIFFERENCE_IN_STEP,
     RULES,
     Diagnosis,
     Rule,
     async_rules,
+    diagnose,
     gradient_rule,
     memory_rule,
+    ratio_rules,
 )
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.trackers import Trackers
 
 MEMORY = memory_rule(80.0, "memory/learner_peak_gib")
-EVERY = [NO_DIFFERENCE, gradient_rule(uses_group_baseline=True), *async_rules(max_staleness_steps=1), *RULES, MEMORY]
+EVERY = [
+    NO_DIFFERENCE,
+    *ratio_rules(100.0),
+    gradient_rule(uses_group_baseline=True),
+    *async_rules(max_staleness_steps=1),
+    *RULES,
+    MEMORY,
+]
 HEALTHY = {
     "timing/step_s": 2.0,
     "reward/mean": 0.4,
@@ -75,6 +85,16 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
         last(5, reward__zero_variance_groups=0.97),
         last(4, reward__zero_variance_groups=1.0),
         "97% of the prompts",
+    ),
+    "large_policy_ratio": (
+        last(1, policy__ratio_max=101.0),
+        last(1, policy__ratio_max=99.0),
+        r"before the step was 101 \(policy/ratio_max, trainer.guards.max_ratio=100\)",
+    ),
+    "large_engine_ratio": (
+        last(1, mismatch__ratio_max=float("nan")),
+        last(1, mismatch__ratio_max=100.0),
+        "in the engine was nan",
     ),
     "gradient_spikes": (
         steps({"policy/grad_norm": 30.0}, {}, {"policy/grad_norm": 11.0}, {}),
@@ -250,6 +270,14 @@ def test_advice_names_keys_that_exist():
     key = re.compile(r"\b(?:trainer|generator|data|environment)\.[\w.]*\w")
     named = [(rule.name, found) for rule in EVERY for found in key.findall(rule.advice)]
     assert [(rule, found) for rule, found in named if found not in all_keys()] == []
+
+
+def test_equal_rewards_of_a_step_are_found():
+    equal, near_miss = (
+        [{"step": float(step), **row} for step, row in enumerate(last(count, reward__std=0.0))] for count in (5, 4)
+    )
+    assert [finding.rule for finding in diagnose(equal, [NO_DIFFERENCE_IN_STEP])] == ["no_difference"]
+    assert diagnose(near_miss, [NO_DIFFERENCE_IN_STEP]) == []
 
 
 def test_finding_is_logged_once_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture):

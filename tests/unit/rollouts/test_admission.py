@@ -31,7 +31,7 @@ def group_of(prompt: Prompt, version: int = 0, failed: int = 0, samples: int = 2
 
 
 def prompt(position: int) -> Prompt:
-    return Prompt(str(position), [], "none")
+    return Prompt(str(position), [], "none", source="my rows.jsonl", source_row=position)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
@@ -308,7 +308,8 @@ def test_each_failure_kind_is_logged_once(
         return group
 
     async def run() -> None:
-        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 0, 0.7)
+        overrides = ["trainer.plugins=[my_env]"]
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 0, 0.7, env_try_overrides=overrides)
         collector.start(0)
         for step in range(2):
             await collector.next_groups(step, Metrics())
@@ -317,7 +318,7 @@ def test_each_failure_kind_is_logged_once(
 
     description = (
         r"ZeroDivisionError: division by zero (my_env.py:7 in step)\n\x1b[31m (row {}, environment none). Try it: "
-        "`skyrl-train env try none --data FILE --row {}`."
+        "`skyrl-train env try none --data 'my rows.jsonl' --row {} 'trainer.plugins=[my_env]'`."
     )
     with pytest.raises(RolloutsFailed) as error_info:
         asyncio.run(run())
