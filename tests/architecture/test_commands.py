@@ -160,6 +160,7 @@ def untested(reason: str) -> Check:
 
 COMMANDS: dict[str, tuple[Check, ...]] = {
     r"(export|cd|mkdir|\.) ": (untested("of the shell"),),
+    "git clone URL": (untested("needs the address of the repository"),),
     "cp -r runs/first/": (covered_by("tests/integration/quickstart/test_quickstart.py"),),
     "pip install 'skyrl-train": (extra,),
     r"scripts/test\b|scripts/lint\b|\.ci/run": (files_and_options,),  # what runs the tests
