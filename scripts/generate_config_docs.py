@@ -46,7 +46,7 @@ run saves its resolved configuration; start another run from it with `--config-d
 **Checks.** Before anything is loaded, all problems are reported at once and the exit code is 2. The checks find unknown
 keys (and suggest the most similar key), wrong types, numbers out of range, NaN and invalid combinations, and also
 files, engines and accelerators that do not exist on this machine. Then models, tokenizer and data are
-[checked against each other](../get_started/getting_started.md#checking-a-configuration) before Ray starts.
+[checked against each other](../get_started/command_line.md#checking-a-configuration) before Ray starts.
 `check_config --elsewhere` skips the checks of this machine, models and data. Free-form mappings (`*_kwargs`)
 are passed on unchanged. A warning names each key that has no effect with the other settings.
 

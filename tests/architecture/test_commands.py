@@ -160,6 +160,7 @@ def untested(reason: str) -> Check:
 
 COMMANDS: dict[str, tuple[Check, ...]] = {
     r"(export|cd|mkdir|\.) ": (untested("of the shell"),),
+    "git clone URL": (untested("needs the address of the repository"),),
     "cp -r runs/first/": (covered_by("tests/integration/quickstart/test_quickstart.py"),),
     "pip install 'skyrl-train": (extra,),
     r"scripts/test\b|scripts/lint\b|\.ci/run": (files_and_options,),  # what runs the tests
@@ -228,6 +229,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "skyrl-train doctor": (covered_by("tests/unit/entrypoints/test_doctor.py"),),
     "skyrl-train engines": (covered_by("tests/unit/entrypoints/test_engines.py"),),
     "skyrl-train env try show_work": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
+    "skyrl-train env try right_and_brief": (covered_by("tests/unit/test_get_started_pages.py"),),
     "skyrl-train env try": (covered_by("tests/integration/environments/test_env_try.py"),),
     r"skyrl-train (report|watch)": (check_run_command, covered_by("tests/unit/entrypoints/test_report_and_watch.py")),
     "skyrl-train export": (check_run_command, covered_by("tests/unit/experiment/test_export.py")),
@@ -254,7 +256,9 @@ SNIPPETS = {
     "docs/concepts/environments.md": "tests/unit/environments/test_environments_page.py",
     "docs/guides/foreign_environments.md": "tests/unit/environments/integrations/test_page.py",
     "docs/guides/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
-    "docs/get_started/getting_started.md": "tests/unit/test_getting_started.py",
+    "README.md": "tests/unit/test_get_started_pages.py",
+    "docs/get_started/quickstart.md": "tests/unit/test_get_started_pages.py",
+    "docs/guides/debugging.md": "tests/unit/test_get_started_pages.py",
     "docs/guides/rollouts.md": "tests/unit/test_api.py",
     "docs/guides/serving.md": "tests/unit/engines/test_serving_page.py",
     "docs/torchrl/index.md": "tests/unit/tensordict/wrappers/test_page.py",

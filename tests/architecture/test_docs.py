@@ -49,10 +49,10 @@ def _is_written(name: str) -> bool:
     return any(isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == last for one in body)
 
 
-def test_the_layout_in_the_readme_names_every_package():
-    readme = (REPOSITORY / "README.md").read_text()
+def test_layout_in_contributing_names_every_package():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     packages = {path.name for path in (REPOSITORY / "skyrl_train").iterdir() if (path / "__init__.py").is_file()}
-    assert {name for name in packages if f"\n  {name}/ " not in readme} == set()
+    assert {name for name in packages if f"\n  {name}/ " not in text} == set()
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,4 +1,4 @@
-"""The Docker image works with the commands of docs/get_started/getting_started.md, if Docker is available."""
+"""The Docker image works with the commands of docs/get_started/installation.md, if Docker is available."""
 
 from __future__ import annotations
 

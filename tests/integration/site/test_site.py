@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import os
 import re
 import shutil
 import subprocess
@@ -11,10 +12,12 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
+from scripts import docs_hooks
 from skyrl_train.environments.tools.browser import PROGRAMS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -24,6 +27,10 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
 )
 """Addresses of the pages in `docs`, relative to the site."""
+RECIPES = sorted(f"recipes/{path.parent.name}" for path in REPOSITORY.glob("examples/*/README.md"))
+"""Addresses of the pages that the hooks of mkdocs.yml make from the examples."""
+URL = "https://git.example.com/owner/name"
+"""Address of a repository that the site links to."""
 CHROMIUM = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: run scripts/browser_tools")
 
@@ -33,7 +40,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built site. mkdocs.yml makes every warning an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    env = os.environ | {"DOCS_REPOSITORY": URL}
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -55,8 +63,60 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
+def test_site_has_all_pages_and_recipes(site: Path):
+    built = {path.parent.relative_to(site).as_posix() for path in site.glob("**/index.html")}
+    assert built == {*PAGES, *RECIPES, "recipes"}
+
+
+@pytest.mark.parametrize(
+    ("page", "source"),
+    [
+        (".", "docs/index.md"),
+        ("guides/tools", "docs/guides/tools.md"),
+        ("recipes", "examples/README.md"),
+        ("recipes/gsm8k", "examples/gsm8k/README.md"),
+    ],
+)
+def test_edit_links_name_the_source(site: Path, page: str, source: str):
+    html = (site / page / "index.html").read_text()
+    (link,) = re.findall(r'<a href="?([^\s">]+)"? title="Edit this page"', html)
+    assert urljoin(link, link) == f"{URL}/edit/main/{source}" and (REPOSITORY / source).is_file()
+
+
+def test_links_work_on_site_and_in_repository():
+    text = "[a](../../docs/guides/tools.md#arguments) [b](../quickstart/README.md) [c](../) [`d`](gsm8k.yaml) `[e](x)`"
+    assert docs_hooks.rewrite_links(text, "recipes/gsm8k.md", URL) == (
+        f"[a](../guides/tools.md#arguments) [b](quickstart.md) [c](index.md) "
+        f"[`d`]({URL}/blob/main/examples/gsm8k/gsm8k.yaml) `[e](x)`"
+    )
+    text = "[a](../../examples/gsm8k/README.md) [b](../../pyproject.toml) [c](metrics.md) [d](https://x.org)"
+    assert docs_hooks.rewrite_links(text, "reference/api.md", None) == (
+        "[a](../recipes/gsm8k.md) b [c](metrics.md) [d](https://x.org)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("remote", "url"),
+    [
+        ("git@github.com:owner/name.git", "https://github.com/owner/name"),
+        ("ssh://git@git.example.com:2222/group/sub/name.git", "https://git.example.com/group/sub/name"),
+        ("https://user:secret@gitlab.com/owner/name", "https://gitlab.com/owner/name"),
+        ("/srv/git/name.git", None),
+        ("", None),
+    ],
+)
+def test_repository_url_comes_from_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: str, url: str | None
+):
+    monkeypatch.delenv("DOCS_REPOSITORY", raising=False)
+    monkeypatch.setattr(docs_hooks, "REPOSITORY", tmp_path)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    if remote:
+        subprocess.run(["git", "-C", str(tmp_path), "remote", "add", "origin", remote], check=True)
+    assert docs_hooks.repository_url() == url
+
+
 def test_pages_load_nothing_from_other_hosts(site: Path):
-    assert {path.parent.relative_to(site).as_posix() for path in site.glob("**/index.html")} >= set(PAGES)
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)", page.read_text())
         loaded += re.findall(r"<link[^>]*rel=\"?stylesheet\"?[^>]*href=\"?([^\s\">]+)", page.read_text())
@@ -111,6 +171,28 @@ def test_other_pages_have_no_key_filter(page: Page, address: str):
         backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(set(backgrounds)) == 2
     assert page.locator(".key-filter").count() == 0
+
+
+LONG = {
+    "concepts/algorithms",
+    "concepts/environments",
+    "contributing/benchmarks",
+    "guides/troubleshooting",
+    "reference/api",
+    "reference/configuration",
+}
+"""Pages that are allowed to be longer than 12,000 px."""
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_no_page_is_longer_than_12000_pixels(page: Page, address: str):
+    page.set_viewport_size({"width": 1440, "height": 900})
+    heights = {}
+    for name in {*PAGES, *RECIPES, "recipes"} - LONG:
+        page.goto(f"{address}/{name}/")
+        heights[name] = page.evaluate("document.documentElement.scrollHeight")
+    assert {name: height for name, height in heights.items() if height > 12_000} == {}
 
 
 FORMULAS = ["concepts/algorithms", "concepts/async", "torchrl/losses"]

@@ -1,0 +1,134 @@
+"""Hooks of mkdocs for what plain Markdown pages cannot say themselves.
+
+- Each `examples/NAME/README.md` becomes the page `recipes/NAME.md`. `examples/README.md` is the overview of the tab
+  Recipes, and decides the order.
+- Links between pages, recipes and other files work in the repository and on the site. Source files become links to the
+  repository if its URL is known, and plain text otherwise.
+- The repository's URL comes from the environment variable DOCS_REPOSITORY, or from git's remote `origin`.
+- The version comes from pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BRANCH = "main"
+RECIPES = {
+    f"recipes/{path.parent.name}.md": path.relative_to(REPOSITORY).as_posix()
+    for path in sorted(REPOSITORY.glob("examples/*/README.md"))
+} | {"recipes/index.md": "examples/README.md"}
+"""Maps a page of the Recipes tab to its file in the repository."""
+_PAGES = {source: page for page, source in RECIPES.items()} | {
+    posixpath.dirname(source): page for page, source in RECIPES.items()
+}
+"""Maps a README of the examples, or its folder, to its page."""
+_LINK_OR_CODE = re.compile(
+    r"^ *(?P<fence>```|~~~).*?^ *(?P=fence) *$|`[^`\n]+`"
+    r"|(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^()\s]+)\)",
+    re.MULTILINE | re.DOTALL,
+)
+_REMOTE = re.compile(r"(?:https?://(?:[^@/]+@)?|ssh://(?:[^@/]+@)?|[\w.-]+@)([\w.-]+)(?::\d+)?[:/](.+?)(?:\.git)?/?")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Set repository, version and the pages of the Recipes tab."""
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    config.copyright = f"skyrl-train {version} · Apache-2.0"
+    config.extra["version"] = version
+    config.extra_css.append("assets/version.css")
+    config.repo_url = repository_url()
+    if config.repo_url:
+        config.repo_name = config.repo_url.split("/", 3)[3]
+        config.edit_uri = f"{_host_prefix(config.repo_url)}edit/{BRANCH}/docs/"
+    for entry in config.nav or []:
+        if isinstance(entry, dict) and "Recipes" in entry:
+            entry["Recipes"] = _ordered_recipes()
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the recipes, and a style sheet that shows the version next to the name."""
+    for page, source in RECIPES.items():
+        file = File.generated(config, page, abs_src_path=str(REPOSITORY / source))
+        file.edit_uri = f"../{source}"
+        files.append(file)
+    version = f'.md-header__topic:first-child .md-ellipsis::after {{ content: "{config.extra["version"]}" }}\n'
+    files.append(File.generated(config, "assets/version.css", content=version))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite links that lead out of `docs`, and all links of recipes."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    return rewrite_links(markdown, page.file.src_uri, config.repo_url)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Wrap the landing page, so that the style sheet can address it."""
+    return f'<div class="landing">{html}</div>' if page.is_homepage else html
+
+
+def repository_url() -> str | None:
+    """Return the https URL of the repository without a trailing slash, or None if it is not known."""
+    url = os.environ.get("DOCS_REPOSITORY", "")
+    if not url:
+        command = ["git", "-C", str(REPOSITORY), "remote", "get-url", "origin"]
+        try:
+            url = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:  # git is not installed
+            url = ""
+    found = _REMOTE.fullmatch(url)
+    return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def rewrite_links(markdown: str, page: str, repository: str | None) -> str:
+    """Return a page's text with links that work on the site.
+
+    Args:
+        markdown: Text of the page.
+        page: Path of the page on the site, such as guides/tools.md.
+        repository: URL of the repository, or None.
+    """
+
+    def rewrite(found: re.Match[str]) -> str:
+        target, mark, anchor = (found["target"] or "").partition("#")
+        if not target or "://" in target or target.startswith(("/", "mailto:")):
+            return found[0]  # code, or a link that does not depend on the page
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        path = f"docs/{_PAGES[path]}" if path in _PAGES else path
+        if path.startswith("docs/"):
+            to = posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(page) or ".")
+        elif not (REPOSITORY / path).exists():
+            return found[0]  # mkdocs reports it
+        elif repository is None:
+            return found["text"]
+        else:
+            kind = "tree" if (REPOSITORY / path).is_dir() else "blob"
+            to = f"{repository}/{_host_prefix(repository)}{kind}/{BRANCH}/{path}"
+        return f"{found['image']}[{found['text']}]({to}{mark}{anchor})"
+
+    source = RECIPES.get(page, f"docs/{page}")
+    return _LINK_OR_CODE.sub(rewrite, markdown)
+
+
+def _host_prefix(repository: str) -> str:
+    """Return what precedes `edit`, `blob` and `tree` in addresses of the repository's host."""
+    return "-/" if "gitlab" in repository.split("/")[2] else ""
+
+
+def _ordered_recipes() -> list[str]:
+    """Return the overview, then the recipes in the order in which it names them, then all others."""
+    overview = (REPOSITORY / RECIPES["recipes/index.md"]).read_text(encoding="utf-8")
+    named = [f"recipes/{name}.md" for name in re.findall(r"\]\(([\w.-]+)/(?:README\.md)?\)", overview)]
+    return list(dict.fromkeys(page for page in ["recipes/index.md", *named, *RECIPES] if page in RECIPES))
