@@ -41,10 +41,10 @@ PRINTED = re.compile(r"step (\d+): right ([\d.]+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's command and the metrics to draw."""
+    """A recipe's commands and the metrics to draw."""
 
-    command: str
-    """The command as its README has it, with folders in RUNS."""
+    commands: Sequence[str]
+    """The commands as the recipe's README has them, with folders in RUNS."""
     folder: str
     """Folder with metrics.jsonl, below RUNS; empty if the recipe only prints its metrics."""
     title: str
@@ -57,13 +57,13 @@ class Recipe:
 
 RECIPES = {
     "quickstart": Recipe(
-        "python examples/quickstart/quickstart.py --output runs/quickstart",
+        ["python examples/quickstart/quickstart.py --output runs/quickstart"],
         "quickstart/grpo",
         "Quickstart: GRPO on word problems, 1.5 million parameters",
         {REWARD: "training rollouts", ARITHMETIC: "held-out problems, greedy"},
     ),
     "tool": Recipe(
-        "python examples/quickstart/tool.py --output runs/tool",
+        ["python examples/quickstart/tool.py --output runs/tool"],
         "tool/grpo",
         "Multiplication with a Python tool, 1.5 million parameters",
         {
@@ -74,42 +74,49 @@ RECIPES = {
         unit="fraction of right answers, calls",
     ),
     "async": Recipe(
-        f"{FROM_QUICKSTART} "
-        "trainer.fully_async.enabled=true trainer.fully_async.max_staleness_steps=1 "
-        "trainer.placement.colocate_all=false "
-        "trainer.algorithm.off_policy_correction.tis_ratio_type=token "
-        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0 "
-        "trainer.run_name=async trainer.ckpt_path=runs/async trainer.export_path=runs/async/export",
+        [
+            f"{FROM_QUICKSTART} "
+            "trainer.fully_async.enabled=true trainer.fully_async.max_staleness_steps=1 "
+            "trainer.placement.colocate_all=false "
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token "
+            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0 "
+            "trainer.run_name=async trainer.ckpt_path=runs/async trainer.export_path=runs/async/export"
+        ],
         "async",
         "Asynchronous GRPO, one step off, on the quickstart's problems",
         {REWARD: "training rollouts, asynchronous", ARITHMETIC: "held-out problems, asynchronous"},
         {REWARD: "training rollouts, synchronous", ARITHMETIC: "held-out problems, synchronous"},
     ),
     "lora": Recipe(
-        f"{FROM_QUICKSTART} "
-        "trainer.policy.model.lora.rank=32 trainer.policy.model.lora.alpha=64 "
-        "trainer.policy.optimizer_config.lr=1e-3 "
-        "trainer.run_name=lora trainer.ckpt_path=runs/lora trainer.export_path=runs/lora/export",
+        [
+            f"{FROM_QUICKSTART} "
+            "trainer.policy.model.lora.rank=32 trainer.policy.model.lora.alpha=64 "
+            "trainer.policy.optimizer_config.lr=1e-3 "
+            "trainer.run_name=lora trainer.ckpt_path=runs/lora trainer.export_path=runs/lora/export"
+        ],
         "lora",
         "LoRA of rank 32 on the quickstart's problems",
         {REWARD: "training rollouts, LoRA", ARITHMETIC: "held-out problems, LoRA"},
         {REWARD: "training rollouts, all weights", ARITHMETIC: "held-out problems, all weights"},
     ),
     "on_policy_distillation": Recipe(
-        f"{FROM_QUICKSTART} "
-        "trainer.ref.model.path=runs/quickstart/grpo/export/global_step_40/policy "
-        "trainer.algorithm.advantage_estimator=distillation "
-        "trainer.algorithm.policy_loss_type=importance_sampling "
-        "trainer.max_steps=20 trainer.eval_interval=5 "
-        "trainer.run_name=distillation trainer.ckpt_path=runs/distillation "
-        "trainer.export_path=runs/distillation/export",
+        [
+            "skyrl-train export runs/quickstart/grpo/global_step_40 --to runs/teacher",
+            f"{FROM_QUICKSTART} "
+            "trainer.ref.model.path=runs/teacher "
+            "trainer.algorithm.advantage_estimator=distillation "
+            "trainer.algorithm.policy_loss_type=importance_sampling "
+            "trainer.max_steps=20 trainer.eval_interval=5 "
+            "trainer.run_name=distillation trainer.ckpt_path=runs/distillation "
+            "trainer.export_path=runs/distillation/export",
+        ],
         "distillation",
         "On-policy distillation: the quickstart's model before GRPO learns from the model after it",
         {REWARD: "student, training rollouts", ARITHMETIC: "student, held-out problems"},
         {ARITHMETIC: "the teacher's GRPO run, held-out problems"},
     ),
     "tensordict_grpo": Recipe(
-        "python examples/tensordict_grpo/grpo.py --output runs/tensordict_grpo",
+        ["python examples/tensordict_grpo/grpo.py --output runs/tensordict_grpo"],
         "",
         "GRPO with tensordict parts, 250,000 parameters",
         {REWARD: "training rollouts"},
@@ -135,23 +142,23 @@ def run(name: str, runs: Path) -> None:
     """Run a recipe, print its output, save it as RUNS/NAME.txt, and print the time that the recipe took."""
     runs.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    with (
-        open(runs / f"{name}.txt", "w", encoding="utf-8") as file,
-        subprocess.Popen(words(name, runs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            file.flush()
-            print(line, end="", flush=True)
-    if process.returncode:
-        sys.exit(f"{name}: exit status {process.returncode}. The output is in {runs / name}.txt.")
+    with open(runs / f"{name}.txt", "w", encoding="utf-8") as file:
+        for command in RECIPES[name].commands:
+            words = localize(command, runs)
+            with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    file.write(line)
+                    file.flush()
+                    print(line, end="", flush=True)
+            if process.returncode:
+                sys.exit(f"{name}: exit status {process.returncode}. The output is in {runs / name}.txt.")
     print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
 
 
-def words(name: str, runs: Path) -> list[str]:
-    """Return a recipe's command with the folder of the runs and with this Python."""
-    program, *arguments = shlex.split(RECIPES[name].command)
+def localize(command: str, runs: Path) -> list[str]:
+    """Return the words of a command with another folder for the runs and with this Python."""
+    program, *arguments = shlex.split(command)
     start = ["-m", "skyrl_train.entrypoints.cli"] if program == "skyrl-train" else []
     return [sys.executable, *start, *(re.sub(rf"(^|=){RUNS}/", rf"\g<1>{runs.resolve()}/", one) for one in arguments)]
 
