@@ -10,6 +10,7 @@ validation.parquet. `convert` raises DataError for a row that it cannot convert.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from skyrl_train.atomic_files import atomic_write
 from skyrl_train.data.dataset import DATASET_SUFFIXES, DatasetRow, read_hub_dataset, read_rows
 from skyrl_train.errors import DataError
+from skyrl_train.storage.hugging_face_hub import REQUEST_TIMEOUT_S, hub_responds
 from skyrl_train.terminal import print_stdout
 
 Convert = Callable[[str, DatasetRow, str, int], DatasetRow | None]
@@ -54,21 +56,48 @@ def conversion_main(
         SystemExit: The data or the arguments are invalid. The message for data is one line that names file and row.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    local = ", ".join(f"{split}.jsonl" for split in splits)
-    parser.add_argument(
-        "--input", help=f"folder with {local} (or .json, .parquet), or name of a dataset on the hub; default: {hub}"
-    )
+    files = f"{', '.join(f'{split}.jsonl' for split in splits)} (or .json, .parquet)"
+    parser.add_argument("--input", help=f"folder with {files}, or name of a dataset on the hub; default: {hub}")
     parser.add_argument("--output", required=True, type=Path, help="folder for the parquet files")
     parser.add_argument("--limit", type=int, help="maximum number of rows per split")
     arguments = parser.parse_args()
     try:
         for split, name in splits.items():
             config = hub_config.get(split) if isinstance(hub_config, Mapping) else hub_config
-            source = source_rows(arguments.input or (hub if isinstance(hub, str) else hub[split]), split, config)
-            rows, left_out = convert_rows(convert, source, split, arguments.limit)
+            source = arguments.input or (hub if isinstance(hub, str) else hub[split])
+            source_split = source_rows(source, split, config)
+            if not Path(source).expanduser().is_dir():
+                source_split = _load_from_hub(source, source_split, files)
+            rows, left_out = convert_rows(convert, source_split, split, arguments.limit)
             write_split(arguments.output, name, rows, left_out)
     except DataError as error:
         sys.exit(str(error))
+
+
+def _load_from_hub(source: str, rows: Iterator[tuple[str, DatasetRow]], files: str) -> Iterator[tuple[str, DatasetRow]]:
+    """Load a dataset by reading its first row, and return all rows.
+
+    Args:
+        source: Name of the dataset, or name:split.
+        rows: The rows, which are not loaded before the first one is read.
+        files: Files that a folder of --input needs, for the messages.
+
+    Raises:
+        DataError: The hub does not respond, or the dataset cannot be loaded. The message names --input.
+    """
+    from huggingface_hub import constants
+
+    advice = f"Pass --input FOLDER with {files} to convert local files."
+    if not constants.HF_HUB_OFFLINE and not hub_responds(source.partition(":")[0]):
+        raise DataError(
+            f"{source}: the Hugging Face hub does not respond within {REQUEST_TIMEOUT_S:g} s. {advice} "
+            "HF_HUB_OFFLINE=1 uses a dataset in this machine's cache."
+        )
+    try:
+        first = list(itertools.islice(rows, 1))
+    except DataError as error:
+        raise DataError(f"{str(error).rstrip('.')}. {advice}") from error
+    return itertools.chain(first, rows)
 
 
 def source_rows(source: str, split: str, hub_config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:

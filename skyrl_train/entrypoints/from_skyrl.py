@@ -48,6 +48,15 @@ MODULE_PREFIXES = {
 """Prefixes of module names in today's SkyRL -> the prefixes here."""
 SKYRL_MODULE_PREFIXES = ("skyrl_train.", "examples.", "integrations.", "scripts.")
 """Prefixes of SkyRL's module names here. Any other module is a program of the user."""
+NO_EQUIVALENT = {
+    "harbor": "Harbor runs its tasks on a service of its own. examples.mini_swe_agent.main_mini_swe trains agents with "
+    "a shell.",
+    "terminal_bench": "Terminal-Bench runs its tasks in containers of its own. "
+    "examples.mini_swe_agent.main_mini_swe trains agents with a shell.",
+    "flash_rl": "FlashRL samples with 8-bit weights through a patched vLLM. examples.tis_correction.main_tis_dapo "
+    "corrects for differences between engine and trainer.",
+}
+"""A part of a module's name -> why there is no such module here, and what to use."""
 CURRENT_SKYRL_KEY = re.compile(r"generator\.inference_engine\.")
 """Matches keys that only today's SkyRL has, not 0.3."""
 SAMPLING = "generator.eval_sampling_params."
@@ -119,9 +128,9 @@ def _translate(text: str, script: ShellScript) -> Translation:
     if not (REPOSITORY / f"{translation.module.replace('.', '/')}.py").is_file() and translation.module.startswith(
         SKYRL_MODULE_PREFIXES
     ):
-        translation.problems.append(
-            f"{module} has no equivalent here. docs/guides/from_skyrl.md says how to run SkyRL's programs."
-        )
+        reasons = [reason for name, reason in NO_EQUIVALENT.items() if name in module.split(".")]
+        advice = reasons or ["docs/guides/from_skyrl.md says how to run SkyRL's programs."]
+        translation.problems.append(f"{module} has no equivalent here. {advice[0]}")
     is_todays = module.startswith(("skyrl.", "examples.train")) or any(map(CURRENT_SKYRL_KEY.match, words))
     _add_overrides(translation, words, is_todays)
     _check(translation, script.environment)

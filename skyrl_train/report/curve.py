@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -15,6 +15,16 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 
 _REWARD, _LOSS = "reward/mean", "sft/loss"
 _LABELS = {_REWARD: "training rollouts", _LOSS: "loss"}
+
+
+class Curve(NamedTuple):
+    """The values of one metric of a run."""
+
+    label: str
+    points: Sequence[tuple[int, float]]
+    """Pairs of step and value, in the order of steps."""
+    has_markers: bool = False
+    """True if every point gets a marker, for metrics that few steps have."""
 
 
 def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
@@ -60,19 +70,28 @@ def _rewards(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return [_REWARD, *sorted(evaluations)]
 
 
-def _curve(lines: Sequence[Mapping[str, Any]], names: Sequence[str], unit: str) -> Figure | None:
-    """Return a plot of metrics over steps; None if no line has any of them."""
+def metric_points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return (step, value) for every line of metrics.jsonl that has the metric."""
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def plot_curves(curves: Sequence[Curve], unit: str) -> Figure:
+    """Return a plot of curves over steps, on a white background, with a legend."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for name in names:
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        if points:
-            label = _LABELS.get(name) or name.removesuffix("/avg_score").replace("$", r"\$")
-            printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in label)
-            axes.plot(*zip(*points, strict=True), marker="" if name in _LABELS else "o", label=printable)
-    if not axes.lines:
-        return None
+    for curve in curves:
+        label = curve.label.replace("$", r"\$")
+        printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in label)
+        axes.plot(*zip(*curve.points, strict=True), marker="o" if curve.has_markers else "", label=printable)
     axes.set(xlabel="step", ylabel=unit)
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     return figure
+
+
+def _curve(lines: Sequence[Mapping[str, Any]], names: Sequence[str], unit: str) -> Figure | None:
+    """Return a plot of metrics over steps; None if no line has any of them."""
+    labels = {name: _LABELS.get(name) or name.removesuffix("/avg_score") for name in names}
+    curves = [Curve(labels[name], metric_points(lines, name), name not in _LABELS) for name in names]
+    drawn = [curve for curve in curves if curve.points]
+    return plot_curves(drawn, unit) if drawn else None

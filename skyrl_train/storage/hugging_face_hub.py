@@ -55,6 +55,15 @@ def hub_model_problem(key: str, name: str) -> Problem | None:
     return Problem(key, name, allowed, advice)
 
 
+def hub_responds(name: str) -> bool:
+    """True if the hub responds within REQUEST_TIMEOUT_S, also if it has no such dataset or needs a token for it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    error = _request(f"{constants.ENDPOINT}/datasets/{name}/resolve/main/README.md")
+    return error is None or isinstance(error, HfHubHTTPError)
+
+
 def _request(url: str) -> Exception | None:
     """Request a file's metadata; return the exception, a TimeoutError after REQUEST_TIMEOUT_S, or None on success."""
     from huggingface_hub import get_hf_file_metadata

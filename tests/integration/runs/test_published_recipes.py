@@ -98,9 +98,8 @@ def own_keys(recipe: Recipe) -> list[str]:
 
 
 RUNNABLE = [recipe for recipe in ACCEPTED if (REPOSITORY / f"{recipe.module.replace('.', '/')}.py").is_file()]
-REFUSED = [recipe for recipe in RUNNABLE if recipe.module.startswith("examples.flash_rl.")]
 EVALUATES = [recipe for recipe in RUNNABLE if recipe.module.endswith("main_generate")]
-TRAINS = [recipe for recipe in RUNNABLE if recipe not in REFUSED + EVALUATES]
+TRAINS = [recipe for recipe in RUNNABLE if recipe not in EVALUATES]
 
 
 @pytest.mark.on_demand

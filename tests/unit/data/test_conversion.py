@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 from skyrl_train.data.conversion import conversion_main, source_rows, text_column, write_split
 from skyrl_train.data.dataset import load_prompts
@@ -95,6 +97,16 @@ def test_configuration_and_split_reach_the_hub(monkeypatch: pytest.MonkeyPatch):
     assert list(source_rows("owner/name", "test", "main")) == [("owner/name:test, row 1", {"q": "a"})]
     list(source_rows("owner/name:train[9:]", "test"))
     assert asked == [("owner/name", "main", "test"), ("owner/name", None, "train[9:]")]
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_unreachable_hub_message_names_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match=r"owner/name.* Pass --input FOLDER with train.jsonl, test.jsonl \(or"):
+        call(monkeypatch, "--output", str(tmp_path))
+    assert time.monotonic() - start < 20  # the hub's client retries for minutes
 
 
 def test_mixed_columns_raise_and_missing_are_null(tmp_path: Path):

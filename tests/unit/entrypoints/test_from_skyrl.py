@@ -123,6 +123,20 @@ def test_modules_are_those_that_are_here(theirs: str, ours: str):
     assert (translation.module, translation.problems) == (ours, [])
 
 
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [
+        ("examples.harbor.entrypoints.main_harbor", "a service of its own. examples.mini_swe_agent"),
+        ("examples.train_integrations.harbor.entrypoints.main_harbor_generate", "a service of its own."),
+        ("examples.terminal_bench.entrypoints.main_tbench", "containers of its own. examples.mini_swe_agent"),
+        ("examples.flash_rl.main_dapo_flashrl", "a patched vLLM. examples.tis_correction.main_tis_dapo"),
+    ],
+)
+def test_missing_module_is_refused_with_alternative(module: str, advice: str):
+    (problem,) = translate(f"python -m {module} trainer.seed=1").problems
+    assert problem.startswith(f"{module} has no equivalent here. ") and advice in problem
+
+
 def test_settings_without_equivalent_are_refused():
     text = (
         "python examples/train/visgym/entrypoint.py --env_variant instruct generator.vision_language_generator=true "
