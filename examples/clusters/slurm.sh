@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a multi-node training job on SLURM: sbatch examples/clusters/slurm.sh [key=value ...]
-# Submit it from the clone, on a disk that all nodes share; see docs/guides/multi_node.md.
+# Submit it from the clone, on a disk that all nodes share; see docs/guides/clusters.md.
 #SBATCH --job-name=skyrl-train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -259,6 +259,7 @@ def prepare_config(
     has_user_code: bool = False,
     components: RunComponents | None = None,
     trust_run_folder: bool = True,
+    is_elsewhere: bool = False,
 ) -> PreparedConfig:
     """Return the checked configuration of `key=value` arguments and of Hydra's `--config-name` and `--config-dir`.
 
@@ -272,6 +273,7 @@ def prepare_config(
         components: Parts of the run whose files, packages and resources must exist on this machine. None checks none.
         trust_run_folder: False for commands that inspect other users' runs. If `--config-dir` is a run's folder, code
             and receivers of credentials that the command line does not repeat are then problems.
+        is_elsewhere: True if the run is for another machine. `device=cuda` then requires no accelerator here.
 
     Raises:
         ConfigError: The configuration has problems. The message lists all of them.
@@ -288,7 +290,7 @@ def prepare_config(
         raise_problems([*line.problems, ComposeProblem("--config-name", name, str(error))])
         raise
     explicit_keys = line.explicit_keys | preset_keys(name, folder)
-    prepared = _check(raw, line, explicit_keys, has_accelerator, has_user_code, components)
+    prepared = _check(raw, line, explicit_keys, has_accelerator, has_user_code, components, is_elsewhere)
     if run is not None:
         raise_problems(find_untrusted_code(prepared.config, run, line.explicit_keys))
     return prepared
@@ -328,6 +330,7 @@ def _check(
     has_accelerator: bool | None,
     has_user_code: bool,
     components: RunComponents | None,
+    is_elsewhere: bool = False,
 ) -> PreparedConfig:
     has_device = is_accelerator_available() if has_accelerator is None else has_accelerator
     config, config_problems, notes = to_config(raw)
@@ -341,7 +344,8 @@ def _check(
         config, parallelism_notes = resolve(config)
         notes += parallelism_notes
     missing = [] if components is None else find_missing_resources(config, components)
-    for problem in (*find_device_problems(config, has_device), *validate(config, allow_unregistered_names), *missing):
+    device_problems = () if is_elsewhere else find_device_problems(config, has_device)
+    for problem in (*device_problems, *validate(config, allow_unregistered_names), *missing):
         # A key with a problem has its default here, so a problem that mentions it may be spurious.
         if not any(key in str(problem) for key in problem_keys):
             problems.append(problem)
@@ -385,6 +389,7 @@ def run_entrypoint(
     has_user_code: bool = False,
     components: RunComponents | None = None,
     trust_run_folder: bool = True,
+    is_elsewhere: bool = False,
     has_accelerator: Callable[[], bool | None] = lambda: None,
 ) -> None:
     """Run the task of an entrypoint with the configuration of its command line.
@@ -398,6 +403,7 @@ def run_entrypoint(
         has_user_code: See `prepare_config`.
         components: Parts of the run whose files, packages and resources must exist on this machine; None checks none.
         trust_run_folder: See `prepare_config`.
+        is_elsewhere: See `prepare_config`.
         has_accelerator: Function that returns the argument `has_accelerator` of `prepare_config`. It is not called for
             `--help`.
 
@@ -423,6 +429,7 @@ def run_entrypoint(
             has_user_code=has_user_code,
             components=components,
             trust_run_folder=trust_run_folder,
+            is_elsewhere=is_elsewhere,
         )
         for text in prepared.notes:
             print_stderr(f"note: {text}")

@@ -84,7 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def check_all() -> None:
         has_accelerator = external_cluster_has_gpus if here else lambda: None
         components = required_components(experiment) if here else None
-        run_entrypoint(check, rest, components=components, trust_run_folder=False, has_accelerator=has_accelerator)
+        run_entrypoint(
+            check,
+            rest,
+            components=components,
+            trust_run_folder=False,
+            is_elsewhere=not here,
+            has_accelerator=has_accelerator,
+        )
 
     if not probes:
         return check_all()

@@ -5,7 +5,7 @@ Also suggests settings to change after a process ran out of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,8 @@ from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objecti
 from skyrl_train.experiment.memory_plan import (
     CONFIG_SECTIONS,
     LEARNER_PHASES,
+    PHASES,
+    Phase,
     memory_capacity,
     memory_plan,
     model_ranks,
@@ -35,6 +37,12 @@ _TOKEN_BUDGET_KEY = "trainer.max_tokens_per_microbatch"
 MAX_SUGGESTIONS = 3
 """Number of settings that an out-of-memory error suggests."""
 _OOM_MESSAGES = ("can't allocate memory", "CUDA out of memory")
+_PHASES_OF_CALLS = {
+    "forward": (Phase.SCORING,),
+    "forward_with_routing": (Phase.SCORING,),
+    "update": (Phase.UPDATING,),
+}
+"""A call of a trainer's rank -> the phases of the plan in which it runs. Other calls can be in any phase."""
 
 
 def tune_and_report(cfg: Config, objective_spec: ObjectiveSpec) -> Config:
@@ -186,22 +194,32 @@ def as_out_of_memory(
         return None
     where = getattr(error, "raised_in", "")
     first = next(iter(str(error).splitlines()), "")
-    return OutOfMemory(f"{where + ': ' if where else ''}{first} {memory_saving_advice(cfg, build_objective_spec)}")
+    advice = memory_saving_advice(cfg, build_objective_spec, _PHASES_OF_CALLS.get(where.rpartition(".")[2], PHASES))
+    return OutOfMemory(f"{where + ': ' if where else ''}{first} {advice}")
 
 
 def memory_saving_advice(
-    cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec
+    cfg: Config,
+    build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec,
+    phases: Sequence[Phase] = PHASES,
 ) -> str:
-    """Return the settings that lower the policy's peak most, with the bytes that each saves according to the plan."""
+    """Return the settings that lower the policy's peak most, with the bytes that each saves according to the plan.
+
+    Args:
+        cfg: The configuration of the run.
+        build_objective_spec: Function that decides which models the learner needs.
+        phases: The phases that can have run out of memory. Only their peak counts.
+    """
     try:
         objective_spec = build_objective_spec(cfg)
         cfg, _ = tune_to_memory(cfg, memory_capacity(cfg.device), objective_spec)  # as it was tuned for the run
-        peak = _policy_peak(cfg, objective_spec)
+        peak = _policy_peak(cfg, objective_spec, phases)
     except Exception as error:  # free-form settings, or a model that can no longer be read
         return f"Lower the tokens of a micro-batch; there is no memory plan ({type(error).__name__})."
     saved: dict[str, int] = {}
     for key, value in smaller_settings(cfg):
-        saved[f"{key}={str(value).lower()}"] = peak - _policy_peak(replace_value(cfg, key, value), objective_spec)
+        smaller = replace_value(cfg, key, value)
+        saved[f"{key}={str(value).lower()}"] = peak - _policy_peak(smaller, objective_spec, phases)
     best = sorted(((size, text) for text, size in saved.items() if size > 0), reverse=True)[:MAX_SUGGESTIONS]
     each = ", ".join(f"{text} saves about {size / 2**30:.3g} GiB" for size, text in best)
     planned = f"By the memory plan a rank of the policy needs {peak / 2**30:.3g} GiB"
@@ -210,9 +228,9 @@ def memory_saving_advice(
     return f"{planned}: {each}."
 
 
-def _policy_peak(cfg: Config, objective_spec: ObjectiveSpec) -> int:
+def _policy_peak(cfg: Config, objective_spec: ObjectiveSpec, phases: Sequence[Phase]) -> int:
     plans = memory_plan(cfg, memory_capacity(cfg.device), objective_spec)
-    return max(plan.peak()[0] for plan in plans if "policy" in plan.name)
+    return max(plan.total(phase) for plan in plans if "policy" in plan.name for phase in phases)
 
 
 def smaller_settings(cfg: Config) -> Iterator[tuple[str, Any]]:

@@ -242,6 +242,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "ray job submit": (check_job_submit, covered_by("tests/integration/runs/test_jobs.py")),
     "ray ": (same_program_as("tests/integration/runs/test_jobs.py", "a head, on free ports"),),
     "sbatch ": (untested("needs SLURM; tests/integration/runs/test_clusters.py runs the script under a stand-in"),),
+    "sky ": (untested("needs a cloud account; tests/integration/runs/test_clusters.py runs the task's script"),),
     "kubectl ": (untested("needs Kubernetes; the manifest is held by tests/integration/runs/test_clusters.py"),),
     "nft ": (untested("changes the machine's firewall"),),
     r"docker .*(skyrl-train \.$|skyrl-train doctor)": (covered_by("tests/integration/quickstart/test_image.py"),),

@@ -36,7 +36,7 @@ _LOST_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 4
 """A killed node counts as lost after 2 s, instead of 20 by default. A slow node has the usual time."""
 _OF_NODES = {
     "PYTHONPATH": str(REPOSITORY),  # for workers, whose folder is another one
-    "GRPC_ENABLE_FORK_SUPPORT": "0",  # for clients, as docs/guides/multi_node.md says
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # for clients, as docs/guides/clusters.md says
 }
 _LONGEST_TEMPORARY = 30
 """Maximum length in characters: the path of a socket has 107, of which Ray's names take 77."""

@@ -1,8 +1,9 @@
-"""examples/clusters: SLURM's script on nodes that are addresses of this machine, and the schema of KubeRay's job."""
+"""examples/clusters: SLURM's script on nodes that are addresses of this machine, and KubeRay's and SkyPilot's files."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,3 +268,80 @@ def test_keys_of_slurm_script_exist():
     prepared = prepare_config(arguments, has_accelerator=True)
     assert prepared.warnings == []
     assert prepared.config.generator.num_inference_engines == 16
+
+
+# The fields of SkyPilot's task that the file uses, from its YAML specification.
+SKYPILOT_TASK = _object(
+    ("resources", "run"),
+    name=STRING,
+    workdir=STRING,
+    num_nodes={"type": "integer", "minimum": 1},
+    resources=_object(
+        ("accelerators",),
+        accelerators={"type": "string", "pattern": r"^\w+:\d+$"},
+        memory={"type": "string", "pattern": r"^\d+\+?$"},
+        disk_size=WHOLE,
+    ),
+    envs={"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    secrets={"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    setup=STRING,
+    run=STRING,
+)
+RECORDING_RAY = """#!/usr/bin/env bash
+# Records a call. A node of Ray runs until it is ended.
+echo "ray $* ${RAY_ADDRESS:-unset}" >>"$CALLS"
+[ "$1" = health-check ] || exec sleep 0.5
+"""
+RECORDING_PYTHON = """#!/usr/bin/env bash
+# Records the arguments of the run, one a line.
+if [ "$1" = - ]; then cat >"$CALLS.waits"; else printf '%s\n' "$@" >"$CALLS.run"; fi
+"""
+
+
+def test_skypilot_task_matches_schema():
+    task = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
+    jsonschema.validate(task, SKYPILOT_TASK)
+    assert task["secrets"] == {"RAY_AUTH_TOKEN": None}, "null makes SkyPilot ask for it"
+    extras = re.findall(r"--extra (\w+)", task["setup"])
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert extras and set(extras) <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_skypilot_task_runs_on_each_node(rank: int, tmp_path: Path):
+    """Run the script of the task with stand-ins for ray and python."""
+    task = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
+    programs, calls = tmp_path / ".venv" / "bin", tmp_path / "calls"
+    programs.mkdir(parents=True)
+    for name, text in {"python": RECORDING_PYTHON, "ray": RECORDING_RAY}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    gpus = int(task["resources"]["accelerators"].partition(":")[2])
+    environment = {name: value for name, value in task["envs"].items() if value is not None} | {
+        "PATH": os.environ["PATH"],
+        "CALLS": str(calls),
+        "BUCKET": "s3://bucket",
+        "RAY_AUTH_TOKEN": "token",
+        "RAY_ADDRESS": "127.0.0.1:6380",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(gpus),
+    }
+    done = subprocess.run(
+        ["bash", "-c", task["run"]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    started = next(line for line in calls.read_text().splitlines() if line.startswith("ray start"))
+    assert f"--num-gpus={gpus}" in started and started.endswith(" unset")
+    assert ("--address=10.0.0.1:6379" in started) == (rank == 1)
+    assert (tmp_path / "calls.run").exists() == (rank == 0)
+    if rank == 0:
+        compile((tmp_path / "calls.waits").read_text(), "waits for the nodes", "exec")
+        _, module, *arguments = (tmp_path / "calls.run").read_text().splitlines()
+        assert module == "skyrl_train.entrypoints.main_base"
+        arguments[arguments.index("--config-dir") + 1] = str(REPOSITORY / "examples" / "gsm8k")
+        prepared = prepare_config(arguments, has_accelerator=True)
+        assert prepared.warnings == []
+        assert prepared.config.trainer.placement.policy_num_gpus_per_node == gpus
+        assert prepared.config.generator.num_inference_engines == 2 * gpus

@@ -68,7 +68,7 @@ class JobServer:
 
 @pytest.fixture
 def job_server(tmp_path: Path) -> Iterator[JobServer]:
-    """Start a job server as docs/guides/multi_node.md does by hand, on a machine with two CPUs and a separate home."""
+    """Start a job server as docs/guides/clusters.md does by hand, on a machine with two CPUs and a separate home."""
     if importlib.util.find_spec("aiohttp_cors") is None:
         pytest.skip("ray[default] is not installed: the extra `jobs`")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

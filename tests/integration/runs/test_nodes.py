@@ -1,4 +1,4 @@
-"""Runs on four Ray nodes: one of each kind is lost, and the run behaves as docs/guides/multi_node.md says."""
+"""Runs on four Ray nodes: one of each kind is lost, and the run behaves as docs/guides/clusters.md says."""
 
 from __future__ import annotations
 

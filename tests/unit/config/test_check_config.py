@@ -160,6 +160,22 @@ def test_plan_reports_memory_of_every_role(
     assert [part for part in expected_parts if part not in text] == []
 
 
+def test_plan_for_gpus_elsewhere_needs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from skyrl_train.testing.tiny_models import save_tiny_model
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("skyrl_train.experiment.memory_plan.memory_capacity", lambda device: None)
+    arguments = [f"trainer.policy.model.path={save_tiny_model(tmp_path)}", "device=cuda"]
+    code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", *arguments)
+    assert code == 0, text
+    assert "on each accelerator" in text
+    code, text = run(capsys, monkeypatch, "--plan", *arguments)
+    assert code == 2
+    assert "No NVIDIA device was found" in text
+
+
 def test_plan_of_missing_model_exits_with_two(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", "trainer.policy.model.path=/no/such/model")

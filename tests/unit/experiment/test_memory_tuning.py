@@ -239,6 +239,19 @@ def test_effective_micro_batch_size_is_halved(tiny_model_path: str, overrides: l
     assert expected in memory_saving_advice(small(tiny_model_path, *overrides))
 
 
+def test_out_of_memory_update_suggests_trainer_settings(path: str, monkeypatch: pytest.MonkeyPatch):
+    """The engine's cache is the peak of the whole plan, but it is empty during an update."""
+    monkeypatch.setattr(memory_tuning, "memory_capacity", lambda device: 80 * GIB)
+    cfg = config(path)
+    cfg = replace(cfg, generator=replace(cfg.generator, backend="vllm"))
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert "generator.gpu_memory_utilization" in str(as_out_of_memory(error, cfg))
+    error.raised_in = "learner 0.update"
+    advice = str(as_out_of_memory(error, cfg))
+    assert "trainer.max_tokens_per_microbatch=8192 saves about " in advice
+    assert "generator.gpu_memory_utilization" not in advice
+
+
 def test_memory_of_remote_engines_is_not_lowered(tiny_model_path: str):
     local = replace(small(tiny_model_path), device="cuda")
     remote = replace(local, generator=replace(local.generator, run_engines_locally=False))
