@@ -1,13 +1,15 @@
 """TorchRL's language-model parts over this project's engines: wrappers, environments, losses, collectors, a buffer.
 
-Every public name of docs/torchrl/index.md can be imported from here; its module is loaded when it is first used.
+Every name of docs/torchrl/from_torchrl.md can be imported from here. Its module is loaded when it is first used. Names
+of TorchRL that are not offered raise an error with their replacement.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.lazy_imports import lazy_exports
+from skyrl_train.tensordict.not_offered import raise_not_offered
 
 if TYPE_CHECKING:
     from skyrl_train.tensordict.buffer import (
@@ -112,7 +114,7 @@ if TYPE_CHECKING:
     )
 
 if not TYPE_CHECKING:  # else every misspelt name would pass
-    __getattr__, __dir__, __all__ = lazy_exports(
+    _load, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "skyrl_train.tensordict.containers": (
@@ -223,3 +225,8 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             ),
         },
     )
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return _load(name)
+        raise_not_offered(__name__, name)

@@ -266,6 +266,7 @@ SNIPPETS = {
     "docs/torchrl/collectors.md": "tests/unit/tensordict/collectors/test_page.py",
     "docs/torchrl/environments.md": "tests/unit/tensordict/envs/test_page.py",
     "docs/torchrl/examples.md": "tests/unit/tensordict/envs/test_examples_page.py",
+    "docs/torchrl/from_torchrl.md": "tests/unit/tensordict/test_from_torchrl_page.py",
     "docs/torchrl/losses.md": "tests/unit/tensordict/losses/test_page.py",
     "docs/guides/tools.md": "tests/unit/environments/tools/test_pages.py",
     "docs/guides/web_tools.md": "tests/unit/environments/tools/test_pages.py",

@@ -1,15 +1,16 @@
-from __future__ import annotations
+"""The snippets of docs/torchrl/collectors.md run, and print the outputs of the page."""
 
-import re
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "torchrl" / "collectors.md"
+from tests.support.doc_pages import snippets
+
+PAGE = "docs/torchrl/collectors.md"
 
 
-def test_the_pages_snippets_run(capsys: pytest.CaptureFixture[str]):
+def test_page_snippets_print_documented_outputs(capsys: pytest.CaptureFixture[str]):
     names: dict[str, object] = {}
-    for snippet in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(snippet, PAGE.name, "exec"), names)
-    assert capsys.readouterr().out == "[1, 1, 1, 1]\nworker None gets {'weight': 1.0}\ndone\n"
+    for code in snippets(PAGE):
+        exec(compile(code, PAGE, "exec"), names)
+    assert capsys.readouterr().out == "".join(snippets(PAGE, "text"))

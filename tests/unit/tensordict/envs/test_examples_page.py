@@ -19,9 +19,9 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 PAGE = Path(__file__).parents[4] / "docs" / "torchrl" / "examples.md"
 SERVER = Path(__file__).parents[2] / "environments" / "tools" / "mcp_server.py"
 NEEDS = {
-    "Python": shutil.which("bwrap"),
-    "Tools of an MCP server": importlib.util.find_spec("mcp"),
-    "A browser": any(map(shutil.which, PROGRAMS)) and importlib.util.find_spec("playwright"),
+    "PythonInterpreter": shutil.which("bwrap"),
+    "MCPToolTransform": importlib.util.find_spec("mcp"),
+    "BrowserTransform": any(map(shutil.which, PROGRAMS)) and importlib.util.find_spec("playwright"),
 }
 QUESTIONS = [
     {"question": "How many clips are 48 and 24?", "answer": "48 + 24 = 72\n#### 72"},

@@ -1,14 +1,17 @@
+"""The snippet of docs/torchrl/losses.md runs, and prints the output of the page."""
+
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import pytest
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "torchrl" / "losses.md"
+from tests.support.doc_pages import snippets
+
+PAGE = "docs/torchrl/losses.md"
 
 
-def test_the_pages_snippets_run():
-    snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def test_page_snippets_print_documented_outputs(capsys: pytest.CaptureFixture[str]):
     names: dict[str, object] = {}
-    for snippet in snippets:
-        exec(compile(snippet, PAGE.name, "exec"), names)
+    for code in snippets(PAGE):
+        exec(compile(code, PAGE, "exec"), names)
     assert names["weight"].grad.abs().sum() > 0  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "".join(snippets(PAGE, "text"))
