@@ -1,23 +1,31 @@
-// A box that filters the tables of keys (configuration.md): words of the whole key or of its meaning.
-// The page is complete without it.
+// A box that filters the tables of keys (reference/configuration): words of the whole key or of its meaning.
+// The pages are complete without it.
 (() => {
   const HEADINGS = "h1, h2, h3";
   const columns = (table) => [...table.rows[0].cells].map((cell) => cell.textContent.trim()).join();
-  const named = (table) => /^(key,default|keys,accepted)/.test(columns(table)); // the second kind has whole keys
-  if (![...document.querySelectorAll("article table")].some(named)) return;
+  // Keys of the heading's section with their meaning; whole keys of SkyRL; on the first page, all keys of a section in a row.
+  const isKeyTable = (table) => /^(key,default|keys,accepted|section,keys$)/.test(columns(table));
+  if (![...document.querySelectorAll("article table")].some(isKeyTable)) return;
 
-  const sections = []; // a heading, what follows it up to the next one, and its rows with the text to look in
+  const entriesOf = (row, kind, section) => {
+    const first = row.cells[0].textContent.trim();
+    if (kind.startsWith("section")) {
+      return [...row.cells[1].querySelectorAll("code")].map((code) => ({ element: code, text: `${first}.${code.textContent}`.toLowerCase() }));
+    }
+    const key = kind.startsWith("keys") || !section ? first : `${section}.${first}`;
+    row.cells[0].title = key;
+    return [{ element: row, text: `${key} ${row.textContent}`.toLowerCase() }];
+  };
+
+  const sections = []; // each has a heading, and the rows of the tables up to the next heading with their entries
   for (const element of document.querySelectorAll(`article :is(${HEADINGS}), article table`)) {
     if (element.matches(HEADINGS)) {
       sections.push({ heading: element, rows: [] });
-    } else if (named(element) && sections.length) {
+    } else if (isKeyTable(element) && sections.length) {
       const { heading, rows } = sections.at(-1);
-      const section = heading.matches("h1") || columns(element).startsWith("keys") ? "" : `${heading.firstChild.textContent.trim()}.`;
-      for (const row of [...element.rows].slice(1)) {
-        const key = section + row.cells[0].textContent.trim();
-        row.cells[0].title = key;
-        rows.push({ row, text: `${key} ${row.textContent}`.toLowerCase() });
-      }
+      const name = heading.firstChild.textContent.trim();
+      const section = /^(data|trainer|generator|environment)\b[\w.]*$/.test(name) ? name : "";
+      for (const row of [...element.rows].slice(1)) rows.push({ row, entries: entriesOf(row, columns(element), section) });
     }
   }
   const following = (heading) => {
@@ -29,17 +37,22 @@
   const box = document.createElement("input");
   box.type = "search";
   box.className = "key-filter";
-  const count = sections.reduce((sum, { rows }) => sum + rows.length, 0);
-  box.placeholder = `Filter ${count} keys: clip, trainer.policy lr, 600.0 ...`;
+  const count = sections.flatMap(({ rows }) => rows.flatMap(({ entries }) => entries)).length;
+  box.placeholder = `Filter ${count} keys, for example: trainer.policy lr`;
   box.setAttribute("aria-label", box.placeholder);
   sections[0].heading.after(box);
   box.addEventListener("input", () => {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const { heading, rows } of sections) {
       let shown = 0;
-      for (const { row, text } of rows) {
-        row.hidden = !words.every((word) => text.includes(word));
-        shown += !row.hidden;
+      for (const { row, entries } of rows) {
+        let matches = 0;
+        for (const { element, text } of entries) {
+          element.hidden = !words.every((word) => text.includes(word));
+          matches += !element.hidden;
+        }
+        row.hidden = matches === 0;
+        shown += matches;
       }
       const hide = words.length > 0 && shown === 0;
       if (!heading.matches("h1")) heading.hidden = hide;

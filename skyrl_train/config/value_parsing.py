@@ -62,7 +62,7 @@ def _find_key_problems(key: str, value: Any) -> Iterator[Problem]:
 def unknown_key_advice(key: str) -> str:
     """Return the advice for an unknown key: the most similar known key, or where all keys are listed."""
     close = suggest_key(key)
-    return f"Did you mean {close}?" if close else "docs/reference/configuration.md lists all keys."
+    return f"Did you mean {close}?" if close else "docs/reference/configuration/index.md lists all keys."
 
 
 # -- Code and secrets

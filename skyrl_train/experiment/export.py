@@ -264,6 +264,7 @@ def _card(
     path = trainer.policy.model.path
     return Card(
         run=_public(trainer.run_name),
+        repository=request.to.removeprefix(HUB_PREFIX) if request.to.startswith(HUB_PREFIX) else "",
         base=_public(get_display_name(path)),
         base_is_on_hub=request.base is None and may_be_hub_name(path),  # the model has just been loaded from there
         is_adapter=request.adapter,

@@ -678,5 +678,8 @@ def _describe_stalled_ranks(by_name: dict[str, ProcessStack]) -> str:
 
 def _state(stack: ProcessStack) -> str:
     if stack.status == "stopped":
-        return f"its process is stopped; kill -CONT {stack.pid} resumes it"
+        return (
+            f"a signal such as SIGSTOP has stopped its process, {stack.pid}, as a debugger or a scheduler does; "
+            "find out what sent it, then start the run again"
+        )
     return "its node does not respond either" if stack is _UNKNOWN else f"its process is {stack.status}"

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 CURVE_FILE = "learning_curve.png"
+_FOLDER_PLACEHOLDER = "path/to/this/folder"
 _TAGS = {"rewards": ["reinforcement-learning"], "demonstrations": ["sft"], "": []}
 
 
@@ -21,6 +22,8 @@ class Card:
     """The contents of a model card: plain values, without secrets and without paths of the machine."""
 
     run: str
+    repository: str
+    """Name of the repository on the hub, OWNER/NAME; empty for a folder, whose place is private."""
     base: str
     base_is_on_hub: bool
     is_adapter: bool
@@ -81,21 +84,22 @@ def _summary(card: Card) -> str:
 
 
 def _use(card: Card) -> str:
+    source = f'"{card.repository or _FOLDER_PLACEHOLDER}"'
     if card.is_adapter:
         base = repr(card.base) if card.base_is_on_hub else '"the base model"'
         lines = [
             "from peft import PeftModel",
             f"from transformers import {card.model_class}, AutoTokenizer",
             "",
-            f'model = PeftModel.from_pretrained({card.model_class}.from_pretrained({base}), "this repository")',
+            f"model = PeftModel.from_pretrained({card.model_class}.from_pretrained({base}), {source})",
         ]
     else:
         lines = [
             f"from transformers import {card.model_class}, AutoTokenizer",
             "",
-            f'model = {card.model_class}.from_pretrained("this repository")',
+            f"model = {card.model_class}.from_pretrained({source})",
         ]
-    code = "\n".join([*lines, 'tokenizer = AutoTokenizer.from_pretrained("this repository")'])
+    code = "\n".join([*lines, f"tokenizer = AutoTokenizer.from_pretrained({source})"])
     return f"```python\n{code}\n```"
 
 

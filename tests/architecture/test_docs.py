@@ -63,7 +63,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_pages_are_plain_markdown_that_any_reader_shows():
-    """Theme-specific markup is noise in other renderers. Only docs/reference/api.md has mkdocstrings' `:::`."""
+    """Theme-specific markup is noise in other renderers. Only docs/reference/api_*.md have mkdocstrings' `:::`."""
     marks = re.compile(
         r"^(?:!!! |\?\?\?\+? |=== \"|--8<--)|\{[:.#][ \w.#=-]*\}|:(?:material|octicons|fontawesome)-", re.MULTILINE
     )

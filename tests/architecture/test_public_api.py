@@ -16,13 +16,28 @@ import skyrl_train
 import skyrl_train.tensordict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "reference" / "api.md").read_text()
+PAGE = "\n".join(path.read_text() for path in sorted((REPOSITORY / "docs" / "reference").glob("api*.md")))
+"""Text of api.md and of the pages with the reference."""
 PACKAGES: dict[str, Any] = {"skyrl_train": skyrl_train, "skyrl_train.tensordict": skyrl_train.tensordict}
 NAMES: list[str] = PACKAGES["skyrl_train"].__all__
 
 
-def test_the_api_page_has_every_public_name_once():
+def test_api_pages_have_every_public_name_once():
     assert sorted(re.findall(r"^::: skyrl_train\.(\w+)$", PAGE, re.MULTILINE)) == NAMES
+
+
+def test_first_api_page_names_the_page_of_each_name():
+    rows = re.findall(r"^\| \[[\w ,]+\]\((api_\w+\.md)\) \| (.*) \|$", PAGE, re.MULTILINE)
+    listed = {name: file for file, names in rows for name in re.findall(r"`(\w+)`", names)}
+    errors = {name for name in NAMES if issubclass_of_skyrl_error(name)} - {"SkyRLError"}
+    assert set(listed) == set(NAMES) - errors
+    for name, file in listed.items():
+        assert f"::: skyrl_train.{name}\n" in (REPOSITORY / "docs" / "reference" / file).read_text(), name
+
+
+def issubclass_of_skyrl_error(name: str) -> bool:
+    found = getattr(skyrl_train, name)
+    return isinstance(found, type) and issubclass(found, skyrl_train.SkyRLError)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -18,6 +18,7 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 from scripts import docs_hooks
+from skyrl_train.config.keys import value_keys
 from skyrl_train.environments.tools.browser import PROGRAMS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -138,18 +139,32 @@ def page(address: str) -> Iterator[Page]:
 
 @needs_chromium
 def test_key_filter_searches_names_and_descriptions(page: Page, address: str):
-    page.goto(f"{address}/reference/configuration/")
+    page.goto(f"{address}/reference/configuration/algorithm/")
     box, rows = page.locator(".key-filter"), page.locator("article tbody tr:visible")
     everything = rows.count()
     assert f"Filter {everything} keys" in str(box.get_attribute("placeholder"))
     box.fill("trainer.algorithm. clip high")
     found = rows.locator("td:first-child").all_inner_texts()
     assert "eps_clip_high" in found and len(found) < 12 < everything
-    assert "data" not in page.locator("article h2:visible").all_inner_texts(), "sections without a match are hidden"
-    box.fill("hf_export_config")
-    assert rows.count() == 1, "a key of SkyRL that is not accepted is found, too"
+    headings = page.locator("article h2:visible").all_inner_texts()
+    assert "trainer.algorithm.sft" not in headings, "sections without a match are hidden"
     box.fill("")
     assert rows.count() == everything
+    page.goto(f"{address}/reference/configuration/skyrl_keys/")
+    box.fill("hf_export_config")
+    assert rows.count() == 1, "a key of SkyRL that is not accepted is found, too"
+
+
+@needs_chromium
+def test_filter_of_first_page_finds_every_key(page: Page, address: str):
+    page.goto(f"{address}/reference/configuration/")
+    box, names = page.locator(".key-filter"), page.locator("article tbody td:last-child code:visible")
+    assert f"Filter {len(value_keys())} keys" in str(box.get_attribute("placeholder"))
+    box.fill("policy.optimizer lr")
+    assert names.all_inner_texts() == ["lr"]
+    page.locator("article tbody a:visible").click()
+    assert page.url.endswith("/reference/configuration/policy/#trainerpolicyoptimizer_config")
+    assert page.locator("[id='trainerpolicyoptimizer_config']").inner_text().startswith("trainer.policy.optimizer")
 
 
 @needs_chromium
@@ -159,7 +174,7 @@ def test_search_finds_key_by_full_name(page: Page, address: str):
     page.locator("[data-md-component=search-query]").press_sequentially("trainer.algorithm.eps_clip_low")
     found = page.locator(".md-search-result__item")
     found.first.wait_for(timeout=30_000)
-    assert any(text.startswith("Configuration") for text in found.all_inner_texts())
+    assert any("Algorithm keys" in text for text in found.all_inner_texts())
 
 
 @needs_chromium
@@ -197,7 +212,9 @@ def test_no_page_is_longer_than_12000_pixels(page: Page, address: str):
 
 FORMULAS = ["concepts/algorithms", "concepts/async", "torchrl/losses"]
 """Pages with formulas, which are inline code."""
-SCROLLABLE = {"contributing/benchmarks", "guides/report", "reference/configuration", "reference/models"}
+SCROLLABLE = {"contributing/benchmarks", "guides/report", "reference/models"} | {
+    page for page in PAGES if page.startswith("reference/configuration")
+}
 """Pages whose tables may scroll on wide screens, too: they have many columns, or keys and addresses without breaks."""
 BOXES = "article :is(code, p, li, table, .md-typeset__scrollwrap)"
 OVERFLOWING = """([boxes, mayScroll]) => [...document.querySelectorAll(boxes)].filter(box => {

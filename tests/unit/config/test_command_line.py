@@ -56,7 +56,8 @@ def test_suggestions_map_foreign_names_to_keys():
 @pytest.mark.fault("F01")
 def test_key_without_any_likeness_points_to_the_documentation():
     assert (
-        command_line_problems("+qwertz=1") == "qwertz=1: unknown key. docs/reference/configuration.md lists all keys."
+        command_line_problems("+qwertz=1")
+        == "qwertz=1: unknown key. docs/reference/configuration/index.md lists all keys."
     )
 
 

@@ -6,19 +6,30 @@ from pathlib import Path
 from skyrl_train.config.keys import value_keys
 
 ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "docs" / "reference" / "configuration"
 generator = runpy.run_path(str(ROOT / "scripts" / "generate_config_docs.py"))
 
 
-def test_page_is_what_the_dataclasses_say():
-    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
-    assert page == generator["render"](), "run: python scripts/generate_config_docs.py"
+def test_pages_are_what_the_dataclasses_say():
+    written = {path.name: path.read_text() for path in FOLDER.iterdir()}
+    assert written == generator["render"](), "run: python scripts/generate_config_docs.py"
 
 
 def test_every_key_has_a_row_with_a_meaning():
-    page = generator["render"]()
+    pages = "\n".join(generator["render"]().values())
     for key in value_keys():
         section, _, name = key.rpartition(".")
-        heading = f"{'## ' if '.' not in section else '### '}{section}\n" if section else "# Configuration\n"
-        rows = page[page.index(heading) + len(heading) :].partition("\n## " if not section else "\n#")[0].splitlines()
+        heading = f"\n## {section or 'Top-level keys'}\n"
+        assert pages.count(heading) == 1
+        rows = pages[pages.index(heading) + len(heading) :].partition("\n#")[0].splitlines()
         (row,) = [row for row in rows if row.startswith(f"| `{name}` |")]
         assert len(row.split(" | ")[-1].strip(" |")) > 5, key
+
+
+def test_first_page_lists_every_key():
+    rows = dict(
+        line.strip("| ").split(" | ") for line in generator["render"]()["index.md"].splitlines() if line[:3] == "| ["
+    )
+    keys_by_section = {first[2:].partition("`")[0]: names.split() for first, names in rows.items()}
+    listed = {f"{section}.{name.strip('`')}" for section, names in keys_by_section.items() for name in names}
+    assert listed == {key for key in value_keys() if "." in key}

@@ -209,6 +209,7 @@ def card_of() -> Callable[[str], str]:
             Card(
                 model_class="AutoModelForCausalLM",
                 run=word,
+                repository="",
                 base=word,
                 base_is_on_hub=False,
                 is_adapter=False,
@@ -312,14 +313,18 @@ def test_hub_upload_is_private_and_atomic(
         assert hub.private == {"me/model": True} and hub.commits == ["Step 2"]
         folder = exported(whole, tmp_path / "model")
         here = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert hub.files["me/model"] == here
+        published = dict(hub.files["me/model"])
+        card, card_of_folder = published.pop("README.md").decode(), here.pop("README.md").decode()
+        assert card.count('.from_pretrained("me/model")') == 2 and str(tmp_path) not in card
+        assert card_of_folder == card.replace("me/model", "path/to/this/folder")
+        assert published == here
         assert f"exported to {hub.url}/me/model" in capsys.readouterr().out
         with pytest.raises(SystemExit, match="2"):
             main([str(whole), "--to", "hub:me/model"])
         assert "hub:me/model exists: choose another name, or pass --overwrite" in capsys.readouterr().err
         hub.files["me/model"]["old.safetensors"] = b"old"
         main([str(whole), "--to", "hub:me/model", "--overwrite", "--no-verify"])
-        assert hub.files["me/model"].keys() == here.keys() and len(hub.commits) == 2
+        assert hub.files["me/model"].keys() == {*here, "README.md"} and len(hub.commits) == 2
         main([str(whole), "--to", "hub:team/open", "--public", "--no-verify"])
         assert hub.private["team/open"] is False
         hub.refuses_commits = True
