@@ -1,4 +1,4 @@
-"""`scripts/gpu_check`: checks that need a GPU, part by part. See docs/guides/gpu.md.
+"""`scripts/gpu_check`: checks that need a GPU, part by part. See docs/contributing/gpu_checks.md.
 
 - __main__.py            the command
 - campaign.py            runs each part in a separate process with a deadline; stores and prints results

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check`: see docs/guides/gpu.md.
+"""`scripts/gpu_check`: see docs/contributing/gpu_checks.md.
 
 Runs the parts without a result and stores results in one file, so the same command continues after an interruption.
 """

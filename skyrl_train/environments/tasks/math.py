@@ -18,7 +18,7 @@ class MathEnv(TextEnv):
 
     The answer is the content of \boxed{...} in the final answer (`boxed.extract_boxed_answer`). There is no answer if
     no box exists, if several boxes differ, or if the content hedges (`math_grader.is_unambiguous`). 1/2 equals
-    \frac{2}{4}, x = 3 equals 3, and 1,2 equals \{2, 1\}; docs/concepts/environments.md has the rules. A comparison that
+    \frac{2}{4}, x = 3 equals 3, and 1,2 equals \{2, 1\}; docs/reference/graders.md has the rules. A comparison that
     takes more than `timeout` seconds is killed and scores 0. The metrics `timeout` and `no_answer` are the fractions of
     such answers.
     """

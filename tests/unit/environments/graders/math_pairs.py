@@ -1,7 +1,7 @@
 r"""Pairs of ground truth and answer with the verdict of a fair competition grader, written by hand, by category.
 
 The grader knows the truth and the answer, but not the problem. Where only the problem could decide (are 5 cm meant if
-the truth is 5?), a pair appears only if docs/concepts/environments.md states the rule.
+the truth is 5?), a pair appears only if docs/reference/graders.md states the rule.
 """
 
 from __future__ import annotations

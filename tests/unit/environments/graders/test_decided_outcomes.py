@@ -1,4 +1,4 @@
-"""The table of docs/concepts/environments.md: what each grader says to an answer where 42 is right."""
+"""The table of docs/reference/graders.md: what each grader says to an answer where 42 is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.environments.graders.math_normalization import normalize_latex
 from skyrl_train.environments.graders.numbers import parse_number
 from tests.support.table_cases import check_each
 
-PAGE = (Path(__file__).parents[4] / "docs" / "concepts" / "environments.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "reference" / "graders.md").read_text()
 RULED = {"gsm8k": "#### {}", "aime": "Answer: {}", "multiply": r"\boxed{{{}}}", "math": r"\boxed{{{}}}"}
 
 

@@ -35,7 +35,7 @@ def test_at_most_two_percent_of_verdicts_are_wrong(grader: MathGrader):
 
 
 def test_verdicts_of_the_documentation_hold(grader: MathGrader):
-    page = (Path(__file__).parents[4] / "docs" / "concepts" / "environments.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "graders.md").read_text()
     lines = page.partition("| truth | right | wrong |")[2].partition("\n\n")[0].splitlines()[2:]
     for line in lines:
         truth, right, wrong = (re.findall("`([^`]+)`", cell) for cell in line.strip("|").split(" | "))
