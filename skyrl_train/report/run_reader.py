@@ -242,6 +242,8 @@ class RunReader:
 
     def _status(self, step: int, total: int | None) -> RunStatus:
         is_alive = self._is_process_alive()
+        if is_alive is None and (attempts := read_attempts(self.folder)):
+            is_alive = None if attempts[-1].end is None else False
         if is_alive is None:
             is_alive = step != total and self._metrics_age_s() < max(_FRESH_S, 3 * self._series.max_step_s)
         if is_alive:
