@@ -32,14 +32,7 @@ function OneRun({ run }: { run: Run }) {
         <RewardTile run={run} />
         <Tile label="Duration" value={duration(details.seconds)} note={paceNote(run)} />
       </div>
-      {details.failure && (
-        <div class="failure" role="note">
-          <b>Why it failed</b>
-          <p>
-            <SafeText value={details.failure} />
-          </p>
-        </div>
-      )}
+      <Failure run={run} title="Why it failed" />
       <OpenFindings run={run.id} />
       <dl class="facts-grid">
         {facts.map(([name, value, title]) => (
@@ -195,6 +188,22 @@ function factsOf(details: Details): [string, ComponentChildren, string][] {
   ];
 }
 
+/** What ended a failed run. */
+function Failure({ run, title }: { run: Run; title: string }) {
+  const failure = run.details?.failure;
+  if (!failure) return null;
+  return (
+    <div class="failure" role="note">
+      <b>
+        <SafeText value={title} />
+      </b>
+      <p>
+        <SafeText value={failure} />
+      </p>
+    </div>
+  );
+}
+
 /** The findings that still hold, each as a link to the diagnosis. */
 function OpenFindings({ run }: { run: string }) {
   const open = (findings.value[run] ?? []).filter(({ level }) => level !== "past");
@@ -216,7 +225,8 @@ function OpenFindings({ run }: { run: string }) {
 function SeveralRuns() {
   const shown = new Set(shownRuns.value.map(({ id }) => id));
   return (
-    <section class="overview scroll" aria-label="Overview">
+    <section class="overview" aria-label="Overview">
+      <div class="scroll">
       <table class="runs-overview">
         <thead>
           <tr>
@@ -261,6 +271,10 @@ function SeveralRuns() {
           ))}
         </tbody>
       </table>
+      </div>
+      {runs.value.runs.map((run) => (
+        <Failure key={run.id} run={run} title={`Why ${run.name} failed`} />
+      ))}
     </section>
   );
 }

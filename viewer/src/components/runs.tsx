@@ -1,4 +1,5 @@
 import { runs } from "../state";
+import { Status } from "./overview";
 import { SafeText } from "./text";
 
 /** The runs, and the configuration keys in which they differ. */
@@ -8,10 +9,11 @@ export function RunTables() {
     <>
       <section>
         <h2>Runs</h2>
+        <div class="scroll">
         <table>
           <thead>
             <tr>
-              {["run", "project", "step", "state", "folder"].map((name) => (
+              {["Run", "Project", "Step", "State", "Folder"].map((name) => (
                 <th key={name} scope="col">
                   {name}
                 </th>
@@ -31,7 +33,9 @@ export function RunTables() {
                   {run.step}
                   {run.total_steps !== null && ` of ${run.total_steps}`}
                 </td>
-                <td>{run.state}</td>
+                <td>
+                  <Status run={run} />
+                </td>
                 <td>
                   <SafeText value={run.folder} />
                 </td>
@@ -39,16 +43,18 @@ export function RunTables() {
             ))}
           </tbody>
         </table>
+        </div>
       </section>
       {all.length > 1 && (
         <section>
           <h2>Configuration differences</h2>
           {differing.length === 0 && <p>All configurations are equal.</p>}
           {differing.length > 0 && (
+            <div class="scroll">
             <table class="differing">
               <thead>
                 <tr>
-                  <th scope="col">key</th>
+                  <th scope="col">Key</th>
                   {all.map((run) => (
                     <th key={run.id} scope="col">
                       <SafeText value={run.name} />
@@ -71,6 +77,7 @@ export function RunTables() {
                 ))}
               </tbody>
             </table>
+            </div>
           )}
         </section>
       )}
