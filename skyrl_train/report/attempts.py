@@ -61,7 +61,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
         except (ValueError, RecursionError):
             continue
         when = event.get("time") if isinstance(event, dict) else None
-        if not isinstance(when, int | float) or not 0 <= when <= _MAX_TIME:
+        if type(when) not in (int, float) or not 0 <= when <= _MAX_TIME:
             continue
         if event.get("event") == "start":
             attempts.append(Attempt(float(when)))

@@ -49,7 +49,9 @@ export function sectionsOf(names: string[], runs: string[], find: string, consta
   if (find !== "") return sections;
   const isConstant = (plan: ChartPlan) => plan.kind === "curve" && plan.columns.every((name) => constant.has(name));
   const varying = sections.map(({ title, charts }) => ({ title, charts: charts.filter((plan) => !isConstant(plan)) }));
-  const constants = new Map(sections.flatMap(({ charts }) => charts.filter(isConstant)).map((plan) => [plan.title, plan]));
+  const constants = new Map(
+    sections.flatMap(({ charts }) => charts.filter(isConstant)).map((plan) => [plan.title, plan]),
+  );
   return [
     ...varying,
     { title: "constant", charts: [...constants.values()].sort((a, b) => (a.title < b.title ? -1 : 1)), constant: true },

@@ -53,7 +53,11 @@ export function parseMarkdown(source: string): Block[] {
       row++;
     } else if (HEADING.test(line.text)) {
       const [, marks = "", title = ""] = HEADING.exec(line.text) ?? [];
-      blocks.push({ kind: "heading", level: marks.length, children: inline(title, line.at + line.text.length - title.length) });
+      blocks.push({
+        kind: "heading",
+        level: marks.length,
+        children: inline(title, line.at + line.text.length - title.length),
+      });
       row++;
     } else if (ITEM.test(line.text)) row = list(lines, row, blocks);
     else if (QUOTE.test(line.text)) row = quote(lines, row, blocks);
@@ -64,7 +68,8 @@ export function parseMarkdown(source: string): Block[] {
 
 function codeBlock(lines: SourceLine[], row: number, fence: RegExpExecArray, source: string, blocks: Block[]): number {
   const mark = fence[1] ?? "";
-  const isEnd = ({ text }: SourceLine) => text.trim().startsWith(mark) && text.trim().replaceAll(mark.charAt(0), "") === "";
+  const isEnd = ({ text }: SourceLine) =>
+    text.trim().startsWith(mark) && text.trim().replaceAll(mark.charAt(0), "") === "";
   let end = row + 1;
   while (end < lines.length && !isEnd(lines[end] as SourceLine)) end++;
   const at = lines[row + 1]?.at ?? source.length;

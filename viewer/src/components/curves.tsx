@@ -15,10 +15,7 @@ export function Curves() {
   const tables = ids.flatMap((id) => metrics.value[id] ?? []);
   const names = [...new Set(tables.flatMap(({ columns }) => Object.keys(columns)))];
   const constant = useMemo(() => constantMetrics(tables), [metrics.value, ids.join()]);
-  const sections = useMemo(
-    () => sectionsOf(names, ids, find, constant),
-    [names.join(), ids.join(), find, constant],
-  );
+  const sections = useMemo(() => sectionsOf(names, ids, find, constant), [names.join(), ids.join(), find, constant]);
   return (
     <>
       <Overview />
@@ -108,7 +105,8 @@ function RunLegend() {
 /** What the signs in the charts stand for, as far as there are any. */
 function MarkerLegend() {
   const shown = shownRuns.value;
-  const has = (steps: "checkpoints" | "resumes") => shown.some(({ details }) => (details?.[steps] ?? []).some((n) => n));
+  const has = (steps: "checkpoints" | "resumes") =>
+    shown.some(({ details }) => (details?.[steps] ?? []).some((n) => n));
   const hasFindings = shown.some(({ id }) => findings.value[id]?.length);
   if (!has("checkpoints") && !has("resumes") && !hasFindings) return null;
   return (

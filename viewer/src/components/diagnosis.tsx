@@ -20,7 +20,9 @@ export function Diagnosis() {
               <SafeText value={run.name} />
             </h2>
             {runFindings.length === 0 && (
-              <p class="empty">No findings. The rules check rewards, entropy, KL, gradients, truncation and failures.</p>
+              <p class="empty">
+                No findings. The rules check rewards, entropy, KL, gradients, truncation and failures.
+              </p>
             )}
             <ul class="findings">
               {runFindings.map((finding, index) => (

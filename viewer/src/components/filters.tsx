@@ -28,11 +28,7 @@ export function Filters() {
   ).length;
   const [open, setOpen] = useState(false);
   return (
-    <form
-      class={open ? "filters open" : "filters"}
-      aria-label="Filters"
-      onSubmit={(event) => event.preventDefault()}
-    >
+    <form class={open ? "filters open" : "filters"} aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
       <label class="text">
         <span>text</span>
         <DebouncedInput name="text" type="search" />

@@ -101,7 +101,8 @@ function EvaluationTile({ details }: { details: Details }) {
 
 const lastOf = (values: (number | null)[] | undefined): number | null =>
   values?.findLast((value) => value !== null) ?? null;
-const firstOf = (values: (number | null)[] | undefined): number | null => values?.find((value) => value !== null) ?? null;
+const firstOf = (values: (number | null)[] | undefined): number | null =>
+  values?.find((value) => value !== null) ?? null;
 
 function RewardTile({ run }: { run: Run }) {
   const column = metrics.value[run.id]?.columns["reward/mean"];
@@ -137,7 +138,8 @@ export function hardwareOf({ hardware }: Details): string {
   const { device, slots, nodes, accelerators = [] } = hardware;
   if (!slots) return "not recorded";
   const name = accelerators.join(", ") || (device === "gpu" ? "GPU" : "");
-  const units = device === "gpu" ? `${slots} × ${name}` : `CPU, ${slots} ${slots === 1 ? "process slot" : "process slots"}`;
+  const units =
+    device === "gpu" ? `${slots} × ${name}` : `CPU, ${slots} ${slots === 1 ? "process slot" : "process slots"}`;
   return nodes && nodes > 1 ? `${units} on ${nodes} nodes` : units;
 }
 
@@ -227,50 +229,58 @@ function SeveralRuns() {
   return (
     <section class="overview" aria-label="Overview">
       <div class="scroll">
-      <table class="runs-overview">
-        <thead>
-          <tr>
-            {["Run", "Status", "Steps", "Best evaluation", "Mean reward", "Duration", "Model", "Algorithm", "Hardware"].map(
-              (name) => (
+        <table class="runs-overview">
+          <thead>
+            <tr>
+              {[
+                "Run",
+                "Status",
+                "Steps",
+                "Best evaluation",
+                "Mean reward",
+                "Duration",
+                "Model",
+                "Algorithm",
+                "Hardware",
+              ].map((name) => (
                 <th key={name} scope="col">
                   {name}
                 </th>
-              ),
-            )}
-          </tr>
-        </thead>
-        <tbody>
-          {runs.value.runs.map((run, index) => (
-            <tr key={run.id} class={shown.has(run.id) ? "" : "hidden-run"}>
-              <th scope="row">
-                <span class="swatch" style={{ background: colorOf(index) }} />
-                <SafeText value={run.name} />
-              </th>
-              <td>
-                <Status run={run} />
-              </td>
-              <td class="number">
-                {count(run.step)}
-                {run.total_steps !== null && ` / ${count(run.total_steps)}`}
-              </td>
-              <td class="number">
-                {run.details?.best ? `${rough(run.details.best.score)} at ${count(run.details.best.step)}` : "–"}
-              </td>
-              <td class="number">{rough(lastOf(metrics.value[run.id]?.columns["reward/mean"]))}</td>
-              <td class="number">{duration(run.details?.seconds)}</td>
-              <td title={run.details?.model}>
-                <SafeText value={shortPath(run.details?.model ?? "") || "–"} />
-              </td>
-              <td>
-                <SafeText value={run.details ? algorithmOf(run.details) : "–"} />
-              </td>
-              <td>
-                <SafeText value={run.details ? hardwareOf(run.details) : "–"} />
-              </td>
+              ))}
             </tr>
-          ))}
-        </tbody>
-      </table>
+          </thead>
+          <tbody>
+            {runs.value.runs.map((run, index) => (
+              <tr key={run.id} class={shown.has(run.id) ? "" : "hidden-run"}>
+                <th scope="row">
+                  <span class="swatch" style={{ background: colorOf(index) }} />
+                  <SafeText value={run.name} />
+                </th>
+                <td>
+                  <Status run={run} />
+                </td>
+                <td class="number">
+                  {count(run.step)}
+                  {run.total_steps !== null && ` / ${count(run.total_steps)}`}
+                </td>
+                <td class="number">
+                  {run.details?.best ? `${rough(run.details.best.score)} at ${count(run.details.best.step)}` : "–"}
+                </td>
+                <td class="number">{rough(lastOf(metrics.value[run.id]?.columns["reward/mean"]))}</td>
+                <td class="number">{duration(run.details?.seconds)}</td>
+                <td title={run.details?.model}>
+                  <SafeText value={shortPath(run.details?.model ?? "") || "–"} />
+                </td>
+                <td>
+                  <SafeText value={run.details ? algorithmOf(run.details) : "–"} />
+                </td>
+                <td>
+                  <SafeText value={run.details ? hardwareOf(run.details) : "–"} />
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
       </div>
       {runs.value.runs.map((run) => (
         <Failure key={run.id} run={run} title={`Why ${run.name} failed`} />

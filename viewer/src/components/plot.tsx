@@ -71,23 +71,23 @@ export function Plot({
   return (
     <figure class="chart">
       <div class="chart-head">
-      <figcaption>
-        <SafeText value={title} />
-      </figcaption>
-      {findings.length > 0 && (
-        <p class="chart-findings">
-          {[...new Set(findings.map((finding) => finding.title))].map((name) => (
-            <button
-              key={name}
-              type="button"
-              class={`chip ${findings.some((finding) => finding.title === name && !finding.past) ? "bad" : ""}`}
-              onClick={() => updateView({ tab: "diagnosis" })}
-            >
-              <SafeText value={name} />
-            </button>
-          ))}
-        </p>
-      )}
+        <figcaption>
+          <SafeText value={title} />
+        </figcaption>
+        {findings.length > 0 && (
+          <p class="chart-findings">
+            {[...new Set(findings.map((finding) => finding.title))].map((name) => (
+              <button
+                key={name}
+                type="button"
+                class={`chip ${findings.some((finding) => finding.title === name && !finding.past) ? "bad" : ""}`}
+                onClick={() => updateView({ tab: "diagnosis" })}
+              >
+                <SafeText value={name} />
+              </button>
+            ))}
+          </p>
+        )}
       </div>
       <p class="described" title={escapeInvisible(described)}>
         <SafeText value={described.replace(/ \([^()]{1,24}\)(; healthy.*)?$/, "").replace(/; .*/, "")} />
@@ -99,7 +99,9 @@ export function Plot({
         onDblClick={() => updateView({ zoom: "" })}
       />
       <ul class="values">
-        {at !== null && <li class="muted">{[axis === "hours" ? `${short(at)} h` : `step ${at}`, ...atMarkers].join(" · ")}</li>}
+        {at !== null && (
+          <li class="muted">{[axis === "hours" ? `${short(at)} h` : `step ${at}`, ...atMarkers].join(" · ")}</li>
+        )}
         {values.map(({ line, value }, index) => (
           <li key={index}>
             <span class="swatch" style={{ background: line.color }} />

@@ -10,39 +10,39 @@ export function RunTables() {
       <section>
         <h2>Runs</h2>
         <div class="scroll">
-        <table>
-          <thead>
-            <tr>
-              {["Run", "Project", "Step", "State", "Folder"].map((name) => (
-                <th key={name} scope="col">
-                  {name}
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {all.map((run) => (
-              <tr key={run.id}>
-                <th scope="row">
-                  <SafeText value={run.name} />
-                </th>
-                <td>
-                  <SafeText value={run.project} />
-                </td>
-                <td>
-                  {run.step}
-                  {run.total_steps !== null && ` of ${run.total_steps}`}
-                </td>
-                <td>
-                  <Status run={run} />
-                </td>
-                <td>
-                  <SafeText value={run.folder} />
-                </td>
+          <table>
+            <thead>
+              <tr>
+                {["Run", "Project", "Step", "State", "Folder"].map((name) => (
+                  <th key={name} scope="col">
+                    {name}
+                  </th>
+                ))}
               </tr>
-            ))}
-          </tbody>
-        </table>
+            </thead>
+            <tbody>
+              {all.map((run) => (
+                <tr key={run.id}>
+                  <th scope="row">
+                    <SafeText value={run.name} />
+                  </th>
+                  <td>
+                    <SafeText value={run.project} />
+                  </td>
+                  <td>
+                    {run.step}
+                    {run.total_steps !== null && ` of ${run.total_steps}`}
+                  </td>
+                  <td>
+                    <Status run={run} />
+                  </td>
+                  <td>
+                    <SafeText value={run.folder} />
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
         </div>
       </section>
       {all.length > 1 && (
@@ -51,32 +51,32 @@ export function RunTables() {
           {differing.length === 0 && <p>All configurations are equal.</p>}
           {differing.length > 0 && (
             <div class="scroll">
-            <table class="differing">
-              <thead>
-                <tr>
-                  <th scope="col">Key</th>
-                  {all.map((run) => (
-                    <th key={run.id} scope="col">
-                      <SafeText value={run.name} />
-                    </th>
-                  ))}
-                </tr>
-              </thead>
-              <tbody>
-                {differing.map(({ key, values }) => (
-                  <tr key={key}>
-                    <th scope="row">
-                      <SafeText value={key} />
-                    </th>
-                    {values.map((value, index) => (
-                      <td key={index}>
-                        <SafeText value={String(value)} />
-                      </td>
+              <table class="differing">
+                <thead>
+                  <tr>
+                    <th scope="col">Key</th>
+                    {all.map((run) => (
+                      <th key={run.id} scope="col">
+                        <SafeText value={run.name} />
+                      </th>
                     ))}
                   </tr>
-                ))}
-              </tbody>
-            </table>
+                </thead>
+                <tbody>
+                  {differing.map(({ key, values }) => (
+                    <tr key={key}>
+                      <th scope="row">
+                        <SafeText value={key} />
+                      </th>
+                      {values.map((value, index) => (
+                        <td key={index}>
+                          <SafeText value={String(value)} />
+                        </td>
+                      ))}
+                    </tr>
+                  ))}
+                </tbody>
+              </table>
             </div>
           )}
         </section>

@@ -10,7 +10,9 @@ import { SafeText, TextBlock } from "./text";
 import { TokenView } from "./tokens";
 
 const NO_TOKENS = (
-  <p class="empty">The report omits the tokens of this sample to limit its size. skyrl-train watch shows the tokens of all.</p>
+  <p class="empty">
+    The report omits the tokens of this sample to limit its size. skyrl-train watch shows the tokens of all.
+  </p>
 );
 const SAMPLE_VIEWS: Record<string, { name: string; render: (sample: Sample) => ComponentChildren }> = {
   conversation: { name: "Conversation", render: (sample) => <Conversation sample={sample} /> },
@@ -30,24 +32,24 @@ export function SampleView({ sample }: { sample: Sample }) {
       </h2>
       <Facts sample={sample} />
       <div class="toolbar">
-      <nav class="segmented" aria-label="Views of the sample">
-        {Object.entries(SAMPLE_VIEWS).map(([name, sampleView]) => (
-          <button
-            key={name}
-            type="button"
-            aria-current={name === how ? "true" : undefined}
-            onClick={() => updateView({ how: name })}
-          >
-            {sampleView.name}
-          </button>
-        ))}
-      </nav>
-      {how !== "tokens" && (
-        <label class="toggle" title="Key m">
-          <input type="checkbox" checked={view.value.markdown !== "off"} onChange={toggleMarkdown} />
-          Markdown
-        </label>
-      )}
+        <nav class="segmented" aria-label="Views of the sample">
+          {Object.entries(SAMPLE_VIEWS).map(([name, sampleView]) => (
+            <button
+              key={name}
+              type="button"
+              aria-current={name === how ? "true" : undefined}
+              onClick={() => updateView({ how: name })}
+            >
+              {sampleView.name}
+            </button>
+          ))}
+        </nav>
+        {how !== "tokens" && (
+          <label class="toggle" title="Key m">
+            <input type="checkbox" checked={view.value.markdown !== "off"} onChange={toggleMarkdown} />
+            Markdown
+          </label>
+        )}
       </div>
       {SAMPLE_VIEWS[how]?.render(sample)}
     </>
