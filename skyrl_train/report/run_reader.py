@@ -29,6 +29,7 @@ from skyrl_train.report.diagnosis import (
     DIAGNOSIS_FILE,
     NO_DIFFERENCE,
     RULES,
+    STEP_TIME_METRIC,
     Finding,
     async_rules,
     diagnose,
@@ -172,16 +173,18 @@ class RunReader:
         """Return what a run trains, on what, how long, and how well.
 
         Returns:
-            `model`, `train_data`, `eval_data` (paths), `settings`: configuration key -> value as text, of the keys that
-            the run has; `started` (Unix time) and `seconds` of training, None if unknown; `attempts`: their number, 0
-            if unknown; `failure`: what ended a failed run; `hardware`: see `Attempt`; `best`: `source`, `score`,
-            `step` and the `first` score of the best evaluation, or None; `checkpoints` and `resumes`: steps.
+            `kind`: "sft", "evaluation" or "rl"; `model`, `train_data` and `eval_data`: names or paths; `settings`:
+            configuration key -> value as text, of the keys that the run has; `started` (Unix time) and `seconds` of
+            all attempts, None if unknown; `attempts`: their number, 0 if unknown; `failure`: what ended a failed run;
+            `hardware`: see `Attempt`; `best`: `source`, `score`, `step` and the `first` score of the best evaluation,
+            or None; `checkpoints` and `resumes`: steps.
         """
         data = _mapping(self.config.get("data"))
         attempts = read_attempts(self.folder)
         flat = dict(_leaves({name: self.config.get(name) for name in ("trainer", "generator", "environment")}))
         model = identity.get("model") or flat.get("trainer.policy.model.path") or ""
         return {
+            "kind": self._kind(series),
             "model": _short_text(model),
             "train_data": _short_texts(data.get("train_data")),
             "eval_data": _short_texts(data.get("val_data")),
@@ -195,6 +198,12 @@ class RunReader:
             "checkpoints": self._checkpoints(),
             "resumes": sorted({step for attempt in attempts[1:] if (step := series.step_before(attempt.start))}),
         }
+
+    def _kind(self, series: MetricSeries) -> str:
+        """Return what the run does, which its configuration does not say: the command that started it decides."""
+        if series.has("sft/loss"):
+            return "sft"
+        return "evaluation" if self.folder.name == "evaluation" and not series.has(STEP_TIME_METRIC) else "rl"
 
     def _checkpoints(self) -> list[int]:
         """Return the steps of the latest checkpoints in the folder."""
@@ -440,6 +449,10 @@ class MetricSeries:
     def last_step(self) -> int:
         """The latest step; 0 if there is none."""
         return self._steps[-1] if self._steps else 0
+
+    def has(self, name: str) -> bool:
+        """True if any line has the metric."""
+        return name in self._columns
 
     @property
     def first_time(self) -> float | None:

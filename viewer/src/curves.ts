@@ -1,6 +1,8 @@
 /** The charts of the page and the data of their lines. */
 import type { Column, Metrics } from "./data";
 
+/** Metrics of the main section of a run of supervised fine-tuning, before those of all runs. */
+const SUPERVISED = ["sft/loss"];
 /** Metrics of the main section, in this order; "*" stands for any data source. */
 const MAIN = [
   "reward/mean",
@@ -24,7 +26,7 @@ const QUANTILE = /^(.*\/)p(\d+)$/;
 const EVALUATION = /^eval\/(.+)\/avg_score$/;
 
 /** Metrics whose chart is shown even if it is constant: that they do not change is what a reader has to know. */
-const ALWAYS_SHOWN = /^reward\/mean$|^eval\//;
+const ALWAYS_SHOWN = /^reward\/mean$|^eval\/|^sft\//;
 /** Smaller values are float noise, except of learning rates. */
 const NOISE = 1e-6;
 const LEARNING_RATE = /(^|[/_])lr(_|$)/;
@@ -60,7 +62,7 @@ export function sectionsOf(names: string[], runs: string[], find: string, consta
 
 function allSections(names: string[], runs: string[], find: string): Section[] {
   const matching = names.filter((name) => name.toLowerCase().includes(find.toLowerCase()));
-  const main: ChartPlan[] = MAIN.flatMap((pattern) => mainChart(pattern, matching, names));
+  const main: ChartPlan[] = [...SUPERVISED, ...MAIN].flatMap((pattern) => mainChart(pattern, matching, names));
   if ("timing/step_s".includes(find.toLowerCase()) && names.includes("timing/step_s"))
     main.push(...runs.map((run) => ({ kind: "parts" as const, title: "time of a step by part, s", run })));
   const prefixes = [...new Set(matching.map(prefixOf))].sort();

@@ -15,6 +15,8 @@ export interface Run {
 
 /** What a run trains, on what, how long, and how well. */
 export interface Details {
+  /** "sft", "evaluation" or "rl". */
+  kind: string;
   model: string;
   train_data: string[];
   eval_data: string[];

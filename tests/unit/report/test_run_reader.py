@@ -77,6 +77,7 @@ def test_details_have_attempts_best_score_and_markers(tmp_path: Path):
     assert details["failure"] == "WorkerDied: rank 1"
     assert (details["checkpoints"], details["resumes"]) == ([2], [2])
     assert details["hardware"] == {"device": "cpu", "slots": 2, "nodes": 1, "accelerators": []}
+    assert details["kind"] == "rl"
     assert (details["model"], details["train_data"]) == ("org/model", ["/a/b.jsonl"])
     assert details["settings"] == {"trainer.algorithm.advantage_estimator": "grpo"}
 
@@ -86,6 +87,13 @@ def test_details_of_run_without_attempts(tmp_path: Path):
     details = RunReader(tmp_path).summary()["details"]
     assert (details["attempts"], details["seconds"], details["failure"], details["best"]) == (0, 0.0, "", None)
     assert details["hardware"] == {} and details["started"] > 1e9
+
+
+def test_supervised_and_evaluation_runs_are_recognized(tmp_path: Path):
+    write_metrics(tmp_path / "a", [synthetic_metrics(1, **{"sft/loss": 2.0})], 1)
+    write_metrics(tmp_path / "evaluation", [{"eval/all/avg_score": 0.5}], 1)
+    kinds = [RunReader(tmp_path / name).summary()["details"]["kind"] for name in ("a", "evaluation")]
+    assert kinds == ["sft", "evaluation"]
 
 
 def test_killed_attempt_is_reported_as_failure(tmp_path: Path):

@@ -28,8 +28,8 @@ function OneRun({ run }: { run: Run }) {
             </progress>
           )}
         </Tile>
-        <EvaluationTile details={details} />
-        <RewardTile run={run} />
+        {details.kind !== "sft" && <EvaluationTile details={details} />}
+        <ResultTile run={run} />
         <Tile label="Duration" value={duration(details.seconds)} note={paceNote(run)} />
       </div>
       <Failure run={run} title="Why it failed" />
@@ -104,11 +104,12 @@ const lastOf = (values: (number | null)[] | undefined): number | null =>
 const firstOf = (values: (number | null)[] | undefined): number | null =>
   values?.find((value) => value !== null) ?? null;
 
-function RewardTile({ run }: { run: Run }) {
-  const column = metrics.value[run.id]?.columns["reward/mean"];
+function ResultTile({ run }: { run: Run }) {
+  const [name, label] = run.details?.kind === "sft" ? ["sft/loss", "Loss"] : ["reward/mean", "Mean reward"];
+  const column = metrics.value[run.id]?.columns[name];
   const last = lastOf(column);
   if (last === null) return null;
-  return <Tile label="Mean reward" value={rough(last)} note={`latest step · first ${rough(firstOf(column))}`} />;
+  return <Tile label={label} value={rough(last)} note={`latest step · first ${rough(firstOf(column))}`} />;
 }
 
 function paceNote(run: Run): string {
@@ -143,22 +144,26 @@ export function hardwareOf({ hardware }: Details): string {
   return nodes && nodes > 1 ? `${units} on ${nodes} nodes` : units;
 }
 
-function algorithmOf({ settings }: Details): string {
+function algorithmOf({ settings, kind }: Details): string {
+  if (kind === "evaluation") return "Evaluation";
   const key = (name: string) => settings[`trainer.${name}`] ?? "";
   const estimator = key("algorithm.advantage_estimator");
   const rank = Number(key("policy.model.lora.rank"));
+  const lora = rank > 0 ? `LoRA rank ${rank}` : "";
+  if (kind === "sft") return ["Supervised fine-tuning", lora].filter(Boolean).join(" · ");
   const parts = [
     /^(grpo|rloo|gae)$/.test(estimator) ? estimator.toUpperCase() : estimator,
     key("algorithm.policy_loss_type") && `${key("algorithm.policy_loss_type")} loss`,
     key("algorithm.use_kl_loss") === "true" ? `KL ${key("algorithm.kl_loss_coef")}` : "",
-    rank > 0 ? `LoRA rank ${rank}` : "",
+    lora,
     key("fully_async.enabled") === "true" ? `async, staleness ${key("fully_async.max_staleness_steps")}` : "",
   ];
   return parts.filter(Boolean).join(" · ") || "–";
 }
 
-function batchOf({ settings }: Details): string {
+function batchOf({ settings, kind }: Details): string {
   const prompts = settings["trainer.train_batch_size"];
+  if (kind === "sft") return prompts ? `${prompts} examples` : "–";
   const samples = settings["generator.n_samples_per_prompt"];
   return prompts && samples ? `${prompts} prompts × ${samples} samples` : "–";
 }
@@ -169,25 +174,26 @@ function stepsOf(steps: number[]): string {
   return steps.length > 4 ? `${steps.length}, latest ${steps.slice(-2).join(", ")}` : shown;
 }
 
-function factsOf(details: Details): [string, ComponentChildren, string][] {
-  const { settings } = details;
+type Fact = [name: string, value: ComponentChildren, title: string];
+
+function factsOf(details: Details): Fact[] {
+  const { settings, kind } = details;
   const setting = (name: string) => <SafeText value={settings[name] ?? "–"} />;
-  return [
-    ["Model", <SafeText value={shortPath(details.model) || "–"} />, details.model],
-    ["Algorithm", <SafeText value={algorithmOf(details)} />, ""],
-    ["Training data", paths(details.train_data), details.train_data.join("\n")],
-    ["Batch", <SafeText value={batchOf(details)} />, ""],
-    ["Evaluation data", paths(details.eval_data), details.eval_data.join("\n")],
-    ["Learning rate", setting("trainer.policy.optimizer_config.lr"), ""],
-    ["Environment", setting("environment.env_class"), ""],
-    ["Engine", setting("generator.backend"), ""],
-    ["Hardware", <SafeText value={hardwareOf(details)} />, ""],
-    ["Started", date(details.started), ""],
-    ["Checkpoints", stepsOf(details.checkpoints), ""],
-    ...(details.resumes.length
-      ? [["Resumed after", stepsOf(details.resumes), ""] as [string, ComponentChildren, string]]
-      : []),
+  const facts: [boolean, ...Fact][] = [
+    [true, "Model", <SafeText value={shortPath(details.model) || "–"} />, details.model],
+    [true, "Algorithm", <SafeText value={algorithmOf(details)} />, ""],
+    [kind !== "evaluation", "Training data", paths(details.train_data), details.train_data.join("\n")],
+    [kind !== "evaluation", "Batch", <SafeText value={batchOf(details)} />, ""],
+    [kind !== "sft", "Evaluation data", paths(details.eval_data), details.eval_data.join("\n")],
+    [kind !== "evaluation", "Learning rate", setting("trainer.policy.optimizer_config.lr"), ""],
+    [kind !== "sft", "Environment", setting("environment.env_class"), ""],
+    [kind !== "sft", "Engine", setting("generator.backend"), ""],
+    [true, "Hardware", <SafeText value={hardwareOf(details)} />, ""],
+    [true, "Started", date(details.started), ""],
+    [kind !== "evaluation", "Checkpoints", stepsOf(details.checkpoints), ""],
+    [details.resumes.length > 0, "Resumed after", stepsOf(details.resumes), ""],
   ];
+  return facts.flatMap(([isShown, ...fact]) => (isShown ? [fact] : []));
 }
 
 /** What ended a failed run. */
