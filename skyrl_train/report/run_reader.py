@@ -196,7 +196,7 @@ class RunReader:
             "hardware": next((attempt.hardware for attempt in reversed(attempts) if attempt.hardware), {}),
             "best": series.best_evaluation(),
             "checkpoints": self._checkpoints(),
-            "resumes": sorted({step for attempt in attempts[1:] if (step := series.step_before(attempt.start))}),
+            "resumes": _resumes(attempts, series),
         }
 
     def _kind(self, series: MetricSeries) -> str:
@@ -346,6 +346,12 @@ def metric_help(name: str) -> str:
             return f"{percent} % of the step's saved rollouts have at most this reward"
         return ""
     return f"{metric.description} ({metric.unit})" + (f"; healthy: {metric.healthy}" if metric.healthy else "")
+
+
+def _resumes(attempts: Sequence[Attempt], series: MetricSeries) -> list[int]:
+    """Return the steps after which the run was resumed and made further steps."""
+    steps = {series.step_before(attempt.start) for attempt in attempts[1:]}
+    return sorted(step for step in steps if step and step < series.last_step)[-_MAX_MARKERS:]
 
 
 def _seconds(attempts: Sequence[Attempt], series: MetricSeries) -> float | None:
