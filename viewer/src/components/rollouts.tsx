@@ -22,7 +22,15 @@ export function Rollouts() {
         <List />
       </section>
       <section class="sample" aria-label="Sample">
-        {!key && <p class="empty">Choose a sample, or press j.</p>}
+        {!key && (
+          <div class="empty choose">
+            <p>Choose a sample, or press j.</p>
+            <p>
+              <kbd>j</kbd> <kbd>k</kbd> next and previous · <kbd>c</kbd> conversation · <kbd>t</kbd> tokens ·{" "}
+              <kbd>g</kbd> all samples of the prompt
+            </p>
+          </div>
+        )}
         {key && (
           <button type="button" class="back" onClick={() => updateView(NO_SAMPLE)}>
             ‹ All samples
