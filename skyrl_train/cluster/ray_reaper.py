@@ -211,7 +211,7 @@ def main(tag: str, driver: int, folder: str, start_s: float) -> None:
     processes = _TaggedProcesses(tag)
     monitor = _DriverMonitor(driver, processes, start_s)
     monitor.wait()
-    if monitor.cause is not None:
+    if monitor.cause is not None and not monitor.stop_requested:
         print_stderr(f"{monitor.cause}. See the lines above and the logs of Ray's session.")
     processes.kill()
     if monitor.stop_requested and folder:
@@ -263,12 +263,19 @@ class _DriverMonitor:
         ended = any(self._watched.get(descriptor) == "" for descriptor in ready)
         if self._pipe in ready:  # the driver's last lines precede its end
             ended |= not self._read_lines()
-        for descriptor in ready if not ended else ():
-            if descriptor != self._pipe:
-                self._poll.unregister(descriptor)
+        for descriptor in ready:
+            name = self._watched.get(descriptor)
+            if not name:
+                continue
+            self._poll.unregister(descriptor)
+            if not ended:
                 time.sleep(_DRIVER_EXIT_GRACE_S)
-                if all(self._watched.get(other) for other, _ in self._poll.poll(0)):  # the driver has not ended
-                    self.cause = self.cause or f"The run ended because Ray's {self._watched[descriptor]} died"
+            # Ray ends a driver within milliseconds after its raylet, and the kernel ends a raylet with its driver.
+            if ended or not all(self._watched.get(other) for other, _ in self._poll.poll(0)):
+                cause = f"The run and Ray's {name} ended at the same time, because one of them was killed"
+            else:
+                cause = f"The run ended because Ray's {name} died"
+            self.cause = self.cause or cause
         return ended
 
     def _read_lines(self) -> bool:

@@ -140,7 +140,7 @@ ENGINE, RANK, ENVIRONMENT = r"ray::_AsyncWorkerActor", r"ray::_WorkerActor", r"s
 KILL, STOP, INT, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM
 CLUSTER_LOST = (
     "ClusterLost|raylet died|raylet because it is dead|gcs_server died|GCS may have been killed|WorkerDied|EnginesLost"
-    "|ended while Ray was starting"
+    "|ended while Ray was starting|ended at the same time"
 )
 
 FAULTS = (

@@ -34,6 +34,8 @@ if sys.argv[2] == "raylet first":
         time.sleep(0.01)
     assert reaper.dead_process() == f"raylet (process {raylet.pid})"
     time.sleep(0.5)
+elif sys.argv[2] == "together":
+    raylet.kill()
 elif sys.argv[2] == "raylet stopped":
     raylet.send_signal(signal.SIGSTOP)
     time.sleep(0.1)
@@ -53,6 +55,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 
 OUTCOMES = {
     "raylet first": (-signal.SIGKILL, "Ray's raylet died"),
+    "together": (-signal.SIGKILL, "The run and Ray's raylet ended at the same time"),
     "raylet stopped": (-signal.SIGKILL, ": stopped for 60 s."),
     "driver first": (-signal.SIGKILL, ""),
     "during start": (1, "ended while Ray was starting"),
