@@ -162,7 +162,7 @@ def test_markdown_is_rendered_and_can_be_raw(overview_window: Shown):
     expect(answer.locator("em")).to_have_text("forty-eight")
     expect(answer.locator("li")).to_have_text(["1.Monday", "2.Tuesday"])
     expect(answer.locator("pre code")).to_have_text("print(12 * 4)")
-    expect(answer.locator(".heading")).to_have_text("48")
+    expect(answer.locator(".heading")).to_have_text("#### 48")  # which rewards of GSM8K read
     page.get_by_label("Markdown").uncheck()
     assert answer.evaluate(TEXT_OF) == ANSWERS[0] and answer.locator("strong").count() == 0
     page.keyboard.press("m")

@@ -1,5 +1,5 @@
 import { type Message, type Sample, sampledTokens, type Turn } from "../data";
-import { count, short } from "../format";
+import { count, rough, short } from "../format";
 import { answeredBy, contentOf, otherFields, type ToolCall, toolCallsOf, turnsOf } from "../messages";
 import { SafeText, TextBlock } from "./text";
 
@@ -108,8 +108,8 @@ function TurnFacts({ turn }: { turn: Turn }) {
     <p class="turn muted">
       reward {short(turn.reward)} · {count(sampledTokens(turn))} tokens · <SafeText value={turn.stop_reason} /> ·
       weights of step {versions}
-      {turn.running_s ? ` · sampled in ${short(turn.running_s)} s` : ""}
-      {turn.environment_s ? ` · environment ${short(turn.environment_s)} s` : ""}
+      {turn.running_s ? ` · sampled in ${rough(turn.running_s)} s` : ""}
+      {turn.environment_s ? ` · environment ${rough(turn.environment_s)} s` : ""}
     </p>
   );
 }

@@ -128,7 +128,7 @@ export function shortPath(path: string): string {
   if (!path.startsWith("/") && parts.length <= 2) return path;
   const generic = /^(policy|model|export|global_step_\d+|train|validation)\b/;
   let from = parts.length - 1;
-  while (from > 0 && from > parts.length - 3 && generic.test(parts[from] ?? "")) from--;
+  while (from > 0 && from > parts.length - 4 && generic.test(parts[from] ?? "")) from--;
   return parts.slice(from).join("/");
 }
 

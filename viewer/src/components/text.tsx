@@ -86,7 +86,12 @@ function BlockView({ block, dimmed }: { block: Block; dimmed: number }) {
     case "paragraph":
       return <p>{pieces(block.children)}</p>;
     case "heading":
-      return <p class={`heading level-${block.level}`}>{pieces(block.children)}</p>;
+      return (
+        <p class={`heading level-${block.level}`}>
+          <span class="marks">{"#".repeat(block.level)} </span>
+          {pieces(block.children)}
+        </p>
+      );
     case "quote":
       return <blockquote>{pieces(block.children)}</blockquote>;
     case "rule":
