@@ -47,6 +47,7 @@ class Picture:
 
 
 PICTURES = (
+    Picture("overview", ["quickstart"], ""),
     Picture("compare", ["quickstart", "async"], ""),
     Picture("staleness", ["async"], "find=async"),
     Picture("group", ["quickstart"], "tab=rollouts&order=step", "jg"),

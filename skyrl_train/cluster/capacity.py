@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
 from ray._private.state import available_resources_per_node
 
+_ACCELERATOR_PREFIX = "accelerator_type:"
 _ROUNDING = 1e-3
 """Tolerance of resource counts, which Ray rounds to ten-thousandths."""
 
@@ -92,3 +93,15 @@ def query_free_capacity() -> list[NodeCapacity]:
         for node in ray.nodes()
         if node["Alive"] and (amounts := free.get(node["NodeID"])) is not None
     ]
+
+
+def query_accelerator_types(node_ids: Collection[str]) -> list[str]:
+    """Return the names of the accelerator types of some live nodes as Ray detects them, for example ["H100"]."""
+    names = {
+        name
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] in node_ids
+        for name in node["Resources"]
+        if name.startswith(_ACCELERATOR_PREFIX)
+    }
+    return sorted(name.removeprefix(_ACCELERATOR_PREFIX) for name in names)

@@ -44,8 +44,22 @@ class RunPlacement:
     @property
     def num_slots(self) -> int:
         """Number of slots that the run has reserved. Slots that roles share count once."""
+        return sum({id(pool): pool.num_slots for pool in self._pools}.values())
+
+    @property
+    def node_ids(self) -> set[str]:
+        """Ids of the nodes that the run's slots are on."""
+        return {node for pool in self._pools for node in pool.slot_node_ids}
+
+    @property
+    def has_gpus(self) -> bool:
+        """True if any slot has a GPU."""
+        return any(pool.gpus_per_slot for pool in self._pools)
+
+    @property
+    def _pools(self) -> list[ResourcePool]:
         roles = (self.policy, self.reference, self.critic, self.reward, self.engines)
-        return sum({id(role.pool): role.pool.num_slots for role in roles if role is not None}.values())
+        return [role.pool for role in roles if role is not None]
 
     @property
     def is_single_node(self) -> bool:

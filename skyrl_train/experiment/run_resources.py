@@ -26,6 +26,7 @@ from skyrl_train import trace
 from skyrl_train.aio import gather_all
 from skyrl_train.algorithms.advantages import ComparisonScope
 from skyrl_train.cluster.actors import ActorProxy, spawn
+from skyrl_train.cluster.capacity import query_accelerator_types
 from skyrl_train.cluster.placement import reserve_spread_pool
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.cluster.shared_paths import check_shared_paths
@@ -230,6 +231,9 @@ async def start_run_resources(
                 overlaps_training=trainer.fully_async.enabled,
                 reserved_cpus=environment_host_cpus(cfg, components),
             )
+            nodes = placement.node_ids
+            device, accelerators = ("gpu", query_accelerator_types(nodes)) if placement.has_gpus else ("cpu", [])
+            run_folder.record_hardware(device, placement.num_slots, len(nodes), accelerators)
             if not cluster.is_single_node:
                 check_shared_paths(shared_paths(cfg, placement), trainer.timeouts.rendezvous_s)
         learner = None

@@ -24,10 +24,12 @@ import psutil
 from numpy.typing import NDArray
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.report.attempts import Attempt, read_attempts
 from skyrl_train.report.diagnosis import (
     DIAGNOSIS_FILE,
     NO_DIFFERENCE,
     RULES,
+    STEP_TIME_METRIC,
     Finding,
     async_rules,
     diagnose,
@@ -46,6 +48,24 @@ _FRESH_S = 180.0
 """A run whose process is unknown counts as running if its metrics are newer than this, or than three of its steps."""
 _MAX_LOCK_BYTES = 4096
 _MAX_NAME_CHARS = 1000
+_MAX_MARKERS = 500
+_CHECKPOINT = re.compile("global_step_(0|[1-9][0-9]{0,9})")
+_SHOWN_SETTINGS = (
+    "trainer.algorithm.advantage_estimator",
+    "trainer.algorithm.policy_loss_type",
+    "trainer.algorithm.use_kl_loss",
+    "trainer.algorithm.kl_loss_coef",
+    "trainer.policy.optimizer_config.lr",
+    "trainer.policy.model.lora.rank",
+    "trainer.train_batch_size",
+    "trainer.fully_async.enabled",
+    "trainer.fully_async.max_staleness_steps",
+    "trainer.strategy",
+    "generator.n_samples_per_prompt",
+    "generator.backend",
+    "environment.env_class",
+)
+"""Configuration keys that the page's overview shows."""
 _log = logging.getLogger(__name__)
 
 
@@ -129,21 +149,68 @@ class RunReader:
         return {**downsampled, "described": {name: metric_help(name) for name in downsampled["columns"]}}
 
     def summary(self) -> dict[str, Any]:
-        """Return name, folder, project, step, total_steps, state (a RunStatus) and has_rollouts of the run.
+        """Return name, folder, project, step, total_steps, state (a RunStatus), has_rollouts and details of the run.
+
+        `details` has what the page shows at the top of a run, see `_details`.
 
         Raises OSError if metrics.jsonl cannot be read.
         """
         identity, trainer = read_json_object(self.folder / _IDENTITY_FILE), _mapping(self.config.get("trainer"))
         series, total = self.series(), self.total_steps()
+        state = self._status(series.last_step, total)
         return {
             "name": _short_text(identity.get("run_name") or trainer.get("run_name") or self.folder.name),
             "folder": str(self.folder),
             "project": _short_text(identity.get("project_name") or trainer.get("project_name") or ""),
             "step": series.last_step,
             "total_steps": total,
-            "state": self._status(series.last_step, total),
+            "state": state,
             "has_rollouts": bool(self.rollouts.steps()),
+            "details": self._details(identity, series, state),
         }
+
+    def _details(self, identity: Mapping[str, Any], series: MetricSeries, state: RunStatus) -> dict[str, Any]:
+        """Return what a run trains, on what, how long, and how well.
+
+        Returns:
+            `kind`: "sft", "evaluation" or "rl"; `model`, `train_data` and `eval_data`: names or paths; `settings`:
+            configuration key -> value as text, of the keys that the run has; `started` (Unix time) and `seconds` of
+            all attempts, None if unknown; `attempts`: their number, 0 if unknown; `failure`: what ended a failed run;
+            `hardware`: see `Attempt`; `best`: `source`, `score`, `step` and the `first` score of the best evaluation,
+            or None; `checkpoints` and `resumes`: steps.
+        """
+        data = _mapping(self.config.get("data"))
+        attempts = read_attempts(self.folder)
+        flat = dict(_leaves({name: self.config.get(name) for name in ("trainer", "generator", "environment")}))
+        model = identity.get("model") or flat.get("trainer.policy.model.path") or ""
+        return {
+            "kind": self._kind(series),
+            "model": _short_text(model),
+            "train_data": _short_texts(data.get("train_data")),
+            "eval_data": _short_texts(data.get("val_data")),
+            "settings": {key: _short_text(flat[key]) for key in _SHOWN_SETTINGS if key in flat},
+            "started": attempts[0].start if attempts else series.first_time,
+            "seconds": _seconds(attempts, series),
+            "attempts": len(attempts),
+            "failure": _failure(attempts) if state == RunStatus.FAILED else "",
+            "hardware": next((attempt.hardware for attempt in reversed(attempts) if attempt.hardware), {}),
+            "best": series.best_evaluation(),
+            "checkpoints": self._checkpoints(),
+            "resumes": _resumes(attempts, series),
+        }
+
+    def _kind(self, series: MetricSeries) -> str:
+        """Return what the run does, which its configuration does not say: the command that started it decides."""
+        if series.has("sft/loss"):
+            return "sft"
+        return "evaluation" if self.folder.name == "evaluation" and not series.has(STEP_TIME_METRIC) else "rl"
+
+    def _checkpoints(self) -> list[int]:
+        """Return the steps of the latest checkpoints in the folder."""
+        with suppress(OSError):
+            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
+            return sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))[-_MAX_MARKERS:]
+        return []
 
     def total_steps(self) -> int | None:
         """Return the number of steps that the run will have; None if neither diagnosis nor configuration has it."""
@@ -184,6 +251,8 @@ class RunReader:
 
     def _status(self, step: int, total: int | None) -> RunStatus:
         is_alive = self._is_process_alive()
+        if is_alive is None and (attempts := read_attempts(self.folder)):
+            is_alive = None if attempts[-1].end is None else False
         if is_alive is None:
             is_alive = step != total and self._metrics_age_s() < max(_FRESH_S, 3 * self._series.max_step_s)
         if is_alive:
@@ -248,7 +317,8 @@ def _summary(run: RunReader) -> dict[str, Any]:
     except Exception as error:
         folder, reason = escape_control_chars(str(run.folder)), escape_control_chars(str(error))
         _log.warning("%s: the run cannot be read and is shown without data: %s", folder, reason)
-        nothing = {"project": "", "step": 0, "total_steps": None, "state": RunStatus.UNKNOWN, "has_rollouts": False}
+        nothing: dict[str, Any] = {"project": "", "step": 0, "total_steps": None, "state": RunStatus.UNKNOWN}
+        nothing |= {"has_rollouts": False, "details": None}
         return {"name": run.folder.name, "folder": str(run.folder), **nothing}
 
 
@@ -276,6 +346,38 @@ def metric_help(name: str) -> str:
             return f"{percent} % of the step's saved rollouts have at most this reward"
         return ""
     return f"{metric.description} ({metric.unit})" + (f"; healthy: {metric.healthy}" if metric.healthy else "")
+
+
+def _resumes(attempts: Sequence[Attempt], series: MetricSeries) -> list[int]:
+    """Return the steps after which the run was resumed and made further steps."""
+    steps = {series.step_before(attempt.start) for attempt in attempts[1:]}
+    return sorted(step for step in steps if step and step < series.last_step)[-_MAX_MARKERS:]
+
+
+def _seconds(attempts: Sequence[Attempt], series: MetricSeries) -> float | None:
+    """Return the time in all attempts; None if it is not known. An attempt without an end ends at its last step."""
+    if not attempts:
+        return series.last_time - series.first_time if series.first_time is not None else None
+    starts = [attempt.start for attempt in attempts[1:]]
+    ends = [attempt.end for attempt in attempts]
+    total = 0.0
+    for attempt, end, following in zip(attempts, ends, [*starts, float("inf")], strict=True):
+        total += max(0.0, (series.last_time_before(following) if end is None else end) - attempt.start)
+    return round(total, 1)
+
+
+def _failure(attempts: Sequence[Attempt]) -> str:
+    """Return what ended the last attempt of a failed run; "" if it is not known."""
+    if not attempts:
+        return ""
+    if attempts[-1].end is None:
+        return "The process ended without reporting an error: it was killed, or its machine failed."
+    return attempts[-1].error
+
+
+def _short_texts(values: Any) -> list[str]:
+    values = values if isinstance(values, list) else [values]
+    return [_short_text(value) for value in values[:20] if isinstance(value, str)]
 
 
 def _short_text(value: Any) -> str:
@@ -339,6 +441,7 @@ _MAX_VALUE = 1e100
 _MAX_TIME = 1e11
 """Maximum Unix time in seconds that is shown."""
 _NOT_METRICS = frozenset({"step", "time"})
+_SCORE = re.compile("eval/(.+)/avg_score", re.DOTALL)
 
 
 class MetricSeries:
@@ -352,6 +455,46 @@ class MetricSeries:
     def last_step(self) -> int:
         """The latest step; 0 if there is none."""
         return self._steps[-1] if self._steps else 0
+
+    def has(self, name: str) -> bool:
+        """True if any line has the metric."""
+        return name in self._columns
+
+    @property
+    def first_time(self) -> float | None:
+        """Time of the first line with a time; None if there is none."""
+        return next((time for time in self._times if np.isfinite(time)), None)
+
+    @property
+    def last_time(self) -> float:
+        """Time of the last line with a time; 0 if there is none."""
+        return self.last_time_before(float("inf"))
+
+    def last_time_before(self, when: float) -> float:
+        """Return the time of the last line before a time; 0 if there is none."""
+        return next((time for time in reversed(self._times) if time < when), 0.0)
+
+    def step_before(self, when: float) -> int | None:
+        """Return the step of the last line before a time; None if there is none."""
+        rows = zip(reversed(self._steps), reversed(self._times), strict=True)
+        return next((step for step, time in rows if time < when), None)
+
+    def best_evaluation(self) -> dict[str, Any] | None:
+        """Return the evaluation with the highest mean score, see `details` of a summary; None if there is none.
+
+        If the run has the mean over all data sources, "all", only this mean counts.
+        """
+        columns = {match[1]: column for name, column in self._columns.items() if (match := _SCORE.fullmatch(name))}
+        if "all" in columns:
+            columns = {"all": columns["all"]}
+        found = [
+            {"source": source, "score": scores[best], "step": self._steps[best], "first": scores[first]}
+            for source, column in columns.items()
+            if np.isfinite(scores := np.array(column)).any()
+            for best, first in [(int(np.nanargmax(scores)), int(np.isfinite(scores).argmax()))]
+        ]
+        best = max(found, key=lambda evaluation: evaluation["score"], default=None)
+        return best and {name: float(item) if name in ("score", "first") else item for name, item in best.items()}
 
     @property
     def max_step_s(self) -> float:

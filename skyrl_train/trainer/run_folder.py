@@ -1,16 +1,18 @@
 """The folder of a run: a record of the run that owns it, and a lock that keeps other runs out.
 
-<root>/run.json     project, name, model and fingerprints of the data
-<root>/.lock        held while a run uses the folder
+<root>/run.json         project, name, model and fingerprints of the data
+<root>/attempts.jsonl   start, hardware and end of each attempt at the run
+<root>/.lock            held while a run uses the folder
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +20,15 @@ from typing import IO, Any
 
 from skyrl_train.atomic_files import atomic_write, atomic_write_text, open_lock
 from skyrl_train.config.hydra import CONFIG_FILE
+from skyrl_train.config.redaction import redact
 from skyrl_train.errors import CheckpointMismatch, RunFolderError
+from skyrl_train.report.attempts import append_event
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.checkpoints import CheckpointStore
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
+_MAX_ERROR_CHARS = 2000
 _KEYS = {
     "project_name": "trainer.project_name",
     "run_name": "trainer.run_name",
@@ -73,6 +78,7 @@ class RunFolder:
             for file in (self.path / IDENTITY_FILE, self.path / CONFIG_FILE):
                 self._original_files[file] = file.read_bytes() if file.exists() else None
             atomic_write_text(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=1))
+            append_event(self.path, "start", {"host": socket.gethostname()})
         except BaseException:
             self._release()
             raise
@@ -81,7 +87,20 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        append_event(self.path, "end", {"error": _describe_error(error)})
         self._release()
+
+    def record_hardware(self, device: str, slots: int, nodes: int, accelerators: Sequence[str]) -> None:
+        """Record in attempts.jsonl what the current attempt runs on.
+
+        Args:
+            device: "gpu" or "cpu".
+            slots: Number of accelerators, or of CPU slots, that the run has reserved.
+            nodes: Number of nodes that they are on.
+            accelerators: Names of the accelerators' types; empty for CPUs.
+        """
+        facts = {"device": device, "slots": slots, "nodes": nodes, "accelerators": [*accelerators]}
+        append_event(self.path, "hardware", facts)
 
     @contextmanager
     def restored_on_mismatch(self) -> Iterator[None]:
@@ -126,6 +145,14 @@ class RunFolder:
                 f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}), but "
                 "trainer.resume_mode is none. Set trainer.resume_mode=latest to continue, or choose another folder."
             )
+
+
+def _describe_error(error: BaseException | None) -> str | None:
+    if error is None:
+        return None
+    if isinstance(error, asyncio.CancelledError):
+        return "The run was interrupted: a signal stopped it, or the cluster was lost."
+    return redact(f"{type(error).__name__}: {error}")[:_MAX_ERROR_CHARS]
 
 
 def check_same_run(path: Path | str, known: Mapping[str, Any], stored: bytes | None = None) -> None:

@@ -9,6 +9,31 @@ export interface Run {
   total_steps: number | null;
   state: string;
   has_rollouts: boolean;
+  /** null if the run cannot be read. */
+  details: Details | null;
+}
+
+/** What a run trains, on what, how long, and how well. */
+export interface Details {
+  /** "sft", "evaluation" or "rl". */
+  kind: string;
+  model: string;
+  train_data: string[];
+  eval_data: string[];
+  /** Configuration key -> value as text. */
+  settings: Record<string, string>;
+  /** Unix seconds. */
+  started: number | null;
+  seconds: number | null;
+  /** 0 if unknown. */
+  attempts: number;
+  failure: string;
+  hardware: { device?: string; slots?: number; nodes?: number; accelerators?: string[] };
+  best: { source: string; score: number; step: number; first: number } | null;
+  /** Steps. */
+  checkpoints: number[];
+  /** Steps after which the run was resumed. */
+  resumes: number[];
 }
 
 export interface Runs {
@@ -30,6 +55,8 @@ export interface Metrics {
 
 export interface Finding {
   step: number;
+  /** Last step; null if it still holds. */
+  until: number | null;
   level: string;
   title: string;
   text: string;

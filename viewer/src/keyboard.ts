@@ -18,6 +18,7 @@ export const KEYS: Binding[] = [
   { key: "c", what: "show the sample as a conversation", run: () => show("conversation") },
   { key: "t", what: "show the sample as tokens", run: () => show("tokens") },
   { key: "g", what: "show the samples of its group side by side", run: () => show("group") },
+  { key: "m", what: "render Markdown, or show texts as they are", run: toggleMarkdown },
   { key: "/", what: "search", run: () => document.querySelector<HTMLInputElement>("input[type=search]")?.focus() },
   { key: "?", what: "show or hide this help", run: () => (helpShown.value = !helpShown.value) },
   { key: "Escape", what: "leave the search, close the help or the sample", run: leave },
@@ -42,6 +43,10 @@ export function onKeyDown(event: KeyboardEvent): void {
 function onRollouts(run: () => Promise<void>): void {
   if (view.value.tab === "rollouts") void run();
   else updateView({ tab: "rollouts" });
+}
+
+export function toggleMarkdown(): void {
+  updateView({ markdown: view.value.markdown === "off" ? "on" : "off" }, true);
 }
 
 function leave(): void {

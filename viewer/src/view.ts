@@ -36,6 +36,7 @@ const DEFAULT_VIEW = {
   group: "",
   sample: "",
   how: "conversation", // or tokens, group
+  markdown: "on", // or off: texts as the model wrote them
   shade: "logprob", // or gap, advantage
   /** Index of the selected token. */
   token: "",

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from skyrl_train.report.attempts import read_attempts
 from skyrl_train.report.rollout_files import RolloutReader
+from skyrl_train.report.run_reader import RunReader
 
 from .conftest import Run, kill_in_the_middle_of_step, metrics_of
 
@@ -31,7 +33,8 @@ def test_killed_run_resumes_bitwise_identical(run: Run, small: Callable, tmp_pat
     overrides = [*small(killed), *steps]
     kill_in_the_middle_of_step(overrides, killed, step=3)
     # Step 4 may have ended before the signal arrived. Every second step is saved.
-    assert (killed / "ckpts" / "latest_ckpt_global_step.txt").read_text() in ("2", "4")
+    saved = (killed / "ckpts" / "latest_ckpt_global_step.txt").read_text()
+    assert saved in ("2", "4")
     done = run("main_base", *overrides)
     assert "resumed" in done.stdout
     assert metrics_of(killed) == metrics_of(straight)
@@ -41,7 +44,16 @@ def test_killed_run_resumes_bitwise_identical(run: Run, small: Callable, tmp_pat
     assert all(bool((resumed[name] == tensor).all()) for name, tensor in expected.items())
     again = run("main_base", *overrides)
     assert "resumed at step 6 of 6" in again.stdout, "a finished run takes no more steps"
+    assert_attempts_are_recorded(killed / "ckpts", int(saved))
     assert_rejects_other_data_and_names(run, overrides, data)
+
+
+def assert_attempts_are_recorded(folder: Path, resumed: int) -> None:
+    """Check the records of an attempt that was killed, and of two that ended well."""
+    attempts = read_attempts(folder)
+    assert [(attempt.end is None, attempt.error) for attempt in attempts] == [(True, ""), (False, ""), (False, "")]
+    assert all(attempt.hardware["device"] == "cpu" and attempt.hardware["nodes"] == 1 for attempt in attempts)
+    assert RunReader(folder).summary()["details"]["resumes"] == [resumed]
 
 
 def assert_rejects_other_data_and_names(run: Run, overrides: list[str], data: Path) -> None:

@@ -75,6 +75,11 @@ INSPECT = """selector => {
     return [[...document.querySelectorAll(selector)].map(read), counted, bad];
 }"""
 """Script that returns the texts of elements with signs decoded, the number of elements by name, and forbidden ones."""
+RENDERED = {
+    *("bdi", "blockquote", "code", "del", "div", "em", "hr", "li", "p", "pre"),
+    *("span", "strong", "table", "td", "th", "tr", "ul"),
+}
+"""Elements that rendered Markdown may consist of."""
 expect = sync_api.expect
 
 
@@ -133,6 +138,24 @@ def hostile_windows(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> I
             yield {"watch": watched, "report": report}
 
 
+def test_rendered_markdown_has_only_harmless_elements(hostile_windows: dict[str, Shown]):
+    window = hostile_windows["report"]
+    page = window.open("tab=rollouts")
+    expect(page.locator(".list li")).to_have_count(ROWS)
+    rendered = 0
+    for row, name in enumerate(NAMES):
+        view = {"tab": "rollouts", "step": 1, "uid": name, "group": row, "sample": 0}
+        page.evaluate("hash => { location.hash = hash }", urlencode(view))
+        expect(page.locator(f".list li:nth-child({row + 1}) [aria-current]")).to_have_count(1)
+        expect(page.locator(".sample .message")).to_have_count(5)
+        assert page.evaluate(INSPECT, "h1")[2] == []
+        names = page.eval_on_selector_all(".rendered *", "all => all.map(one => one.localName)")
+        assert {*names} <= RENDERED, row
+        rendered += len(names)
+    assert rendered > 100
+    assert window.bad == []
+
+
 @pytest.mark.parametrize("kind", [pytest.param("watch", marks=pytest.mark.on_demand), "report"])
 def test_model_output_never_becomes_element_or_script(hostile_windows: dict[str, Shown], kind: str):
     assert len(HOSTILE) == len(set(HOSTILE)) == 40
@@ -141,7 +164,7 @@ def test_model_output_never_becomes_element_or_script(hostile_windows: dict[str,
     expect(page.locator(".list li")).to_have_count(ROWS)
     elements = None
     for row, (text, name) in reversed([*enumerate(zip([*HOSTILE, "harmless"], [*NAMES, "harmless 40"], strict=True))]):
-        view = {"tab": "rollouts", "step": 1, "uid": name, "group": row, "sample": 0}
+        view = {"tab": "rollouts", "step": 1, "uid": name, "group": row, "sample": 0, "markdown": "off"}
         page.evaluate("hash => { location.hash = hash }", urlencode(view))
         expect(page.locator(f".list li:nth-child({row + 1}) [aria-current]")).to_have_count(1)
         expect(page.locator(".sample .message")).to_have_count(5)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.report.attempts import ATTEMPTS_FILE
 from skyrl_train.report.diagnosis import DIAGNOSIS_FILE
 from skyrl_train.report.jsonl import METRICS_FILE
 from skyrl_train.report.metric_catalog import metric_of
@@ -35,7 +36,9 @@ def state_of(folder: Path) -> str:
 
 def test_summary_has_name_and_progress(tmp_path: Path):
     run = RunReader(write_synthetic_run(tmp_path, 3, total=8, name="first"))
-    assert run.summary() == {
+    summary = run.summary()
+    summary.pop("details")
+    assert summary == {
         "name": "first",
         "folder": str(tmp_path),
         "project": "a project",
@@ -44,6 +47,65 @@ def test_summary_has_name_and_progress(tmp_path: Path):
         "state": "failed",
         "has_rollouts": True,
     }
+
+
+def test_details_have_attempts_best_score_and_markers(tmp_path: Path):
+    rows = [synthetic_metrics(step, **({f"eval/{name}/avg_score": score} if score else {})) for step, name, score in (
+        (1, "a", 0.25), (2, "a", 0.75), (3, "a", 0.5), (4, "b", 0.0),
+    )]  # fmt: skip
+    write_metrics(tmp_path, rows, 9)
+    lines = [json.loads(line) | {"time": 100.0 * step} for step, line in enumerate(read_lines(tmp_path), 1)]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = {"trainer": {"algorithm": {"advantage_estimator": "grpo"}}, "data": {"train_data": ["/a/b.jsonl"]}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "run.json").write_text('{"model": "org/model"}')
+    (tmp_path / "global_step_2").mkdir()
+    (tmp_path / "global_step_x").mkdir()
+    events: list[dict[str, Any]] = [
+        {"event": "start", "time": 50},
+        {"event": "start", "time": 250},  # the first attempt was killed after step 2
+        {"event": "hardware", "time": 260, "device": "cpu", "slots": 2, "nodes": 1, "accelerators": []},
+        {"event": "end", "time": 450, "error": "WorkerDied: rank 1"},
+    ]
+    (tmp_path / ATTEMPTS_FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / ".lock").write_text(OTHERS_LOCK)
+    summary = RunReader(tmp_path).summary()
+    assert summary["state"] == "failed", "its end was recorded, so that fresh metrics do not count"
+    details = summary["details"]
+    assert details["best"] == {"source": "a", "score": 0.75, "step": 2, "first": 0.25}
+    assert (details["started"], details["seconds"], details["attempts"]) == (50.0, 150.0 + 200.0, 2)
+    assert details["failure"] == "WorkerDied: rank 1"
+    assert (details["checkpoints"], details["resumes"]) == ([2], [2])
+    assert details["hardware"] == {"device": "cpu", "slots": 2, "nodes": 1, "accelerators": []}
+    assert details["kind"] == "rl"
+    assert (details["model"], details["train_data"]) == ("org/model", ["/a/b.jsonl"])
+    assert details["settings"] == {"trainer.algorithm.advantage_estimator": "grpo"}
+
+
+def test_details_of_run_without_attempts(tmp_path: Path):
+    write_metrics(tmp_path, [synthetic_metrics(1)], 1)
+    details = RunReader(tmp_path).summary()["details"]
+    assert (details["attempts"], details["seconds"], details["failure"], details["best"]) == (0, 0.0, "", None)
+    assert details["hardware"] == {} and details["started"] > 1e9
+
+
+def test_supervised_and_evaluation_runs_are_recognized(tmp_path: Path):
+    write_metrics(tmp_path / "a", [synthetic_metrics(1, **{"sft/loss": 2.0})], 1)
+    write_metrics(tmp_path / "evaluation", [{"eval/all/avg_score": 0.5}], 1)
+    kinds = [RunReader(tmp_path / name).summary()["details"]["kind"] for name in ("a", "evaluation")]
+    assert kinds == ["sft", "evaluation"]
+
+
+def test_killed_attempt_is_reported_as_failure(tmp_path: Path):
+    write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
+    lines = (tmp_path / ATTEMPTS_FILE).read_text().splitlines(keepends=True)
+    (tmp_path / ATTEMPTS_FILE).write_text(lines[0])
+    summary = RunReader(tmp_path).summary()
+    assert summary["state"] == "failed" and "it was killed" in summary["details"]["failure"]
+
+
+def read_lines(folder: Path) -> list[str]:
+    return (folder / METRICS_FILE).read_text().splitlines()
 
 
 def test_run_is_running_while_process_holds_lock(tmp_path: Path):
@@ -71,6 +133,7 @@ def test_killed_process_holds_no_lock(tmp_path: Path):
 
 def test_remote_run_status_follows_metrics_age(tmp_path: Path):
     write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
+    (tmp_path / ATTEMPTS_FILE).unlink()  # as an earlier version would leave it
     (tmp_path / ".lock").write_text(OTHERS_LOCK)
     assert state_of(tmp_path) == "running"
     quarter = time.time() - 900

@@ -135,6 +135,13 @@ DAMAGE: dict[str, dict[str, Callable[[Path], object]]] = {
         "not UTF-8": text('{"run_name": "\xff"}'),
         "sparse": sparse,
     },
+    "attempts.jsonl": {
+        **ODD,
+        "huge": text(f'{{"event": "start", "time": {HUGE}}}'),
+        "nested": text('{"event": "start", "time": 1}\n{"event": "end", "time": 2, "error": ' + NESTED + "}"),
+        "infinite": text('{"event": "start", "time": 1e999}\n{"event": "start", "time": NaN}'),
+        "not UTF-8": text('{"event": "start", "time": 1, "host": "\xff"}'),
+    },
     ".lock": {**ODD, "huge": text(f"process {HUGE} on {HOST}"), "negative": text(f"process -1 on {HOST}")},
     DIAGNOSIS_FILE: {
         **ODD,

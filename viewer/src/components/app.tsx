@@ -1,5 +1,6 @@
 import type { ComponentChildren } from "preact";
 import { time } from "../format";
+import { escapeInvisible } from "../invisibleCharacters";
 import { findings, lastResponseMs, helpShown, live, problem, runs } from "../state";
 import { choose, theme, THEMES, type Theme } from "../theme";
 import { updateView, view } from "../view";
@@ -18,12 +19,13 @@ const TABS: Record<string, { name: string; render: () => ComponentChildren }> = 
 };
 
 export function App() {
+  const title = runs.value.runs.map((run) => run.name).join(" · ") || "skyrl-train";
   const open = Object.hasOwn(TABS, view.value.tab) ? view.value.tab : "curves";
   return (
     <>
       <header>
-        <h1>
-          <SafeText value={runs.value.runs.map((run) => run.name).join(" · ") || "skyrl-train"} />
+        <h1 title={escapeInvisible(title)}>
+          <SafeText value={title} />
         </h1>
         <nav aria-label="Views">
           {Object.entries(TABS).map(([tab, { name }]) => (
@@ -39,15 +41,21 @@ export function App() {
           ))}
         </nav>
         <ConnectionStatus />
-        <label>
-          Theme{" "}
-          <select value={theme.value} onChange={(event) => choose(event.currentTarget.value as Theme)}>
+        <label class="theme">
+          <span class="visually-hidden">Theme</span>
+          <select title="Theme" value={theme.value} onChange={(event) => choose(event.currentTarget.value as Theme)}>
             {THEMES.map((name) => (
               <option key={name}>{name}</option>
             ))}
           </select>
         </label>
-        <button type="button" onClick={() => (helpShown.value = true)} aria-label="Keys" title="Keys (?)">
+        <button
+          type="button"
+          class="help-button"
+          onClick={() => (helpShown.value = true)}
+          aria-label="Keys"
+          title="Keys (?)"
+        >
           ?
         </button>
       </header>
@@ -83,8 +91,9 @@ function ConnectionStatus() {
     : `step ${first.step}${first.total_steps ? ` of ${first.total_steps}` : ""}, ${first.state}`;
   return (
     <span class="pulse">
+      <span class={`dot ${others.length ? "" : first.state}`} aria-hidden="true" />
       {status}
-      {live && lastResponseMs.value > 0 && ` · ${time(lastResponseMs.value)}`}
+      {live && lastResponseMs.value > 0 && <span class="updated"> · updated {time(lastResponseMs.value)}</span>}
     </span>
   );
 }

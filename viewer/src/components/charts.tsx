@@ -1,9 +1,23 @@
 import { useMemo } from "preact/hooks";
-import { type ChartPlan, isEvaluation, partsOf, type Points, pointsOf, shortName, smoothed } from "../curves";
-import { metrics, runs, shownRuns } from "../state";
+import {
+  type ChartPlan,
+  isEvaluation,
+  mentioned,
+  partsOf,
+  type Points,
+  pointsOf,
+  positionOf,
+  shortName,
+  smoothed,
+  unitOf,
+} from "../curves";
+import type { Run } from "../data";
+import { findings, metrics, runs, shownRuns } from "../state";
 import { colorOf } from "../theme";
 import { view } from "../view";
-import { type Line, Plot } from "./plot";
+import { type Line, type Marker, Plot } from "./plot";
+
+const NO_MARKERS: Marker[] = [];
 
 type Plan<Kind> = Extract<ChartPlan, { kind: Kind }>;
 
@@ -16,9 +30,24 @@ export function CurveChart({ plan }: { plan: Plan<"curve"> }) {
     () => shown.flatMap((run) => plan.columns.flatMap((column, dash) => linesOf(run.id, column, dash))),
     [plan, axis, smooth, table, shown],
   );
+  const found = findings.value;
+  const markers = useMemo(
+    () => shown.flatMap((run) => markersOf(run, plan.columns, axis)),
+    [plan, axis, table, shown, found],
+  );
   const descriptions = shown.map((run) => table[run.id]?.described);
-  const described = descriptions.find((texts) => texts && Object.hasOwn(texts, plan.title))?.[plan.title];
-  return <Plot title={plan.title} described={described ?? ""} lines={lines} axis={axis} />;
+  const name = plan.columns[0] ?? "";
+  const described = descriptions.find((texts) => texts && Object.hasOwn(texts, name))?.[name] ?? "";
+  return (
+    <Plot
+      title={plan.title}
+      described={described}
+      unit={unitOf(described)}
+      lines={lines}
+      axis={axis}
+      markers={markers}
+    />
+  );
 
   function linesOf(run: string, column: string, dash: number): Line[] {
     const runMetrics = table[run];
@@ -49,6 +78,29 @@ export function CurveChart({ plan }: { plan: Plan<"curve"> }) {
   }
 }
 
+/** The checkpoints and resumes of a run, and its findings about these metrics. */
+function markersOf(run: Run, columns: string[], axis: string): Marker[] {
+  const table = metrics.value[run.id];
+  if (!table) return [];
+  const color = runs.value.runs.length > 1 ? colorOf(runs.value.runs.findIndex(({ id }) => id === run.id)) : undefined;
+  const at = (step: number) => positionOf(table, step, axis);
+  const end = at(table.steps.at(-1) ?? 0) ?? 0;
+  const marks = (kind: "checkpoint" | "resume", steps: number[]): Marker[] =>
+    steps.flatMap((step) => {
+      const x = at(step);
+      return x === null || step === 0 ? [] : [{ kind, from: x, to: x, title: "", color }];
+    });
+  const periods = (findings.value[run.id] ?? [])
+    .filter(({ text }) => mentioned(text, columns).length)
+    .flatMap(({ step, until, title, level }): Marker[] => {
+      const from = at(step);
+      const to = until === null ? end : (at(until) ?? end);
+      return from === null ? [] : [{ kind: "finding", from, to, title, past: level === "past" }];
+    });
+  const { checkpoints = [], resumes = [] } = run.details ?? {};
+  return [...periods, ...marks("resume", resumes), ...marks("checkpoint", checkpoints)];
+}
+
 /** The time of a run's steps by part, as stacked areas. */
 export function PartsChart({ plan }: { plan: Plan<"parts"> }) {
   const { axis } = view.value;
@@ -67,7 +119,9 @@ export function PartsChart({ plan }: { plan: Plan<"parts"> }) {
   return (
     <Plot
       title={[plan.title, name].filter(Boolean).join(" · ")}
-      described="parts of timing/step_s"
+      described="where the time of a step goes: parts of timing/step_s"
+      unit="s"
+      markers={NO_MARKERS}
       lines={lines}
       axis={axis}
     />

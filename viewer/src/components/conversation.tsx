@@ -1,13 +1,22 @@
 import { type Message, type Sample, sampledTokens, type Turn } from "../data";
-import { count, short } from "../format";
+import { count, rough, short } from "../format";
 import { answeredBy, contentOf, otherFields, type ToolCall, toolCallsOf, turnsOf } from "../messages";
 import { SafeText, TextBlock } from "./text";
 
 /** The messages of a sample from index `from` on, with facts about the turn below each message of the assistant. */
-export function Conversation({ sample, from = 0 }: { sample: Sample; from?: number }) {
+export function Conversation({
+  sample,
+  from = 0,
+  dimmed = 0,
+}: {
+  sample: Sample;
+  from?: number;
+  /** Number of characters of the first shown message that are dimmed. */
+  dimmed?: number;
+}) {
   const turns = turnsOf(sample);
   const answered = answeredBy(sample);
-  if (!sample.messages.length) return <TextBlock value={sample.text ?? ""} />;
+  if (!sample.messages.length) return <TextBlock value={sample.text ?? ""} markdown dimmed={dimmed} />;
   return (
     <ol class="conversation">
       {sample.messages.slice(from).map((message, index) => (
@@ -16,6 +25,7 @@ export function Conversation({ sample, from = 0 }: { sample: Sample; from?: numb
           message={message}
           turn={sample.turns[turns.get(from + index) ?? -1]}
           answers={answered.get(from + index)}
+          dimmed={index === 0 ? dimmed : 0}
         />
       ))}
     </ol>
@@ -26,11 +36,13 @@ export function MessageCard({
   message,
   turn,
   answers = [],
+  dimmed = 0,
 }: {
   message: Message;
   turn?: Turn | undefined;
   /** Names of the calls whose results the message holds. */
   answers?: string[] | undefined;
+  dimmed?: number;
 }) {
   const role = String(message.role ?? "");
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
@@ -55,7 +67,7 @@ export function MessageCard({
           <TextBlock value={value} />
         </div>
       ))}
-      <TextBlock value={contentOf(message)} />
+      <TextBlock value={contentOf(message)} markdown={known !== "tool" && known !== "other"} dimmed={dimmed} />
       {toolCallsOf(message, turn).map((call, index) => (
         <Call key={index} call={call} />
       ))}
@@ -96,8 +108,8 @@ function TurnFacts({ turn }: { turn: Turn }) {
     <p class="turn muted">
       reward {short(turn.reward)} · {count(sampledTokens(turn))} tokens · <SafeText value={turn.stop_reason} /> ·
       weights of step {versions}
-      {turn.running_s ? ` · sampled in ${short(turn.running_s)} s` : ""}
-      {turn.environment_s ? ` · environment ${short(turn.environment_s)} s` : ""}
+      {turn.running_s ? ` · sampled in ${rough(turn.running_s)} s` : ""}
+      {turn.environment_s ? ` · environment ${rough(turn.environment_s)} s` : ""}
     </p>
   );
 }

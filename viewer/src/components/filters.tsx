@@ -23,11 +23,25 @@ export function Filters() {
   const changed = Object.entries(DEFAULT_FILTERS).some(
     ([name, value]) => name !== "offset" && view.value[name as keyof Query] !== value,
   );
+  const number = Object.entries(DEFAULT_FILTERS).filter(
+    ([name, value]) => !["offset", "text", "order"].includes(name) && view.value[name as keyof Query] !== value,
+  ).length;
+  const [open, setOpen] = useState(false);
   return (
-    <form class="filters" aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
+    <form class={open ? "filters open" : "filters"} aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
+      <label class="text">
+        <span>text</span>
+        <DebouncedInput name="text" type="search" />
+      </label>
+      <button type="button" class="clear" disabled={!changed} onClick={() => filter(DEFAULT_FILTERS)}>
+        Clear
+      </button>
+      <button type="button" class="more-filters" aria-expanded={open} onClick={() => setOpen(!open)}>
+        Filters{number > 0 && <span class="badge neutral">{number}</span>}
+      </button>
       {all.length > 1 && (
-        <label>
-          run
+        <label class="wide">
+          <span>run</span>
           <select
             value={viewedRun.value?.id}
             onChange={(e) => updateView({ run: e.currentTarget.value, ...NO_SAMPLE, offset: "" })}
@@ -40,18 +54,14 @@ export function Filters() {
           </select>
         </label>
       )}
-      <label class="wide">
-        text
-        <DebouncedInput name="text" type="search" />
-      </label>
       <Range label="step" from="step_from" to="step_to" />
       <Range label="reward" from="reward_min" to="reward_max" />
       <Range label="tokens" from="tokens_min" to="tokens_max" />
-      <Choice label="source" name="source" choices={facets?.sources} />
+      <Choice label="source" name="source" choices={facets?.sources} wide />
       <Choice label="status" name="status" choices={facets?.statuses} />
       <Choice label="stop" name="stop_reason" choices={facets?.stop_reasons} />
       <label>
-        order
+        <span>order</span>
         <select value={view.value.order} onChange={(event) => filter({ order: event.currentTarget.value })}>
           {Object.entries(ORDERS).map(([order, label]) => (
             <option key={order} value={order}>
@@ -60,9 +70,6 @@ export function Filters() {
           ))}
         </select>
       </label>
-      <button type="button" disabled={!changed} onClick={() => filter(DEFAULT_FILTERS)}>
-        Clear
-      </button>
     </form>
   );
 }
@@ -70,16 +77,28 @@ export function Filters() {
 function Range({ label, from, to }: { label: string; from: keyof Query; to: keyof Query }) {
   return (
     <span class="range" role="group" aria-label={label}>
-      {label}
-      <DebouncedInput name={from} type="number" label={`${label} from`} />
-      –
-      <DebouncedInput name={to} type="number" label={`${label} to`} />
+      <span>{label}</span>
+      <span class="ends">
+        <DebouncedInput name={from} type="number" label={`${label} from`} placeholder="min" />
+        <span aria-hidden="true">–</span>
+        <DebouncedInput name={to} type="number" label={`${label} to`} placeholder="max" />
+      </span>
     </span>
   );
 }
 
 /** An input that applies its filter once the user stops typing. */
-function DebouncedInput({ name, type, label }: { name: keyof Query; type: "search" | "number"; label?: string }) {
+function DebouncedInput({
+  name,
+  type,
+  label,
+  placeholder,
+}: {
+  name: keyof Query;
+  type: "search" | "number";
+  label?: string;
+  placeholder?: string;
+}) {
   const applied = view.value[name];
   const [typed, setTyped] = useState(applied);
   useEffect(() => setTyped(applied), [applied]);
@@ -91,17 +110,28 @@ function DebouncedInput({ name, type, label }: { name: keyof Query; type: "searc
   const field = {
     value: typed,
     "aria-label": label,
+    placeholder: placeholder ?? "words in the conversation",
     onInput: (event: { currentTarget: HTMLInputElement }) => setTyped(event.currentTarget.value),
   };
   return type === "search" ? <input type="search" {...field} /> : <input type="number" step="any" {...field} />;
 }
 
-function Choice({ label, name, choices = [] }: { label: string; name: keyof Query; choices?: string[] | undefined }) {
+function Choice({
+  label,
+  name,
+  choices = [],
+  wide = false,
+}: {
+  label: string;
+  name: keyof Query;
+  choices?: string[] | undefined;
+  wide?: boolean;
+}) {
   const chosen = view.value[name];
   const options = chosen === "" || choices.includes(chosen) ? choices : [...choices, chosen];
   return (
-    <label>
-      {label}
+    <label class={wide ? "half" : undefined}>
+      <span>{label}</span>
       <select value={chosen} onChange={(event) => filter({ [name]: event.currentTarget.value })}>
         <option value="">all</option>
         {options.map((choice) => (

@@ -13,7 +13,8 @@ export function List() {
   return (
     <>
       <Pager total={list.total} shown={list.rows.length} />
-      <ol class="list">
+      {list.total === 0 && <p class="empty">No sample matches these filters.</p>}
+      <ol class="list" hidden={list.total === 0}>
         {list.rows.map((row) => (
           <Entry
             key={`${row.step} ${row.group} ${row.sample} ${row.uid}`}
@@ -59,7 +60,8 @@ function Entry({ row, open }: { row: Row; open: boolean }) {
 /** The reward of a sample, or its status if it failed. */
 export function Reward({ row }: { row: Pick<Row, "reward" | "status"> }) {
   if (row.status !== "ok") return <span class="reward failed">{row.status}</span>;
-  return <span class={`reward ${(row.reward ?? 0) > 0 ? "good" : "none"}`}>{short(row.reward)}</span>;
+  const reward = row.reward ?? 0;
+  return <span class={`reward ${reward > 0 ? "good" : reward < 0 ? "failed" : "none"}`}>{short(row.reward)}</span>;
 }
 
 function Pager({ total, shown }: { total: number; shown: number }) {

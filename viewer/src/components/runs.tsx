@@ -1,4 +1,5 @@
 import { runs } from "../state";
+import { Status } from "./overview";
 import { SafeText } from "./text";
 
 /** The runs, and the configuration keys in which they differ. */
@@ -8,69 +9,75 @@ export function RunTables() {
     <>
       <section>
         <h2>Runs</h2>
-        <table>
-          <thead>
-            <tr>
-              {["run", "project", "step", "state", "folder"].map((name) => (
-                <th key={name} scope="col">
-                  {name}
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {all.map((run) => (
-              <tr key={run.id}>
-                <th scope="row">
-                  <SafeText value={run.name} />
-                </th>
-                <td>
-                  <SafeText value={run.project} />
-                </td>
-                <td>
-                  {run.step}
-                  {run.total_steps !== null && ` of ${run.total_steps}`}
-                </td>
-                <td>{run.state}</td>
-                <td>
-                  <SafeText value={run.folder} />
-                </td>
+        <div class="scroll">
+          <table>
+            <thead>
+              <tr>
+                {["Run", "Project", "Step", "State", "Folder"].map((name) => (
+                  <th key={name} scope="col">
+                    {name}
+                  </th>
+                ))}
               </tr>
-            ))}
-          </tbody>
-        </table>
+            </thead>
+            <tbody>
+              {all.map((run) => (
+                <tr key={run.id}>
+                  <th scope="row">
+                    <SafeText value={run.name} />
+                  </th>
+                  <td>
+                    <SafeText value={run.project} />
+                  </td>
+                  <td>
+                    {run.step}
+                    {run.total_steps !== null && ` of ${run.total_steps}`}
+                  </td>
+                  <td>
+                    <Status run={run} />
+                  </td>
+                  <td>
+                    <SafeText value={run.folder} />
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
       </section>
       {all.length > 1 && (
         <section>
           <h2>Configuration differences</h2>
           {differing.length === 0 && <p>All configurations are equal.</p>}
           {differing.length > 0 && (
-            <table class="differing">
-              <thead>
-                <tr>
-                  <th scope="col">key</th>
-                  {all.map((run) => (
-                    <th key={run.id} scope="col">
-                      <SafeText value={run.name} />
-                    </th>
-                  ))}
-                </tr>
-              </thead>
-              <tbody>
-                {differing.map(({ key, values }) => (
-                  <tr key={key}>
-                    <th scope="row">
-                      <SafeText value={key} />
-                    </th>
-                    {values.map((value, index) => (
-                      <td key={index}>
-                        <SafeText value={String(value)} />
-                      </td>
+            <div class="scroll">
+              <table class="differing">
+                <thead>
+                  <tr>
+                    <th scope="col">Key</th>
+                    {all.map((run) => (
+                      <th key={run.id} scope="col">
+                        <SafeText value={run.name} />
+                      </th>
                     ))}
                   </tr>
-                ))}
-              </tbody>
-            </table>
+                </thead>
+                <tbody>
+                  {differing.map(({ key, values }) => (
+                    <tr key={key}>
+                      <th scope="row">
+                        <SafeText value={key} />
+                      </th>
+                      {values.map((value, index) => (
+                        <td key={index}>
+                          <SafeText value={String(value)} />
+                        </td>
+                      ))}
+                    </tr>
+                  ))}
+                </tbody>
+              </table>
+            </div>
           )}
         </section>
       )}

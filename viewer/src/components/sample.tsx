@@ -1,6 +1,7 @@
 import type { ComponentChildren } from "preact";
 import { type Sample, sampledTokens } from "../data";
 import { count, short } from "../format";
+import { toggleMarkdown } from "../keyboard";
 import { updateView, view } from "../view";
 import { Conversation } from "./conversation";
 import { GroupView } from "./group";
@@ -9,7 +10,9 @@ import { SafeText, TextBlock } from "./text";
 import { TokenView } from "./tokens";
 
 const NO_TOKENS = (
-  <p>The report omits the tokens of this sample to limit its size. skyrl-train watch shows the tokens of all.</p>
+  <p class="empty">
+    The report omits the tokens of this sample to limit its size. skyrl-train watch shows the tokens of all.
+  </p>
 );
 const SAMPLE_VIEWS: Record<string, { name: string; render: (sample: Sample) => ComponentChildren }> = {
   conversation: { name: "Conversation", render: (sample) => <Conversation sample={sample} /> },
@@ -24,22 +27,30 @@ export function SampleView({ sample }: { sample: Sample }) {
   const how = Object.hasOwn(SAMPLE_VIEWS, view.value.how) ? view.value.how : "conversation";
   return (
     <>
-      <h2>
+      <h2 class="sample-title">
         <Reward row={sample} /> step {sample.step} · row <SafeText value={sample.uid} /> · sample {sample.sample}
       </h2>
       <Facts sample={sample} />
-      <nav class="ways" aria-label="Views of the sample">
-        {Object.entries(SAMPLE_VIEWS).map(([name, sampleView]) => (
-          <button
-            key={name}
-            type="button"
-            aria-current={name === how ? "true" : undefined}
-            onClick={() => updateView({ how: name })}
-          >
-            {sampleView.name}
-          </button>
-        ))}
-      </nav>
+      <div class="toolbar">
+        <nav class="segmented" aria-label="Views of the sample">
+          {Object.entries(SAMPLE_VIEWS).map(([name, sampleView]) => (
+            <button
+              key={name}
+              type="button"
+              aria-current={name === how ? "true" : undefined}
+              onClick={() => updateView({ how: name })}
+            >
+              {sampleView.name}
+            </button>
+          ))}
+        </nav>
+        {how !== "tokens" && (
+          <label class="toggle" title="Key m">
+            <input type="checkbox" checked={view.value.markdown !== "off"} onChange={toggleMarkdown} />
+            Markdown
+          </label>
+        )}
+      </div>
       {SAMPLE_VIEWS[how]?.render(sample)}
     </>
   );
