@@ -37,7 +37,9 @@ if TYPE_CHECKING:
         SamplingParams as SamplingParams,
     )
     from skyrl_train.environments.base import BaseTextEnv as BaseTextEnv, StepOutput as StepOutput, TextEnv as TextEnv
-    from skyrl_train.environments.tools.base import Tool as Tool, ToolError as ToolError
+    from skyrl_train.environments.tools.base import Tool as Tool, ToolBox as ToolBox, ToolError as ToolError
+    from skyrl_train.environments.tools.parsers import parse_calls as parse_calls
+    from skyrl_train.environments.tools.registry import make_tool as make_tool
     from skyrl_train.errors import (
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,
@@ -78,7 +80,9 @@ if not TYPE_CHECKING:  # otherwise mypy would accept every misspelled name
             "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
             "skyrl_train.experiment.base": ("Experiment", "Session", "run_experiment"),
             "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),
-            "skyrl_train.environments.tools.base": ("Tool", "ToolError"),
+            "skyrl_train.environments.tools.base": ("Tool", "ToolBox", "ToolError"),
+            "skyrl_train.environments.tools.parsers": ("parse_calls",),
+            "skyrl_train.environments.tools.registry": ("make_tool",),
             "skyrl_train.errors": (
                 "CheckpointError",
                 "ConfigError",

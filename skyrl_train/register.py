@@ -1,13 +1,14 @@
 """Decorators that register users' implementations by name: `@skyrl_train.register.KIND("name")`.
 
-The configuration can then choose that name like a built-in one. Register in the program that calls
-`skyrl_train.train`, or, for the command line, in a module that `trainer.plugins` names. A name that is taken raises
-ConfigError. Nothing heavy is imported before a decorator is used.
+`rewards` is a plain function, because it registers several functions together. The configuration can then choose the
+name like a built-in one. Register in the program that calls `skyrl_train.train`, or, for the command line, in a module
+that `trainer.plugins` names. A name that is taken raises ConfigError. Nothing heavy is imported before a decorator is
+used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -38,6 +39,30 @@ def reward(name: str) -> Callable[[T], T]:
         return function
 
     return add
+
+
+def rewards(name: str, functions: Sequence[Callable[..., float]], weights: Sequence[float] | None = None) -> None:
+    """Register several reward functions as one single-turn environment, environment.env_class=NAME.
+
+    The reward is the weighted sum of the functions' values. Each value, before its weight is applied, becomes the
+    metric environment/{name of the function}.
+
+    Args:
+        name: Name of the environment.
+        functions: Functions with the signature that `reward` describes.
+        weights: One number per function. None means 1 for each. A function of weight 0 is only a metric.
+
+    Raises:
+        ConfigError: The name is taken, a function does not fit, two functions have the same name, or the weights are
+            not one finite number per function.
+
+    Example:
+        sk.register.rewards("graded", [is_correct, is_short], weights=[1.0, 0.2])
+    """
+    from skyrl_train.environments.function_env import WeightedRewards
+    from skyrl_train.environments.registry import environments
+
+    environments.register(name)(WeightedRewards(name, functions, weights))
 
 
 def tool(name: str) -> Callable[[T], T]:

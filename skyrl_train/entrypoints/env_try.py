@@ -3,8 +3,9 @@
     skyrl-train env try gsm8k --data train.parquet --row 3 --completion "#### 18"
     skyrl-train env try my_env --data rows.jsonl --completions answers.jsonl trainer.plugins=[my_envs]
 
-Registry, processes, deadlines and settings are those of a run with the same keys. A line of the completions file is an
-episode: a text, a list of texts (its turns), or an object with these as `completion` and optionally `row`.
+Registry, processes, deadlines and settings are those of a run with the same keys. Completions are the turns of an
+episode, in order. Completions that are left when an episode has ended begin another episode on the same row. A line of
+the completions file is a text, a list of texts, or an object with these as `completion` and optionally `row`.
 
 Exit code 0, 1 if an episode failed, 2 for a mistake in configuration, data or completions.
 """
@@ -15,7 +16,8 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ NO_LIMIT = 2**40
 
 @dataclass(frozen=True)
 class EpisodeInput:
-    """The input of an episode: its row, and the model's text of each turn."""
+    """A row, and the model's texts to play on it: the turns of one episode, or of several."""
 
     row: int
     texts: list[str]
@@ -68,8 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True, help=".parquet, .json or .jsonl file, folder, or name on the hub")
     parser.add_argument("--row", type=int, default=0, help="row of the data, from 0")
     completions = parser.add_mutually_exclusive_group()
-    completions.add_argument("--completion", action="append", help="the model's text; once for every turn")
-    completions.add_argument("--completions", type=Path, metavar="FILE.jsonl", help="many episodes, one per line")
+    completions.add_argument(
+        "--completion", action="append", help="the model's text; repeat it for more turns or episodes"
+    )
+    completions.add_argument(
+        "--completions", type=Path, metavar="FILE.jsonl", help="completions of many episodes, one per line"
+    )
     parser.add_argument("--model", help="folder or hub name of a tokenizer: also show the rendered prompt")
     for name in ("--config-name", "--config-dir"):
         parser.add_argument(name, help="a preset, as for a run")
@@ -152,24 +158,49 @@ async def _play_all(
         from skyrl_train.experiment.data import build_tokenizer  # torch
 
         tokenizer = build_tokenizer(cfg)
-    failed = 0
+    rewards: list[float] = []
+    started = failed = 0
     async with WorkerPool(**pool_settings(cfg)) as pool:
-        for number, attempt in enumerate(attempts, 1):
-            _print(f"episode {number} of {len(attempts)}: {env}, row {attempt.row}")
+        for attempt in attempts:
             prompt = prompts[attempt.row]
             turns = _turns(prompt, cfg.generator.max_turns)
             row = replace(prompt, env_class=env, env_extras={**prompt.env_extras, "max_turns": turns})
-            try:
-                await _play(pool, row, attempt.texts, turns, tokenizer, dict(cfg.generator.chat_template_kwargs))
-            except EnvironmentFailure as failure:
-                failed += 1
-                _print(f"  FAILED: {failure} (in training the episode would be masked and counted under that kind)")
+            texts, is_first = deque(attempt.texts), True
+            while texts or is_first:
+                is_first, left, started = False, len(texts), started + 1
+                _print(f"episode {started}: {env}, row {attempt.row}")
+                try:
+                    rewards.append(
+                        await _play(pool, row, texts, turns, tokenizer, dict(cfg.generator.chat_template_kwargs))
+                    )
+                except EnvironmentFailure as failure:
+                    failed += 1
+                    _print(f"  FAILED: {failure} (in training the episode would be masked and counted under that kind)")
+                    if texts and len(texts) == left:
+                        _print(f"  completions not played, because the episode could not start: {left}")
+                        break
+    if started > 1 and (rewards or failed):
+        mean = f", mean reward {sum(rewards) / len(rewards):g}" if rewards else ""
+        _print(f"episodes: {started}, failed {failed}{mean}")
     return 1 if failed else 0
 
 
 async def _play(
-    pool: WorkerPool, row: Prompt, texts: Sequence[str], turns: int, tokenizer: Any, options: dict[str, Any]
-) -> None:
+    pool: WorkerPool, row: Prompt, texts: deque[str], turns: int, tokenizer: Any, options: dict[str, Any]
+) -> float:
+    """Play one episode, and return its reward.
+
+    Args:
+        pool: Processes of the environments.
+        row: The row, with its environment and settings.
+        texts: Completions that have not been played. Each one is removed when it is played.
+        turns: Maximum number of turns.
+        tokenizer: Tokenizer to show the rendered prompt with, or None.
+        options: Keyword arguments of the chat template.
+
+    Raises:
+        EnvironmentFailure: The episode failed.
+    """
     episode = await pool.start(row.env_class, row)
     try:
         _show_messages(episode.messages)
@@ -177,29 +208,22 @@ async def _play(
         if tokenizer is not None:
             _show_rendered(tokenizer, episode.messages, get_chat_template_kwargs(row.env_extras, options))
         total, done, played = 0.0, False, 0
-        for turn, text in enumerate(texts[:turns], 1):
-            if turn == 1:  # as in training, the answer continues a message of the assistant that ends the prompt
+        while texts and played < turns and not done:
+            text = texts.popleft()
+            if played == 0:  # as in training, the answer continues a message of the assistant that ends the prompt
                 text = str(append_assistant_text(episode.messages, text)[-1]["content"])
             _show_messages([{"role": "assistant", "content": text}])
             output = await episode.step(text)
-            total, done, played = total + output.reward, output.done, turn
-            _print(f"  turn {turn}: reward {output.reward:g}{', done' if done else ''}")
+            total, done, played = total + output.reward, output.done, played + 1
+            _print(f"  turn {played}: reward {output.reward:g}{', done' if done else ''}")
             _show_metadata(output.metadata)
             _show_messages(output.observations)
-            if done:
-                break
-        if texts:
-            for line in _outcome(total, done, played, len(texts), turns):
-                _print(f"  {line}")
+        if played:
+            end = "done" if done else f"ended by generator.max_turns={turns}" if played == turns else "not done yet"
+            _print(f"  reward of the episode: {total:g} in {played} turn{'' if played == 1 else 's'}, {end}")
+        return total
     finally:
         await episode.close()
-
-
-def _outcome(total: float, done: bool, played: int, num_completions: int, turns: int) -> Iterator[str]:
-    end = "done" if done else f"ended by generator.max_turns={turns}" if played == turns else "not done yet"
-    yield f"reward of the episode: {total:g} in {played} turn{'' if played == 1 else 's'}, {end}"
-    if played < num_completions:
-        yield f"{num_completions - played} more completions were not played"
 
 
 def _turns(prompt: Prompt, max_turns: int) -> int:

@@ -197,7 +197,7 @@ def validate_step_output(output: Any) -> StepOutput:
         raise EnvironmentFailure(
             "bad_step_output", f"step returned {type(output).__name__}, not a StepOutput or a dict"
         )
-    reward = _validate_reward(fields.get("reward"))
+    reward = validate_reward(fields.get("reward"))
     missing = [name for name in ("observations", "done") if fields.get(name) is None]
     if missing:
         raise EnvironmentFailure("bad_step_output", f"step returned no {' and no '.join(missing)}")
@@ -252,7 +252,16 @@ def _to_tool_call_records(calls: Any) -> list[ToolCallRecord]:
     return records
 
 
-def _validate_reward(reward: Any) -> float:
+def validate_reward(reward: Any, name: str = "reward") -> float:
+    """Return a reward as a float.
+
+    Args:
+        reward: A single number from -MAX_REWARD to MAX_REWARD. Numpy and torch scalars and booleans count as numbers.
+        name: Name of the reward in the error message.
+
+    Raises:
+        EnvironmentFailure: The reward is invalid (kind "bad_reward").
+    """
     try:
         number = _scalar(reward)
         value = float(number) if isinstance(number, int | float) else math.nan
@@ -260,7 +269,7 @@ def _validate_reward(reward: Any) -> float:
         value = math.nan
     if not abs(value) <= MAX_REWARD:  # also true for NaN
         raise EnvironmentFailure(
-            "bad_reward", f"reward is {_describe_value(reward)}, not a single number of at most {MAX_REWARD:g}"
+            "bad_reward", f"{name} is {_describe_value(reward)}, not a single number of at most {MAX_REWARD:g}"
         )
     return value
 

@@ -177,6 +177,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "scripts/check_cuda_wheels": (files_and_options, untested("downloads 18 GB")),
     "python scripts/recordings/record.py ": (files_and_options, covered_by("tests/unit/report/test_recorded_runs.py")),
     "python scripts/recordings/record.py$": (files_and_options, untested("takes an hour; with a name it is run")),
+    r"python my_(rewards|tools)\.py": (covered_by("tests/integration/environments/test_guide_pages.py"),),
     "python make_rows.py": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
     "python examples/quickstart/tool.py": (files_and_options, covered_by("tests/integration/quickstart/test_tool.py")),
     "python examples/tensordict_grpo/": (
@@ -209,6 +210,10 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
             "tests/integration/runs/test_tracker_libraries.py", "main_base, in an environment with the library"
         ),
     ),
+    r"skyrl-train train '?trainer\.plugins=\[(my_rewards|my_tools)\]": (
+        check_config_keys,
+        covered_by("tests/integration/environments/test_guide_pages.py"),
+    ),
     r"skyrl-train train '?trainer\.plugins=": (
         check_config_keys,
         covered_by("tests/integration/quickstart/test_your_environment.py"),
@@ -230,6 +235,9 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "skyrl-train engines": (covered_by("tests/unit/entrypoints/test_engines.py"),),
     "skyrl-train env try show_work": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
     "skyrl-train env try right_and_brief": (covered_by("tests/unit/test_get_started_pages.py"),),
+    "skyrl-train env try (is_correct|graded|shopping)": (
+        covered_by("tests/integration/environments/test_guide_pages.py"),
+    ),
     "skyrl-train env try": (covered_by("tests/integration/environments/test_env_try.py"),),
     r"skyrl-train (report|watch)": (check_run_command, covered_by("tests/unit/entrypoints/test_report_and_watch.py")),
     "skyrl-train export": (check_run_command, covered_by("tests/unit/experiment/test_export.py")),
@@ -255,6 +263,8 @@ SNIPPETS = {
     "docs/reference/api.md": "tests/integration/api/test_scripts.py",
     "docs/concepts/architecture.md": "tests/unit/algorithms/test_algorithms_page.py",
     "docs/concepts/environments.md": "tests/unit/environments/test_environments_page.py",
+    "docs/guides/first_reward.md": "tests/integration/environments/test_guide_pages.py",
+    "docs/guides/tool_environment.md": "tests/integration/environments/test_guide_pages.py",
     "docs/guides/foreign_environments.md": "tests/unit/environments/integrations/test_page.py",
     "docs/guides/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
     "README.md": "tests/unit/test_get_started_pages.py",

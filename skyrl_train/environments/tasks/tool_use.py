@@ -102,12 +102,10 @@ class ToolUseEnv(TextEnv):
         self.toolbox.close()
 
     def _result(self, call: ToolCall | ParseError, deadline: float) -> ToolResult:
-        if isinstance(call, ParseError):
-            result = ToolResult(call.reason, "unreadable")
-        elif time.monotonic() > deadline:
+        if isinstance(call, ToolCall) and time.monotonic() > deadline:
             result = ToolResult(NOT_RUN, "not_run")
         else:
-            result = self.toolbox.call(call.name, call.arguments)
+            result = self.toolbox.run(call)
         self.num_succeeded += result.error is None
         self.num_failed += result.error is not None
         return result

@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl_train.data.messages import ToolCallRecord
 from skyrl_train.environments.tools.argument_validation import ArgumentValidator, SchemaError
+from skyrl_train.environments.tools.parsers import ParseError, ToolCall
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 CLOSE_TIMEOUT_S = 5.0
@@ -92,8 +93,8 @@ class ToolResult:
 
     text: str
     error: str | None = None
-    """The kind of failure: "unknown_tool", "bad_arguments", "timeout", "tool_error" (a ToolError), or the class name of
-    another exception. None if the call succeeded."""
+    """The kind of failure: "unreadable" (the call could not be parsed), "unknown_tool", "bad_arguments", "timeout",
+    "tool_error" (a ToolError), or the class name of another exception. None if the call succeeded."""
 
 
 def tool_call_record(name: str, arguments: Any, error: str | None = None) -> ToolCallRecord:
@@ -119,6 +120,11 @@ class ToolBox:
 
     Raises:
         ConfigError: Two tools have the same name.
+
+    Example:
+        box = sk.ToolBox([sk.make_tool("python")])
+        results = [box.run(call) for call in sk.parse_calls(action, "json")]
+        box.close()
     """
 
     def __init__(self, tools: Sequence[Tool]):
@@ -138,6 +144,19 @@ class ToolBox:
     def schemas(self) -> list[dict[str, Any]]:
         """Return the `schema()` of every tool, in the order of the constructor's argument."""
         return [tool.schema() for tool in self._tools.values()]
+
+    def run(self, call: ToolCall | ParseError) -> ToolResult:
+        """Run one item of the list that `parse_calls` returns. A malformed call results in the reason.
+
+        Args:
+            call: The parsed call, which `call` runs, or the error of a malformed one.
+
+        Raises:
+            EnvironmentFailure: As `call` raises it, like ConfigError and RuntimeError.
+        """
+        if isinstance(call, ParseError):
+            return ToolResult(call.reason, "unreadable")
+        return self.call(call.name, call.arguments)
 
     def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Run one call and block until it ends or exceeds the tool's deadline.

@@ -60,15 +60,19 @@ def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) ->
 
     Args:
         text: The model's message, including its reasoning, which is skipped.
-        style: One of `STYLES`: "xml", "json" or "native".
+        style: "xml", "json" or "native".
         tags: Only for style "xml": mapping from a tag to the argument that gets the tag's text; see `tool_tags`. None:
             only <tool_call> is read.
 
     Returns:
-        At most `MAX_CALLS` items; if the message has more, one ParseError follows them.
+        At most 16 items, which `ToolBox.run` runs. If the message has more, one ParseError follows them.
 
     Raises:
         ValueError: `style` is unknown.
+
+    Example:
+        sk.parse_calls("<lookup>Bern</lookup>", "xml", {"lookup": "city"})
+        # [ToolCall(name='lookup', arguments={'city': 'Bern'}, raw='<lookup>Bern</lookup>')]
     """
     text = final_answer(text)
     if style == "xml":

@@ -21,14 +21,18 @@ tools: Registry[ToolFactory] = Registry("tool", TOOLS)
 
 
 def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
-    """Create a tool for one episode.
+    """Create a tool for one episode, usually for a `ToolBox`.
 
     Args:
-        name: Name under which the tool is registered.
+        name: A built-in tool ("python", "sql", "search", "fetch", "mcp" or "browser"), or the name of a tool that
+            `register.tool` registered.
         settings: Keyword arguments of the tool's constructor; None to pass none.
 
     Raises:
         ConfigError: The name is unknown, the tool's module cannot be imported, or the constructor rejects the settings.
+
+    Example:
+        sk.make_tool("python", {"wall_s": 5})
     """
     try:
         factory = tools.get(name)

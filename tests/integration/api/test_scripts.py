@@ -52,7 +52,7 @@ def outside(tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch) ->
             "prompt": [{"role": "user", "content": f"Count down from {n}."}],
             "start": n,
             "reward_spec": {"ground_truth": str(n)},
-            "env_class": ("brief", "two_turns")[n % 2],
+            "env_class": ("brief", "two_turns", "graded")[n % 3],
         }
         for n in range(1, 9)
     ]

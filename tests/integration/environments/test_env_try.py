@@ -107,9 +107,35 @@ def test_env_try_uses_settings_of_a_run(
     assert "turn 1: reward 0\n" in out
     assert "user | go on" in out
     assert "turn 2: reward 1, done" in out
-    assert "1 more completions were not played" in out
+    assert "assistant | more\n" in out, "the text that the first episode did not use begins another one"
     assert "reward of the episode: 1 in 1 turn, not done yet" in out
-    assert "episode 3 of 3: SkyRLGymStyle, row 1" in out
+    assert "episode 4: SkyRLGymStyle, row 1" in out
+
+
+def test_every_completion_is_played(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    texts = ("--completion", "#### 18", "--completion", "#### 17", "--completion", "18?")
+    code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", data, *texts)
+    assert code == 0
+    assert re.findall(r"assistant \| (.*)\n  turn 1: reward (\d), done", out) == [
+        ("#### 18", "1"),
+        ("#### 17", "0"),
+        ("18?", "0"),
+    ]
+    assert re.findall(r"^episode.*", out, re.MULTILINE) == [
+        *(f"episode {number}: gsm8k, row 0" for number in (1, 2, 3)),
+        "episodes: 3, failed 0, mean reward 0.333333",
+    ]
+
+
+def test_failed_start_names_unplayed_completions(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    texts = ("--completion", "a", "--completion", "b")
+    plugin = "trainer.plugins=[misbehaving_envs]"
+    code, out, _ = run(capsys, monkeypatch, "Nests", "--data", data, *texts, plugin)
+    assert code == 1
+    assert out.count("FAILED") == 1
+    assert "completions not played, because the episode could not start: 2" in out
 
 
 @pytest.mark.fault("F24")
@@ -207,9 +233,8 @@ def docs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-ENV_TRY_COMMANDS = find_commands(
-    r"skyrl-train env try (?!show_work)"
-)  # docs/guides/your_environment.md defines show_work
+ENV_TRY_COMMANDS = find_commands(r"skyrl-train env try (?!show_work|is_correct|graded|shopping)")
+"""Commands whose environment no page defines; test_your_environment.py and test_guide_pages.py run the others."""
 
 
 @pytest.mark.parametrize("command", ENV_TRY_COMMANDS, ids=str)

@@ -15,7 +15,6 @@ import torch
 
 import skyrl_train as sk
 from skyrl_train.data.token_arrays import to_token_array
-from skyrl_train.environments.tools.registry import make_tool
 from skyrl_train.errors import RunInterrupted
 
 ROWS, MODEL, FOLDER = sys.argv[1:4]
@@ -27,6 +26,13 @@ def brief(response: str, *, ground_truth: str, prompt: list[dict[str, Any]], ext
     """1 minus the share of vowels; the row's answer counts extra."""
     assert prompt[-1]["role"] == "user" and extras["reward_spec"]["ground_truth"] == ground_truth
     return 1 - sum(letter in "aeiou" for letter in response) / max(len(response), 1) + (ground_truth in response)
+
+
+def is_short(response: str) -> bool:
+    return len(response) < 20
+
+
+sk.register.rewards("graded", [brief, is_short], weights=[1.0, 0.5])
 
 
 @sk.register.tool("clock")
@@ -44,8 +50,14 @@ class TwoTurns(sk.BaseTextEnv):
     def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if "refuse" in self.env_config:
             raise sk.EnvironmentFailure("refused")
-        self.parameters = len(make_tool("clock").parameters)
+        self.parameters = len(sk.make_tool("clock").parameters)
+        self.tools = sk.ToolBox([sk.make_tool("clock")])
+        results = [self.tools.run(call) for call in sk.parse_calls('{"name": "clock"}', "json")]
+        assert [result.text for result in results] == ["the clock stands still"]
         return prompt, {}
+
+    def close(self) -> None:
+        self.tools.close()
 
     def step(self, action: str) -> sk.StepOutput:
         self.turns += 1
@@ -210,7 +222,7 @@ def main() -> None:
     result = sk.TrainingResult(Path(FOLDER) / "run", 2)
     assert [row["step"] for row in result.metrics() if row["step"]] == [1, 2]
     assert result.metrics()[-1]["rollouts/failed"] == 0
-    assert {prompt.env_class for prompt in SEEN["prompts"]} == {"brief", "two_turns"}
+    assert {prompt.env_class for prompt in SEEN["prompts"]} == {"brief", "two_turns", "graded"}
     asyncio.run(alone())
     assert "'vllm'" in refused(lambda: asyncio.run(sk.engine(MODEL, backend="vlm").__aenter__()))
     print("everything held", flush=True)

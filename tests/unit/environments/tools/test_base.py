@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_train.environments.tools.argument_validation import ArgumentValidator
 from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, sanitize, truncate_middle
+from skyrl_train.environments.tools.parsers import parse_calls
 from skyrl_train.errors import ConfigError
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -58,6 +59,15 @@ def test_call_returns_result_and_close_is_idempotent():
     box.close()
     box.close()
     assert (used.closed, unused.closed) == (1, 0)
+
+
+def test_tool_box_runs_parsed_calls():
+    box = ToolBox([Echo()])
+    calls = parse_calls("<echo>hi</echo> <tool_call>{</tool_call>", "xml", {"echo": "text"})
+    first, second = (box.run(call) for call in calls)
+    box.close()
+    assert (first.text, first.error) == ("hi", None)
+    assert second.text.startswith("The tool call is not valid JSON") and second.error == "unreadable"
 
 
 def test_unused_tool_box_starts_no_thread():
