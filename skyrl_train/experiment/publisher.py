@@ -25,7 +25,7 @@ HALF_PRECISION_PROBE_TOLERANCE = 0.25
 """Largest accepted log-prob difference in nats. It is large because bfloat16 engines and trainers round differently in
 every layer."""
 HALF_PRECISION_MEAN_TOLERANCE = 0.1
-"""Largest accepted mean difference in nats over the probe's tokens. docs/concepts/weight_sync.md has the measurements."""
+"""Largest accepted mean difference in nats over the probe's tokens. See docs/concepts/weight_sync.md."""
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 64
 """Maximum tokens per sequence of the log-prob probe. The sequences are the beginnings of the first training prompts."""

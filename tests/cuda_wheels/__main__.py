@@ -1,4 +1,4 @@
-"""Check the CUDA wheels of the engines; see docs/contributing/gpu_checks.md. Requires uv, a C compiler and 15 GB, but no GPU."""
+"""Check the CUDA wheels of the engines (docs/contributing/gpu_checks.md). Requires uv, a C compiler and 15 GB."""
 
 from __future__ import annotations
 

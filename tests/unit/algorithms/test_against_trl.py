@@ -1,4 +1,4 @@
-"""Compares values and gradients of our losses with those of trl. docs/reference/algorithm_differences.md lists the differences."""
+"""Compares values and gradients of our losses with those of trl; see docs/reference/algorithm_differences.md."""
 
 from __future__ import annotations
 

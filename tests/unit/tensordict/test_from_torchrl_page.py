@@ -106,7 +106,7 @@ def test_missing_names_raise_error_with_replacement(package: str):
 
 
 def test_subpackages_name_the_import_of_offered_names():
-    with pytest.raises(ImportError, match="Instead: `from skyrl_train.tensordict import GRPOLoss`"):
+    with pytest.raises(ImportError, match=r"Instead: `from skyrl_train\.tensordict import GRPOLoss`"):
         exec("from skyrl_train.tensordict.losses import GRPOLoss", {})
 
 
