@@ -30,7 +30,7 @@ class Attempt:
     end: float | None = None
     """None if the attempt has not ended, or its process was killed."""
     error: str = ""
-    """What ended the attempt; empty if it succeeded or no end was recorded."""
+    """Error that ended the attempt; empty if it succeeded or no end was recorded."""
     hardware: dict[str, Any] = field(default_factory=dict)
     """`device`, `slots`, `nodes` and `accelerators` as `RunFolder.record_hardware` got them; empty if unknown."""
 
@@ -61,7 +61,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
         except (ValueError, RecursionError):
             continue
         when = event.get("time") if isinstance(event, dict) else None
-        if type(when) not in (int, float) or not 0 <= when <= _MAX_TIME:
+        if isinstance(when, bool) or not isinstance(when, int | float) or not 0 <= when <= _MAX_TIME:
             continue
         if event.get("event") == "start":
             attempts.append(Attempt(float(when)))

@@ -30,9 +30,12 @@ export const HELP: Pick<Binding, "key" | "what">[] = [
   { key: "← →", what: "previous or next token, after a click in the token view" },
 ];
 
+/** Fields whose keys are text or choices. Others, such as checkboxes, leave shortcuts on. */
+const TEXT_FIELDS = "input:not([type=checkbox], [type=radio], [type=range]), select, textarea";
+
 export function onKeyDown(event: KeyboardEvent): void {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const typing = event.target instanceof HTMLElement && event.target.matches("input, select, textarea");
+  const typing = event.target instanceof HTMLElement && event.target.matches(TEXT_FIELDS);
   if (typing && event.key !== "Escape") return;
   const binding = KEYS.find(({ key }) => key === event.key);
   if (!binding || (helpShown.value && !["?", "Escape"].includes(binding.key))) return;

@@ -112,7 +112,7 @@ def test_long_run_is_downsampled_and_sampled_evenly(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "budget", "min_rollouts"), [(3000, 700_000, 8), (100, 300_000, 8), (30_000, 200_000, 8)]
+    ("tokens", "budget", "min_rollouts"), [(3000, 700_000, 8), (100, 300_000, 8), (30_000, 230_000, 8)]
 )
 def test_small_report_stays_below_its_limit(tmp_path: Path, tokens: int, budget: int, min_rollouts: int):
     write_synthetic_run(tmp_path, 2, rollouts=32, mean_tokens=tokens)

@@ -22,11 +22,7 @@ function OneRun({ run }: { run: Run }) {
     <section class="overview" aria-label="Overview">
       <div class="tiles">
         <Tile label="Status" value={<Status run={run} />} note={progressNote(run)}>
-          {run.total_steps !== null && (
-            <progress max={run.total_steps} value={run.step} aria-label="steps done">
-              {run.step}
-            </progress>
-          )}
+          {run.total_steps !== null && <progress max={run.total_steps} value={run.step} aria-label="steps done" />}
         </Tile>
         {details.kind !== "sft" && <EvaluationTile details={details} />}
         <ResultTile run={run} />
