@@ -37,6 +37,7 @@ ARITHMETIC = "eval/arithmetic/avg_score"
 REWARD = "reward/mean"
 PRINTED = re.compile(r"step (\d+): right ([\d.]+)", re.MULTILINE)
 """Steps of examples/tensordict_grpo, which prints its metrics."""
+PRINTED_ACCURACY = re.compile(r"eval accuracy ([\d.]+) -> ([\d.]+)")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ RECIPES = {
         ["python examples/tensordict_grpo/grpo.py --output runs/tensordict_grpo"],
         "",
         "GRPO with tensordict parts, 250,000 parameters",
-        {REWARD: "training rollouts"},
+        {REWARD: "training rollouts", ARITHMETIC: "held-out problems, greedy"},
     ),
 }
 
@@ -193,7 +194,13 @@ def read_lines(name: str, runs: Path, folder: Path | None) -> Sequence[Mapping[s
     if below := RECIPES[name].folder:
         return read_jsonl((folder or runs / below) / METRICS_FILE)
     text = (folder.with_suffix(".txt") if folder else runs / f"{name}.txt").read_text(encoding="utf-8")
-    return [{"step": int(step), REWARD: float(right)} for step, right in PRINTED.findall(text)]
+    lines: list[Mapping[str, Any]] = [
+        {"step": int(step), REWARD: float(right)} for step, right in PRINTED.findall(text)
+    ]
+    if found := PRINTED_ACCURACY.search(text):
+        last = lines[-1]["step"] if lines else 0
+        lines = [{"step": 0, ARITHMETIC: float(found[1])}, *lines, {"step": last, ARITHMETIC: float(found[2])}]
+    return lines
 
 
 def read_curves(lines: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) -> Iterator[Curve]:

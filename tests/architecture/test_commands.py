@@ -180,6 +180,13 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     r"python my_(rewards|tools)\.py": (covered_by("tests/integration/environments/test_guide_pages.py"),),
     "python make_rows.py": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
     "python examples/quickstart/tool.py": (files_and_options, covered_by("tests/integration/quickstart/test_tool.py")),
+    "python examples/quickstart/quickstart.py": (
+        files_and_options,
+        same_program_as("tests/integration/quickstart/test_recipes.py", "with few steps"),
+    ),
+    r"skyrl-train (train --config-dir|export) runs/quickstart": (
+        covered_by("tests/integration/quickstart/test_recipes.py"),
+    ),
     "python examples/tensordict_grpo/": (
         files_and_options,
         same_program_as("tests/integration/tensordict/test_grpo_example.py", "its train(), as its main calls it"),

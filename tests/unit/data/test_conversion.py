@@ -14,6 +14,8 @@ from huggingface_hub import constants
 from skyrl_train.data.conversion import conversion_main, source_rows, text_column, write_split
 from skyrl_train.data.dataset import load_prompts
 from skyrl_train.errors import DataError
+from skyrl_train.storage.hugging_face_hub import hub_responds
+from tests.support.web_server import Response, web_server
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
@@ -107,6 +109,14 @@ def test_unreachable_hub_message_names_input(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit, match=r"owner/name.* Pass --input FOLDER with train.jsonl, test.jsonl \(or"):
         call(monkeypatch, "--output", str(tmp_path))
     assert time.monotonic() - start < 20  # the hub's client retries for minutes
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_error_status_counts_as_response(monkeypatch: pytest.MonkeyPatch, status: int):
+    with web_server(lambda request: Response(status=status)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert hub_responds("owner/name")
 
 
 def test_mixed_columns_raise_and_missing_are_null(tmp_path: Path):
