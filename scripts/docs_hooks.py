@@ -1,7 +1,7 @@
 """Hooks of mkdocs for what plain Markdown pages cannot say themselves.
 
 - Each `examples/NAME/README.md` becomes the page `recipes/NAME.md`. `examples/README.md` is the overview of the tab
-  Recipes, and decides the order.
+  Recipes; its headings and links decide the groups and the order.
 - Links between pages, recipes and other files work in the repository and on the site. Source files become links to the
   repository if its URL is known, and plain text otherwise.
 - The repository's URL comes from the environment variable DOCS_REPOSITORY, or from git's remote `origin`.
@@ -15,6 +15,7 @@ import posixpath
 import re
 import subprocess
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -37,7 +38,11 @@ _LINK_OR_CODE = re.compile(
     r"|(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^()\s]+)\)",
     re.MULTILINE | re.DOTALL,
 )
-_REMOTE = re.compile(r"(?:https?://(?:[^@/]+@)?|ssh://(?:[^@/]+@)?|[\w.-]+@)([\w.-]+)(?::\d+)?[:/](.+?)(?:\.git)?/?")
+_REMOTE = re.compile(
+    r"(?:https?://(?:[^@/]+@)?(?P<web>[\w.:-]+)/|ssh://(?:[^@/]+@)?(?P<ssh>[\w.-]+)(?::\d+)?/|[\w.-]+@(?P<scp>[\w.-]+):)"
+    r"(?P<path>.+?)(?:\.git)?/?"
+)
+"""Addresses of git remotes. User names and passwords are not part of the result."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -52,7 +57,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         config.edit_uri = f"{_host_prefix(config.repo_url)}edit/{BRANCH}/docs/"
     for entry in config.nav or []:
         if isinstance(entry, dict) and "Recipes" in entry:
-            entry["Recipes"] = _ordered_recipes()
+            entry["Recipes"] = recipe_navigation()
     return config
 
 
@@ -89,7 +94,7 @@ def repository_url() -> str | None:
         except OSError:  # git is not installed
             url = ""
     found = _REMOTE.fullmatch(url)
-    return f"https://{found[1]}/{found[2]}" if found else None
+    return f"https://{found['web'] or found['ssh'] or found['scp']}/{found['path']}" if found else None
 
 
 def rewrite_links(markdown: str, page: str, repository: str | None) -> str:
@@ -127,8 +132,23 @@ def _host_prefix(repository: str) -> str:
     return "-/" if "gitlab" in repository.split("/")[2] else ""
 
 
-def _ordered_recipes() -> list[str]:
-    """Return the overview, then the recipes in the order in which it names them, then all others."""
+def recipe_navigation() -> list[str | dict[str, list[str]]]:
+    """Return the overview, then the recipes under its headings, then those that no heading has."""
     overview = (REPOSITORY / RECIPES["recipes/index.md"]).read_text(encoding="utf-8")
-    named = [f"recipes/{name}.md" for name in re.findall(r"\]\(([\w.-]+)/(?:README\.md)?\)", overview)]
-    return list(dict.fromkeys(page for page in ["recipes/index.md", *named, *RECIPES] if page in RECIPES))
+    intro, *sections = re.split(r"^## (.+)$", overview, flags=re.MULTILINE)
+    navigation: list[str | dict[str, list[str]]] = ["recipes/index.md"]
+    listed = {"recipes/index.md"}
+
+    def unlisted(pages: Iterable[str]) -> list[str]:
+        found = [page for page in dict.fromkeys(pages) if page in RECIPES and page not in listed]
+        listed.update(found)
+        return found
+
+    for heading, text in zip(sections[::2], sections[1::2], strict=True):
+        if pages := unlisted(_linked_recipes(text)):
+            navigation.append({heading: pages})
+    return navigation + unlisted([*_linked_recipes(intro), *RECIPES])
+
+
+def _linked_recipes(text: str) -> list[str]:
+    return [f"recipes/{name}.md" for name in re.findall(r"\]\(([\w.-]+)/README\.md", text)]
