@@ -229,6 +229,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
         check_config_keys,
         covered_by("tests/integration/runs/test_storage.py"),
     ),
+    "skyrl-train generate": (check_config_keys, covered_by("tests/integration/environments/test_guide_pages.py")),
     r"python -m skyrl_train\.entrypoints\.|skyrl-train train ": (
         check_config_keys,
         covered_by("tests/integration/runs/test_documented_runs.py"),

@@ -6,9 +6,16 @@ import ast
 import pkgutil
 import re
 
+from skyrl_train.config.keys import find_key
+from skyrl_train.report.metric_catalog import metric_of
 from tests.support.doc_pages import FENCE, PAGES, REPOSITORY, fenced_blocks
 from tests.support.table_cases import check_each
 
+SYMPTOM_PAGES = ("first_reward", "kl_and_entropy", "reward_stays_zero", "tool_environment")
+KEY_IN_PROSE = re.compile(r"`'?((?:trainer|generator|data|environment)\.[\w.]+)")
+METRIC_IN_PROSE = re.compile(
+    r"`((?:policy|reward|response|rollouts|mismatch|async|advantages|weights|eval|episode)/\w[\w/]*)`"
+)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 NAME = re.compile(r"(?<![\w.])skyrl_train(?:\.[A-Za-z_]\w*)+")
 
@@ -36,6 +43,14 @@ def test_documented_python_imports_what_exists():
 def test_documented_names_of_this_package_exist():
     found = {(page.name, name) for page in PAGES for name in NAME.findall(page.read_text())}
     check_each(sorted(found), lambda found: _is_written(found[1]) or pkgutil.resolve_name(found[1]))
+
+
+def test_guides_name_existing_keys_and_metrics():
+    for page in SYMPTOM_PAGES:
+        text = (REPOSITORY / "docs" / "guides" / f"{page}.md").read_text()
+        metrics = {name: metric_of(name) for name in METRIC_IN_PROSE.findall(text)}
+        assert [key for key in KEY_IN_PROSE.findall(text) if find_key(key) is None] == []
+        assert [name for name, found in metrics.items() if found is None or "{name}" in found.name] == []
 
 
 def _is_written(name: str) -> bool:

@@ -1,10 +1,12 @@
 """The files of first_reward.md and tool_environment.md work, and `env try` prints what the pages show.
 
-The model is tiny where the pages train. test_quickstart.py has the model with which first_reward.md begins.
+The evaluation of reward_stays_zero.md runs too. The model is tiny where the pages train. test_quickstart.py has the
+model with which first_reward.md begins.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,11 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.testing.tiny_models import save_tiny_model
-from tests.support.doc_pages import REPOSITORY, Command, find_commands, snippets
+from tests.support.doc_pages import REPOSITORY, Command, fenced_blocks, find_commands, snippets
 
 REWARDS, TOOLS = "docs/guides/first_reward.md", "docs/guides/tool_environment.md"
 FUNCTION, SECOND_FUNCTION = snippets(REWARDS)
@@ -54,10 +57,9 @@ def commands_of_page(page: str, start: str) -> list[Command]:
 
 @pytest.mark.parametrize("page", [REWARDS, TOOLS])
 def test_env_try_prints_what_page_shows(page: str, folder: Path):
+    tried = [text for name, text in fenced_blocks("bash") if name == page and "env try" in text]
     shown = [block for block in snippets(page, "text") if block.startswith("episode 1: ")]
-    assert [
-        run(shlex.join(command.words), folder) for command in commands_of_page(page, "skyrl-train env try")
-    ] == shown
+    assert [run(command, folder) for command in tried] == shown
 
 
 def test_pages_show_rows_of_their_programs(folder: Path):
@@ -87,3 +89,16 @@ def test_documented_command_trains(page: str, metric: str, folder: Path):
     rows = read_jsonl(folder / "run" / METRICS_FILE)
     assert rows[-1]["step"] == 2 and rows[-1]["rollouts/failed"] == 0
     assert page == TOOLS or metric in rows[-1]
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_documented_evaluation_measures_pass_rate(folder: Path):
+    save_tiny_model(folder / "model")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:4]]
+    (folder / "data" / "gsm8k").mkdir(parents=True)
+    datasets.Dataset.from_list(rows).to_parquet(folder / "data" / "gsm8k" / "validation.parquet")
+    (command,) = find_commands("skyrl-train generate")
+    small = ["trainer.policy.model.path=model", "generator.eval_sampling_params.max_generate_length=8"]
+    words = " ".join(['"' + word + '"' for word in [*command.words, *small, "trainer.ckpt_path=run"]])
+    assert "pass_at_8" in run(f"HOME={folder} && {words}", folder)

@@ -68,6 +68,7 @@ NOT_HERE = {
     r"skyrl-train train '?trainer\.plugins=\[my_envs\]": "test_your_environment.py runs it",
     "skyrl-train train --config-dir runs/quickstart": "quickstart/test_recipes.py runs it after a quickstart",
     r"skyrl-train train '?trainer\.plugins=\[(my_rewards|my_tools)\]": "test_guide_pages.py runs it",
+    "skyrl-train generate ": "test_guide_pages.py runs it",
     r"skyrl-train train '?trainer\.logger=\[tensorboard,mlflow\]": (
         "mlflow needs a separate environment: test_tracker_libraries.py trains with it"
     ),

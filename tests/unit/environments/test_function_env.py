@@ -104,7 +104,7 @@ def test_rewards_may_be_registered_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     sk.register.rewards("graded", [length])
     sk.register.rewards("graded", [length, is_right], weights=[1.0, 0.5])
-    environment = registry.make("graded")
-    assert environment.step("2!").reward == 2.0
+    environment = registry.make("graded", extras={"reward_spec": {"ground_truth": "2"}})
+    assert environment.step("2!").reward == 2.5
     with pytest.raises(ConfigError, match="'gsm8k' is already registered"):
         sk.register.rewards("gsm8k", [length])
