@@ -13,8 +13,8 @@ _NAMES_BY_ADVICE = {
     'whose `_step` writes "reward"': "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser",
     '`KLRewardTransform(add_to_reward=False)` writes "kl_penalty" and the reference\'s log-probs. '
     "`GRPOLoss(kl_to_ref_coeff=...)` has a KL term with a gradient": "RetrieveKL KLComputation",
-    "subclass `skyrl_train.tensordict.envs.tools.ToolTransform`: `make_tools`, `parse_calls` and `format_result`. The "
-    "calls of an answer run in their order": "ExecuteToolsInOrder SimpleToolTransform ToolRegistry",
+    "subclass `ToolTransform` (skyrl_train/tensordict/envs/tools.py): `make_tools`, `parse_calls`, `format_result`. "
+    "The calls of an answer run in their order": "ExecuteToolsInOrder SimpleToolTransform ToolRegistry",
     '`skyrl_train.environments.tools.parsers.parse_calls(text, "xml")`; other formats are "json" and '
     '"native"': "XMLBlockParser JSONCallParser ToolCall",
     "`system_prompt` of `ChatEnv`, or torchrl's own class in `append_transform` if torchrl is "
@@ -72,8 +72,7 @@ def raise_not_offered(module: str, name: str) -> NoReturn:
         ImportError: `name` has a replacement, and the caller is an import statement.
         AttributeError: In all other cases.
     """
-    package = sys.modules["skyrl_train.tensordict"]
-    advice = f"`from {package.__name__} import {name}`" if name in package.__all__ else REPLACEMENTS.get(name)
+    advice = REPLACEMENTS.get(name)
     if advice is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
     message = f"{module} has no {name!r}. Instead: {advice} ({DOCS_PAGE})."

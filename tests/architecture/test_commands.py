@@ -275,6 +275,7 @@ SNIPPETS = {
     "docs/guides/tool_environment.md": "tests/integration/environments/test_guide_pages.py",
     "docs/guides/foreign_environments.md": "tests/unit/environments/integrations/test_page.py",
     "docs/guides/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
+    "docs/guides/from_trl.md": "tests/unit/test_from_trl_page.py",
     "README.md": "tests/unit/test_get_started_pages.py",
     "docs/get_started/quickstart.md": "tests/unit/test_get_started_pages.py",
     "docs/guides/debugging.md": "tests/unit/test_get_started_pages.py",
