@@ -228,11 +228,12 @@ def _keys_in(section: str) -> list[Key]:
 
 def _page_of(section: str) -> Page:
     """Return the page that names the section, or the closest section above it."""
-    while True:
+    names = section.split(".")
+    for length in range(len(names), 0, -1):
         for page in PAGES:
-            if section in page.sections:
+            if ".".join(names[:length]) in page.sections:
                 return page
-        section = section.rpartition(".")[0]
+    raise KeyError(f"{section} is on no page. Add it to PAGES.")
 
 
 def _skyrl_keys() -> str:

@@ -111,8 +111,10 @@ even without tensor parallelism, such as encoder-decoder models.
 | --- | --- |
 """
 NOT_BUILT = """\
-transformers cannot build these types from their default configuration, so the table does not cover them: {kinds}.
-Run `check_config` to check the configuration of your model.
+transformers cannot build these types from their default configuration, so the table does not cover them. Run
+`check_config` to check the configuration of your model.
+
+{kinds}.
 """
 NO_DEFAULT = {
     "head_dim": 64,
@@ -177,7 +179,7 @@ def tensor_parallel_section() -> str:
             continue
         if reason := _refusal(model):
             families[reason].append(kind)
-    rows = [f"| {reason} | {_listed(kinds)} |\n" for reason, kinds in sorted(families.items(), key=_most_first)]
+    rows = [f"| {reason} | {_joined(kinds)} |\n" for reason, kinds in sorted(families.items(), key=_most_first)]
     version = ".".join(transformers.__version__.split(".")[:2])
     return TENSOR_PARALLEL.format(version=version) + "".join(rows) + "\n" + NOT_BUILT.format(kinds=_listed(not_built))
 
@@ -235,7 +237,11 @@ def _others() -> str:
 
 
 def _listed(kinds: Iterable[str]) -> str:
-    return textwrap.fill(", ".join(f"`{kind}`" for kind in sorted(kinds)), 119)
+    return textwrap.fill(_joined(kinds), 119)
+
+
+def _joined(kinds: Iterable[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in sorted(kinds))
 
 
 def _notes() -> dict[str, int]:

@@ -281,6 +281,7 @@ SNIPPETS = {
     "docs/guides/debugging.md": "tests/unit/test_get_started_pages.py",
     "docs/guides/rollouts.md": "tests/unit/test_api.py",
     "docs/guides/serving.md": "tests/unit/engines/test_serving_page.py",
+    "docs/reference/http_api.md": "tests/unit/engines/test_serving_page.py",
     "docs/torchrl/index.md": "tests/unit/tensordict/wrappers/test_page.py",
     "docs/torchrl/collectors.md": "tests/unit/tensordict/collectors/test_page.py",
     "docs/torchrl/environments.md": "tests/unit/tensordict/envs/test_page.py",

@@ -1,4 +1,4 @@
-"""docs/reference/error_messages.md has all error classes and their messages; keys on both pages exist."""
+"""The reference has all error classes and their messages; the keys there and in the guide exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from skyrl_train.config.keys import all_keys
 from skyrl_train.storage.uris import CREDENTIALS_ADVICE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "reference" / "error_messages.md").read_text()
+REFERENCE = REPOSITORY / "docs" / "reference"
+PAGE = "\n".join((REFERENCE / name).read_text() for name in ("configuration_errors.md", "error_messages.md"))
 GUIDE = (REPOSITORY / "docs" / "guides" / "troubleshooting.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 ROW = re.compile(r"^\| (`.*?`(?:, `.*?`)*) \| ", re.MULTILINE)

@@ -81,7 +81,7 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
     for call in calls:
         response = {"type": "object", "properties": {"result": by_key[call.method]}, "required": ["result"]}
         body = None if call.verb == "GET" else call.arguments
-        summary = f"Call `{call.method}` of the engine; see docs/guides/serving.md."
+        summary = f"Call `{call.method}` of the engine; see docs/reference/http_api.md."
         paths[call.route] = {call.verb.lower(): operation(summary, response, body)}
     if text:
         chat = operation("OpenAI's chat completions.", by_key[ChatCompletionResponse], ChatCompletionRequest)

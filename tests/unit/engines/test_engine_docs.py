@@ -14,7 +14,7 @@ from skyrl_train.engines.http.protocol import REMOTE_METHODS
 ROOT = Path(__file__).parents[3]
 
 
-PAGES = [("generate_engine_docs", "concepts/engines"), ("generate_serving_docs", "guides/serving")]
+PAGES = [("generate_engine_docs", "concepts/engines"), ("generate_serving_docs", "reference/http_api")]
 
 
 @pytest.mark.parametrize(("script", "page"), PAGES)
@@ -25,8 +25,8 @@ def test_table_matches_code(script: str, page: str):
 
 
 def test_all_token_level_routes_and_arguments_are_documented():
-    text = (ROOT / "docs" / "guides" / "serving.md").read_text()
-    table = text.partition("## The token-level routes")[2].partition("\n```")[0]
+    text = (ROOT / "docs" / "reference" / "http_api.md").read_text()
+    table = text.partition("## Token-level routes\n")[2].partition("\n```")[0]
     documented = {}
     for row in re.findall(r"^\| `.*$", table, re.MULTILINE):
         routes, arguments, result = (cell.strip() for cell in row[1:-1].split("|"))
