@@ -25,7 +25,7 @@ from tests.support.doc_pages import REPOSITORY, snippets
 from tests.unit.tensordict.conftest import TORCHRL_MODULES
 
 PAGE = (REPOSITORY / "docs" / "torchrl" / "from_torchrl.md").read_text()
-OFFERED = set(skyrl_train.tensordict.__all__)
+OFFERED = set(vars(skyrl_train.tensordict)["__all__"])
 IMPORTS = re.findall(r"^\| `from (torchrl[\w.]*) import ([^`]+)` \| `from ([\w.]+) import ([^`]+)` \|$", PAGE, re.M)
 OLDER_AND_OWN = PAGE.partition("\nNames of older releases")[2].partition("\n## ")[0]
 NOT_OFFERED = PAGE.partition("\n## Names that are not offered\n")[2].partition("\n| method ")[0]
@@ -90,7 +90,7 @@ def test_replacements_name_what_exists():
 
 
 def test_missing_names_raise_error_with_replacement():
-    module = skyrl_train.tensordict
+    module: Any = skyrl_train.tensordict
     for name, advice in REPLACEMENTS.items():
         assert not hasattr(module, name)
         with pytest.raises(AttributeError) as read:
