@@ -51,6 +51,8 @@ _COLUMNS: tuple[tuple[str, str, int | None, int], ...] = (
     ("throughput/tokens_per_s", "{} tok/s", 0, 7),
 )
 """Metrics of a step's line: name, label, decimals (None for a percentage) and width of the number."""
+_MIN_PHASE_S = 0.005
+"""Shorter phases are left out of a step's line."""
 _PHASES = ("generate", "score", "update", "publish", "offload", "evaluate")
 
 
@@ -200,7 +202,8 @@ def step_line(metrics: Mapping[str, float]) -> str:
     parts += [label.format(format_number(metrics[name])) for name, label in _ALERT_LABELS.items() if metrics.get(name)]
     if "timing/step_s" in metrics:
         seconds_by_phase = {phase: metrics[f"timing/{phase}_s"] for phase in _PHASES if f"timing/{phase}_s" in metrics}
-        split = ", ".join(f"{phase} {format_fixed(seconds, 2)}" for phase, seconds in seconds_by_phase.items())
+        shown = {phase: seconds for phase, seconds in seconds_by_phase.items() if seconds >= _MIN_PHASE_S}
+        split = ", ".join(f"{phase} {format_fixed(seconds, 2)}" for phase, seconds in shown.items())
         parts.append(f"{format_fixed(metrics['timing/step_s'], 2, 7)} s" + (f" ({split})" if split else ""))
     return "  ".join(filter(None, parts))
 

@@ -15,6 +15,7 @@ _VARYING: tuple[tuple[str, str], ...] = (
     (r"^.* so far: .*\n", ""),  # progress of long phases, which appears only on slow machines
     (r"\\x1b\[[\d;]*m", ""),
     (r"in steps: .*", "in steps: SHARES"),
+    (r" s \((generate|update) [^)]*\)", " s (PHASES)"),  # very short phases are left out
     (r"eta .*", "eta DURATION"),
     (r"^(first rollout) .*(?= \(reward)", r"\1 # s TEXT"),
     (r"/\S+/(?=\w+_plugin\.py)", "PLUGINS/"),

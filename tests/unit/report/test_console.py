@@ -150,6 +150,7 @@ def test_step_line_shows_present_metrics_only():
             "throughput/tokens_per_s": 12345.6,
             "timing/step_s": 3.5,
             "timing/generate_s": 2,
+            "timing/score_s": 0.004,
             "rollouts/failed": 3.0,
         }
     )
