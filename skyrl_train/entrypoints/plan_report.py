@@ -84,7 +84,7 @@ def _roles(cfg: Config, plans: Sequence[SlotMemoryPlan], counts: SlotCounts) -> 
     hosts = f"; plus {num_hosts} environment hosts of {cfg.environment.host_cpus:g} CPUs" if num_hosts else ""
     return (
         f"{roles}; each {each}{engine_size}"
-        + ("; engines and trainer take turns" if counts.engines_colocated else "")
+        + ("; engines and trainer are colocated" if counts.engines_colocated else "")
         + hosts
     )
 

@@ -40,7 +40,7 @@ class Split:
     max_staleness_steps: int = 0
     """Number of steps by which rollouts run ahead; 0 is synchronous."""
     colocate_all: bool = False
-    """True if engines and trainers take turns on the same slots."""
+    """True if engines and trainers are colocated: they share slots and work one after the other."""
 
     def __str__(self) -> str:
         return f"{self.engines} colocated" if self.colocate_all else f"{self.engines} : {self.trainers}"

@@ -39,7 +39,7 @@ class RunPlacement:
     reward: RolePlacement | None
     engines: RolePlacement | None
     engines_colocated: bool
-    """True if engines and learner take turns on the same slots."""
+    """True if engines and learner are colocated: they share slots and work one after the other."""
 
     @property
     def num_slots(self) -> int:
