@@ -14,11 +14,12 @@ import asyncio
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from skyrl_train.experiment.placement import RunPlacement, reserve_slots, shared
 from skyrl_train.learner.learner import Learner
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.diagnosis import (
+    ENV_TRY,
     NO_DIFFERENCE,
     NO_DIFFERENCE_IN_STEP,
     RULES,
@@ -413,7 +415,21 @@ def diagnosis_rules(cfg: Config, end_of_turn: str = "") -> list[Rule]:
     if (capacity := memory_plan.memory_capacity(cfg.device)) is not None:
         name = "memory/learner_peak_gib" if cfg.device == "cuda" else "memory/learner_peak_rss_gib"
         rules.append(memory_rule(capacity / 2**30, name))
-    return [*rules, *(truncated_rule(end_of_turn) if rule.name == "truncated" else rule for rule in RULES)]
+    rules += [truncated_rule(end_of_turn) if rule.name == "truncated" else rule for rule in RULES]
+    return [replace(rule, advice=rule.advice.replace(ENV_TRY, f"`{env_try_command(cfg)}`")) for rule in rules]
+
+
+def env_try_command(cfg: Config) -> str:
+    """Return a command line that tries the run's environment on the first row of its data."""
+    data = cfg.data.train_data or cfg.data.val_data
+    words = ["skyrl-train", "env", "try", cfg.environment.env_class, *(("--data", data[0]) if data else ())]
+    return shlex.join([*words, *env_try_overrides(cfg)])
+
+
+def env_try_overrides(cfg: Config) -> list[str]:
+    """Return the arguments with which `skyrl-train env try` finds the run's environments."""
+    plugins = cfg.trainer.plugins
+    return [f"trainer.plugins=[{','.join(plugins)}]"] if plugins else []
 
 
 # -- environments and engines

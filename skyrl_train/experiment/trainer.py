@@ -20,7 +20,7 @@ from skyrl_train.experiment.algorithm import build_advantage_step, build_correct
 from skyrl_train.experiment.data import chat_template_text
 from skyrl_train.experiment.engines import engine_count_fixed_reason
 from skyrl_train.experiment.publisher import build_publisher
-from skyrl_train.experiment.run_resources import RolloutResources, RunResources
+from skyrl_train.experiment.run_resources import RolloutResources, RunResources, env_try_overrides
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.console import rollout_line
 from skyrl_train.report.progress_log import print_status
@@ -225,14 +225,8 @@ def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, sched
         max_failed_fraction=trainer.max_failed_fraction,
         group_filters=build_group_filter_settings(cfg),
         num_parallel_generation_workers=fully_async.num_parallel_generation_workers if fully_async.enabled else None,
-        env_try_overrides=_env_try_overrides(cfg),
+        env_try_overrides=env_try_overrides(cfg),
     )
-
-
-def _env_try_overrides(cfg: Config) -> list[str]:
-    """Return the arguments with which `skyrl-train env try` finds the run's environments."""
-    plugins = cfg.trainer.plugins
-    return [f"trainer.plugins=[{','.join(plugins)}]"] if plugins else []
 
 
 def build_group_filter_settings(cfg: Config) -> GroupFilterSettings:

@@ -470,10 +470,12 @@ def memory_rule(limit_gib: float, name: str) -> Rule:
     )
 
 
+ENV_TRY = "`skyrl-train env try`"
+"""Command in the advice of rules. `run_resources.diagnosis_rules` adds the arguments of the run."""
 NO_DIFFERENCE_IN_STEP = Rule(
     "no_difference",
     holds_in_every_step("reward/std", 5, lambda std: std == 0.0, "all samples of a step had the same reward"),
-    "They give no training signal. Try a row with `skyrl-train env try`, or use easier or harder prompts.",
+    f"They give no training signal. Try a row with {ENV_TRY}, or use easier or harder prompts.",
 )
 """Rule for algorithms that compare all samples of a step."""
 NO_DIFFERENCE = Rule(
@@ -481,7 +483,7 @@ NO_DIFFERENCE = Rule(
     holds_in_every_step(
         "reward/zero_variance_groups", 5, lambda share: share >= 0.95, "{:.0%} of the prompts had equal rewards"
     ),
-    "They give no training signal. Try a row with `skyrl-train env try`. Use easier or harder prompts or more samples "
+    f"They give no training signal. Try a row with {ENV_TRY}. Use easier or harder prompts or more samples "
     "per prompt (generator.n_samples_per_prompt), or sample until rewards differ "
     "(trainer.algorithm.dynamic_sampling.type=filter).",
 )
@@ -631,7 +633,7 @@ RULES = (
     Rule(
         "episodes_fail",
         episodes_fail,
-        "The warnings above name the environment and the row; try them with `skyrl-train env try`.",
+        "The warnings above name the environment and the row, with a command that tries them.",
     ),
     Rule(
         "long_answers_are_cut",

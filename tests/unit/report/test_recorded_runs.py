@@ -111,6 +111,9 @@ def test_quickstart_and_presets_have_no_findings(name: str, plugins: None, tmp_p
     cfg = prepare_config(arguments, has_accelerator=False).config
     import_plugins(cfg.trainer.plugins)
     rules = diagnosis_rules(cfg)
+    assert (
+        f"`skyrl-train env try {cfg.environment.env_class} --data " in rules[0].advice or name == "preset_distillation"
+    )
     unread = {rule.name for rule in rules if not measured(name, rule)}
     assert unread <= NOT_RECORDED | {"kl_runs_away", *(() if name == "quickstart" else NOT_IN_PRESETS)}
     assert findings(name, rules, tmp_path) == {}
