@@ -33,7 +33,7 @@ def warm_up(seed: int, steps: int) -> tuple[Any, Any]:
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 2), pct_start=0.1)
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         pairs = [(row["question"], row["answer" if rng.random() < STEPWISE else "direct"]) for row in sample(rng, rows)]
         loss = model(**make_batch(tokenizer, pairs)).loss
         loss.backward()
@@ -41,6 +41,8 @@ def warm_up(seed: int, steps: int) -> tuple[Any, Any]:
         optimizer.step()
         rates.step()
         optimizer.zero_grad()
+        if step % 50 == 0:
+            print(f"warm-up step {step}/{steps}: loss {loss:.3f}", flush=True)
     return model.eval(), tokenizer
 
 

@@ -11,7 +11,8 @@ DOCS_PAGE = "docs/torchrl/from_torchrl.md#names-that-are-not-offered"
 _NAMES_BY_ADVICE = {
     "the trainer has the environments `math` and `countdown`. On tensordicts use `DatasetChatEnv` with a `Transform` "
     'whose `_step` writes "reward"': "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser",
-    '`KLRewardTransform(add_to_reward=False)` writes "kl_penalty" and the reference\'s log-probs. '
+    '`KLRewardTransform(ref, add_to_reward=False)` with a reference in tokens mode writes "kl_penalty" and the '
+    "reference's log-probs. "
     "`GRPOLoss(kl_to_ref_coeff=...)` has a KL term with a gradient": "RetrieveKL KLComputation",
     "subclass `ToolTransform` (skyrl_train/tensordict/envs/tools.py): `make_tools`, `parse_calls`, `format_result`. "
     "The calls of an answer run in their order": "ExecuteToolsInOrder SimpleToolTransform ToolRegistry",
@@ -35,7 +36,8 @@ _NAMES_BY_ADVICE = {
     'writes "reward"': "HFRewardModelWrapper",
     "iterate over a `ReplayBuffer`": "TorchRLBufferDataset",
     "`RayLLMCollector` runs environment and policy in a Ray actor; buffers and groups stay in your process, and every "
-    "episode has its own sandbox": "RayDataLoadingPrimer RayMCAdvantage PythonExecutorService ToolService",
+    "episode has its own sandbox": "RayDataLoadingPrimer RayMCAdvantage RayReplayBuffer PythonExecutorService "
+    "ToolService",
     'Rows are mappings with the keys "prompt", "instruction_id_list" and "kwargs"': "IFEvalData",
     "`GRPOLossOutput`, which all of these losses return": "CISPOLossOutput DAPOLossOutput LLMLossOutput",
     "the trainer has on-policy distillation (`examples/on_policy_distillation`)": "DistillationLoss "
@@ -51,6 +53,7 @@ _NAMES_BY_ADVICE = {
     "`env.append_transform(...)`, which also accepts torchrl's `Compose`": "TransformedEnv Compose",
     "give one environment more rows: they share every call of the policy, and their tools run "
     "concurrently": "SerialEnv ParallelEnv AsyncEnvPool",
+    "remove the spec: environments and transforms need none": "Composite Unbounded Bounded NonTensor TensorSpec",
     "`ReplayBuffer`, which keeps rows of any length in memory": "TensorDictReplayBuffer ListStorage LazyMemmapStorage",
 }
 REPLACEMENTS: Mapping[str, str] = {name: advice for advice, names in _NAMES_BY_ADVICE.items() for name in names.split()}

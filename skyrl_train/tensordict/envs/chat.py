@@ -142,7 +142,8 @@ class ChatEnv(TensorDictEnv):
                 return question
         raise RuntimeError(
             f"ChatEnv.reset expects a tensordict with a string, a History or messages under {self.data_key!r} (or "
-            f"'text'), got the keys {sorted(map(str, given.keys()))}."
+            f"'text'), got the keys {sorted(map(str, given.keys()))}. If another key has the question, name it with "
+            "data_key."
         )
 
     def _prompt(self, messages: list[Message]) -> Any:

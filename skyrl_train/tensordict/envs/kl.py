@@ -312,5 +312,8 @@ def _checked(model: Any) -> Any:
     check_scores(model, "KLRewardTransform")
     mode = getattr(model, "input_mode", "tokens")
     if mode != "tokens":
-        raise ValueError(f"KLRewardTransform needs a model with input_mode='tokens', got {mode!r}.")
+        raise ValueError(
+            f"KLRewardTransform needs a model with input_mode='tokens', got {mode!r}. Use "
+            "model.get_new_version(input_mode='tokens')."
+        )
     return model

@@ -31,6 +31,11 @@ from skyrl_train.tensordict.ragged import Key, flattened
 AGGREGATIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
 """TorchRL's names; its `prompt_mean` gives every sequence the same weight, like the trainer's `sequence_mean`."""
 REDUCTIONS = (None, "mean", "sum", "none")
+ADVANTAGE_SOURCE = "Use a replay buffer with the transform MCAdvantage"
+REFERENCE_SOURCE = (
+    "Append KLRewardTransform(add_to_reward=False), or RetrieveLogProb(log_probs_full_key=('ref_log_probs', 'full')), "
+    "to the environment"
+)
 
 
 class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
@@ -182,7 +187,7 @@ class GRPOLoss(TensorDictModuleBase):
         RuntimeError if the log-probs of sampling or of the reference require a gradient.
         """
         rows, names = flattened(tensordict), self.tensor_keys
-        advantages = read(rows, names.advantage, "advantage")
+        advantages = read(rows, names.advantage, "advantage", source=ADVANTAGE_SOURCE)
         read(rows, names.action, "action")
         old = read(rows, names.sample_log_prob, "log-probs of sampling", KeyError)
         scored = score(
@@ -198,7 +203,7 @@ class GRPOLoss(TensorDictModuleBase):
         inference = constant(layout.flat(old, names.sample_log_prob), names.sample_log_prob)
         reference = None
         if self.kl_to_ref_coeff:
-            values = read(rows, names.ref_log_probs, "log-probs of the reference", KeyError)
+            values = read(rows, names.ref_log_probs, "log-probs of the reference", KeyError, source=REFERENCE_SOURCE)
             reference = constant(layout.flat(values, names.ref_log_probs), names.ref_log_probs)
         return self._output(scored, advantage, inference, reference)
 

@@ -70,7 +70,9 @@ def check_actor(actor: Any) -> None:
         )
 
 
-def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError) -> Column:
+def read(
+    tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError, *, source: str | None = None
+) -> Column:
     """Return a required entry of a tensordict.
 
     Args:
@@ -78,6 +80,7 @@ def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception]
         key: Key of the entry.
         what: Description of the entry for the error message.
         error: Type of the error.
+        source: Instruction for the error message: how to get the entry.
 
     Raises:
         error: The entry is missing.
@@ -85,7 +88,10 @@ def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception]
     value = column(tensordict, key)
     if value is None:
         found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
-        raise error(f"No {what} at {key!r}; entries are {', '.join(found)}. Name another key with set_keys.")
+        advice = (
+            "Name another key with set_keys." if source is None else f"{source}, or name another key with set_keys."
+        )
+        raise error(f"No {what} at {key!r}; entries are {', '.join(found)}. {advice}")
     return value
 
 

@@ -131,7 +131,7 @@ def test_resets_without_a_question_and_steps_without_an_action_say_what_is_missi
     env = ChatEnv()
     with pytest.raises(RuntimeError, match="query"):
         env.reset()
-    with pytest.raises(RuntimeError, match="'answer'"):
+    with pytest.raises(RuntimeError, match=r"'answer'.*data_key"):
         env.reset(TensorDict(answer=["1"], batch_size=[1]))
     root = env.reset(TensorDict(query=["Hello"], batch_size=[1]))
     with pytest.raises(ValueError, match=r"history.*full"):
