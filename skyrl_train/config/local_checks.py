@@ -287,11 +287,10 @@ def find_cpu_oversubscription(config: Config, components: RunComponents) -> Iter
     """Yield a warning if a run on this machine has more concurrent ranks and engines than there are CPUs."""
     slots, cpus = count_run_slots(config, components), os.cpu_count() or 1
     if _starts_local_ray() and slots.total > cpus:
-        yield (
-            f"{slots.total} ranks and engines run at the same time, but this machine has {cpus} CPUs. Use fewer "
-            "(trainer.placement.policy_num_gpus_per_node, generator.num_inference_engines), or run them alternately: "
-            "trainer.placement.colocate_all=true."
-        )
+        advice = "Use fewer (trainer.placement.policy_num_gpus_per_node, generator.num_inference_engines)"
+        if slots.policy and slots.engines and not slots.engines_colocated:
+            advice += ", or run them alternately: trainer.placement.colocate_all=true"
+        yield (f"{slots.total} ranks and engines run at the same time, but this machine has {cpus} CPUs. {advice}.")
 
 
 def _starts_local_ray() -> bool:

@@ -354,7 +354,7 @@ def _check(
         one_line(f"{custom.key}={format_value(custom.value)} is a custom key. {_custom_key_advice(custom)}")
         for custom in line.custom_keys
     ]
-    defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), has_device)
+    defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), config.device == "cuda")
     frozen = freeze(set_default_run_folders(config, explicit_keys))
     warnings = [
         *find_sanity_warnings(frozen, freeze(defaults)),

@@ -283,8 +283,8 @@ EFFECT_CONDITIONS = (
     ),
     _condition(
         "generator.batched",
-        "Engines always batch requests. This key requires max_turns above 1, without fully_async, over_provisioning "
-        "and rate_limit.",
+        "Engines always batch requests. The key requires generator.max_turns above 1, and neither fully_async, "
+        "over_provisioning nor rate_limit.",
         _can_batch_turns,
     ),
     _when_equal("generator.rate_limit", "generator.rate_limit.enabled", True),

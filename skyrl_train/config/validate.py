@@ -89,7 +89,10 @@ def _find_unknown_choices(config: Config, allow_unregistered_names: bool) -> Ite
             if item not in metadata.choices:
                 known = sorted(map(format_value, metadata.choices))
                 allowed = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
-                yield Problem(name, value, allowed, _unknown_choice_advice(metadata, name, item, known))
+                advice = _unknown_choice_advice(metadata, name, item, known)
+                if metadata.allows_plugins and not advice:
+                    advice = "A name of your own requires trainer.plugins=[the module that registers it]."
+                yield Problem(name, value, allowed, advice)
 
 
 def _unknown_choice_advice(metadata: KeyMetadata, name: str, item: Any, known: list[str]) -> str:

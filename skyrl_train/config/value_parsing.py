@@ -62,6 +62,10 @@ def _find_key_problems(key: str, value: Any) -> Iterator[Problem]:
 def unknown_key_advice(key: str) -> str:
     """Return the advice for an unknown key: the most similar known key, or where all keys are listed."""
     close = suggest_key(key)
+    section, name = "environment.skyrl_gym.", key.removeprefix("environment.skyrl_gym.")
+    if key.startswith(section) and "." in name and find_key(section + name.partition(".")[0]) is None:
+        suggestion = f"Did you mean {close}? " if close and "." in close.removeprefix(section) else ""
+        return f"{suggestion}For an environment of your own, write {section}own.{name}."
     return f"Did you mean {close}?" if close else "docs/reference/configuration/index.md lists all keys."
 
 

@@ -58,7 +58,8 @@ def conversion_main(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     files = f"{', '.join(f'{split}.jsonl' for split in splits)} (or .json, .parquet)"
     parser.add_argument("--input", help=f"folder with {files}, or name of a dataset on the hub; default: {hub}")
-    parser.add_argument("--output", required=True, type=Path, help="folder for the parquet files")
+    output = ("--output", "--output_dir")  # the second is SkyRL's name
+    parser.add_argument(*output, dest="output", required=True, type=Path, help="folder for the parquet files")
     parser.add_argument("--limit", type=int, help="maximum number of rows per split")
     arguments = parser.parse_args()
     try:

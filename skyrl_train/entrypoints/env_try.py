@@ -93,6 +93,12 @@ def _try(arguments: argparse.Namespace) -> int:
             raise DataError(
                 f"{arguments.data}: row {attempt.row} does not exist. Choose one from 0 to {len(prompts) - 1}."
             )
+    own = {prompts[attempt.row].env_class for attempt in attempts} - {arguments.env}
+    if own:
+        print_stderr(
+            f"note: the rows name their own env_class ({', '.join(sorted(own))}), which a run uses. To train with "
+            f"{arguments.env}, remove the column env_class from the data."
+        )
     return asyncio.run(_play_all(cfg, prompts, attempts, arguments.env, arguments.model))
 
 

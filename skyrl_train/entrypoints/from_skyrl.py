@@ -1,8 +1,8 @@
 """python -m skyrl_train.entrypoints.from_skyrl RECIPE.sh: convert a SkyRL recipe to a command line for this package.
 
-Reads a shell script without running it and prints the command that starts SkyRL, 0.3's (skyrl_train) or today's
-(skyrl.train), with the modules and keys of this package. Differences are explained on standard error. The exit code is
-2 if a setting has no equivalent. Variables that the script lets its caller set are taken from the environment.
+Reads a shell script without running it. Prints the command that starts SkyRL-train 0.3 (skyrl_train) or current SkyRL
+(skyrl.train) in it, with the modules and keys of this package. Differences are explained on standard error. The exit
+code is 2 if a setting has no equivalent. Variables that the script lets its caller set are taken from the environment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MODULE_PREFIXES = {
     "examples.train.algorithms.dapo.main_dapo_fully_async": "examples.fully_async.main_fully_async",
     "examples.train.": "examples.",
 }
-"""Prefixes of module names in today's SkyRL -> the prefixes here."""
+"""Prefixes of module names in current SkyRL -> the prefixes here."""
 SKYRL_MODULE_PREFIXES = ("skyrl_train.", "examples.", "integrations.", "scripts.")
 """Prefixes of SkyRL's module names here. Any other module is a program of the user."""
 NO_EQUIVALENT = {
@@ -58,7 +58,7 @@ NO_EQUIVALENT = {
 }
 """A part of a module's name -> why there is no such module here, and what to use."""
 CURRENT_SKYRL_KEY = re.compile(r"generator\.inference_engine\.")
-"""Matches keys that only today's SkyRL has, not 0.3."""
+"""Matches keys that only current SkyRL has, not 0.3."""
 SAMPLING = "generator.eval_sampling_params."
 CURRENT_SKYRL_DEFAULTS = {
     f"{SAMPLING}temperature": "1.0",
@@ -66,7 +66,7 @@ CURRENT_SKYRL_DEFAULTS = {
     "trainer.algorithm.cispo.cispo_eps_clip_low": "1.0",
     "trainer.algorithm.cispo.cispo_eps_clip_high": "4.0",
 }
-"""Defaults of today's SkyRL that change results and differ from those of 0.3 and this package."""
+"""Defaults of current SkyRL that change results and differ from those of 0.3 and this package."""
 
 
 @dataclass
@@ -131,8 +131,13 @@ def _translate(text: str, script: ShellScript) -> Translation:
         reasons = [reason for name, reason in NO_EQUIVALENT.items() if name in module.split(".")]
         advice = reasons or ["docs/guides/from_skyrl.md says how to run SkyRL's programs."]
         translation.problems.append(f"{module} has no equivalent here. {advice[0]}")
-    is_todays = module.startswith(("skyrl.", "examples.train")) or any(map(CURRENT_SKYRL_KEY.match, words))
-    _add_overrides(translation, words, is_todays)
+    if not translation.module.startswith(SKYRL_MODULE_PREFIXES):
+        translation.notes.append(
+            f"{module} is your own program and is not converted. Keep it importable, and change the imports that "
+            "docs/guides/from_skyrl.md lists."
+        )
+    is_current_skyrl = module.startswith(("skyrl.", "examples.train")) or any(map(CURRENT_SKYRL_KEY.match, words))
+    _add_overrides(translation, words, is_current_skyrl)
     _check(translation, script.environment)
     return translation
 
@@ -214,7 +219,8 @@ def _add_overrides(translation: Translation, arguments: Sequence[str], is_curren
         for key, value in _current_skyrl_defaults(overrides):
             overrides[key] = value
             translation.notes.append(
-                f"{key}={value} is added: it is the default of today's SkyRL; 0.3 and this package have another one."
+                f"{key}={value} is added: it is the default of current SkyRL. SkyRL-train 0.3 and this package have "
+                "another default."
             )
         translation.notes += _current_skyrl_differences(overrides)
     translation.overrides += [f"{key}={value}" for key, value in overrides.items()]
@@ -246,10 +252,10 @@ def _check(translation: Translation, environment: Mapping[str, str]) -> None:
 
 
 def _current_skyrl_differences(overrides: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each accepted key whose meaning differs in today's SkyRL."""
+    """Yield a line for each accepted key whose meaning differs in current SkyRL."""
     for key, value in overrides.items():
         if key.endswith("sampling_params.repetition_penalty") and value not in ("1", "1.0"):
-            yield f"{key}={display_word(value)}: today's SkyRL does not pass it to the engine; here it takes effect."
+            yield f"{key}={display_word(value)}: current SkyRL does not pass it to the engine; here it takes effect."
     step_wise = overrides.get("generator.step_wise_trajectories", "").lower() == "true"
     if step_wise and overrides.get("generator.merge_stepwise_output", "").lower() != "true":
         yield (

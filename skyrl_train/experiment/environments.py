@@ -56,7 +56,8 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
         named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
         print_stderr(
             f"note: {sum(others.values())} of {counts.total()} rows name their own env_class ({named}), which takes "
-            f"precedence. environment.env_class ({cfg.environment.env_class}) applies to rows that name none."
+            f"precedence. environment.env_class ({cfg.environment.env_class}) applies to rows that name none. "
+            "To use it for all rows, remove the column env_class from the data."
         )
     check_environments_picklable(cfg, counts)
     if not cfg.environment.hosts:  # on hosts each process checks: they may have what this machine lacks

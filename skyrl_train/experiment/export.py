@@ -311,7 +311,7 @@ def describe_verification(verification: ExportVerification) -> str:
             "model)"
         )
     return (
-        f"Loaded again, all {verification.num_tensors} tensors are {source}, and the log-probs of "
+        f"Loaded again, all {verification.num_tensors} tensors equal {source}, and the log-probs of "
         f"{verification.num_tokens} tokens differ from the checkpoint's by {verification.mean_logprob_diff:.2g} nats "
         f"on average and by at most {verification.max_logprob_diff:.2g} nats."
     )

@@ -42,6 +42,11 @@ def test_defaults_cause_no_warning():
     assert get_warnings("generator.async_engine=true", "trainer.use_sample_packing=true", "trainer.bf16=true") == []
 
 
+def test_defaults_of_explicit_device_cause_no_warning():
+    assert prepare_config(["device=cuda"], has_accelerator=False, is_elsewhere=True).warnings == []
+    assert prepare_config(["device=cpu"], has_accelerator=True).warnings == []
+
+
 SAMPLES = "generator.eval_n_samples_per_prompt=4"
 STOP, EVALUATION_STOP = "generator.sampling_params.stop=['</a>',b]", "generator.eval_sampling_params.stop"
 

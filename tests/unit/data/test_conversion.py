@@ -50,7 +50,7 @@ def test_rows_are_converted_left_out_and_limited(
 
 def test_source_splits_can_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_lines(tmp_path / "dev.json", [{"q": "a"}])
-    call(monkeypatch, "--input", str(tmp_path), "--output", str(tmp_path), splits={"dev": "only"})
+    call(monkeypatch, "--input", str(tmp_path), "--output_dir", str(tmp_path), splits={"dev": "only"})
     assert pq.read_table(tmp_path / "only.parquet").to_pylist()[0]["extra_info"] == {"index": 0, "split": "dev"}
 
 

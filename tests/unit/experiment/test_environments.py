@@ -31,7 +31,8 @@ def test_env_class_of_rows_takes_precedence(capsys: pytest.CaptureFixture[str]):
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         "note: 4 of 5 rows name their own env_class (arithmetic 3, multiply 1), which takes precedence. "
-        "environment.env_class (gsm8k) applies to rows that name none."
+        "environment.env_class (gsm8k) applies to rows that name none. "
+        "To use it for all rows, remove the column env_class from the data."
     )
 
 

@@ -70,7 +70,7 @@ def split_card(folder: Path) -> tuple[dict[str, Any], str]:
 def test_full_model_equals_checkpoint_bitwise(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     main([str(whole), "--to", str(tmp_path / "model")])
     said = capsys.readouterr().out
-    assert "all 26 tensors are the checkpoint's" in said and f"exported to {tmp_path / 'model'}" in said
+    assert "all 26 tensors equal the checkpoint's" in said and f"exported to {tmp_path / 'model'}" in said
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     shard = load_file(whole / "policy" / "shard_0.safetensors")
     for name, parameter in loaded.named_parameters():
@@ -90,7 +90,7 @@ def test_bfloat16_export_is_rounded_checkpoint(whole: Path, tmp_path: Path):
 
 def test_separate_and_merged_adapters_agree(adapted: Path, tmp_path: Path, tiny_model_path: str):
     merged = AutoModelForCausalLM.from_pretrained(exported(adapted, tmp_path / "merged"), dtype=torch.float32)
-    assert "all 26 tensors are the checkpoint's, and" in split_card(tmp_path / "merged")[1]
+    assert "all 26 tensors equal the checkpoint's, and" in split_card(tmp_path / "merged")[1]
     folder = exported(adapted, tmp_path / "adapter", adapter=True)
     base = load_causal_lm(tiny_model_path, dtype=torch.bfloat16).float()
     start = logits(base)
@@ -149,7 +149,7 @@ def test_card_contains_only_recorded_facts(whole: Path, tmp_path: Path, monkeypa
     assert "| metric | step 0 | step 2 |" in card and "| `eval/all/avg_score` | 0.125 | 0.375 |" in card
     assert "| `trainer.algorithm.advantage_estimator` | `grpo` |" in card
     assert "25% of the responses of step 2 were truncated" in card
-    assert "all 26 tensors are the checkpoint's" in card
+    assert "all 26 tensors equal the checkpoint's" in card
     assert f"torch {torch.__version__.partition('+')[0]}" in card and "peft" not in card
     assert 5_000 < (folder / "learning_curve.png").stat().st_size < 100_000
 

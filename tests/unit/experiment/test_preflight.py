@@ -614,6 +614,12 @@ def test_more_ranks_than_cpus_are_a_warning(valid_overrides: list[str], monkeypa
     apart = ["trainer.placement.colocate_all=false", "generator.num_inference_engines=3"]
     (warning,) = prepare_config([*valid_overrides, *apart], has_accelerator=False, components=RunComponents()).warnings
     assert "4 ranks and engines run at the same time, but this machine has 2 CPUs" in warning
+    assert "colocate_all=true" in warning
+    together = ["trainer.placement.policy_num_gpus_per_node=4", "generator.num_inference_engines=4"]
+    (warning,) = prepare_config(
+        [*valid_overrides, *together], has_accelerator=False, components=RunComponents()
+    ).warnings
+    assert "4 ranks and engines run" in warning and "colocate_all" not in warning
     assert prepare_config(valid_overrides, has_accelerator=False, components=RunComponents()).warnings == []
     assert prepare_config([*valid_overrides, *apart], has_accelerator=False).warnings == []
 
