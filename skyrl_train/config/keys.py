@@ -186,6 +186,20 @@ def suggest_sibling_key(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)), None)
 
 
+def suggest_own_environment_key(name: str) -> str | None:
+    """Return where a setting of a user's environment belongs, if `name` places it beside those of built-in ones.
+
+    Returns None for other keys, and if the environment's name looks like a misspelled built-in one.
+    """
+    section, _, setting = name.partition(".skyrl_gym.")
+    if section != "environment" or not setting:
+        return None
+    own_name = setting.partition(".")[0]
+    built_in = [key.split(".")[2] for key in all_keys() if key.startswith("environment.skyrl_gym.")]
+    is_misspelled = bool(difflib.get_close_matches(own_name, built_in, n=1, cutoff=0.7))
+    return None if is_misspelled else f"environment.skyrl_gym.own.{setting}"
+
+
 def suggest_key(name: str) -> str | None:
     """Return the known key that an unknown name was probably meant to be, or None if there is no candidate.
 

@@ -338,8 +338,11 @@ def _check(
     rejected_keys = () if allow_unregistered_names else map(_reject_custom_key, line.custom_keys)
     problems = [*line.problems, *config_problems, *rejected_keys]
     problem_keys = {problem.key for problem in problems}
+    is_device_open = config.device == "auto"
     config, device_notes = resolve_device(config, has_device, explicit_keys)
     notes += device_notes
+    if is_elsewhere and is_device_open and config.device == "cpu":
+        notes.append("the configuration is checked for CPUs, like this machine. Add device=cuda if the run uses GPUs.")
     for resolve in (resolve_megatron, resolve_engine_data_parallel):
         config, parallelism_notes = resolve(config)
         notes += parallelism_notes

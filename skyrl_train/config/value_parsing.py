@@ -16,7 +16,15 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from skyrl_train.config.keys import canonical_key, canonical_value, field_types, find_key, suggest_key, union_members
+from skyrl_train.config.keys import (
+    canonical_key,
+    canonical_value,
+    field_types,
+    find_key,
+    suggest_key,
+    suggest_own_environment_key,
+    union_members,
+)
 from skyrl_train.config.problems import Problem, UnknownKey
 from skyrl_train.config.redaction import is_credential_name
 from skyrl_train.config.section import Section
@@ -61,6 +69,8 @@ def _find_key_problems(key: str, value: Any) -> Iterator[Problem]:
 
 def unknown_key_advice(key: str) -> str:
     """Return the advice for an unknown key: the most similar known key, or where all keys are listed."""
+    if own_key := suggest_own_environment_key(key):
+        return f"Did you mean {own_key}? It holds the settings of environments that are not built in."
     close = suggest_key(key)
     section, name = "environment.skyrl_gym.", key.removeprefix("environment.skyrl_gym.")
     if key.startswith(section) and "." in name and find_key(section + name.partition(".")[0]) is None:

@@ -28,9 +28,9 @@ from skyrl_train.entrypoints.serve import ENDPOINT
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.experiment.base import Experiment, exit_on_failure, required_components
 from skyrl_train.experiment.driver import exit_with_signal_status
-from skyrl_train.experiment.plugins import check_plugins
+from skyrl_train.experiment.plugins import check_plugins, names_of_user_code
 from skyrl_train.registry import load_object
-from skyrl_train.terminal import print_stdout
+from skyrl_train.terminal import print_stderr, print_stdout
 
 if TYPE_CHECKING:
     from skyrl_train.experiment.memory_plan import SlotMemoryPlan
@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report_with_plan(prepared, here, probes)
         else:
             report(prepared)
+            if not here:
+                report_unchecked_names(prepared.config)
         if probes:
             report_probe(prepared.config)
 
@@ -116,6 +118,16 @@ def check_machine(config: Config, components: RunComponents) -> None:
 def report(prepared: PreparedConfig) -> None:
     """Print that the configuration is valid."""
     print("config ok")
+
+
+def report_unchecked_names(config: Config) -> None:
+    """Print a note with the names that only user code can check, because its modules were not imported."""
+    names = ", ".join(f"{key}={name}" for key, name in names_of_user_code(config))
+    if names:
+        print_stderr(
+            f"note: not checked: {names}. --elsewhere does not import trainer.plugins. "
+            "`skyrl-train plan --elsewhere` imports them and checks these names."
+        )
 
 
 def report_with_plan(prepared: PreparedConfig, here: bool, probes: bool) -> None:

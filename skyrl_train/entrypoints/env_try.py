@@ -248,6 +248,12 @@ def _show_rendered(tokenizer: Any, messages: Sequence[Message], options: dict[st
     ids = render_prompt(tokenizer, messages, options)
     _print(f"  as the model reads it, {len(ids)} tokens:")
     _lines("", tokenizer.decode(ids))
+    is_other_token = tokenizer.unk_token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    if not is_other_token and (unknown := ids.count(tokenizer.unk_token_id)):  # GPT-2's is also its end of text
+        _print(
+            f"  {unknown} of these tokens {'is' if unknown == 1 else 'are'} {tokenizer.unk_token}: the tokenizer has "
+            "no token for this text. The model can neither read nor write it."
+        )
 
 
 def _show_messages(messages: Sequence[Message]) -> None:

@@ -31,7 +31,10 @@ class AttrDict(dict[str, Any]):
         try:
             value = self[name]
         except KeyError:
-            raise AttributeError(f"this environment's settings have no {name!r}; they have {sorted(self)}") from None
+            raise AttributeError(
+                f"this environment's settings have no {name!r}; they have {sorted(self)}. "
+                f"Set it with environment.skyrl_gym.own.ENV.{name}=VALUE, where ENV is the environment's name."
+            ) from None
         return AttrDict(value) if isinstance(value, Mapping) else value
 
 

@@ -22,6 +22,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.data.json_values import find_non_json_value, json_default
@@ -43,6 +44,8 @@ MAX_DETAIL_CHARS = 500
 MAX_CONFIG_ERROR_CHARS = 20 * MAX_DETAIL_CHARS
 """Maximum characters of a ConfigError, which may list settings or name a long path."""
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+"""Folder of this package. A source checkout is not in one of the library folders."""
 
 
 def encode_message(message: Mapping[str, Any], default: Callable[[Any], Any] = json_default) -> bytes:
@@ -170,10 +173,15 @@ def _error_reply(error: BaseException) -> dict[str, Any]:
 
 
 def _format_exception(error: BaseException) -> str:
-    """Return an exception's message and source line: the innermost line outside of libraries, if there is one."""
+    """Return an exception's message and source line: the innermost line of the user's code, if there is one.
+
+    Otherwise the line is the innermost one outside of libraries, which is in a built-in environment.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    location = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (user_frames or frames)[-1:])
+    own_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    user_frames = [frame for frame in own_frames if not frame.filename.startswith(_PACKAGE)]
+    shown = (user_frames or own_frames or frames)[-1:]
+    location = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in shown)
     return f"{str(error)[:MAX_DETAIL_CHARS]}{location}"
 
 

@@ -58,17 +58,22 @@ def _unpicklable(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
                 yield Problem(key, name, "registered by a module of trainer.plugins", advice)
 
 
-def _unregistered(cfg: Config) -> Iterator[Problem]:
+def names_of_user_code(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield every key and configured name that is not built in, so that user code must register it."""
     for key in sorted(PLUGIN_KEYS):
         value = get_value(cfg, key)
         built_in: Collection[str] = value_keys()[key].metadata.choices or ()
         for name in [value] if isinstance(value, str) else value:
-            if name in built_in:
-                continue
-            known = load_object(REGISTRIES[key]).names()
-            if name not in known:
-                advice = f"Known: {', '.join(known)}."
-                _, _, hint = unknown_name_message(key, name, known).rpartition(". ")
-                if hint.startswith("Did you mean"):
-                    advice += f" {hint}"
-                yield Problem(key, name, "registered by a module of trainer.plugins or by your program", advice)
+            if name not in built_in:
+                yield key, name
+
+
+def _unregistered(cfg: Config) -> Iterator[Problem]:
+    for key, name in names_of_user_code(cfg):
+        known = load_object(REGISTRIES[key]).names()
+        if name not in known:
+            advice = f"Known: {', '.join(known)}."
+            _, _, hint = unknown_name_message(key, name, known).rpartition(". ")
+            if hint.startswith("Did you mean"):
+                advice += f" {hint}"
+            yield Problem(key, name, "registered by a module of trainer.plugins or by your program", advice)

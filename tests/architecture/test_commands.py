@@ -37,7 +37,7 @@ def check_config_keys(command: Command) -> None:
     if "--help" in words:
         assert format_help([word for word in words if word != "--help"], 120)
     else:
-        prepare_config(words)
+        prepare_config(words, is_elsewhere="--elsewhere" in command.words)
 
 
 def check_job_submit(command: Command) -> None:
@@ -201,7 +201,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
         check_config_keys,
         covered_by("tests/integration/runs/test_documented_runs.py"),
     ),
-    r"python -m skyrl_train\.entrypoints\.check_config|skyrl-train plan(?! --probe)": (
+    r"python -m skyrl_train\.entrypoints\.check_config|skyrl-train (check|plan(?! --probe))": (
         check_config_keys,
         covered_by(CONFIGURATIONS),
     ),
@@ -243,7 +243,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "skyrl-train engines": (covered_by("tests/unit/entrypoints/test_engines.py"),),
     "skyrl-train env try show_work": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
     "skyrl-train env try right_and_brief": (covered_by("tests/unit/test_get_started_pages.py"),),
-    "skyrl-train env try (is_correct|graded|shopping)": (
+    "skyrl-train env try (is_correct|graded|shopping|guess_the_number)": (
         covered_by("tests/integration/environments/test_guide_pages.py"),
     ),
     "skyrl-train env try": (covered_by("tests/integration/environments/test_env_try.py"),),

@@ -1,4 +1,4 @@
-"""The files of first_reward.md and tool_environment.md work, and `env try` prints what the pages show.
+"""The files of first_reward.md, tool_environment.md and environments.md work; `env try` prints what the pages show.
 
 The evaluation of reward_stays_zero.md runs too. The model is tiny where the pages train. test_quickstart.py has the
 model with which first_reward.md begins.
@@ -22,6 +22,7 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.doc_pages import REPOSITORY, Command, fenced_blocks, find_commands, snippets
 
 REWARDS, TOOLS = "docs/guides/first_reward.md", "docs/guides/tool_environment.md"
+ENVIRONMENTS = "docs/concepts/environments.md"
 FUNCTION, SECOND_FUNCTION = snippets(REWARDS)
 (ENVIRONMENT,) = snippets(TOOLS)
 SMALL = ["trainer.max_steps=2", "trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"]
@@ -29,10 +30,12 @@ SMALL = ["trainer.max_steps=2", "trainer.train_batch_size=4", "trainer.policy_mi
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with the files of both pages and the rows that their programs write."""
+    """Return a folder with the files of the pages and the rows that their programs write."""
     program, main, training = FUNCTION.partition('\n\nif __name__ == "__main__":\n')
     (tmp_path / "my_rewards.py").write_text(program + "\n\n" + SECOND_FUNCTION + main + training)
     (tmp_path / "my_tools.py").write_text(ENVIRONMENT)
+    (tmp_path / "my_envs.py").write_text(snippets(ENVIRONMENTS)[0])
+    (tmp_path / "guess.jsonl").write_text(snippets(ENVIRONMENTS, "json")[0])
     (tmp_path / "write_rows.py").write_text(program + main + training.partition("    cfg = ")[0])
     run("python write_rows.py", tmp_path)
     run("python my_tools.py", tmp_path)
@@ -55,7 +58,7 @@ def commands_of_page(page: str, start: str) -> list[Command]:
     return [command for command in find_commands(start) if command.page == page]
 
 
-@pytest.mark.parametrize("page", [REWARDS, TOOLS])
+@pytest.mark.parametrize("page", [REWARDS, TOOLS, ENVIRONMENTS])
 def test_env_try_prints_what_page_shows(page: str, folder: Path):
     tried = [text for name, text in fenced_blocks("bash") if name == page and "env try" in text]
     shown = [block for block in snippets(page, "text") if block.startswith("episode 1: ")]

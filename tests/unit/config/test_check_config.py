@@ -47,6 +47,20 @@ def test_explicit_skyrl_defaults_are_valid(capsys: pytest.CaptureFixture[str], m
     assert "generator.backend" not in text  # the engine, written out, stays
 
 
+def test_check_elsewhere_names_what_it_assumes_and_leaves_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    own = ("trainer.plugins=[my_game]", "environment.env_class=guess", "trainer.algorithm.policy_loss_type=soft_clip")
+    code, text = run(capsys, monkeypatch, check_config.ELSEWHERE, *own)
+    assert code == 0, text
+    assert "not checked: environment.env_class=guess, trainer.algorithm.policy_loss_type=soft_clip." in text
+    assert "Add device=cuda if the run uses GPUs." in text
+    code, text = run(capsys, monkeypatch, check_config.ELSEWHERE, "device=cuda")
+    assert code == 0, text
+    assert [word for word in ("note:", "warning:") if word in text] == [], "a default value is not worth a warning"
+
+
 BAD = {
     "unknown key": (["trainer.nonsense=1"], ["trainer.nonsense=1", "unknown key"]),
     "unknown key with plus": (["+trainer.nonsense=1"], ["trainer.nonsense=1", "unknown key"]),

@@ -61,6 +61,18 @@ def test_key_without_any_likeness_points_to_the_documentation():
     )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("environment.skyrl_gym.guess.limit", "environment.skyrl_gym.own.guess.limit"),
+        ("environment.skyrl_gym.gsm8.method", "environment.skyrl_gym.gsm8k.method"),
+        ("environment.skyrl_gym.max_env_worker", "environment.skyrl_gym.max_env_workers"),
+    ],
+)
+def test_setting_of_own_environment_is_told_from_misspelled_built_in_one(wrong: str, right: str):
+    assert f"{wrong}=1: unknown key. Did you mean {right}?" in command_line_problems(f"{wrong}=1")
+
+
 @pytest.mark.fault("F01")
 def test_key_below_a_value_is_unknown():
     assert "trainer.epochs.x=1: unknown key." in command_line_problems("trainer.epochs.x=1")

@@ -14,7 +14,7 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.doc_pages import Command, find_commands
 
 MODULES = {"main_base": main_base, "check_config": check_config}
-CHECKS = find_commands(r"python -m skyrl_train\.entrypoints\.check_config |skyrl-train plan (?!--probe)")
+CHECKS = find_commands(r"python -m skyrl_train\.entrypoints\.check_config |skyrl-train (check|plan (?!--probe))")
 PRINTS = [
     command
     for command in find_commands(r"python -m skyrl_train|skyrl-train train ")
