@@ -72,10 +72,6 @@ def unknown_key_advice(key: str) -> str:
     if own_key := suggest_own_environment_key(key):
         return f"Did you mean {own_key}? It holds the settings of environments that are not built in."
     close = suggest_key(key)
-    section, name = "environment.skyrl_gym.", key.removeprefix("environment.skyrl_gym.")
-    if key.startswith(section) and "." in name and find_key(section + name.partition(".")[0]) is None:
-        suggestion = f"Did you mean {close}? " if close and "." in close.removeprefix(section) else ""
-        return f"{suggestion}For an environment of your own, write {section}own.{name}."
     return f"Did you mean {close}?" if close else "docs/reference/configuration/index.md lists all keys."
 
 
