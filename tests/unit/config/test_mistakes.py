@@ -24,7 +24,7 @@ MISTAKES = {
     "trainer.logger=wandbb": "must be one of console, mlflow, tensorboard, trackio, wandb. Did you mean 'wandb'?",
     "environment.env_class=gsm9k": "Did you mean 'gsm8k'?",
     "environment.env_class=weather": "A name of your own requires trainer.plugins=[the module that registers it].",
-    "environment.skyrl_gym.weather.level=3": "Did you mean environment.skyrl_gym.own.weather.level? It holds the settings",
+    "environment.skyrl_gym.weather.level=3": "Did you mean environment.skyrl_gym.own.weather.level?",
     "trainer.algorithm.advantage_estimator=gpro": "Did you mean 'grpo'?",
     "trainer.algorithm.kl_estimator_type=k9": "must be one of abs, k1, k1+, k2, k3",
     "trainer.policy.optimizer_config.scheduler=cosin": "Did you mean 'cosine'?",
