@@ -38,6 +38,12 @@ _LINK_OR_CODE = re.compile(
     r"|(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^()\s]+)\)",
     re.MULTILINE | re.DOTALL,
 )
+_LATER_CELL = re.compile(r"(?<=</td>\n)<td.*?</td>", re.DOTALL)
+"""A cell of a table, unless it is the first of its row."""
+_LONG_CODE = re.compile(r"(?<=<code>)[^<]{20,}(?=</code>)")
+"""Code that is too long for a narrow column."""
+_BREAK = re.compile(r"(?<=\w)[_./=,](?=\w)")
+"""Where long keys, paths and formulas may break."""
 _REMOTE = re.compile(
     r"(?:https?://(?:[^@/]+@)?(?P<web>[\w.:-]+)/|ssh://(?:[^@/]+@)?(?P<ssh>[\w.-]+)(?::\d+)?/|[\w.-]+@(?P<scp>[\w.-]+):)"
     r"(?P<path>.+?)(?:\.git)?/?"
@@ -80,8 +86,36 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Wrap the landing page, so that the style sheet can address it."""
-    return f'<div class="landing">{html}</div>' if page.is_homepage else html
+    """Wrap the landing page for the style sheet, and allow line breaks in code of tables."""
+    if page.is_homepage:
+        return f'<div class="landing">{html}</div>'
+    if _has_keys(page):
+        _shorten_titles(page)
+    return _LATER_CELL.sub(lambda cell: _LONG_CODE.sub(_with_breaks, cell[0]), html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Mark pages of keys for the style sheet. A wrapper would hide their first heading from the search."""
+    content = "md-content__inner md-typeset"
+    return output.replace(content, f"{content} keys", 1) if _has_keys(page) else output
+
+
+def _has_keys(page: Page) -> bool:
+    return page.file.src_uri.startswith("reference/configuration/")
+
+
+def _with_breaks(code: re.Match[str]) -> str:
+    return _BREAK.sub(r"\g<0><wbr>", code[0])
+
+
+def _shorten_titles(page: Page) -> None:
+    """Show sections of a section without its name in the table of contents: `.kl_ctrl` below `trainer.algorithm`."""
+    above = ""
+    for link in (section for title in page.toc for section in title.children):
+        if above and link.title.startswith(f"{above}."):
+            link.title = link.title.removeprefix(above)
+        else:
+            above = link.title
 
 
 def repository_url() -> str | None:

@@ -60,7 +60,7 @@ export function CurveChart({ plan }: { plan: Plan<"curve"> }) {
     const dashes = several && shown.length > 1 ? [[], [6, 4], [2, 3], [10, 4, 2, 4]][dash % 4] : [];
     const names = [
       ...(shown.length > 1 ? [runs.value.runs[index]?.name ?? run] : []),
-      ...(several || shown.length === 1 ? [shortName(column)] : []),
+      ...(several || shown.length === 1 ? [shortName(column)].filter((short) => short !== plan.title) : []),
     ];
     const line = (values: Points, options: Partial<Line> = {}): Line => ({
       label: names.join(" · "),

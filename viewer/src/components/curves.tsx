@@ -24,13 +24,15 @@ export function Curves() {
         <p class="empty">There are no metrics yet. They appear when the first step or evaluation is done.</p>
       )}
       {names.length > 0 && sections.length === 0 && <p class="empty">No metric has “{find}” in its name.</p>}
-      {sections.map((section) =>
-        section.constant ? (
-          <Constants key="constant" section={section} />
-        ) : (
-          <Charts key={section.title} section={section} openByDefault={section.title === "main" || find !== ""} />
-        ),
-      )}
+      <div class="sections">
+        {sections.map((section) =>
+          section.constant ? (
+            <Constants key="constant" section={section} />
+          ) : (
+            <Charts key={section.title} section={section} openByDefault={section.title === "main" || find !== ""} />
+          ),
+        )}
+      </div>
     </>
   );
 }
@@ -142,7 +144,7 @@ function Constants({ section }: { section: Section }) {
   return (
     <details class="section">
       <summary>
-        <h2>constant</h2> <span class="muted">{section.charts.length} metrics that did not change</span>
+        <h2>constant</h2> <span class="muted">{section.charts.length} that did not change</span>
       </summary>
       <div class="scroll">
         <table class="constants">

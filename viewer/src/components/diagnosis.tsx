@@ -16,9 +16,7 @@ export function Diagnosis() {
         const runFindings = findings.value[run.id] ?? [];
         return (
           <section key={run.id} class="diagnosis" aria-label={`Diagnosis of ${run.name}`}>
-            <h2>
-              <SafeText value={run.name} />
-            </h2>
+            <h2>{runs.value.runs.length > 1 ? <SafeText value={run.name} /> : "Findings"}</h2>
             {runFindings.length === 0 && (
               <p class="empty">
                 No findings. The rules check rewards, entropy, KL, gradients, truncation and failures.

@@ -59,7 +59,7 @@ export function Filters() {
       <Range label="tokens" from="tokens_min" to="tokens_max" />
       <Choice label="source" name="source" choices={facets?.sources} wide />
       <Choice label="status" name="status" choices={facets?.statuses} />
-      <Choice label="stop" name="stop_reason" choices={facets?.stop_reasons} />
+      <Choice label="stop reason" name="stop_reason" choices={facets?.stop_reasons} />
       <label>
         <span>order</span>
         <select value={view.value.order} onChange={(event) => filter({ order: event.currentTarget.value })}>

@@ -15,6 +15,11 @@ export function GroupView() {
   if (!loaded?.rows.some((row) => key && isSame(row, key))) return <p class="empty">loading…</p>;
   const begins = loaded.samples.map((sample) => commonStart([loaded.prompt, sample.messages]).length);
   const texts = loaded.samples.map((sample, index) => answerOf(sample, begins[index] ?? 0));
+  const firstEqual = equalTo(
+    loaded.samples.map(({ messages, text }, index) =>
+      JSON.stringify(messages.length ? messages.slice(begins[index]) : text),
+    ),
+  );
   const dimmed = commonPrefix(texts);
   return (
     <>
@@ -23,11 +28,12 @@ export function GroupView() {
           <MessageCard key={index} message={message} />
         ))}
       </ol>
-      <Comparison loaded={loaded} texts={texts} />
+      <Comparison loaded={loaded} firstEqual={firstEqual} />
       <div class="group" role="group" aria-label="Samples side by side" tabIndex={0}>
         {loaded.samples.map((sample, index) => (
           <article
             key={sample.sample}
+            class={firstEqual[index] === index ? "" : "same"}
             aria-label={`sample ${sample.sample}`}
             aria-current={String(sample.sample) === view.value.sample ? "true" : undefined}
           >
@@ -40,7 +46,14 @@ export function GroupView() {
                 {count(sampledTokens(...sample.turns))} tokens · <SafeText value={sample.stop_reason} />
               </span>
             </h3>
-            <Conversation sample={sample} from={begins[index] ?? 0} dimmed={dimmed} />
+            {firstEqual[index] === index ? (
+              <Conversation sample={sample} from={begins[index] ?? 0} dimmed={dimmed} />
+            ) : (
+              <details>
+                <summary class="muted">same text as sample {loaded.samples[firstEqual[index] ?? 0]?.sample}</summary>
+                <Conversation sample={sample} from={begins[index] ?? 0} />
+              </details>
+            )}
           </article>
         ))}
       </div>
@@ -49,7 +62,7 @@ export function GroupView() {
 }
 
 /** The rewards, advantages and lengths of the samples as a table. */
-function Comparison({ loaded, texts }: { loaded: Group & { samples: Sample[] }; texts: string[] }) {
+function Comparison({ loaded, firstEqual }: { loaded: Group & { samples: Sample[] }; firstEqual: number[] }) {
   const { samples } = loaded;
   const rewards = samples.flatMap(({ status, reward }) => (status === "ok" && reward !== null ? [reward] : []));
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
@@ -65,7 +78,7 @@ function Comparison({ loaded, texts }: { loaded: Group & { samples: Sample[] }; 
         </caption>
         <thead>
           <tr>
-            {["Sample", "Reward", "Advantage", "Tokens", "Stop", "Last line"].map((name) => (
+            {["Sample", "Reward", "Advantage", "Tokens", "Stop reason", "Last line"].map((name) => (
               <th key={name} scope="col">
                 {name}
               </th>
@@ -75,7 +88,7 @@ function Comparison({ loaded, texts }: { loaded: Group & { samples: Sample[] }; 
         <tbody>
           {samples.map((sample, index) => {
             const tokens = sampledTokens(...sample.turns);
-            const same = texts.indexOf(texts[index] ?? "");
+            const same = firstEqual[index] ?? index;
             return (
               <tr key={sample.sample} class={String(sample.sample) === view.value.sample ? "current" : ""}>
                 <th scope="row">{sample.sample}</th>
@@ -95,7 +108,7 @@ function Comparison({ loaded, texts }: { loaded: Group & { samples: Sample[] }; 
                   {same < index ? (
                     <span class="muted">same text as sample {samples[same]?.sample}</span>
                   ) : (
-                    <SafeText value={lastLine(texts[index] ?? "")} />
+                    <SafeText value={lastLine(sample)} />
                   )}
                 </td>
               </tr>
@@ -113,9 +126,15 @@ function meanAdvantage({ tokens }: Sample): number | null {
   return values.length ? values.reduce((sum: number, value) => sum + (value ?? 0), 0) / values.length : null;
 }
 
+/** For each text, the index of the first one that equals it. */
+const equalTo = (texts: string[]): number[] => texts.map((text) => texts.indexOf(text));
+
 const MAX_LINE_CHARS = 200;
 
-function lastLine(text: string): string {
+/** The last line of the sample's last message of the assistant. */
+function lastLine(sample: Sample): string {
+  const message = sample.messages.findLast(({ role }) => role === "assistant");
+  const text = message ? contentOf(message) : (sample.text ?? "");
   const line = text.trimEnd().split("\n").at(-1) ?? "";
   return line.length > MAX_LINE_CHARS ? `…${line.slice(-MAX_LINE_CHARS)}` : line;
 }

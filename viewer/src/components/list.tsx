@@ -50,7 +50,7 @@ function Entry({ row, open }: { row: Row; open: boolean }) {
           </span>
         </span>
         <span class="preview">
-          <SafeText value={row.preview} />
+          <SafeText value={row.preview.trim().replaceAll(/\n+/g, " ↵ ")} />
         </span>
       </button>
     </li>

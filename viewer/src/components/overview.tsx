@@ -4,7 +4,7 @@ import { count, date, duration, rough } from "../format";
 import { findings, metrics, runs, shownRuns } from "../state";
 import { colorOf } from "../theme";
 import { updateView } from "../view";
-import { SafeText } from "./text";
+import { PathText, SafeText } from "./text";
 
 /** What the runs train, on what, how long, how well, and whether something is wrong. */
 export function Overview() {
@@ -129,7 +129,7 @@ export function shortPath(path: string): string {
 }
 
 const paths = (values: string[]): ComponentChildren =>
-  values.length ? <SafeText value={values.map(shortPath).join(", ")} /> : "–";
+  values.length ? <PathText value={values.map(shortPath).join(", ")} /> : "–";
 
 export function hardwareOf({ hardware }: Details): string {
   const { device, slots, nodes, accelerators = [] } = hardware;
@@ -176,12 +176,12 @@ function factsOf(details: Details): Fact[] {
   const { settings, kind } = details;
   const setting = (name: string) => <SafeText value={settings[name] ?? "–"} />;
   const facts: [boolean, ...Fact][] = [
-    [true, "Model", <SafeText value={shortPath(details.model) || "–"} />, details.model],
+    [true, "Model", <PathText value={shortPath(details.model) || "–"} />, details.model],
     [true, "Algorithm", <SafeText value={algorithmOf(details)} />, ""],
-    [kind !== "evaluation", "Training data", paths(details.train_data), details.train_data.join("\n")],
-    [kind !== "evaluation", "Batch", <SafeText value={batchOf(details)} />, ""],
-    [kind !== "sft", "Evaluation data", paths(details.eval_data), details.eval_data.join("\n")],
     [kind !== "evaluation", "Learning rate", setting("trainer.policy.optimizer_config.lr"), ""],
+    [kind !== "evaluation", "Batch", <SafeText value={batchOf(details)} />, ""],
+    [kind !== "evaluation", "Training data", paths(details.train_data), details.train_data.join("\n")],
+    [kind !== "sft", "Evaluation data", paths(details.eval_data), details.eval_data.join("\n")],
     [kind !== "sft", "Environment", setting("environment.env_class"), ""],
     [kind !== "sft", "Engine", setting("generator.backend"), ""],
     [true, "Hardware", <SafeText value={hardwareOf(details)} />, ""],

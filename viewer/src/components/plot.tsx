@@ -1,6 +1,6 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { short } from "../format";
+import { rough, short } from "../format";
 import { dark } from "../theme";
 import { updateView, view } from "../view";
 import { escapeInvisible } from "../invisibleCharacters";
@@ -65,7 +65,7 @@ export function Plot({
   const values = (lines[0]?.kind === "area" ? lines.toReversed() : lines)
     .filter(({ kind = "line" }) => kind === "line" || kind === "area")
     .map((line) => ({ line, value: valueAt(line, at) }));
-  const description = values.map(({ line, value }) => `${line.label} ${short(value)}`).join(", ");
+  const description = values.map(({ line, value }) => `${line.label || "latest"} ${short(value)}`).join(", ");
   const findings = markers.filter(({ kind }) => kind === "finding");
   const atMarkers = markers.filter(({ kind, from }) => kind !== "finding" && from === at).map(({ kind }) => kind);
   return (
@@ -105,7 +105,8 @@ export function Plot({
         {values.map(({ line, value }, index) => (
           <li key={index}>
             <span class="swatch" style={{ background: line.color }} />
-            <SafeText value={line.label} /> <b>{short(value)}</b>
+            <SafeText value={line.label || (at === null ? "latest" : "value")} />{" "}
+            <b>{line.kind === "area" ? rough(value) : short(value)}</b>
           </li>
         ))}
       </ul>
@@ -163,7 +164,7 @@ function options(
     padding: [8, 12, 0, 0],
     axes: [
       { ...common, size: 24, label: axis === "hours" ? "hours" : "training step" },
-      { ...common, size: 50, values: (_, ticks) => ticks.map(short), ...(unit && { label: escapeInvisible(unit) }) },
+      { ...common, size: 50, values: (_, ticks) => ticks.map(short), label: labelOf(unit) },
     ],
     series: [{}, ...lines.map((line) => seriesOf(line, isDark))],
     bands: lines.flatMap((line, index) =>
@@ -181,6 +182,12 @@ function options(
       ],
     },
   };
+}
+
+/** The label of the y axis. Without a unit it is a space, so that all plots are equally wide. */
+function labelOf(unit: string): string {
+  if (unit === "0 to 1") return "fraction";
+  return unit === "" || unit === "ratio" ? " " : escapeInvisible(unit);
 }
 
 /** Draw periods of findings as shaded areas, resumes as dashed lines, and checkpoints as signs on the axis. */
@@ -225,7 +232,7 @@ function drawMarkers(plot: uPlot, markers: Marker[], colors: { bad: string; mute
 }
 
 function seriesOf({ kind = "line", color, dash = [], x }: Line, isDark: boolean): uPlot.Series {
-  const points = { show: kind === "line" && x.length < 25, size: 4 };
+  const points = { show: kind === "line" && x.length < 12, size: 4 };
   if (kind === "area")
     return { stroke: color, width: 1, fill: tint(color, isDark ? 0 : 255), points: { show: false }, spanGaps: true };
   if (kind === "low" || kind === "high") return { width: 0, points: { show: false }, spanGaps: true };

@@ -1,6 +1,6 @@
 import { runs } from "../state";
 import { Status } from "./overview";
-import { SafeText } from "./text";
+import { PathText, SafeText } from "./text";
 
 /** The runs, and the configuration keys in which they differ. */
 export function RunTables() {
@@ -10,7 +10,7 @@ export function RunTables() {
       <section>
         <h2>Runs</h2>
         <div class="scroll">
-          <table>
+          <table class="all-runs">
             <thead>
               <tr>
                 {["Run", "Project", "Step", "State", "Folder"].map((name) => (
@@ -66,11 +66,11 @@ export function RunTables() {
                   {differing.map(({ key, values }) => (
                     <tr key={key}>
                       <th scope="row">
-                        <SafeText value={key} />
+                        <PathText value={key} />
                       </th>
                       {values.map((value, index) => (
                         <td key={index}>
-                          <SafeText value={String(value)} />
+                          <PathText value={String(value)} />
                         </td>
                       ))}
                     </tr>

@@ -74,7 +74,7 @@ function Facts({ sample }: { sample: Sample }) {
   const [oldest, newest] = [Math.min(...versions), Math.max(...versions)];
   const facts: [string, ComponentChildren][] = [
     ["source", <SafeText value={sample.source} />],
-    ["stop", <SafeText value={sample.stop_reason} />],
+    ["stop reason", <SafeText value={sample.stop_reason} />],
     ["tokens", tokensOf(sample)],
     ["turns", String(turns.length)],
   ];

@@ -1,4 +1,4 @@
-import type { ComponentChildren } from "preact";
+import { type ComponentChildren, Fragment } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { count } from "../format";
 import { piecesOf } from "../invisibleCharacters";
@@ -25,6 +25,18 @@ export function SafeText({ value }: { value: string }) {
     </bdi>
   );
 }
+
+/** A path or a configuration key, which breaks after slashes and dots where a column is narrow. */
+export const PathText = ({ value }: { value: string }) => (
+  <>
+    {value.split(/(?<=[/.])/).map((part, index) => (
+      <Fragment key={index}>
+        <SafeText value={part} />
+        <wbr />
+      </Fragment>
+    ))}
+  </>
+);
 
 /** A text whose first `dimmed` characters are dimmed. */
 function Dimmed({ value, dimmed }: { value: string; dimmed: number }) {

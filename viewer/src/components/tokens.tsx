@@ -2,7 +2,7 @@ import { Fragment } from "preact";
 import { memo } from "preact/compat";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Column, Tokens, Turn } from "../data";
-import { count, exact, short } from "../format";
+import { count, exact, rough, short } from "../format";
 import { SHADES, type Shade, shadeOf } from "../tokenShading";
 import { updateView, view } from "../view";
 import { piecesOf } from "../invisibleCharacters";
@@ -80,19 +80,21 @@ function Legend({ name, shade }: { name: string; shade: Shade }) {
           {title}
         </label>
       ))}
-      <span class="scale" aria-hidden="true">
-        {shade.signed ? (
-          <>
-            −{short(shade.scale)} <i class="ramp negative" /> 0 <i class="ramp positive" /> +{short(shade.scale)}
-          </>
-        ) : (
-          <>
-            0 <i class="ramp positive" /> −{short(shade.scale)}
-          </>
-        )}
+      <span class="token-legend">
+        <span class="scale" aria-hidden="true">
+          {shade.signed ? (
+            <>
+              −{rough(shade.scale)} <i class="ramp negative" /> 0 <i class="ramp positive" /> +{rough(shade.scale)}
+            </>
+          ) : (
+            <>
+              0 <i class="ramp positive" /> −{rough(shade.scale)}
+            </>
+          )}
+        </span>
+        <span class="trained">in the loss</span>
+        <span class="untrained">not in the loss</span>
       </span>
-      <span class="trained">in the loss</span>
-      <span class="untrained">not in the loss</span>
     </div>
   );
 }
