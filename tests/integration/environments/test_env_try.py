@@ -215,15 +215,41 @@ def test_missing_commands_are_distinguished(capsys: pytest.CaptureFixture[str], 
     assert "generator.max_turns" in capsys.readouterr().err
 
 
+GUESS_ENV = """
+from skyrl_train.environments.integrations.skyrl_gym import BaseTextEnv, BaseTextEnvStepOutput, register
+
+class GuessEnv(BaseTextEnv):
+    def __init__(self, env_config, extras={}):
+        super().__init__()
+        self.truth, self.max_turns = extras["reward_spec"]["ground_truth"], extras["max_turns"]
+
+    def step(self, action):
+        self.turns += 1
+        right = action.endswith(self.truth)
+        hint = [{"role": "user", "content": "Try again."}]
+        return BaseTextEnvStepOutput(
+            observations=[] if right else hint,
+            reward=float(right),
+            done=right or self.turns >= self.max_turns,
+            metadata={},
+        )
+
+register(id="guess", entry_point=GuessEnv)
+"""
+"""The environment that from_skyrl.md assumes: a class for SkyRL-Gym with the import lines of this package."""
+
+
 @pytest.fixture
 def docs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create and enter a folder with the files that foreign_environments.md and examples/reasoning_gym assume."""
+    """Create and enter a folder with the files that the guides and examples/reasoning_gym assume."""
     monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_envs", raising=False)
+    for module in ("my_envs", "guess_env"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / "guess_env.py").write_text(GUESS_ENV)
     (tmp_path / "my_envs.py").write_text(snippets("docs/guides/foreign_environments.md")[0])
     rows = datasets.Dataset.from_list([ROW] * 4)
     rows.to_json("rows.jsonl")
@@ -233,7 +259,9 @@ def docs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-ENV_TRY_COMMANDS = find_commands(r"skyrl-train env try (?!show_work|is_correct|graded|shopping|right_and_brief)")
+ENV_TRY_COMMANDS = find_commands(
+    r"skyrl-train env try (?!show_work|is_correct|graded|shopping|right_and_brief|guess_the_number)"
+)
 """Commands whose environment no page defines; the tests of the pages run the others."""
 
 
