@@ -21,11 +21,13 @@ PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
 """PATH with the uv that scripts/bootstrap downloads if none is installed."""
 needs_uv = pytest.mark.skipif(shutil.which("uv", path=PATH) is None, reason="needs uv")
 SCRIPTS = find_commands(r"examples/\w+/run\w*\.sh")
-PRESETS = sorted(EXAMPLES.rglob("*.yaml"))
-PRESETS.remove(EXAMPLES / "mini_swe_agent" / "swebench.yaml")  # prompts in mini-swe-agent's format, not a preset
-PRESETS.remove(
-    EXAMPLES / "clusters" / "rayjob.yaml"
-)  # a resource of Kubernetes: tests/integration/runs/test_clusters.py
+NOT_PRESETS = ("clusters", "mini_swe_agent/swebench.yaml")
+"""Resources of Kubernetes and SkyPilot (tests/integration/runs/test_clusters.py), and prompts of mini-swe-agent."""
+PRESETS = [
+    path
+    for path in sorted(EXAMPLES.rglob("*.yaml"))
+    if not path.relative_to(EXAMPLES).as_posix().startswith(NOT_PRESETS)
+]
 
 
 def is_good_without_warnings(path: Path) -> None:
