@@ -1,15 +1,24 @@
-"""TorchRL's language-model parts over this project's engines: wrappers, environments, losses, collectors, a buffer.
+"""TorchRL's language-model parts over this project's engines: wrappers, environments, losses, collectors.
 
-Every name of docs/torchrl/from_torchrl.md can be imported from here. Its module is loaded when it is first used. Names
-of TorchRL that are not offered raise an error with their replacement.
+They are TorchRL's own classes and subclasses of them, so torchrl must be installed. Every name of
+docs/torchrl/from_torchrl.md can be imported from here. Its module is loaded when it is first used. Names of TorchRL
+that are not offered raise an error with their replacement.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.lazy_imports import lazy_exports
 from skyrl_train.tensordict.not_offered import raise_not_offered
+
+if find_spec("torchrl") is None:
+    raise ModuleNotFoundError(
+        "skyrl_train.tensordict is built on torchrl, which is not installed. Install the extra: "
+        "`uv run --extra torchrl ...` or `pip install 'torchrl>=0.14.0,<0.15'`.",
+        name="torchrl",
+    )
 
 if TYPE_CHECKING:
     from skyrl_train.tensordict.buffer import (

@@ -53,7 +53,6 @@ ONE_IMPORTER = (
     "py3langid",
     "math_verify",
     "pyseccomp",
-    "torchrl",
     "fsspec",
     "jsonschema",
     "referencing",
@@ -214,6 +213,13 @@ def test_each_optional_library_has_one_importer():
         if len(files) > 1 and not all(name.startswith(f"engines/{library}") for name in files):
             wrong.append(f"{library} is imported by {', '.join(sorted(files))}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_tensordict_imports_torchrl():
+    """The extra `torchrl` brings torchrl and tensordict, which nothing else may require."""
+    imports = ((name, module.split(".")[0]) for name, _, _, module in all_imports())
+    found = {name for name, library in imports if library in ("torchrl", "tensordict")}
+    assert all(name.startswith("tensordict/") for name in found), found
 
 
 def test_packages_export_nothing_by_themselves():

@@ -43,7 +43,7 @@ def issubclass_of_skyrl_error(name: str) -> bool:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_load_and_match_stubs(package: str):
     source = Path(str(PACKAGES[package].__file__)).read_text()
-    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    block = next(n for n in ast.parse(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     seen = {
         alias.asname for node in block.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
     }
@@ -63,6 +63,12 @@ def test_importing_loads_no_heavy_library(package: str):
     code = f"import {package}, sys; print({{'torch', 'ray', 'tensordict', 'transformers'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_missing_torchrl_error_names_extra():
+    code = "import sys; sys.modules['torchrl'] = None; import skyrl_train.tensordict"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "ModuleNotFoundError" in done.stderr and "uv run --extra torchrl" in done.stderr
 
 
 def test_import_takes_under_50_ms():
