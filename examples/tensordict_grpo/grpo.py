@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from warm_up import problems, warm_up
 
-from skyrl_train.tensordict import GRPOLoss, GSM8KEnv, LLMCollector, MCAdvantage, ReplayBuffer, TransformersWrapper
+from skyrl_train.tensordict import (
+    GRPOLoss,
+    GSM8KEnv,
+    LazyStackStorage,
+    LLMCollector,
+    MCAdvantage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TransformersWrapper,
+)
 
 PROMPTS, SAMPLES, RATE, SEED = 16, 8, 5e-4, 0
 SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}
@@ -30,7 +39,12 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False))
-    buffer = ReplayBuffer(rows, batch_size=rows // 2, transform=MCAdvantage(SAMPLES, prompt_key="question"))
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(rows),
+        sampler=SamplerWithoutReplacement(),
+        transform=MCAdvantage(SAMPLES, prompt_key="question"),
+        batch_size=rows // 2,
+    )
     data: dict[str, Any] = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": start}
     with LLMCollector(
         GSM8KEnv(dataset=problems(4_000, SEED + 1, "train"), **data),

@@ -222,7 +222,7 @@ def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterat
         DataError: The name does not have the form of a name on the hub. The iterator raises it if the dataset cannot be
             loaded or a row cannot be read.
     """
-    if not may_be_hub_name(name):
+    if not (may_be_hub_name(name) or Path(name).is_dir()):
         raise DataError(
             f"{name}: there is no such folder, and this is neither a {', '.join(DATASET_SUFFIXES)} file nor the name "
             "of a dataset on the hub. Correct the path or name."

@@ -21,6 +21,16 @@ if find_spec("torchrl") is None:
     )
 
 if TYPE_CHECKING:
+    from torchrl.modules.llm.backends import RLSGLangEngine as RLSGLangEngine, RLvLLMEngine as RLvLLMEngine
+    from torchrl.modules.llm.policies.common import LogProbDistribution as LogProbDistribution
+    from torchrl.envs.llm.transforms import (
+        AddThinkingPrompt as AddThinkingPrompt,
+        ToolCall as ToolCall,
+        ToolRegistry as ToolRegistry,
+        ToolService as ToolService,
+        XMLBlockParser as XMLBlockParser,
+    )
+
     from skyrl_train.tensordict.buffer import (
         LazyStackStorage as LazyStackStorage,
         ReplayBuffer as ReplayBuffer,
@@ -57,7 +67,9 @@ if TYPE_CHECKING:
         IfEvalScorer as IfEvalScorer,
     )
     from skyrl_train.tensordict.envs.kl import (
+        KLComputation as KLComputation,
         KLRewardTransform as KLRewardTransform,
+        RetrieveKL as RetrieveKL,
         RetrieveLogProb as RetrieveLogProb,
     )
     from skyrl_train.tensordict.envs.llm_env import (
@@ -78,8 +90,12 @@ if TYPE_CHECKING:
     )
     from skyrl_train.tensordict.envs.tools import (
         BrowserTransform as BrowserTransform,
+        ExecuteToolsInOrder as ExecuteToolsInOrder,
+        JSONCallParser as JSONCallParser,
         MCPToolTransform as MCPToolTransform,
+        PythonExecutorService as PythonExecutorService,
         PythonInterpreter as PythonInterpreter,
+        SimpleToolTransform as SimpleToolTransform,
     )
     from skyrl_train.tensordict.envs.versions import PolicyVersion as PolicyVersion
     from skyrl_train.tensordict.history import (
@@ -97,6 +113,10 @@ if TYPE_CHECKING:
     from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage as MCAdvantage
     from skyrl_train.tensordict.losses.sft import SFTLoss as SFTLoss, SFTLossOutput as SFTLossOutput
     from skyrl_train.tensordict.losses.top_k import TopKRewardSelector as TopKRewardSelector
+    from skyrl_train.tensordict.wrappers.async_vllm import (
+        AsyncVLLM as AsyncVLLM,
+        make_async_vllm_engine as make_async_vllm_engine,
+    )
     from skyrl_train.tensordict.wrappers.backends import (
         RemoteTransformersWrapper as RemoteTransformersWrapper,
         RemoteWrapper as RemoteWrapper,
@@ -107,13 +127,11 @@ if TYPE_CHECKING:
     from skyrl_train.tensordict.wrappers.base import LLMWrapperBase as LLMWrapperBase
     from skyrl_train.tensordict.wrappers.categorical import CategoricalSequential as CategoricalSequential
     from skyrl_train.tensordict.wrappers.dispatcher import Dispatcher as Dispatcher
-    from skyrl_train.tensordict.wrappers.distributions import (
-        LLMMaskedCategorical as LLMMaskedCategorical,
-        LogProbDistribution as LogProbDistribution,
-    )
+    from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical as LLMMaskedCategorical
     from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang as AsyncSGLang
     from skyrl_train.tensordict.wrappers.stateless_group import (
         stateless_init_process_group as stateless_init_process_group,
+        stateless_init_process_group_async as stateless_init_process_group_async,
     )
     from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL as ForTorchRL
     from skyrl_train.tensordict.wrappers.vllm_workers import (
@@ -139,6 +157,7 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
                 "ContentBase",
                 "add_chat_template",
             ),
+            "skyrl_train.tensordict.wrappers.async_vllm": ("AsyncVLLM", "make_async_vllm_engine"),
             "skyrl_train.tensordict.wrappers.backends": (
                 "TransformersWrapper",
                 "vLLMWrapper",
@@ -149,12 +168,14 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             "skyrl_train.tensordict.wrappers.base": ("LLMWrapperBase",),
             "skyrl_train.tensordict.wrappers.categorical": ("CategoricalSequential",),
             "skyrl_train.tensordict.wrappers.dispatcher": ("Dispatcher",),
-            "skyrl_train.tensordict.wrappers.distributions": (
-                "LogProbDistribution",
-                "LLMMaskedCategorical",
-            ),
+            "torchrl.modules.llm.backends": ("RLSGLangEngine", "RLvLLMEngine"),
+            "torchrl.modules.llm.policies.common": ("LogProbDistribution",),
+            "skyrl_train.tensordict.wrappers.distributions": ("LLMMaskedCategorical",),
             "skyrl_train.tensordict.wrappers.sglang_server": ("AsyncSGLang",),
-            "skyrl_train.tensordict.wrappers.stateless_group": ("stateless_init_process_group",),
+            "skyrl_train.tensordict.wrappers.stateless_group": (
+                "stateless_init_process_group",
+                "stateless_init_process_group_async",
+            ),
             "skyrl_train.tensordict.wrappers.torchrl": ("ForTorchRL",),
             "skyrl_train.tensordict.wrappers.vllm_workers": (
                 "make_vllm_worker",
@@ -182,6 +203,8 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             "skyrl_train.tensordict.envs.kl": (
                 "KLRewardTransform",
                 "RetrieveLogProb",
+                "RetrieveKL",
+                "KLComputation",
             ),
             "skyrl_train.tensordict.envs.llm_env": (
                 "make_gsm8k_env",
@@ -204,8 +227,19 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             ),
             "skyrl_train.tensordict.envs.tools": (
                 "PythonInterpreter",
+                "PythonExecutorService",
                 "MCPToolTransform",
                 "BrowserTransform",
+                "SimpleToolTransform",
+                "ExecuteToolsInOrder",
+                "JSONCallParser",
+            ),
+            "torchrl.envs.llm.transforms": (
+                "AddThinkingPrompt",
+                "ToolCall",
+                "ToolRegistry",
+                "ToolService",
+                "XMLBlockParser",
             ),
             "skyrl_train.tensordict.envs.versions": ("PolicyVersion",),
             "skyrl_train.tensordict.losses.grpo": (

@@ -1,80 +1,28 @@
-"""Inputs and outputs of the wrappers: containers with fields prompt, response and full, or masks.
+"""Inputs and outputs of the wrappers: TorchRL's containers, and functions that stack rows of any length into them.
 
-Unpadded ones (`padded` False) are lazy stacks of rows of any length: read them with `get(key, as_list=True)`,
+Unpadded containers (`padded` False) are lazy stacks of rows of any length: read them with `get(key, as_list=True)`,
 `as_padded_tensor=True` or `as_nested_tensor=True`, or row by row. Padded ones are tensors, with prompts padded on the
 left and responses on the right.
+
+LogProbs are in nats, after temperature and before truncation. When a wrapper generates, `LogProbs.prompt` is None and
+`full` is 0 for tokens that were not sampled. When it scores, `full` has the log-probs of all tokens but the first,
+which is 0. In Masks, the end-of-turn token of an answer belongs to the assistant.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorClass, TensorDict, lazy_stack
 from torch import Tensor
-
-from skyrl_train.tensordict.history import History
-
-
-class Tokens(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """int64 token ids: prompt [B, Lp], response [B, Lr], full [B, L]."""
-
-    prompt: Tensor | None = None
-    response: Tensor | None = None
-    full: Tensor | None = None
-    padded: bool | None = None
-
-
-class LogProbs(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Log-probs in nats, of the same shapes as Tokens, after temperature and before truncation.
-
-    When generating, `prompt` is None (not computed) and `full` is 0 for tokens that were not sampled. When only
-    scoring, `full` has the log-probs of all tokens but the first, which is 0.
-    """
-
-    prompt: Tensor | None = None
-    response: Tensor | None = None
-    full: Tensor | None = None
-    padded: bool | None = None
-
-
-class Masks(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Boolean masks of the shape of Tokens.full: tokens that are not padding, and tokens of the assistant.
-
-    The end-of-turn token of an answer belongs to the assistant.
-    """
-
-    all_attention_mask: Tensor | None = None
-    all_assistant_mask: Tensor | None = None
-    padded: bool | None = None
-
-
-class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Texts: prompt, response, and full (the prompt followed by the response)."""
-
-    prompt: str | None = None
-    response: str | None = None
-    full: str | None = None
-
-
-class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Conversations; each History has an additional batch dimension for its turns."""
-
-    prompt: History | None = None
-    response: History | None = None
-    full: History | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("prompt", "response", "full"):
-            history = getattr(self, name)
-            if isinstance(history, History) and history.ndim == self.ndim:
-                warnings.warn(
-                    f"ChatHistory.{name} has batch size {tuple(history.batch_size)}, without a dimension of turns; "
-                    "each message is treated as a conversation of one turn.",
-                    stacklevel=3,
-                )
-                setattr(self, name, lazy_stack([history], -1))
+from torchrl.modules.llm.policies import (
+    ChatHistory as ChatHistory,
+    LogProbs as LogProbs,
+    Masks as Masks,
+    Text as Text,
+    Tokens as Tokens,
+)
 
 
 class LLMData(TensorClass["nocast"]):  # type: ignore[name-defined]

@@ -1,13 +1,13 @@
-"""Tensor classes for conversations; the last batch dimension indexes the turns."""
+"""TorchRL's conversations with this project's exact rendering; the last batch dimension indexes the turns."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from torchrl.data.llm.history import ContentBase as ContentBase, History as TorchRLHistory
 
 from skyrl_train.data.chat import (
     render_conversation,
@@ -16,49 +16,24 @@ from skyrl_train.data.chat import (
     render_prompt,
     render_text,
 )
-from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.messages import join_text_parts
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.tensordict.chat_templates import (
+    add_chat_template as add_chat_template,
+    parse_text,
+    template_options as template_options,
+)
 
 NO_MESSAGE = "<none>"
 """Role of a padding entry in a stack of conversations."""
-Parser = Callable[[str], list[dict[str, Any]]]
-_OTHER_NAMES = {
-    "chatml_format": TEMPLATES["chatml"],
-    "qwen": "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}" + TEMPLATES["chatml"],
-    "llama": TEMPLATES["llama3"],
-    "llama4": TEMPLATES["llama3"]
-    .replace("<|start_header_id|>", "<|header_start|>")
-    .replace("<|end_header_id|>", "<|header_end|>")
-    .replace("<|eot_id|>", "<|eot|>"),
-}
-_ADDED: dict[str, str] = {}
-_PARSERS: dict[str, Parser] = {}
 
 
-class ContentBase(TensorClass["nocast", "shadow"]):  # type: ignore[name-defined]
-    """One part of a multi-part message."""
+class History(TorchRLHistory):  # type: ignore[misc]
+    """A conversation [turns], or a batch of conversations [B, turns]; a History [] is a single message.
 
-    type: str  # text | image | audio | video | file | function_call
-    text: str | None = None
-    url: str | None = None
-    data: str | None = None
-    mime_type: str | None = None
-    name: str | None = None
-    size: int | None = None
-    function_name: str | None = None
-    function_args: dict | None = None
-
-
-class History(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """A conversation [turns], or a batch of conversations [B, turns]; a History [] is a single message."""
-
-    role: str
-    content: str
-    is_complete: bool = True
-    tool_calls: list[dict] | None = None
-    tool_responses: list[str] | None = None
+    It has the fields of TorchRL's class (role, content, is_complete, tool_calls and tool_responses), and both can be
+    appended to each other. Stack only instances of one class; `converted` changes it.
+    """
 
     @classmethod
     def from_chats(cls, chats: Sequence[Any]) -> History:
@@ -89,7 +64,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         Raises RuntimeError for a History without a batch dimension.
         """
         if self.ndim > 1:
-            return [history.to_chats() for history in self.unbind(0)]
+            return [History.to_chats(history) for history in self.unbind(0)]
         if self.ndim == 0:
             raise RuntimeError(
                 "A History without a batch dimension is a single message, not a conversation. Unsqueeze it first."
@@ -120,14 +95,17 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             RuntimeError: `history` does not have exactly one dimension fewer than `self`.
         """
         if history.ndim != self.ndim - 1:
-            raise RuntimeError(f"append takes a History of {self.ndim - 1} dimensions, got {history.ndim}.")
+            raise RuntimeError(
+                f"append takes a History of {self.ndim - 1} dimensions, got {history.ndim}. Use unsqueeze(0) to make a "
+                "conversation of a message."
+            )
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
         """Append the messages of another History and return the result.
 
         Args:
-            history: A History of this package or of TorchRL, with the same number of dimensions as `self`.
+            history: A History of this class or of TorchRL's, with the same number of dimensions as `self`.
             inplace: True changes `self` and returns it; False leaves it unchanged.
             dim: Dimension of the turns.
 
@@ -136,10 +114,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(
-                f"extend got {self.ndim} and {history.ndim} dimensions; both need the same number, at least 1."
+                f"The new history to extend with has {history.ndim} dimensions, this one has {self.ndim}; both need "
+                "the same number of dimensions, at least 1."
             )
-        if not isinstance(history, History):
-            history = converted(history, History)
+        history = converted(history, type(self))
         if history.device != self.device:
             history = history.copy().clear_device_() if self.device is None else history.to(self.device)
         joined = _joined(self, history, dim % self.ndim)
@@ -166,10 +144,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     ) -> Any:
         """Render conversations with a chat template, to text, to token ids or to a TensorDict.
 
-        [turns] gives one result, [B, turns] a list of texts or ids, or a lazy stack of TensorDicts. Control tokens come
-        only from the template; if a message spells one, it is encoded as plain characters. Masks need no {% generation
-        %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops the reasoning
-        of earlier turns, ids and mask are those of the last answer and the context that it is given in.
+        [turns] gives one result, [..., turns] lists of texts or ids, or a lazy stack of TensorDicts. Control tokens
+        come only from the template; if a message spells one, it is encoded as plain characters. Masks need no
+        {% generation %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops
+        the reasoning of earlier turns, ids and mask are those of the last answer and the context that it is given in.
 
         Args:
             tokenizer: Hugging Face tokenizer.
@@ -190,12 +168,14 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             DataError: The template rejects the messages, or does not write all of their text.
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
+        chats, shape = [rendered_form(one.to_chats()) for one in _conversations(self)], self.batch_size[:-1]
         if return_tensors not in (None, "pt"):
             raise ConfigError(
                 f"return_tensors={return_tensors!r} is not supported. Use 'pt' or None: ids are torch tensors."
             )
         if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
-            return _texts(self, tokenizer, add_generation_prompt, continue_final_message, options)
+            mode = "continue" if continue_final_message else "open" if add_generation_prompt else "closed"
+            return _nested([render_text(tokenizer, chat, options, mode=mode) for chat in chats], shape, list)
         if truncation:
             raise ConfigError("truncation=True would cut a conversation silently. Shorten the messages instead.")
         if continue_final_message and return_assistant_tokens_mask:
@@ -203,20 +183,15 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 "continue_final_message=True cannot be combined with return_assistant_tokens_mask=True: a message to "
                 "be continued has no mask. Leave one of them out."
             )
-        chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
-        if self.ndim > 2:
-            raise ConfigError(f"apply_chat_template takes [turns] or [B, turns], got {tuple(self.batch_size)}.")
         if continue_final_message:
-            chats = [rendered_form(chat) for chat in chats]
             continued = (render_prompt(tokenizer, chat, options, continue_final_message=True) for chat in chats)
             rows: list[tuple[list[int], list[bool]]] = [(ids, []) for ids in continued]
         else:
             rows = [_encoded(tokenizer, c, options, add_generation_prompt, return_assistant_tokens_mask) for c in chats]
         found = _tensors(rows, tokenizer, padding, return_assistant_tokens_mask)
         if return_dict or return_assistant_tokens_mask:
-            return found[0] if self.ndim == 1 else lazy_stack(found)
-        ids = [row["input_ids"].unsqueeze(0) for row in found]
-        return ids[0] if self.ndim == 1 else ids
+            return _nested(found, shape, lazy_stack)
+        return _nested([row["input_ids"].unsqueeze(0) for row in found], shape, list)
 
     @classmethod
     def from_text(
@@ -228,81 +203,21 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     ) -> History:
         """Parse a rendered text into a conversation, for inspecting texts; wrappers never need it.
 
-        Without a name, the control tokens determine the format: ChatML, Llama 3 or Llama 4. A last turn without an end
-        token has is_complete=False.
+        Without a name, a template added with a keyword in the tokenizer's path determines the format, else the control
+        tokens: ChatML, Llama 3 or Llama 4. A last turn without an end token has is_complete=False. The templates
+        "dialogpt" and "deepseek" end turns with the tokenizer's eos_token, so pass the tokenizer, too.
         Raises ConfigError for a template without a parser, RuntimeError if no turn is recognized.
         """
         if isinstance(text, list):
             return lazy_stack([cls.from_text(one, chat_template_name, chat_template, tokenizer) for one in text])  # type: ignore[no-any-return]
-        name = chat_template_name
-        if name is not None and name not in _PARSERS:
-            raise ConfigError(f"chat_template_name={name!r} has no parser; known: {sorted(_PARSERS)}.")
-        messages = _PARSERS[name](text) if name else _PARSERS["chatml"](text) or _PARSERS["llama"](text)
-        if not messages:
-            raise RuntimeError(f"No turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
-        return cls.from_chats(messages)
-
-
-def add_chat_template(
-    template_name: str,
-    template: str,
-    inverse_parser: Parser | None = None,
-    model_family_keywords: Sequence[str] | None = None,
-) -> None:
-    """Register a template under a name, for this process. The template need not mark {% generation %}.
-
-    Args:
-        template_name: The name.
-        template: The Jinja template.
-        inverse_parser: Function that parses a rendered text back into a History; None if there is no such function.
-        model_family_keywords: Must be None: templates are never guessed from a model's path.
-
-    Raises:
-        ConfigError: The name has another template, or `model_family_keywords` is given.
-    """
-    if model_family_keywords:
-        raise ConfigError(
-            "model_family_keywords is not supported: templates are never guessed from a model's path. Pass "
-            "chat_template_name instead."
-        )
-    if template_name in {**TEMPLATES, **_OTHER_NAMES} or _ADDED.get(template_name, template) != template:
-        raise ConfigError(
-            f"template_name={template_name!r} is already the name of another template. Choose a new name."
-        )
-    _ADDED[template_name] = template
-    if inverse_parser is not None:
-        _PARSERS[template_name] = inverse_parser
-
-
-def template_options(tokenizer: Any, template: str | None, name: str | None) -> dict[str, Any]:
-    """Return rendering keywords for the given template, else for the named one; empty for the tokenizer's own.
-
-    Raises ConfigError for an unknown `name`, or if no template is given and the tokenizer has none.
-    """
-    if template is not None:
-        return {"chat_template": template}
-    if name is not None:
-        known = {**TEMPLATES, **_OTHER_NAMES, **_ADDED}
-        if name not in known:
-            raise ConfigError(f"chat_template_name={name!r} is not one of {sorted(known)}; see add_chat_template.")
-        return {"chat_template": known[name]}
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("The tokenizer has no chat template: pass chat_template_name or chat_template.")
-    return {}
+        return cls.from_chats(parse_text(text, chat_template_name, tokenizer))
 
 
 def converted(history: Any, kind: type) -> Any:
-    """Convert conversations [..., turns] to another History class, leaving out padding entries.
-
-    Both classes have role, content, is_complete, tool_calls and tool_responses.
-    """
-    if history.ndim > 1:
-        return lazy_stack([converted(row, kind) for row in history.unbind(0)])
-    turns = []
-    for message in History.to_chats(history):
-        fields = {k: v if isinstance(v, str | bool) else NonTensorData(v) for k, v in message.items()}
-        turns.append(kind(**fields, batch_size=()))
-    return lazy_stack(turns)
+    """Return a History of this package or of TorchRL as an instance of `kind`, which is one of the two classes."""
+    if type(history) is kind:
+        return history
+    return kind.from_tensordict(history._tensordict.copy())  # type: ignore[attr-defined]
 
 
 def rendered_form(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -333,19 +248,22 @@ def _joined(first: Any, second: Any, dim: int) -> Any:
     return lazy_stack([_joined(one, other, dim - 1) for one, other in pairs])
 
 
-def _texts(
-    history: History, tokenizer: Any, add_generation_prompt: bool, continue_message: bool, options: Mapping[str, Any]
-) -> Any:
-    if history.ndim > 1:
-        return [_texts(one, tokenizer, add_generation_prompt, continue_message, options) for one in history.unbind(0)]
-    mode = "continue" if continue_message else "open" if add_generation_prompt else "closed"
-    return render_text(tokenizer, rendered_form(history.to_chats()), options, mode=mode)
+def _conversations(history: Any) -> list[Any]:
+    """Return the conversations [turns] of a batch of any batch size, in row-major order."""
+    return [history] if history.ndim < 2 else [one for row in history.unbind(0) for one in _conversations(row)]
+
+
+def _nested(items: list[Any], shape: Sequence[int], stack: Callable[[list[Any]], Any]) -> Any:
+    """Stack items, which are in row-major order, into `shape`."""
+    if not shape:
+        return items[0]
+    step = len(items) // shape[0]
+    return stack([_nested(items[i * step : (i + 1) * step], shape[1:], stack) for i in range(shape[0])])
 
 
 def _encoded(
     tokenizer: Any, messages: list[Any], options: dict[str, Any], add_generation_prompt: bool, masked: bool
 ) -> tuple[list[int], list[bool]]:
-    messages = rendered_form(messages)
     if not masked and add_generation_prompt:
         return render_prompt(tokenizer, messages, options, continue_final_message=False), []
     if not masked:
@@ -373,21 +291,3 @@ def pad_id(tokenizer: Any) -> int:
         if (found := getattr(tokenizer, name, None)) is not None:
             return int(found)
     return 0
-
-
-_CHATML_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(<\|im_end\|>|<\|endoftext\|>|\Z)", re.DOTALL)
-_LLAMA3_TURN = re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)(<\|eot_id\|>|\Z)", re.DOTALL)
-_LLAMA4_TURN = re.compile(r"<\|header_start\|>(\w+)<\|header_end\|>\n\n(.*?)(<\|eot\|>|\Z)", re.DOTALL)
-
-
-def _parser(turn: re.Pattern[str]) -> Parser:
-    def parse(text: str) -> list[dict[str, Any]]:
-        turns = [(found[1], found[2], bool(found[3])) for found in turn.finditer(text)]
-        return [{"role": role, "content": content, "is_complete": ended} for role, content, ended in turns]
-
-    return parse
-
-
-_PARSERS |= {name: _parser(_CHATML_TURN) for name in ("chatml", "chatml_format", "qwen", "qwen3_with_thinking")}
-_PARSERS |= {"llama3": _parser(_LLAMA3_TURN), "llama4": _parser(_LLAMA4_TURN)}
-_PARSERS["llama"] = lambda text: _PARSERS["llama3"](text) or _PARSERS["llama4"](text)

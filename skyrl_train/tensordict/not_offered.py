@@ -11,15 +11,6 @@ DOCS_PAGE = "docs/torchrl/from_torchrl.md#names-that-are-not-offered"
 _NAMES_BY_ADVICE = {
     "the trainer has the environments `math` and `countdown`. On tensordicts use `DatasetChatEnv` with a `Transform` "
     'whose `_step` writes "reward"': "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser",
-    '`KLRewardTransform(ref, add_to_reward=False)` with a reference in tokens mode writes "kl_penalty" and the '
-    "reference's log-probs. "
-    "`GRPOLoss(kl_to_ref_coeff=...)` has a KL term with a gradient": "RetrieveKL KLComputation",
-    "subclass `ToolTransform` (skyrl_train/tensordict/envs/tools.py): `make_tools`, `parse_calls`, `format_result`. "
-    "The calls of an answer run in their order": "ExecuteToolsInOrder SimpleToolTransform ToolRegistry",
-    '`skyrl_train.environments.tools.parsers.parse_calls(text, "xml")`; other formats are "json" and '
-    '"native"': "XMLBlockParser JSONCallParser ToolCall",
-    "`system_prompt` of `ChatEnv`, or torchrl's own class in `append_transform` if torchrl is "
-    "installed": "AddThinkingPrompt",
     "`EngineUpdater`, for every engine, or `vLLMUpdater`. Both verify what has arrived. "
     '`EngineUpdater(engines, route="checkpoint", folder=...)` goes through files, like a double '
     "buffer": "VLLMWeightSyncScheme SGLangWeightSyncScheme VLLMDoubleBuffer VLLMDoubleBufferSyncScheme",
@@ -28,16 +19,11 @@ _NAMES_BY_ADVICE = {
     "VLLMDoubleBufferWeightReceiver VLLMDoubleBufferTransport",
     "remove the call: an updater reads names, dtypes and shapes from the weights that it is "
     "given": "get_model_metadata get_sglang_model_metadata",
-    "`vLLMWrapper` with a model's path, which starts an asynchronous engine, or "
-    "`make_vllm_worker`": "AsyncVLLM make_async_vllm_engine",
-    "`stateless_init_process_group`": "stateless_init_process_group_async",
-    "`AsyncSGLang`, or `SGLangWrapper` with a model's path": "RLSGLangEngine",
     "the trainer has reward models (`trainer.reward.model.path`). On tensordicts use a `Transform` whose `_step` "
     'writes "reward"': "HFRewardModelWrapper",
     "iterate over a `ReplayBuffer`": "TorchRLBufferDataset",
     "`RayLLMCollector` runs environment and policy in a Ray actor; buffers and groups stay in your process, and every "
-    "episode has its own sandbox": "RayDataLoadingPrimer RayMCAdvantage RayReplayBuffer PythonExecutorService "
-    "ToolService",
+    "episode has its own sandbox": "RayDataLoadingPrimer RayMCAdvantage RayReplayBuffer",
     'Rows are mappings with the keys "prompt", "instruction_id_list" and "kwargs"': "IFEvalData",
     "`GRPOLossOutput`, which all of these losses return": "CISPOLossOutput DAPOLossOutput LLMLossOutput",
     "the trainer has on-policy distillation (`examples/on_policy_distillation`)": "DistillationLoss "

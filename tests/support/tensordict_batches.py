@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.tensordict.buffer import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from skyrl_train.tensordict.ragged import TokenLayout, column, rows_of
 
 LAYOUTS = ("ragged", "left prompt, right response", "all left", "right, in a stack of different widths")
@@ -65,6 +68,12 @@ def _padded(row: TensorDictBase, left: int, right: int, garbage: float) -> Tenso
     assert result is not None
     result["tokens", "prompt"] = pad(prompt, (left, 0))
     return result
+
+
+def replay_buffer(size: int, *, shuffle: bool = True, **settings: Any) -> ReplayBuffer:
+    """Return a buffer of rows of any length that are sampled without replacement."""
+    sampler = SamplerWithoutReplacement(shuffle=shuffle)
+    return ReplayBuffer(storage=LazyStackStorage(size), sampler=sampler, **settings)
 
 
 class TablePolicy(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -308,7 +307,7 @@ class LLMCollector(Delivery):
         if updater is not None:
             updater.register_collector(self)
         if hasattr(self.policy, "register_collector"):
-            self.policy.register_collector(weakref.ref(self))
+            self.policy.register_collector(self)
         return updater
 
     def _release(self, close_env: bool) -> None:

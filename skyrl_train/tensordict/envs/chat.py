@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs import StepCounter, Transform, TransformedEnv
+from torchrl.envs.llm import chat as torchrl_chat
 
 from skyrl_train.data.chat import render_prompt, render_text
 from skyrl_train.data.dataset import read_hub_dataset, read_rows
 from skyrl_train.data.messages import Message, continues_last_message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
-from skyrl_train.tensordict.envs.base import TensorDictEnv
 from skyrl_train.tensordict.envs.conversation import (
     INPUT_MODES,
     conversation,
@@ -26,29 +29,47 @@ from skyrl_train.tensordict.envs.conversation import (
     text_of,
     unpadded,
 )
-from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
-from skyrl_train.tensordict.envs.text import IncrementalTokenizer
+from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer, batches
 from skyrl_train.tensordict.history import History, rendered_form
 
 QUESTION_KEYS = ("query", "text")
-OF_THE_CLASS: Any = object()
-"""Default that stands for the class's SYSTEM_PROMPT; None means no system prompt."""
 
 
-class ChatEnv(TensorDictEnv):
-    """A conversation without a reward of its own: transforms add rewards, tools and an end.
+class _ChatEnvMeta(type(torchrl_chat.ChatEnv)):  # type: ignore[misc]
+    """The metaclass that wraps an environment made with `with_tokenizer=True`."""
 
-    `reset` reads a question from `data_key` ("query"; "text" is also accepted, and stored under "query") and writes
-    (input_mode, "prompt"). A question is a string, or a conversation that goes on: a History [turns], or messages. If
-    its last message has the policy's role, the policy continues that message. An action is (input_mode, "full"), or
-    "response" of the same container, or a string "text_response" ("tokens_response" in tokens mode). `step` appends it
-    to form the next prompt.
+    def __call__(cls, *args: Any, with_tokenizer: bool = False, **settings: Any) -> Any:
+        env = super().__call__(*args, **settings)
+        if not with_tokenizer:
+            return env
+        if env.input_mode != "history":
+            raise ValueError(f"with_tokenizer=True needs input_mode='history', got {env.input_mode!r}.")
+        return TransformedEnv(env, _incremental_tokenizer(env))
 
-    Modes "text" and "tokens" render the prompt with the tokenizer's chat template. Without a tokenizer, a text prompt
-    consists of the messages' contents, separated by blank lines.
+
+def _incremental_tokenizer(env: ChatEnv) -> Transform:
+    from skyrl_train.tensordict.envs.text import IncrementalTokenizer
+
+    if env.tokenizer is None:
+        raise ValueError("with_tokenizer=True needs a tokenizer. Pass tokenizer=.")
+    return IncrementalTokenizer(env.tokenizer, template_kwargs=env.template_kwargs)
+
+
+class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[misc]
+    """TorchRL's conversation without a reward of its own: transforms add rewards, tools and an end.
+
+    `reset` reads a question from `data_key` ("query"; also "text") and writes (input_mode, "prompt"). A question is a
+    string, or a conversation that goes on: a History [turns], or messages. If its last message has the policy's role,
+    the policy continues that message. An action is (input_mode, "full"), or "response" of the same container, or a
+    string "text_response" ("tokens_response" in tokens mode). `step` appends it to form the next prompt.
+
+    Modes "text" and "tokens" render the prompt with the tokenizer's own chat template. Without a tokenizer, a text
+    prompt consists of the messages' contents, separated by blank lines. Unlike TorchRL's, the specs describe the data,
+    so that `check_env_specs` passes, and rows of different lengths need no padding.
 
     Args:
-        with_tokenizer: Also keep ("tokens", "prompt") with the history; see `IncrementalTokenizer`.
+        with_tokenizer: Also keep ("tokens", "prompt") with the history; see `IncrementalTokenizer`. The result is a
+            TransformedEnv.
     """
 
     def __init__(
@@ -56,51 +77,23 @@ class ChatEnv(TensorDictEnv):
         *,
         input_mode: str = "history",
         batch_size: Sequence[int] | int | None = None,
-        system_prompt: str | None = None,
         tokenizer: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        system_role: str = "system",
-        user_role: str = "user",
-        policy_role: str = "assistant",
-        data_key: str | None = None,
-        device: torch.device | str | None = None,
-        with_tokenizer: bool = False,
+        **settings: Any,
     ):
-        if batch_size is not None and not isinstance(batch_size, int) and len(tuple(batch_size)) == 0:
-            raise ValueError("batch_size=() is not supported. Use (1,) for one conversation.")
-        super().__init__(batch_size, device)
         if input_mode not in INPUT_MODES:
             raise ValueError(f"input_mode={input_mode!r} is not one of {INPUT_MODES}.")
-        if with_tokenizer and input_mode != "history":
-            raise ValueError(f"with_tokenizer=True needs input_mode='history', got {input_mode!r}.")
-        if tokenizer is None and (with_tokenizer or input_mode == "tokens"):
-            needs = "with_tokenizer=True" if with_tokenizer else 'input_mode="tokens"'
-            raise ValueError(f"{needs} needs a tokenizer. Pass tokenizer=.")
-        self.input_mode = input_mode
-        self.system_prompt = system_prompt
-        self.tokenizer = tokenizer
-        self.template_kwargs = dict(template_kwargs or {})
-        self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
-        self.data_key = data_key or QUESTION_KEYS[0]
-        self.kept_key = QUESTION_KEYS[0] if self.data_key == "text" else self.data_key
-        """The key under which the question is kept: policies write a container under "text"."""
-        if with_tokenizer:
-            self.append_transform(IncrementalTokenizer(tokenizer, template_kwargs=template_kwargs))
-
-    @classmethod
-    def with_tokenizer(cls, tokenizer: Any, **settings: Any) -> Self:
-        """Make an environment that also keeps the token ids of prompts, under ("tokens", "prompt").
-
-        This equals `ChatEnv(tokenizer=tokenizer, with_tokenizer=True, ...)`.
-
-        Args:
-            tokenizer: Hugging Face tokenizer with a chat template.
-            **settings: Other arguments of the constructor.
-
-        Raises:
-            ValueError: `input_mode` is not "history", or another argument is invalid.
-        """
-        return cls(tokenizer=tokenizer, with_tokenizer=True, **settings)
+        if tokenizer is None and input_mode == "tokens":
+            raise ValueError('input_mode="tokens" needs a tokenizer. Pass tokenizer=.')
+        if not isinstance(batch_size, int) and batch_size is not None:
+            batch_size = torch.Size(batch_size)
+        super().__init__(
+            input_mode=input_mode,
+            batch_size=batch_size,
+            tokenizer=tokenizer,
+            template_kwargs=dict(template_kwargs or {}),
+            **settings,
+        )
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[Any], **settings: Any) -> DatasetChatEnv:
@@ -122,29 +115,61 @@ class ChatEnv(TensorDictEnv):
         )
         if continues_last_message(asked, self.policy_role):
             asked[-1] = {**asked[-1], "is_complete": False}
-        return asked if self.system_prompt is None else [self._system(), *asked]
+        return [{"role": self.system_role, "content": self.system_prompt}, *asked] if self.system_prompt else asked
 
-    def _system(self) -> Message:
-        return {"role": self.system_role, "content": self.system_prompt}
+    # ----------------------------------------------------------------------------------------- TorchRL's methods
+
+    def _make_specs(self) -> None:
+        settings: dict[str, Any] = {"shape": self.batch_size, "device": self.device}
+        self.full_observation_spec = Composite({self.input_mode: self._spec_of("prompt")}, **settings)
+        self.full_action_spec = Composite({self.input_mode: self._spec_of("full")}, **settings)
+        self.full_state_spec = Composite({self.data_key: NonTensor(example_data="a string", **settings)}, **settings)
+
+    def _spec_of(self, field: str) -> Composite:
+        size, ragged = self.batch_size, (*self.batch_size, -1)
+        if self.input_mode == "text":
+            fields, kind = {field: NonTensor(size, example_data="a string")}, Text
+        elif self.input_mode == "tokens":
+            ids = Unbounded(ragged, dtype=torch.int64)
+            fields, kind = {field: ids, "padded": NonTensor(size, example_data=False)}, Tokens
+        else:
+            message = history_of([{"role": self.policy_role, "content": "a string"}])[0].to_dict()
+            turns = {key: NonTensor(ragged, example_data=message[key]) for key in ("role", "content", "is_complete")}
+            fields, kind = {field: Composite(turns, shape=ragged, data_cls=History)}, ChatHistory
+        return Composite(fields, shape=size, data_cls=kind, step_mdp_static=True).to(self.device)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        if tensordict is None:
+            raise RuntimeError(f"{type(self).__name__}.reset needs a tensordict with a question, got None.")
+        return self._by_row(self._reset_row, tensordict.exclude("_reset", "next"))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._by_row(self._step_row, tensordict)
+
+    def _by_row(
+        self, function: Callable[[TensorDictBase], TensorDictBase], tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        if not tensordict.ndim:
+            row = function(tensordict)
+            return row.copy().clear_device_() if self.device is None else row.to(self.device)
+        return lazy_stack([self._by_row(function, part) for part in tensordict.unbind(0)])
+
+    # --------------------------------------------------------------------------------------------------- a row
 
     def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
-        question = self._question(given)
-        messages = self.opening(question)
-        row = TensorDict({}, batch_size=[])
-        for key in {self.kept_key, QUESTION_KEYS[0]}:  # grouping of episodes by question reads the second
-            row.set(key, NonTensorData(question))
-        return row.set(self.input_mode, self._prompt(messages))
-
-    def _question(self, given: TensorDictBase) -> str | list[Message]:
-        for key in dict.fromkeys((self.data_key, *QUESTION_KEYS)):
-            question = question_of(given, key)
-            if question is not None:
-                return question
-        raise RuntimeError(
-            f"ChatEnv.reset expects a tensordict with a string, a History or messages under {self.data_key!r} (or "
-            f"'text'), got the keys {sorted(map(str, given.keys()))}. If another key has the question, name it with "
-            "data_key."
-        )
+        """Return the first observation of one episode, batch []."""
+        key = next((key for key in (self.data_key, *QUESTION_KEYS) if question_of(given, key) is not None), None)
+        question = None if key is None else question_of(given, key)
+        if question is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.reset expects a tensordict with a string, a History or messages under "
+                f"{self.data_key!r} (or 'text'), got the keys {sorted(map(str, given.keys()))}. If another key has the "
+                "question, name it with data_key."
+            )
+        row = given.exclude("text")  # policies write a container there
+        if key == "text":
+            row.set(QUESTION_KEYS[0], NonTensorData(question))
+        return row.set(self.input_mode, self._prompt(self.opening(question)))
 
     def _prompt(self, messages: list[Message]) -> Any:
         if self.input_mode == "history":
@@ -159,6 +184,7 @@ class ChatEnv(TensorDictEnv):
         return Text(prompt=text, batch_size=[])
 
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
+        """Return the next observation of one episode, batch []."""
         following = {"history": self._after_history, "text": self._after_text, "tokens": self._after_tokens}
         container = following[self.input_mode](root)
         if container is None:
@@ -174,14 +200,11 @@ class ChatEnv(TensorDictEnv):
         if full is None:
             messages = full_messages(root, self.policy_role)
             full = None if messages is None else history_of(messages)
-            if full is not None:
-                root["history"].full = full
         return None if full is None else ChatHistory(prompt=self._next_prompt(full), batch_size=[])
 
     def _next_prompt(self, full: History) -> History:
         """Return the conversation for the next answer, which does not go on with a truncated one."""
-        last = full[-1]
-        if last.is_complete:
+        if full[-1].is_complete:
             return full
         *before, answer = messages_of(full)
         return history_of([*before, {**answer, "is_complete": True}])
@@ -202,31 +225,33 @@ class ChatEnv(TensorDictEnv):
         response = response if response is not None else root.get("tokens_response", None)
         if response is None:
             return None
-        return Tokens(prompt=torch.cat([root["tokens"].prompt, response]), padded=False, batch_size=[])
+        ids = torch.cat([root["tokens"].prompt, torch.as_tensor(response)])
+        return Tokens(prompt=ids, padded=False, batch_size=[])
 
 
-class DatasetChatEnv(ChatEnv):
-    """A ChatEnv in which every reset takes the next row of a dataset, endlessly.
+class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
+    """TorchRL's ChatEnv in which every reset takes the next row of a dataset, endlessly.
 
     Args:
         dataset: Rows (mappings), or a source for `dataset.read_rows`: a .parquet, .json or .jsonl file, a folder, a
-            name on the hub. A column "text" is the question, unless there is "query" or `data_key` names another.
+            name on the hub. A column "text" is the question, unless there is "query" or `data_key` names another. The
+            question is also under "query".
         shuffle: Use a new order in every pass over the rows, reproducible with `seed`.
         name, split: Configuration and split of a dataset on the hub.
         num_envs: Number of rows of the batch.
         repeats: Number of consecutive times that each row is used: the group size of GRPO.
         batch_size_dl: Number of rows drawn at a time; `collate_fn` gets a list of them and returns the rows to use.
-        group_repeats: Accepted without effect: repeats are always consecutive.
+        group_repeats: Multiply the primer's batch size by `repeats`.
         apply_template: Accepted without effect, as in TorchRL.
-        system_prompt: By default the class's SYSTEM_PROMPT.
+        system_prompt: By default the class's SYSTEM_PROMPT; "" for none.
+        ray_backend: Read the rows in a Ray actor named `dataloader_actor_name`, which environments share.
+        **chat: Other arguments of ChatEnv: roles and `with_tokenizer`.
     """
-
-    SYSTEM_PROMPT: str | None = None
 
     def __init__(
         self,
         *,
-        dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]] | _Loader,
+        dataset: str | Iterable[Mapping[str, Any]] | Rows,
         shuffle: bool = True,
         name: str | None = None,
         split: str | None = None,
@@ -242,48 +267,63 @@ class DatasetChatEnv(ChatEnv):
         collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None = None,
         input_mode: str = "history",
         data_key: str | None = None,
-        primers: Any = None,
-        system_prompt: str | None = OF_THE_CLASS,
-        system_role: str = "system",
-        user_role: str = "user",
-        policy_role: str = "assistant",
-        with_tokenizer: bool = False,
+        primers: Composite | None = None,
+        system_prompt: str | None = None,
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
+        with_tokenizer: bool = False,
+        **chat: Any,
     ):
-        if ray_backend or dataloader_actor_name is not None:
-            raise ValueError(
-                "ray_backend and dataloader_actor_name are not supported: every environment reads its own rows. Leave "
-                "them out."
-            )
-        super().__init__(
+        if dataloader_actor_name is not None and not ray_backend:
+            raise ValueError("dataloader_actor_name names a Ray actor. Set ray_backend=True, or leave it out.")
+        source = functools.partial(
+            self._dataloader_factory, dataset, name, split, seed, batch_size_dl, shuffle, collate_fn
+        )
+        kind = functools.partial(RayDataLoadingPrimer, actor_name=dataloader_actor_name) if ray_backend else None
+        primer = (kind or DataLoadingPrimer)(
+            dataloader_factory=source,
+            question_key=data_key,
+            batch_size=(num_envs,),
+            repeats=repeats,
+            group_repeats=group_repeats,
+            primers=primers,
+            device=device,
+        )
+        env = ChatEnv(
+            input_mode=input_mode,
             batch_size=(num_envs,),
             tokenizer=tokenizer,
-            device=device,
             template_kwargs=template_kwargs,
-            input_mode=input_mode,
-            data_key=data_key,
-            system_prompt=self.SYSTEM_PROMPT if system_prompt is OF_THE_CLASS else system_prompt,
-            system_role=system_role,
-            user_role=user_role,
-            policy_role=policy_role,
-            with_tokenizer=with_tokenizer,
+            data_key=data_key if data_key in set(primer.primers.keys()) else None,
+            system_prompt=self.SYSTEM_PROMPT if system_prompt is None else system_prompt,
+            device=device,
+            **chat,
         )
-        if isinstance(dataset, _Loader):
-            loader = dataset.batches
-        else:
-            rows = _rows(dataset, name, split)
-            loader = batches(rows, batch_size_dl, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
-        self.primer = DataLoadingPrimer(loader, repeats=repeats)
-        self.append_transform(self.primer)
+        TransformedEnv.__init__(self, env, primer)
+        if with_tokenizer:
+            self.append_transform(_incremental_tokenizer(env))
+
+    @staticmethod
+    def _dataloader_factory(
+        dataset: Any,
+        name: str | None,
+        split: str | None,
+        seed: int | None,
+        batch_size_dl: int,
+        shuffle: bool,
+        collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None,
+    ) -> Iterable[Any]:
+        if isinstance(dataset, Rows):
+            return dataset.batches
+        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        rows = read_dataset(dataset, name, split)
+        return batches(rows, batch_size_dl, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
 
     @classmethod
     def from_dataloader(
         cls,
         dataloader: Iterable[Any],
         *,
-        tokenizer: Any = None,
-        repeats: int | None = None,
         num_envs: int | None = None,
         batch_size: Sequence[int] | int | None = None,
         **settings: Any,
@@ -292,8 +332,6 @@ class DatasetChatEnv(ChatEnv):
 
         Args:
             dataloader: Loader of mappings, lists of them, or batched mappings.
-            tokenizer: Tokenizer of the environment; None for text without one.
-            repeats: Number of consecutive episodes with the same row; None for one.
             num_envs: Number of rows of the environment, B; None for 1 or that of `batch_size`.
             batch_size: TorchRL's name for it: an integer or one dimension.
             **settings: Other arguments of the constructor, except those that determine how rows are read.
@@ -316,25 +354,41 @@ class DatasetChatEnv(ChatEnv):
                 f"{cls.__name__}.from_dataloader does not take {of_rows}, because the loader determines how rows are "
                 "read. Leave them out."
             )
-        given: dict[str, Any] = {"tokenizer": tokenizer, "repeats": repeats, "num_envs": num_envs or 1, **settings}
-        return cls(dataset=_Loader(dataloader), **given)
+        return cls(dataset=Rows(dataloader), num_envs=num_envs or 1, **settings)
 
-    def reset_dataloader(self) -> None:
+    def add_rewards(self, max_steps: int, parser: Transform | None) -> None:
+        """Append what the environments of tasks have: a limit of steps (0 for none), and a reward."""
+        if max_steps:
+            self.append_transform(StepCounter(max_steps=max_steps))
+        if parser is not None:
+            self.append_transform(parser)
+
+    def reset_dataloader(self) -> Self:
         """Start again with the first row of the dataset; pending repeats are dropped."""
-        self.primer.reset_dataloader()
+        first = self.transform[0] if hasattr(self.transform, "__getitem__") else self.transform
+        first.reset_dataloader()
+        return self
 
 
 @dataclass(frozen=True)
-class _Loader:
-    """Represents a dataset whose batches are made by a loader."""
+class Rows:
+    """A dataset whose batches come from a loader."""
 
     batches: Iterable[Any]
 
 
-def _rows(dataset: Any, name: str | None, split: str | None) -> list[Mapping[str, Any]]:
+def read_dataset(
+    dataset: str | Iterable[Mapping[str, Any]], name: str | None = None, split: str | None = None
+) -> list[Mapping[str, Any]]:
+    """Return the rows of a dataset: rows, a file, a folder, or a name on the hub with configuration and split.
+
+    Raises:
+        DataError: The dataset cannot be read.
+        ValueError: It has no rows.
+    """
     if not isinstance(dataset, str):
         rows = list(dataset)
-    elif name is not None or (split is not None and not dataset.endswith((".parquet", ".json", ".jsonl"))):
+    elif (name is not None or split is not None) and not dataset.endswith((".parquet", ".json", ".jsonl")):
         rows = [row for _, row in read_hub_dataset(dataset, split or "train", name)]
     else:
         rows = [row for _, row in read_rows(dataset)]

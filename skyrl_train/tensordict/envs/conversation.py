@@ -68,7 +68,7 @@ def history_of(messages: Sequence[Message]) -> History:
 
 def messages_of(history: History) -> list[Message]:
     """Return the messages of a History [turns] as dicts."""
-    return list(history.to_chats())
+    return list(History.to_chats(history))  # torchrl's class has no such method
 
 
 def is_continued(messages: Sequence[Message], role: str = "assistant") -> bool:
@@ -125,7 +125,8 @@ def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[M
 def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
     """Return the model's text of this step, or None if the row has no action.
 
-    It is read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
+    It is read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response"). A
+    "full" without a response holds what follows the prompt; it holds nothing if it does not begin with the prompt.
     The end of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt
     that the model continued is part of it.
     """
@@ -157,12 +158,17 @@ def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
         if isinstance(text, str):
             return text
     full, prompt = part(row, "text", "full"), part(row, "text", "prompt")
-    if isinstance(full, str) and isinstance(prompt, str) and full.startswith(prompt):
-        return full[len(prompt) :]
-    tokens = part(row, "tokens", "response")
-    if tokens is None or tokenizer is None:
+    if isinstance(full, str) and isinstance(prompt, str):
+        return full[len(prompt) :] if full.startswith(prompt) else ""
+    if tokenizer is None or part(row, "tokens", "prompt") is None:
         return None
-    return decode_response(tokenizer, unpadded(row, tokens, response=True).tolist())
+    if (response := part(row, "tokens", "response")) is not None:
+        return decode_response(tokenizer, unpadded(row, response, response=True).tolist())
+    if (tokens := part(row, "tokens", "full")) is None:
+        return None
+    asked = unpadded(row, part(row, "tokens", "prompt"), response=False).tolist()
+    ids = unpadded(row, tokens, response=False).tolist()
+    return decode_response(tokenizer, ids[len(asked) :]) if ids[: len(asked)] == asked else ""
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorClass, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
+from torchrl.envs.llm import IFEvalData as IFEvalData, IFEvalScoreData as IFEvalScoreData, datasets, reward
 
 from skyrl_train.data.reasoning import reasoning_blocks
 from skyrl_train.environments.tasks.ifeval import score
-from skyrl_train.tensordict.envs.base import StepCounter, Transform
-from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, ChatEnv, DatasetChatEnv
+from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import full_messages, last_response, text_of, value_of
-from skyrl_train.tensordict.envs.rewards import add_rewards, answers_in, end
+from skyrl_train.tensordict.envs.gsm8k import Source
+from skyrl_train.tensordict.envs.rewards import answers_in, end
+from skyrl_train.tensordict.ragged import rows_of
 
 log = logging.getLogger(__name__)
-ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
-
-
-class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Accuracies of a response, each [B, 1]: 1 if it follows all instructions, and the share that it follows."""
-
-    prompt_level_strict_acc: torch.Tensor
-    inst_level_strict_acc: torch.Tensor
-    prompt_level_loose_acc: torch.Tensor
-    inst_level_loose_acc: torch.Tensor
-
-
+ACCURACIES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
 Aggregate = Callable[..., Any]
 """Function from one row's scores to a reward.
 
@@ -37,19 +30,20 @@ It may also take think_blocks=, answer_blocks= (list[str]) and complete= (bool).
 """
 
 
-class IfEvalScorer(Transform):
-    """A transform that scores the model's text of this step by the row's instructions, in history mode.
+class IfEvalScorer(reward.IfEvalScorer):  # type: ignore[misc]
+    """TorchRL's transform that scores the policy's text of this step by the row's instructions, in history mode.
 
-    It scores the content of a single <answer> block, else the whole response after its reasoning. Writes the accuracies
-    under `score_key` (`IFEvalScoreData`), and "reward" [B, 1, 1]: the weighted sum of the accuracies (strict prompt,
-    strict instructions, loose prompt, loose instructions), + 0.1 for exactly one <answer>, + 0.05 for exactly one
-    block of reasoning; 0 to 1.15.
+    It scores the content of a single <answer> block, else the whole response after its reasoning. TorchRL's scores the
+    first block, and "" without one. The trainer's checks of instructions need neither nltk nor langdetect. Writes the
+    accuracies under `score_key` (`IFEvalScoreData`, each [B, 1], those of instructions as the share that is followed),
+    and "reward" [B, 1, 1]: the weighted sum of the accuracies (strict prompt, strict instructions, loose prompt, loose
+    instructions), + 0.1 for exactly one <answer>, + 0.05 for exactly one block of reasoning; 0 to 1.15.
 
     Args:
         instruction_ids_key, keyword_args_key, prompt_key: Columns of the row; the prompt may also be under the question
             keys of ChatEnv.
         id_key: A column that identifies the row in errors and in the scores that `verbose` logs.
-        response_column: Only "text_response": the policy's text is scored, under whatever key it is.
+        response_column: Accepted without effect: the policy's text is scored, under whatever key it is.
         aggregate_reward: False for no reward, or a function that replaces `default_reward_aggregator`: see `Aggregate`.
         set_done_if_answer: Terminate the episode if the response has exactly one <answer>.
     """
@@ -68,43 +62,35 @@ class IfEvalScorer(Transform):
         verbose: bool = False,
         set_done_if_answer: bool = True,
     ):
-        if response_column != "text_response":
-            raise ValueError(
-                f"response_column={response_column!r} is not supported, because the policy's text is scored. Use "
-                "'text_response'."
-            )
-        self.id_key, self.verbose = id_key, verbose
-        self.weights = tuple(format_weights or (0.4, 0.3, 0.2, 0.1))
-        if len(self.weights) != 4:
+        columns = [instruction_ids_key, prompt_key, keyword_args_key, id_key, response_column]
+        Transform.__init__(self, columns, [score_key, "reward"] if aggregate_reward else [score_key])
+        self.format_weights = list(format_weights or (0.4, 0.3, 0.2, 0.1))
+        if len(self.format_weights) != 4:
             raise ValueError(
                 f"format_weights={format_weights!r} must have four numbers, one for each part of the format."
             )
         self.instruction_ids_key, self.keyword_args_key = instruction_ids_key, keyword_args_key
-        self.prompt_keys = tuple(dict.fromkeys((prompt_key, "prompt", *QUESTION_KEYS)))
+        self.prompt_key, self.id_key, self.response_key = prompt_key, id_key, response_column
         self.score_key, self.aggregate_reward = score_key, aggregate_reward
-        self.of_one_step = (score_key,)
-        self.set_done_if_answer = set_done_if_answer
+        self.verbose, self.set_done_if_answer = verbose, set_done_if_answer
 
-    def attach(self, environment: Any) -> None:
-        """Attach the transform to an environment.
-
-        Raises:
-            ValueError: The environment is not a ChatEnv with input_mode="history".
-        """
-        if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
+    def set_container(self, container: Any) -> None:
+        """Attach the transform. Raises ValueError if the environment is not in history mode."""
+        super().set_container(container)
+        if getattr(self.parent, "input_mode", "history") != "history":
             raise ValueError("IfEvalScorer needs a ChatEnv with input_mode='history'.")
-        super().attach(environment)
 
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        """Add the scores and the reward of the step's responses to `following`.
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Add the scores and the reward of the step's responses to `next_tensordict`.
 
         Raises:
             ValueError: The history does not end with the model's answer, or a row lacks the columns that scoring needs.
         """
         scores, rewards, answered = [], [], []
-        role = getattr(self.environment, "policy_role", "assistant")
-        for row in root.unbind(0):
-            text = last_response(row, getattr(self.environment, "tokenizer", None), role)
+        parent = self.parent
+        role = getattr(parent, "policy_role", None) or "assistant"
+        for row in rows_of(tensordict):
+            text = last_response(row, getattr(parent, "tokenizer", None), role)
             if text is None:
                 raise ValueError(
                     "IfEvalScorer: the history does not end with an answer of the model. Append the policy's answer "
@@ -117,47 +103,26 @@ class IfEvalScorer(Transform):
             rewards.append(self._reward(row, found, reasoning_blocks(text), blocks))
             if self.verbose:
                 log.info("row %s: reward %.3f", value_of(row, self.id_key), rewards[-1])
-        following.set(self.score_key, lazy_stack(scores))
+        size, device = next_tensordict.batch_size, next_tensordict.device
+        next_tensordict.set(self.score_key, torch.stack(scores).reshape(size).to(device))
         if self.aggregate_reward is not False:
-            add_rewards(following, {"reward": rewards}, total="reward")
+            values = torch.tensor(rewards, device=device).reshape(*size, 1, 1)
+            before = next_tensordict.get("reward", None)
+            next_tensordict.set("reward", values if before is None else values + before.reshape(values.shape))
         if self.set_done_if_answer:
-            end(following, answered)
-        return following
+            end(next_tensordict, answered)
+        return next_tensordict
 
     def _score(self, row: TensorDictBase, text: str) -> IFEvalScoreData:
         names, kwargs = value_of(row, self.instruction_ids_key), value_of(row, self.keyword_args_key)
-        prompt = next((found for key in self.prompt_keys if (found := text_of(row, key)) is not None), None)
+        keys = dict.fromkeys((self.prompt_key, "prompt", *QUESTION_KEYS))
+        prompt = next((found for key in keys if (found := text_of(row, key)) is not None), None)
         if not names or kwargs is None or prompt is None:
-            wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_keys[0])
+            wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_key)
             place, there = value_of(row, self.id_key), sorted(map(str, row.keys()))
             raise ValueError(f"IfEvalScorer: the row {place!r} needs {wanted}, got {there}. Correct the row.")
         metrics = score(names, kwargs, prompt, text).metrics()
-        return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
-
-    def default_reward_aggregator(
-        self,
-        score: IFEvalScoreData,
-        think_blocks: Sequence[str] | None = None,
-        answer_blocks: Sequence[str] | None = None,
-        complete: bool | None = None,
-    ) -> torch.Tensor:
-        """Return the reward [..., 1] of a response: the weighted accuracies, plus bonuses for the format.
-
-        Args:
-            score: The accuracies of the response.
-            think_blocks: Blocks of reasoning; exactly one gives a bonus. None counts as no block.
-            answer_blocks: Blocks of answers; exactly one gives a bonus. None counts as no block.
-            complete: Ignored.
-        """
-        parts = (
-            score.prompt_level_strict_acc.sum(-1, keepdim=True),
-            score.inst_level_strict_acc.mean(-1, keepdim=True),
-            score.prompt_level_loose_acc.sum(-1, keepdim=True),
-            score.inst_level_loose_acc.mean(-1, keepdim=True),
-        )
-        weighted = sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
-        bonus = ONE_ANSWER * (len(answer_blocks or ()) == 1) + ONE_THOUGHT * (len(think_blocks or ()) == 1)
-        return torch.as_tensor(weighted) + bonus
+        return IFEvalScoreData(**{name: torch.tensor([metrics[name]]) for name in ACCURACIES}, batch_size=[])
 
     def _reward(
         self, row: TensorDictBase, found: IFEvalScoreData, think_blocks: list[str], answer_blocks: list[str]
@@ -172,8 +137,22 @@ class IfEvalScorer(Transform):
             more = {}
         return float(self.aggregate_reward(found, **more))
 
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        size = tensordict_reset.batch_size
+        nothing = {name: torch.zeros(*size, 1, device=tensordict_reset.device) for name in ACCURACIES}
+        return tensordict_reset.set(self.score_key, IFEvalScoreData(**nothing, batch_size=size))
 
-class IFEvalEnv(DatasetChatEnv):
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        return super().transform_reward_spec(reward_spec) if self.aggregate_reward else reward_spec
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        size, device = observation_spec.shape, observation_spec.device
+        shares = {name: Unbounded((*size, 1), device=device) for name in ACCURACIES}
+        observation_spec[self.score_key] = Composite(shares, shape=size, data_cls=IFEvalScoreData)
+        return observation_spec
+
+
+class IFEvalEnv(DatasetChatEnv, datasets.IFEvalEnv):  # type: ignore[misc]
     """A ChatEnv with a prompt of IFEval in every row; an episode has one turn by default (`max_steps`).
 
     Rows have "prompt", "instruction_id_list" and "kwargs"; the arguments are DatasetChatEnv's.
@@ -182,13 +161,10 @@ class IFEvalEnv(DatasetChatEnv):
     def __init__(
         self,
         *,
-        dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]] = "google/IFEval",
+        dataset: Source = "google/IFEval",
         compute_reward: bool = True,
         max_steps: int = 1,
         **settings: Any,
     ):
-        settings.setdefault("data_key", "prompt")
-        super().__init__(dataset=dataset, **settings)
-        self.append_transform(StepCounter(max_steps))
-        if compute_reward:
-            self.append_transform(IfEvalScorer(prompt_key=self.data_key))
+        super().__init__(dataset=dataset, **{"data_key": "prompt", **settings})
+        self.add_rewards(max_steps, IfEvalScorer(prompt_key="prompt") if compute_reward else None)

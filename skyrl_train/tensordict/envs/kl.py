@@ -1,4 +1,4 @@
-"""Transforms that add a reference model's log-probs, and a KL penalty in the reward."""
+"""Transforms that add log-probs of other models, and a KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Compose, Transform
 
 from skyrl_train.tensordict.containers import LogProbs
-from skyrl_train.tensordict.envs.base import Transform, keys_of
+from skyrl_train.tensordict.envs.rows import add_spec, rows_of, stacked_like
 
 FullKey = tuple[str, str]
 
@@ -27,21 +30,51 @@ def check_scores(model: Any, what: str) -> None:
         )
 
 
-class _Scores(Transform):
-    """A base of transforms with a model that scores whole sequences, row by row."""
+class _StepScores(Transform):  # type: ignore[misc]
+    """A base of transforms that write values of one step's tokens, [L] per row, into "next".
+
+    In the specs they belong to the rewards, as TorchRL does with other scores: they exist only in "next", and the next
+    observation does not have them.
+    """
+
+    scores: Sequence[tuple[NestedKey, tuple[int, ...]]] = ()
+    """The keys that it writes, and the shape of each for one row; -1 is the number of tokens."""
+    needs_next = False
+    """True if it reads what a step has written into "next"."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply the transform to data [B] or [B, T] that already has "next", as in a step; changes `tensordict`."""
-        return tensordict.set("next", self._following(tensordict, tensordict["next"]))
+        """Write the values into data of any batch size, in place: into "next" or, without "next", beside the tokens.
 
-    def _following(self, tensordict: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        if tensordict.batch_dims > 1:
-            parts = zip(tensordict.unbind(0), following.unbind(0), strict=True)
-            return lazy_stack([self._following(*part) for part in parts])
-        return self.after_step(tensordict, lazy_stack([row.copy() for row in following.unbind(0)]))
+        Raises:
+            KeyError: There is no "next", but the transform changes the reward there.
+        """
+        following = tensordict.get("next", None)
+        if following is not None:
+            return tensordict.set("next", self._step(tensordict, following))
+        if self.needs_next:
+            raise KeyError(
+                f"{type(self).__name__} changes rewards, but the tensordict has no 'next'. Pass data of steps."
+            )
+        _update(tensordict, self._step(tensordict, tensordict), {_first(key) for key, _ in self.scores})
+        return tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        before, following = rows_of(tensordict), rows_of(next_tensordict)
+        self._score(before, following)
+        return stacked_like(following, next_tensordict)
+
+    def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
+        """Write the values of steps, whose observations and actions are `before`, into the rows `following`."""
+        raise NotImplementedError
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        for key, shape in self.scores:
+            spec = Unbounded(shape=(*reward_spec.shape, *shape), device=reward_spec.device)
+            add_spec(reward_spec, key, spec, LogProbs)
+        return reward_spec
 
 
-class RetrieveLogProb(_Scores):
+class RetrieveLogProb(_StepScores):
     """A transform that writes `model`'s log-probs of every step into "next", [L] per row, in nats.
 
     The key is `log_probs_full_key`.
@@ -75,69 +108,200 @@ class RetrieveLogProb(_Scores):
         mode = getattr(model, "input_mode", "history")
         if assistant_only and mode != "history":
             raise ValueError(
-                f"assistant_only=True needs a model with input_mode='history', got {mode!r}. Use such a model, or "
-                "assistant_only=False."
+                f"The model must have `input_mode='history'` when assistant_only=True, but has {mode!r}. Use such a "
+                "model, or assistant_only=False."
             )
-        self.model, self.mode = model, mode
-        renewed = getattr(model, "get_new_version", None)
-        self._of_tokens = model if mode == "tokens" or renewed is None else renewed(input_mode="tokens")
         self.source: FullKey = (getattr(model, "log_probs_key", "log_probs"), "full")
         self.log_probs_full_key: FullKey = log_probs_full_key or self.source
-        self.of_one_step = (self.log_probs_full_key[0],)
-        self.assistant_only, self.detach, self.device = assistant_only, detach, device
+        super().__init__(list(getattr(model, "in_keys", ())), [self.log_probs_full_key])
+        self.scores = [(self.log_probs_full_key, (-1,))]
+        self.__dict__["model"] = model  # no submodule: the environment does not move it, nor save it with its state
+        self.mode, self.assistant_only, self.detach, self.device = mode, assistant_only, detach, device
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write log-probs into data [B] or [B, T] under "next" or, without "next", beside the tokens."""
-        if "next" in keys_of(tensordict):
-            return super().forward(tensordict)
-        container = self.log_probs_full_key[0]
-        return tensordict.set(container, self._following(tensordict, tensordict).get(container))
-
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        """Add the model's log-probs of the step's tokens to `following`.
+    def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
+        """Add the model's log-probs of the tokens of `before` to `following`.
 
         Raises:
             ValueError: `detach` is False, but the model's log-probs have no gradient.
         """
-        sampled = [_has_tokens(row) for row in root.unbind(0)]
-        model, mode = (self._of_tokens, "tokens") if all(sampled) else (self.model, self.mode)
-        scored = scored_by(model, root, mode, with_gradient=not self.detach)
-        for row, ref, out in zip(root.unbind(0), scored.unbind(0), following.unbind(0), strict=True):
+        sampled = all(_has_tokens(row) for row in before)
+        model, mode = (self._of_tokens(), "tokens") if sampled else (self.model, self.mode)
+        scored = scored_by(model, before, mode, with_gradient=not self.detach)
+        for row, ref, out in zip(before, scored, following, strict=True):
             values = ref.get(self.source)
             mask = ref.get(("masks", "all_assistant_mask"), None) if self.assistant_only else None
-            if all(sampled):
+            if sampled:
                 values = _placed(row, _unpadded(ref, values))
                 mask = row.get(("masks", "all_assistant_mask")) if self.assistant_only else None
             if mask is not None:
-                values = values.masked_fill(~mask.to(values.device), 0.0)
+                values = values.masked_fill(~mask.to(values.device, torch.bool), 0.0)
             if not self.detach and not values.requires_grad:
                 raise ValueError(
                     "detach=False needs log-probs with a gradient, but the model's have none. Use its get_dist in a "
                     "loss."
                 )
             values = values.detach() if self.detach else values
-            values = values if self.device is None else values.to(self.device)
-            if out.get(self.log_probs_full_key[0], None) is None:
-                out.set(self.log_probs_full_key[0], LogProbs(batch_size=[]))
-            out.set(self.log_probs_full_key, values)
-        return following
+            _set_log_probs(out, self.log_probs_full_key, values if self.device is None else values.to(self.device))
+
+    def _of_tokens(self) -> Any:
+        renewed = getattr(self.model, "get_new_version", None)
+        if self.mode == "tokens" or renewed is None:
+            return self.model
+        if "tokens_model" not in self.__dict__:
+            self.__dict__["tokens_model"] = renewed(input_mode="tokens", input_key=("tokens", "full"))
+        return self.__dict__["tokens_model"]
 
 
-def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: bool = False) -> TensorDictBase:
-    """Return the output of a model that scores the sequences of a tensordict, which is not changed.
+def scored_by(
+    model: Any, rows: Sequence[TensorDictBase], mode: str, *, with_gradient: bool = False
+) -> Sequence[TensorDictBase]:
+    """Return the outputs of a model that scores the sequences of rows, which are not changed.
 
     Args:
         model: A wrapper with generate=False.
-        root: The tensordict; the model gets its entries `mode` and "masks".
+        rows: The rows; the model gets their entries `mode` and "masks".
         mode: Key of the sequences: "tokens", "text" or "history".
         with_gradient: True to compute gradients.
     """
+    given = LazyStackedTensorDict(*(row.select(mode, "masks", strict=False).copy() for row in rows), stack_dim=0)
     with torch.set_grad_enabled(with_gradient):
-        found: TensorDictBase = model(root.select(mode, "masks", strict=False).copy())
-    return found
+        return list(model(given).unbind(0))
 
 
-class KLRewardTransform(_Scores):
+class KLComputation(_StepScores):
+    """A transform that writes the KL estimate of each token, and subtracts `coeff` × KL from the reward.
+
+    The estimate is log π(token) − log π_ref(token), [L] per row under `kl_key`. Where both are 0, as for the tokens
+    that `RetrieveLogProb(assistant_only=True)` leaves out, it is 0; NaN marks positions without a score.
+
+    A step's reward is assigned to its last token, so that the sum over tokens, [L, 1], is reward − `coeff` × Σ kl,
+    however long the sequence is.
+
+    Args:
+        gen_log_probs_full_key: Log-probs of the policy in "next", else those that it wrote when it sampled the step;
+            then tokens that were not sampled in the step have 0.
+        ref_log_probs_full_key: Log-probs of the reference in "next".
+        kl_key: Key of the estimates.
+        add_to_reward: False leaves the reward unchanged.
+        coeff: Coefficient of the KL in the reward.
+        padding_side: Accepted without effect, for compatibility with TorchRL: padding is identified by the masks.
+    """
+
+    def __init__(
+        self,
+        gen_log_probs_full_key: FullKey = ("log_probs", "full"),
+        ref_log_probs_full_key: FullKey = ("ref_log_probs", "full"),
+        *,
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float = 1.0,
+        padding_side: str = "left",
+    ):
+        keys = [gen_log_probs_full_key, ref_log_probs_full_key]
+        super().__init__([*keys, *(["reward"] if add_to_reward else [])], [kl_key])
+        self.gen_log_probs_full_key, self.ref_log_probs_full_key = keys
+        self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
+        self.scores = [(kl_key, (-1,)), *([("reward", (-1, 1))] if add_to_reward else [])]
+
+    def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
+        """Write the KL of every row, and the reward.
+
+        Raises:
+            ValueError: Log-probs are missing, or do not have one value per token.
+        """
+        for row, out in zip(before, following, strict=True):
+            gen, ref = out.get(self.gen_log_probs_full_key, None), out.get(self.ref_log_probs_full_key, None)
+            sampled = gen is None
+            gen = row.get(self.gen_log_probs_full_key, None) if sampled else gen
+            for key, values in ((self.gen_log_probs_full_key, gen), (self.ref_log_probs_full_key, ref)):
+                if values is None:
+                    raise ValueError(
+                        f"KLComputation found no log-probs under {key!r}. Append it after a RetrieveLogProb that "
+                        "writes them, or use a policy with return_log_probs=True."
+                    )
+            if gen.shape != ref.shape:
+                raise ValueError(
+                    f"The policy has log-probs of shape {tuple(gen.shape)}, the reference of {tuple(ref.shape)}. Give "
+                    "both models the same tokenizer, chat template and pad_output."
+                )
+            kl = (gen - ref.to(gen.device)).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+            if sampled:
+                kl = kl.masked_fill(~_counted(row, len(kl), assistant_only=True).to(kl.device), 0.0)
+            out.set(self.kl_key, kl)
+            reward = out.get("reward", None) if self.add_to_reward else None
+            if reward is not None:
+                penalty = self.coeff * kl.unsqueeze(-1)
+                out.set("reward", _by_token(reward.reshape(-1, 1), penalty, _attention(row)) - penalty)
+
+
+class RetrieveKL(Compose):  # type: ignore[misc]
+    """A composition that writes a policy's and a reference's log-probs and the KL between them into "next".
+
+    It consists of a `RetrieveLogProb` for each model, and of `KLComputation`.
+
+    Args:
+        gen_model: A wrapper of the policy with generate=False, or "from_collector" for the log-probs that the policy
+            wrote when it sampled the step, which are exact and need no second pass.
+        ref_model: A wrapper of the reference with generate=False and a `log_probs_key` of its own.
+        gen_model_factory, ref_model_factory: Functions that make the models.
+        assistant_only: True to count only tokens that the assistant wrote; then both models need input_mode="history".
+        detach, device: Arguments of `RetrieveLogProb`.
+        gen_log_probs_full_key, ref_log_probs_full_key: Keys of the log-probs in "next".
+        kl_key, add_to_reward, coeff: Arguments of `KLComputation`.
+        use_ray_service: Only False: let `ref_model_factory` return a remote wrapper instead.
+        tokenizer, tokenizer_kwargs, history_key, padding_side: Accepted without effect, for compatibility with TorchRL.
+    """
+
+    def __init__(
+        self,
+        gen_model: Any = "from_collector",
+        ref_model: Any = None,
+        *,
+        gen_model_factory: Callable[[], Any] | None = None,
+        ref_model_factory: Callable[[], Any] | None = None,
+        assistant_only: bool = True,
+        history_key: str = "history",
+        tokenizer_kwargs: Any = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: str = "left",
+        gen_log_probs_full_key: FullKey = ("log_probs", "full"),
+        ref_log_probs_full_key: FullKey = ("ref_log_probs", "full"),
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float = 1.0,
+        use_ray_service: bool = False,
+    ):
+        _no_ray_service(use_ray_service)
+        sampled = isinstance(gen_model, str) and gen_model_factory is None
+        if gen_model_factory is not None:
+            gen_model = _made(None if isinstance(gen_model, str) else gen_model, gen_model_factory, "gen_model")
+        ref_model = _made(ref_model, ref_model_factory, "ref_model")
+        if not sampled:
+            padded = [getattr(model, "pad_output", None) for model in (gen_model, ref_model)]
+            if padded[0] != padded[1]:
+                raise ValueError(
+                    f"pad_output mismatch: gen_model has {padded[0]}, ref_model {padded[1]}. Give both the same value."
+                )
+            keys = [getattr(model, "log_probs_key", name) for model, name in ((gen_model, "gen"), (ref_model, "ref"))]
+            if keys[0] == keys[1]:
+                raise ValueError(
+                    f"gen_model and ref_model have the same log_probs_key {keys[0]!r}. Give them different ones with "
+                    "get_new_version(log_probs_key=...)."
+                )
+        parts = [] if sampled else [(gen_model, gen_log_probs_full_key)]
+        scores = [
+            RetrieveLogProb(model, log_probs_full_key=key, assistant_only=assistant_only, detach=detach, device=device)
+            for model, key in [*parts, (ref_model, ref_log_probs_full_key)]
+        ]
+        kl = KLComputation(
+            gen_log_probs_full_key, ref_log_probs_full_key, kl_key=kl_key, add_to_reward=add_to_reward, coeff=coeff
+        )
+        super().__init__(*scores, kl)
+
+
+class KLRewardTransform(_StepScores):
     """A transform that subtracts `coef` × KL(policy ‖ reference) from the reward, token by token.
 
     A step's reward is assigned to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long
@@ -152,12 +316,16 @@ class KLRewardTransform(_Scores):
     Args:
         ref_model, ref_model_factory: A policy wrapper in tokens mode with generate=False, or a function that makes one
             at the first use; exactly one of them.
-        out_keys: Reward, penalty and container of the log-probs.
+        in_keys: Key of the reward.
+        out_keys: Keys of reward, penalty and container of the log-probs; or only the reward's.
         log_prob_key: The policy's log-probs: (container, "full").
         device: Device of the reference's log-probs; the policy's by default.
         add_to_reward: False leaves the reward unchanged.
         tokenizer, padding_side: Accepted without effect, for compatibility with TorchRL: rows are not padded.
+        use_ray_service: Only False: let `ref_model_factory` return a remote wrapper instead.
     """
+
+    needs_next = True
 
     def __init__(
         self,
@@ -165,7 +333,7 @@ class KLRewardTransform(_Scores):
         *,
         ref_model_factory: Callable[[], Any] | None = None,
         coef: float = 1.0,
-        in_keys: Sequence[str] = ("reward",),
+        in_keys: Sequence[str] | None = None,
         out_keys: Sequence[str] | None = None,
         log_prob_key: FullKey = ("log_probs", "full"),
         device: torch.device | str | None = None,
@@ -175,35 +343,37 @@ class KLRewardTransform(_Scores):
         padding_side: str = "left",
         use_ray_service: bool = False,
     ):
+        _no_ray_service(use_ray_service)
         if (ref_model is None) == (ref_model_factory is None):
             raise ValueError(
                 "KLRewardTransform needs exactly one of ref_model and ref_model_factory. Give one of them."
             )
-        if use_ray_service:
+        inputs = list(in_keys or ("reward",))
+        outputs = list(out_keys or inputs)
+        outputs = [*outputs, "kl_penalty", "ref_log_probs"] if len(outputs) == 1 else outputs
+        if len(inputs) != 1 or len(outputs) != 3:
             raise ValueError(
-                "use_ray_service=True is not supported. Let ref_model_factory return a remote wrapper instead."
+                f"in_keys={in_keys!r} must name the reward, and out_keys={out_keys!r} reward, penalty and reference "
+                "log-probs."
             )
-        self._made, self._factory = None, ref_model_factory
-        if ref_model is not None:
-            self._made = _checked(ref_model)
-        self.coef, self.device = coef, device
-        self.reward_key = in_keys[0]
-        self.out_keys = tuple(out_keys or (in_keys[0], "kl_penalty", "ref_log_probs"))
-        if len(self.out_keys) != 3:
-            raise ValueError(f"out_keys={out_keys!r} must name reward, penalty and reference log-probs.")
-        self.of_one_step = self.out_keys
-        self.log_prob_key = log_prob_key
+        super().__init__(inputs, [outputs[0], outputs[1], (outputs[2], "full")])
+        self.reward_key, self.reward_out, self.penalty_key, self.ref_key = inputs[0], *outputs
+        self.__dict__["_made"], self._factory = None if ref_model is None else _checked(ref_model), ref_model_factory
+        self.coef, self.device, self.log_prob_key = coef, device, log_prob_key
         self.add_to_reward, self.assistant_only = add_to_reward, assistant_only
+        self.scores = [(self.penalty_key, (-1, 1)), ((self.ref_key, "full"), (-1,))]
+        if add_to_reward:
+            self.scores = [(self.reward_out, (-1, 1)), *self.scores]
 
     @property
     def ref_model(self) -> Any:
         """The reference model, which the factory makes at first use. Raises ValueError for an unsuitable model."""
-        if self._made is None:
+        if self.__dict__["_made"] is None:
             assert self._factory is not None
-            self._made = _checked(self._factory())
-        return self._made
+            self.__dict__["_made"] = _checked(self._factory())
+        return self.__dict__["_made"]
 
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+    def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
         """Add the KL penalty and the reference model's log-probs to `following`, and subtract the penalty from the
         reward.
 
@@ -212,15 +382,13 @@ class KLRewardTransform(_Scores):
             ValueError: The reward or the reference's log-probs do not fit the tokens.
         """
         model = self.ref_model
-        scored = scored_by(model, root, "tokens")
         source = (getattr(model, "log_probs_key", "log_probs"), "full")
-        for row, ref, out in zip(root.unbind(0), scored.unbind(0), following.unbind(0), strict=True):
+        for row, ref, out in zip(before, scored_by(model, before, "tokens"), following, strict=True):
             reference = _placed(row, _unpadded(ref, ref.get(source)))
             kl = self._kl(row, reference)
             reference = reference.to(kl.device if self.device is None else self.device)
-            reward_key, penalty_key, ref_key = self.out_keys
-            out.set(penalty_key, kl)
-            out.set(ref_key, LogProbs(full=reference, batch_size=[]))
+            out.set(self.penalty_key, kl)
+            out.set(self.ref_key, LogProbs(full=reference, batch_size=[]))
             if self.add_to_reward:
                 reward = out.get(self.reward_key, None)
                 if reward is None:
@@ -228,8 +396,7 @@ class KLRewardTransform(_Scores):
                         f"KLRewardTransform: the key {self.reward_key!r} is missing. Append it after the transform "
                         "that writes the reward."
                     )
-                out.set(reward_key, _by_token(reward.reshape(-1, 1), kl, _attention(row)) - self.coef * kl)
-        return following
+                out.set(self.reward_out, _by_token(reward.reshape(-1, 1), kl, _attention(row)) - self.coef * kl)
 
     def _kl(self, row: TensorDictBase, reference: torch.Tensor) -> torch.Tensor:
         """[L, 1], 0 outside the mask."""
@@ -246,27 +413,29 @@ class KLRewardTransform(_Scores):
                 f"The policy has {len(own)} log-probs, but the reference model scored only {len(reference)} tokens. "
                 "Give both models the same tokenizer and chat template."
             )
-        reference, mask = reference.to(own.device), self._mask(row, len(reference))
+        reference, mask = reference.to(own.device), _counted(row, len(reference), self.assistant_only).to(own.device)
         mask[: len(reference) - len(own)] = False
         kl = torch.zeros_like(reference)
         kl[mask] = (own - reference[len(reference) - len(own) :])[mask[len(reference) - len(own) :]]
         return kl.unsqueeze(-1)
 
-    def _mask(self, row: TensorDictBase, length: int) -> torch.Tensor:
-        masks = row.get("masks", None)
-        assistant = None if masks is None else masks.get("all_assistant_mask", None)
-        if self.assistant_only and assistant is not None:
-            return assistant.clone()
-        prompt = row.get("tokens").get("prompt", None)
-        if prompt is None:
-            raise KeyError(
-                "KLRewardTransform needs ('masks', 'all_assistant_mask') or ('tokens', 'prompt') to find the "
-                "response. Use a policy that writes one of them."
-            )
-        attention = _attention(row)
-        mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
-        mask[: len(prompt)] = False
-        return mask
+
+def _counted(row: TensorDictBase, length: int, assistant_only: bool) -> torch.Tensor:
+    """[L] bool: the assistant's tokens, or all tokens after the prompt. Raises KeyError if neither can be found."""
+    masks = row.get("masks", None)
+    assistant = None if masks is None else masks.get("all_assistant_mask", None)
+    if assistant_only and assistant is not None:
+        return assistant.clone()
+    prompt = row.get(("tokens", "prompt"), None)
+    if prompt is None:
+        raise KeyError(
+            "KL needs ('masks', 'all_assistant_mask') or ('tokens', 'prompt') to find the response. Use a policy that "
+            "writes one of them."
+        )
+    attention = _attention(row)
+    mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
+    mask[: len(prompt)] = False
+    return mask
 
 
 def _has_tokens(row: TensorDictBase) -> bool:
@@ -278,7 +447,8 @@ def _has_tokens(row: TensorDictBase) -> bool:
 def _attention(row: TensorDictBase) -> torch.Tensor | None:
     """[L] bool over ("tokens", "full"): True for tokens, False for padding; None if the row has no mask."""
     masks = row.get("masks", None)
-    return None if masks is None else masks.get("all_attention_mask", None)
+    attention = None if masks is None else masks.get("all_attention_mask", None)
+    return None if attention is None else attention.bool()
 
 
 def _unpadded(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
@@ -300,12 +470,47 @@ def _by_token(reward: torch.Tensor, kl: torch.Tensor, attention: torch.Tensor | 
     if len(reward) == len(kl):
         return reward
     if len(reward) != 1:
-        raise ValueError(
-            f"KLRewardTransform: the reward has {len(reward)} values for {len(kl)} tokens. Give 1, or 1 per token."
-        )
+        raise ValueError(f"The reward has {len(reward)} values for {len(kl)} tokens. Give 1, or 1 per token.")
     spread = torch.zeros_like(kl)
-    spread[-1 if attention is None else int(attention.nonzero()[-1])] = reward[0]
+    spread[-1 if attention is None or len(attention) != len(kl) else int(attention.nonzero()[-1])] = reward[0]
     return spread
+
+
+def _set_log_probs(row: TensorDictBase, key: FullKey, values: torch.Tensor) -> None:
+    container = row.get(key[0], None)
+    row.set(key[0], LogProbs(batch_size=[]) if container is None else container.copy())
+    row.set(key, values)
+
+
+def _first(key: NestedKey) -> str:
+    return key if isinstance(key, str) else str(key[0])
+
+
+def _update(tensordict: TensorDictBase, values: TensorDictBase, keys: set[str]) -> None:
+    """Copy entries of a lazy stack to a tensordict of the same batch size, whose rows may have different lengths."""
+    if isinstance(tensordict, LazyStackedTensorDict):
+        dim = tensordict.stack_dim
+        for row, source in zip(tensordict.unbind(dim), values.unbind(dim), strict=True):
+            _update(row, source, keys)
+        return
+    for key in keys & set(values.keys()):
+        try:
+            tensordict.set(key, values.get(key))
+        except RuntimeError:  # tensors of different lengths do not stack
+            tensordict.set(key, values.get(key, as_nested_tensor=True, layout=torch.jagged))
+
+
+def _no_ray_service(wanted: bool) -> None:
+    if wanted:
+        raise ValueError(
+            "use_ray_service=True is not supported. Let ref_model_factory return a remote wrapper instead."
+        )
+
+
+def _made(model: Any, factory: Callable[[], Any] | None, name: str) -> Any:
+    if (model is None) == (factory is None):
+        raise ValueError(f"RetrieveKL needs exactly one of {name} and {name}_factory. Give one of them.")
+    return factory() if factory is not None else model
 
 
 def _checked(model: Any) -> Any:

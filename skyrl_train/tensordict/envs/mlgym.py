@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Composite
 
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, validate_messages, validate_step_output
 from skyrl_train.environments.fenced_blocks import find_fenced_blocks
 from skyrl_train.environments.integrations.openenv import OpenEnvEnv
-from skyrl_train.tensordict.envs.base import keys_of
 from skyrl_train.tensordict.envs.chat import ChatEnv
-from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response
+from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response, question_of
 
 WRONG_FORMAT = "Your answer must hold exactly one block of code between ``` and ```; nothing was run."
 
@@ -38,26 +38,17 @@ class MLGymWrapper(ChatEnv):
         reward_wrong_format: If given, the action is the single fenced block of the final answer
             (`reasoning.final_answer`); an answer without a block, or with several, gets this reward and is not passed
             to the environment. Otherwise, the action is the model's whole text with its reasoning.
+        **settings: Arguments of ChatEnv.
     """
 
     def __init__(
         self,
         env: Callable[[], TextEnvLike] | TextEnvLike,
         *,
-        system_prompt: str | None = None,
-        tokenizer: Any = None,
-        batch_size: Sequence[int] | int | None = None,
-        device: torch.device | str | None = None,
         reward_wrong_format: float | None = None,
-        with_tokenizer: bool = False,
+        **settings: Any,
     ):
-        super().__init__(
-            batch_size=(1,) if batch_size is None else batch_size,
-            system_prompt=system_prompt,
-            tokenizer=tokenizer,
-            device=device,
-            with_tokenizer=with_tokenizer,
-        )
+        super().__init__(**settings)
         single = hasattr(env, "step") and not isinstance(env, type)
         if single and self.batch_size[0] != 1:
             raise ValueError(
@@ -66,29 +57,48 @@ class MLGymWrapper(ChatEnv):
             )
         self._make = cast(Callable[[], TextEnvLike], (lambda: env) if single else env)
         self.reward_wrong_format = reward_wrong_format
-        self._running: dict[int, TextEnvLike] = {}
+        self._running: list[TextEnvLike | None] = [None] * self.batch_size[0]
 
-    def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
-        asked = self.opening(self._question(given)) if "query" in keys_of(given) else []
-        opening = asked or ([self._system()] if self.system_prompt is not None else [])
+    def _make_specs(self) -> None:
+        super()._make_specs()
+        self.full_state_spec = Composite(shape=self.batch_size, device=self.device)  # no question is needed
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        size = self.batch_size[0]
+        chosen = [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
+        given = None if tensordict is None else tensordict.exclude("_reset", "next").unbind(0)
+        rows = [self._begin(place, given and given[place]) if reset else None for place, reset in enumerate(chosen)]
+        placeholder = next(row for row in rows if row is not None)  # `reset` discards it
+        return self._by_row(TensorDictBase.copy, lazy_stack([placeholder if row is None else row for row in rows]))
+
+    def _begin(self, place: int, given: TensorDictBase | None) -> TensorDictBase:
+        self._end(place)
+        question = None if given is None else question_of(given, self.data_key)
+        asked = self.opening("" if question is None else question)
         episode = self._make()
         try:
-            messages = validate_messages(episode.init(opening)[0])
+            messages = validate_messages(episode.init(asked if question is not None else asked[:-1])[0])
         except BaseException:
             episode.close()
             raise
-        self._running[int(given["episode"])] = episode
-        return TensorDict({}, batch_size=[]).set("history", conversation(messages))
+        self._running[place] = episode
+        row = TensorDict({}, batch_size=[]) if given is None else given.copy()
+        return row.set("history", conversation(messages))
 
-    def _step_row(self, root: TensorDictBase) -> TensorDictBase:
-        row = super()._step_row(root)
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows = [self._played(place, row) for place, row in enumerate(tensordict.unbind(0))]
+        return self._by_row(TensorDictBase.copy, lazy_stack(rows))
+
+    def _played(self, place: int, root: TensorDictBase) -> TensorDictBase:
+        row = self._step_row(root)
         text = last_response(root, self.tokenizer, self.policy_role)
         if text is None:
             raise ValueError(
                 "MLGymWrapper.step found no answer of the model at the end of the history. Append the policy's answer "
                 "before the step."
             )
-        episode = self._running.get(int(root["episode"]))
+        episode = self._running[place]
         if episode is None:
             raise RuntimeError("This episode is over. Reset its row before the next step.")
         output = self._answered(episode, text)
@@ -96,6 +106,9 @@ class MLGymWrapper(ChatEnv):
         row.set("history", conversation([*said, *output.observations]))
         row.set("reward", torch.tensor([float(output.reward)]))
         row.set("terminated", torch.tensor([output.done]))
+        row.set("done", torch.tensor([output.done]))
+        if output.done:
+            self._end(place)
         return row
 
     def _answered(self, episode: TextEnvLike, text: str) -> StepOutput:
@@ -107,10 +120,16 @@ class MLGymWrapper(ChatEnv):
             return StepOutput([observation], self.reward_wrong_format, done=False)
         return validate_step_output(episode.step(blocks[0].rstrip("\n")))
 
-    def _end_episodes(self, episodes: Sequence[int] | None) -> None:
-        for number in list(self._running) if episodes is None else episodes:
-            if (episode := self._running.pop(number, None)) is not None:
-                episode.close()
+    def _end(self, place: int) -> None:
+        episode, self._running[place] = self._running[place], None
+        if episode is not None:
+            episode.close()
+
+    def close(self, **settings: Any) -> None:
+        """End all episodes."""
+        for place in range(len(self._running)):
+            self._end(place)
+        super().close(**settings)
 
 
 def make_mlgym(

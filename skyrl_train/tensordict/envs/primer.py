@@ -3,118 +3,75 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torchrl.data import Composite, NonTensor
+from torchrl.envs.llm import transforms as torchrl_transforms
+from torchrl.envs.llm.transforms import as_nested_tensor as as_nested_tensor, as_padded_tensor as as_padded_tensor
 
-from skyrl_train.tensordict.envs.base import Transform, keys_of
 
-Stack = Callable[[list[TensorDictBase]], TensorDictBase]
+class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[misc]
+    """TorchRL's primer, which gives every reset the next rows of a loader that is repeated endlessly.
 
-
-class DataLoadingPrimer(Transform):
-    """A transform that gives every reset the next rows of a loader, which is repeated endlessly.
-
-    A loader yields mappings (one row, or columns of a batch: lists and tensors of one length), lists of mappings, or
-    tensordicts of batch [] or [N]. Values other than tensors are kept unchanged; "text" is renamed to "query", because
-    policies write their own "text".
+    It differs from TorchRL's in three ways. A loader may also yield lists of mappings, or rows with different columns.
+    Values other than tensors are kept unchanged, and "text" is renamed to "query" because policies write their own
+    "text". A loader without rows raises ValueError instead of waiting for ever.
 
     Args:
-        dataloader, dataloader_factory: A loader, or a function that makes one for every pass; exactly one of them.
-        stack_method: None for a lazy stack of the rows, "as_nested_tensor", "as_padded_tensor", or a callable.
-        batch_size: Number of rows per reset, unless the environment determines it.
-        repeats: Number of consecutive times that each row is used.
-        primers, group_repeats: Accepted without effect, for compatibility with TorchRL: keys are read from the rows,
-            and repeats are always consecutive.
+        dataloader: Loader of mappings (one row, or the columns of a batch), lists of mappings, or tensordicts.
+        question_key: Column whose value is also stored under "query", unless there is a column "query".
+        **settings: Arguments of TorchRL's class.
     """
 
-    def __init__(
-        self,
-        dataloader: Iterable[Any] | None = None,
-        *,
-        dataloader_factory: Callable[[], Iterable[Any]] | None = None,
-        primers: Any = None,
-        stack_method: str | Stack | None = None,
-        batch_size: Sequence[int] | int | None = None,
-        repeats: int | None = None,
-        device: torch.device | str | None = None,
-        group_repeats: bool = False,
-        use_ray_service: bool = False,
-    ):
-        if (dataloader is None) == (dataloader_factory is None):
-            raise ValueError("DataLoadingPrimer needs exactly one of dataloader and dataloader_factory.")
-        if use_ray_service:
-            raise ValueError(
-                "use_ray_service=True is not supported. Give each process a loader over its own rows instead."
-            )
-        if repeats is not None and repeats < 0:
-            raise ValueError(f"repeats={repeats} must not be negative.")
-        methods: dict[str, Stack] = {"as_nested_tensor": as_nested_tensor, "as_padded_tensor": as_padded_tensor}
-        if isinstance(stack_method, str) and stack_method not in methods:
-            raise ValueError(f"stack_method={stack_method!r} is not one of {sorted(methods)}.")
-        self._stack: Stack = methods[stack_method] if isinstance(stack_method, str) else stack_method or lazy_stack
-        self._factory = dataloader_factory
-        self._loader = dataloader
-        self.batch_size = batch_size
-        self.repeats = max(1, repeats or 1)
-        self.device = device
-        self._columns: set[str] = set()
-        self.reset_dataloader()
+    def __init__(self, dataloader: Iterable[Any] | None = None, *, question_key: str | None = None, **settings: Any):
+        if (settings.get("repeats") or 0) < 0:
+            raise ValueError(f"repeats={settings['repeats']} must not be negative.")
+        self._question_key = question_key
+        super().__init__(dataloader, **settings)
+        if self.expand_specs is None and not self.batch_size:
+            self.expand_specs = True  # the environment's batch size
+        if settings.get("primers") is None:
+            self.primers = self.primers.clone()
+            for key, spec in self.primers.items():
+                if isinstance(spec, NonTensor):  # example data of one row would make the specs of two workers differ
+                    self.primers[key] = NonTensor(spec.shape, example_data="a string", device=spec.device)
 
-    def reset_dataloader(self) -> None:
-        """Start again with the first row; pending repeats are dropped."""
-        self._queue: deque[TensorDictBase] = deque()
-        self._rows: Iterator[TensorDictBase] | None = None
+    @classmethod
+    def _endless_iter(cls, obj: Iterable[Any]) -> Iterator[Any]:
+        while True:
+            empty = True
+            for batch in obj:
+                empty = False
+                yield batch
+            if empty:
+                raise ValueError("The dataloader yields no rows. Give one with at least one row.")
 
-    def take(self, count: int) -> list[TensorDictBase]:
-        """Return the next `count` rows, each of batch size []. Raises ValueError if the loader yields no rows."""
-        return [self._next() for _ in range(count)]
+    def _load_from_dataloader(self, reset: torch.Tensor | None = None) -> TensorDictBase:
+        if reset is not None and reset.ndim:
+            return self.stack_method([self._load_from_dataloader() for _ in range(int(reset.sum()))])
+        while not self._queue:
+            for row in self._rows_of(next(self.endless_dataloader)):
+                self._queue.extend(row.copy() for _ in range(max(1, self.repeats)))
+        row = self._queue.popleft()
+        return row if self.device is None else row.to(self.device)
 
-    def forward(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Return the next rows of the loader, stacked.
+    def _reset_func(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """Give the rows that are reset their next data; the others get a placeholder, which `reset` discards."""
+        if not tensordict.ndim:
+            return tensordict_reset.update(self._load_from_dataloader())
+        mask = tensordict.get(self.reset_key, None)
+        chosen = [True] * len(tensordict) if mask is None else mask.reshape(len(mask), -1).any(-1).tolist()
+        if not any(chosen):
+            return tensordict_reset
+        fresh = [self._load_from_dataloader() if reset else None for reset in chosen]
+        placeholder = next(row for row in fresh if row is not None)
+        rows = self.stack_method([placeholder.copy() if row is None else row for row in fresh])
+        return rows.update(tensordict.exclude(*rows.keys()))
 
-        Args:
-            tensordict: Its batch size is the number of rows; None, or no batch dimension, takes that of `batch_size`.
-        """
-        size = [self.batch_size] if isinstance(self.batch_size, int) else list(self.batch_size or [1])
-        count = tensordict.batch_size[0] if tensordict is not None and tensordict.batch_dims else size[0]
-        return self._stack(self.take(count))
-
-    __call__ = forward
-
-    def before_reset(self, given: TensorDictBase) -> TensorDictBase:
-        rows = self.take(len(given))
-        self._columns.update(
-            *(row.keys() for row in rows)
-        )  # a row may lack keys, whose values must not remain from the row before
-        kept = [row.exclude(*self._columns) for row in given.unbind(0)]
-        if self._stack is lazy_stack:
-            return lazy_stack([row.update(new) for row, new in zip(kept, rows, strict=True)])
-        return self._stack(rows).update(
-            TensorDict({"episode": given["episode"]}) if "episode" in keys_of(given) else {}
-        )
-
-    def _next(self) -> TensorDictBase:
-        if not self._queue:
-            row = self._draw()
-            self._queue.extend(row.copy() for _ in range(self.repeats))
-        return self._queue.popleft()
-
-    def _draw(self) -> TensorDictBase:
-        for again in (False, True):
-            if self._rows is None or again:
-                source = self._loader if self._factory is None else self._factory()
-                assert source is not None
-                self._rows = (row for batch in source for row in self._unbound(batch))
-            found = next(self._rows, None)
-            if found is not None:
-                return found
-        raise ValueError("The dataloader yields no rows. Give one with at least one row.")
-
-    def _unbound(self, batch: Any) -> list[TensorDictBase]:
+    def _rows_of(self, batch: Any) -> list[TensorDictBase]:
         if isinstance(batch, TensorDictBase):
             if batch.batch_dims > 1:
                 raise ValueError(
@@ -127,7 +84,36 @@ class DataLoadingPrimer(Transform):
             rows = [_row(row) for row in batch]
         else:
             raise TypeError(f"The loader yields {type(batch).__name__}, not mappings, lists of them, or tensordicts.")
-        return [_renamed(row.to(self.device) if self.device is not None else row) for row in rows]
+        for row in rows:
+            names = set(row.keys())
+            if "query" not in names and "text" in names:
+                row.rename_key_("text", "query")
+            elif "query" not in names and self._question_key in names:
+                row.set("query", row.get(self._question_key))
+        return rows
+
+
+class RayDataLoadingPrimer(torchrl_transforms.RayDataLoadingPrimer):  # type: ignore[misc]
+    """TorchRL's primer in a Ray actor that several environments share, with the rows of `DataLoadingPrimer`."""
+
+    def _create_actor(self, **_: Any) -> Any:
+        remote = self._ray.remote(num_cpus=self._num_cpus, num_gpus=self._num_gpus)(DataLoadingPrimer)
+        if self._actor_name is not None:
+            remote = remote.options(name=self._actor_name, lifetime="detached")
+        loader = {"dataloader": self._dataloader, "dataloader_factory": self._dataloader_factory}
+        return remote.remote(**loader, **self._creation_kwargs)
+
+    @property
+    def primers(self) -> Composite:
+        """The specs of the columns."""
+        return self._ray.get(self._actor._getattr.remote("primers"))
+
+    @primers.setter
+    def primers(self, value: Composite) -> None:
+        self._ray.get(self._actor._set_attr.remote("primers", value))
+
+
+DataLoadingPrimer._RayServiceClass = RayDataLoadingPrimer
 
 
 def batches(
@@ -138,7 +124,7 @@ def batches(
     seed: int | None,
     collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None = None,
 ) -> Iterable[Any]:
-    """Return a loader over `rows` that can be iterated repeatedly.
+    """Return a loader over `rows` that can be iterated repeatedly; columns that a row lacks are None.
 
     Args:
         rows: The rows.
@@ -152,7 +138,9 @@ def batches(
     """
     if size < 1:
         raise ValueError(f"batch_size_dl={size} must be at least 1.")
-    return _Batches(rows, size, shuffle, random.Random(seed), collate_fn)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    complete = [{column: row.get(column) for column in columns} for row in rows]
+    return _Batches(complete, size, shuffle, random.Random(seed), collate_fn)
 
 
 class _Batches:
@@ -166,47 +154,6 @@ class _Batches:
         for start in range(0, len(places), self._size):
             batch = [self._rows[place] for place in places[start : start + self._size]]
             yield batch if self._collate is None else self._collate(batch)
-
-
-def as_nested_tensor(list_of_tensordicts: list[TensorDictBase]) -> TensorDictBase:
-    """Stack rows [..., L_i] into one tensordict [N]; tensors of different lengths become nested (jagged)."""
-    return _stacked_rows(
-        list_of_tensordicts, lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-    )
-
-
-def as_padded_tensor(list_of_tensordicts: list[TensorDictBase], dim: int = 0, stack_dim: int = 0) -> TensorDictBase:
-    """Stack rows into one tensordict [N]; tensors are padded to the longest with zeros on the left of `dim`.
-
-    Raises ValueError for a negative `dim`, or for a `stack_dim` other than 0: a tensordict's batch comes first.
-    """
-    if dim < 0 or stack_dim != 0:
-        raise ValueError(f"dim={dim} must not be negative, and stack_dim={stack_dim} must be 0.")
-
-    def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
-        longest = max(tensor.shape[dim] for tensor in tensors)
-        return torch.stack([_left_padded(tensor, dim, longest) for tensor in tensors])
-
-    return _stacked_rows(list_of_tensordicts, padded)
-
-
-def _left_padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = length - shape[dim]
-    return torch.cat([tensor.new_zeros(shape), tensor], dim)
-
-
-def _stacked_rows(rows: list[TensorDictBase], ragged: Callable[[list[torch.Tensor]], torch.Tensor]) -> TensorDictBase:
-    stacked: dict[str, Any] = {}
-    for key in sorted(keys_of(rows[0])):
-        values = [row.get(key) for row in rows]
-        if not isinstance(values[0], torch.Tensor):
-            stacked[key] = lazy_stack(values)
-        elif values[0].ndim == 0 or len({value.shape for value in values}) == 1:
-            stacked[key] = torch.stack(values)
-        else:
-            stacked[key] = ragged(values)
-    return TensorDict(stacked, batch_size=[len(rows)])
 
 
 def _columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -224,10 +171,4 @@ def _row(values: Mapping[str, Any]) -> TensorDictBase:
     row = TensorDict({}, batch_size=[])
     for key, value in values.items():
         row.set(key, value if isinstance(value, torch.Tensor | TensorDictBase) else NonTensorData(value))
-    return row
-
-
-def _renamed(row: TensorDictBase) -> TensorDictBase:
-    if keys_of(row) & {"text", "query"} == {"text"}:
-        return row.copy().rename_key_("text", "query")
     return row

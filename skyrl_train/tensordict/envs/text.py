@@ -2,155 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
-from tensordict.utils import NestedKey
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from tensordict.utils import NestedKey, unravel_key
+from torchrl.data import Bounded, Composite
+from torchrl.envs import Compose, Transform
+from torchrl.envs.llm.transforms import (
+    IncrementalTokenizer as _IncrementalTokenizer,
+    TemplateTransform as _TemplateTransform,
+    Tokenizer as _Tokenizer,
+)
 
 from skyrl_train.data.chat import decode_response, is_control_token, render_continuation, render_prompt, render_text
 from skyrl_train.data.messages import Message
 from skyrl_train.tensordict.containers import Tokens
-from skyrl_train.tensordict.envs.base import Transform
-from skyrl_train.tensordict.envs.conversation import (
-    full_messages,
-    is_continued,
-    messages_of,
-    part,
-    set_texts,
-    text_of,
-    unpadded,
-)
+from skyrl_train.tensordict.envs.conversation import full_messages, is_continued, messages_of, unpadded
+from skyrl_train.tensordict.envs.rows import add_spec, base_env, rows_of, stacked_like
 from skyrl_train.tensordict.history import rendered_form, template_options
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
-class Tokenizer(Transform):
-    """A transform that encodes text under `in_keys` to ids, and decodes ids of actions under `in_keys_inv` to text.
+class Tokenizer(_Tokenizer):  # type: ignore[misc]
+    """TorchRL's transform, which encodes text under `in_keys`, and decodes ids of actions under `out_keys_inv`.
 
-    Ids [B, L] are padded on the tokenizer's side; the mask is at (*root of the out key, "attention_mask"). Without
-    `padding`, every row has its own length, and the tensordict must be a lazy stack if lengths differ.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer, or the name of one.
-        skip_special_tokens: Decode ids without special tokens, except those that mark reasoning.
-        missing_tolerance: Ignore missing keys, which otherwise raise KeyError.
-        additional_tokens: Added to the tokenizer.
-        call_before_reset: Tokenize the input of a reset before the environment sees it.
-        use_raw_nontensor: Accepted without effect, for compatibility with TorchRL.
+    Unlike TorchRL's, it also encodes rows of different lengths without padding, decodes the rows of ragged actions
+    without padding, and keeps special tokens that mark reasoning when it skips the others.
     """
 
-    def __init__(
-        self,
-        in_keys: Sequence[NestedKey] = (),
-        out_keys: Sequence[NestedKey] = (),
-        in_keys_inv: Sequence[NestedKey] = (),
-        out_keys_inv: Sequence[NestedKey] = (),
-        *,
-        tokenizer: Any,
-        use_raw_nontensor: bool = False,
-        additional_tokens: Sequence[str] | None = None,
-        skip_special_tokens: bool = True,
-        add_special_tokens: bool = False,
-        padding: bool = True,
-        max_length: int | None = None,
-        return_attention_mask: bool = True,
-        missing_tolerance: bool = True,
-        call_before_reset: bool = False,
-    ):
-        for name, keys, outs in (("", in_keys, out_keys), ("_inv", in_keys_inv, out_keys_inv)):
-            if len(keys) != len(outs):
-                raise ValueError(
-                    f"in_keys{name} has {len(keys)} keys, out_keys{name} {len(outs)}. Give as many of both."
-                )
-        if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
+    def call_tokenizer_fn(self, value: str | list[str]) -> Any:
+        """Return the ids of a text or of a list of texts, and their mask if `return_attention_mask`."""
+        if isinstance(value, str) or self.padding or self.max_length is not None:
+            return super().call_tokenizer_fn(value)
+        rows = [super(Tokenizer, self).call_tokenizer_fn(text) for text in value]
+        if not self.return_attention_mask:
+            return _ragged(rows)
+        return _ragged([ids for ids, _ in rows]), _ragged([mask for _, mask in rows])
 
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        if additional_tokens:
-            tokenizer.add_tokens(list(additional_tokens))
-        self.tokenizer = tokenizer
-        self.keys = list(zip(in_keys, out_keys, strict=True))
-        self.keys_inv = list(zip(in_keys_inv, out_keys_inv, strict=True))
-        self.skip_special_tokens, self.add_special_tokens = skip_special_tokens, add_special_tokens
-        self.padding, self.max_length = padding, max_length
-        self.return_attention_mask, self.missing_tolerance = return_attention_mask, missing_tolerance
-        self.call_before_reset = call_before_reset
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return `tensordict`, [B] or [], with the ids added."""
-        for source, out in self.keys:
-            if source not in tensordict.keys(include_nested=True):
-                self._missing(source)
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        for text_key, ids_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            rows = [row.get(ids_key, None) for row in (tensordict.unbind(0) if tensordict.batch_dims else [tensordict])]
+            if any(ids is None for ids in rows):
+                if not self.missing_tolerance:
+                    raise KeyError(
+                        f"Tokenizer: the tensordict has no key {ids_key!r}. Name that of ids in out_keys_inv."
+                    )
                 continue
-            value = tensordict[source]
-            texts = [value] if isinstance(value, str) else list(value)
-            ids, mask = self._encoded([str(text) for text in texts])
-            root = out[:-1] if isinstance(out, tuple) else ()
-            _set_rows(tensordict, out, ids)
-            if self.return_attention_mask:
-                _set_rows(tensordict, (*root, "attention_mask"), mask)
+            skips = self.skip_special_tokens
+            decode = partial(decode_response, self.tokenizer) if skips else self.tokenizer.decode
+            texts = [NonTensorData(str(decode(ids.flatten().tolist()))) for ids in rows]
+            tensordict.set(text_key, NonTensorStack(*texts) if tensordict.batch_dims else texts[0])
         return tensordict
 
-    def before_reset(self, given: TensorDictBase) -> TensorDictBase:
-        return self.forward(given) if self.call_before_reset else given
-
-    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
-        return root if self.call_before_reset else self.forward(root)
-
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        return self.forward(following)
-
-    def before_step(self, root: TensorDictBase) -> TensorDictBase:
-        for source, out in self.keys_inv:
-            if source not in root.keys(include_nested=True):
-                self._missing(source)
-                continue
-            rows = [row.get(source).tolist() for row in root.unbind(0)]
-            decode = partial(decode_response, self.tokenizer) if self.skip_special_tokens else self.tokenizer.decode
-            set_texts(root, out, [str(decode(ids)) for ids in rows])
-        return root
-
-    def _missing(self, key: NestedKey) -> None:
-        if not self.missing_tolerance:
-            raise KeyError(f"Tokenizer: the tensordict has no key {key!r}. Name the text's key with in_keys.")
-
-    def _encoded(self, texts: list[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return ids and mask of every text."""
-        cut = {} if self.max_length is None else {"max_length": self.max_length, "truncation": True}
-        padding = ("max_length" if self.max_length else True) if self.padding else False
-        found = self.tokenizer(texts, add_special_tokens=self.add_special_tokens, padding=padding, **cut)
-        return [torch.tensor(ids) for ids in found["input_ids"]], [
-            torch.tensor(m).bool() for m in found["attention_mask"]
-        ]
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        spec = super().transform_observation_spec(observation_spec)
+        for key in self.out_keys:
+            spec[key] = _ids_spec(self.tokenizer, spec)
+        return spec
 
 
-def _set_rows(tensordict: TensorDictBase, key: NestedKey, values: Sequence[torch.Tensor]) -> None:
-    """Write a value for every row of [B], or the only one of []."""
-    if tensordict.batch_dims == 0:
-        tensordict.set(key, values[0])
-    elif len({value.shape for value in values}) == 1:
-        tensordict.set(key, torch.stack(list(values)))
-    elif isinstance(tensordict, LazyStackedTensorDict):
-        for row, value in zip(tensordict.unbind(0), values, strict=True):
-            row.set(key, value)
-    else:
-        raise ValueError("Tokenizer: rows of different lengths need padding=True or a lazy stack.")
-
-
-class IncrementalTokenizer(Transform):
+class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
     """A transform that keeps ("tokens", "prompt") in sync with a history: the chat template's ids of its prompt.
 
     After a step, they are the ids that the step actually had (("tokens", "full"), without padding), the end of the
     turn, later messages of tools and others, and the header of the next answer: sampled tokens are never tokenized
     again. If the template rewrites earlier turns, or the policy gave no ids, the whole conversation is rendered anew.
-    It runs after all other transforms.
-    """
 
-    last = True
+    At the next reset or step it moves behind transforms that were appended after it, because they may add messages,
+    unless one of them has `tokens_key` in its `in_keys`.
+
+    Args:
+        tokenizer: Hugging Face tokenizer with a chat template.
+        history_key: Key of the conversation's History.
+        tokens_key: Key of the ids; those of a step are at "full" in the same container.
+        chat_template_name, chat_template: A template instead of the tokenizer's own.
+        add_generation_prompt: Only True.
+        template_kwargs: Further variables of the template.
+    """
 
     def __init__(
         self,
@@ -167,31 +99,57 @@ class IncrementalTokenizer(Transform):
             raise ValueError(
                 "add_generation_prompt=False is not supported: the next answer follows ('tokens', 'prompt')."
             )
-        if (history_key, tokens_key) != (("history", "prompt"), ("tokens", "prompt")):
-            raise ValueError(
-                "IncrementalTokenizer only supports history_key=('history', 'prompt'), tokens_key=('tokens', 'prompt')."
-            )
-        self.tokenizer = tokenizer
+        super().__init__(
+            tokenizer,
+            history_key=history_key,
+            tokens_key=tokens_key,
+            chat_template_name=chat_template_name,
+            chat_template=chat_template,
+        )
         self.template_kwargs = {
             **template_options(tokenizer, chat_template, chat_template_name),
             **(template_kwargs or {}),
         }
 
-    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
-        rows = []
-        for row in root.unbind(0):
-            rows.append(self._with(row, self._rendered(messages_of(part(row, "history", "prompt")))))
-        return lazy_stack(rows)
+    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._move_back()
+        return tensordict
 
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        pairs = zip(root.unbind(0), following.unbind(0), strict=True)
-        return lazy_stack([self._with(after, self._ids(before, after)) for before, after in pairs])
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._move_back()
+        return tensordict
+
+    def _move_back(self) -> None:
+        """Move to the end of the environment's transforms. Compose calls the hooks before a step in reverse order."""
+        chain = getattr(self.container, "transform", None)
+        if not isinstance(chain, Compose) or self not in (parts := list(chain)):
+            return
+        place = parts.index(self)
+        later = [part for part in parts[place + 1 :] if not isinstance(part, IncrementalTokenizer)]
+        if later and not any(self.tokens_key in part.in_keys for part in later):
+            chain.pop(place)
+            self.reset_parent()
+            chain.append(self)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        rows = rows_of(tensordict_reset)
+        for row in rows:
+            if (history := row.get(self.history_key, None)) is not None:
+                self._set(row, self._rendered(messages_of(history)))
+        return stacked_like(rows, tensordict_reset)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rows = rows_of(next_tensordict)
+        for before, row in zip(rows_of(tensordict), rows, strict=True):
+            if row.get(self.history_key, None) is not None:
+                self._set(row, self._ids(before, row))
+        return stacked_like(rows, next_tensordict)
 
     def _ids(self, before: TensorDictBase, after: TensorDictBase) -> list[int]:
-        written = messages_of(part(after, "history", "prompt"))
-        messages = rendered_form(written)
-        role = getattr(self.environment, "policy_role", "assistant")
-        full, answered = part(before, "tokens", "full"), rendered_form(full_messages(before, role) or [])
+        written = messages_of(after.get(self.history_key))
+        messages, role = rendered_form(written), self._role()
+        full = before.get((*self._ids_container(), "full"), None)
+        answered = rendered_form(full_messages(before, role) or [])
         if full is not None and answered and messages[: len(answered)] == answered:
             ids = unpadded(before, full, response=False).tolist()
             places = [place for place, message in enumerate(messages) if message["role"] in (role, "assistant")]
@@ -210,35 +168,64 @@ class IncrementalTokenizer(Transform):
         return self._rendered(written)
 
     def _rendered(self, messages: Sequence[Message]) -> list[int]:
-        goes_on = is_continued(messages, getattr(self.environment, "policy_role", "assistant"))
+        goes_on = is_continued(messages, self._role())
         messages = rendered_form(messages)
         return render_prompt(self.tokenizer, messages, self.template_kwargs, continue_final_message=goes_on)
 
-    def _with(self, row: TensorDictBase, ids: list[int]) -> TensorDictBase:
-        return row.set("tokens", Tokens(prompt=torch.tensor(ids), padded=False, batch_size=[]))
+    def _role(self) -> str:
+        return getattr(base_env(self), "policy_role", None) or "assistant"
+
+    def _ids_container(self) -> tuple[str, ...]:
+        key = unravel_key(self.tokens_key)
+        return key[:-1] if isinstance(key, tuple) else (key,)
+
+    def _in_tokens(self, key: NestedKey) -> bool:
+        """True if the key's container is of class Tokens."""
+        return isinstance(key, tuple) and len(key) == 2 and key[1] == "prompt"
+
+    def _set(self, row: TensorDictBase, ids: list[int]) -> None:
+        key = unravel_key(self.tokens_key)
+        if self._in_tokens(key):
+            row.set(key[0], Tokens(prompt=torch.tensor(ids), batch_size=[]))
+        else:
+            row.set(key, torch.tensor(ids))
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        key, spec = unravel_key(self.tokens_key), _ids_spec(self.tokenizer, observation_spec)
+        if self._in_tokens(key):
+            add_spec(observation_spec, key, spec, Tokens)
+        else:
+            observation_spec[key] = spec
+        return observation_spec
 
 
-class TemplateTransform(Transform):
+class TemplateTransform(_TemplateTransform):  # type: ignore[misc]
     """A transform that adds Llama 3's headers to an environment's "message", and removes them from a policy's "action".
 
     A reply is everything between its header (if any) and the first <|eot_id|> (if any), including the text before that
     token in its line.
+
+    Args:
+        tokenizer: Tokenizer whose chat template renders messages; None writes Llama 3's headers.
+        chat_template: A template instead of the tokenizer's own.
+        in_keys, out_keys: Keys of messages, and of their rendered texts.
+        in_keys_inv, out_keys_inv: Keys of replies for the environment, and of the policy's texts.
+        role: Role of the messages.
     """
 
     def __init__(
         self,
         tokenizer: Any = None,
+        chat_template: str | None = None,
         *,
         in_keys: Sequence[str] = ("message",),
         out_keys: Sequence[str] = ("message",),
         in_keys_inv: Sequence[str] = ("action",),
         out_keys_inv: Sequence[str] = ("action",),
         role: str = "user",
-        chat_template: str | None = None,
     ):
+        Transform.__init__(self, list(in_keys), list(out_keys), list(in_keys_inv), list(out_keys_inv))
         self.tokenizer, self.role, self.chat_template = tokenizer, role, chat_template
-        self.keys = list(zip(in_keys, out_keys, strict=True))
-        self.keys_inv = list(zip(in_keys_inv, out_keys_inv, strict=True))
 
     def wrapped(self, text: str) -> str:
         """Return `text` as a turn of `role`, followed by the header of the assistant's answer."""
@@ -257,25 +244,28 @@ class TemplateTransform(Transform):
             said = said.partition(end)[2]
         return said.strip("\n")
 
-    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
-        return self._apply(root, self.keys, self.wrapped)
+    def _apply_transform(self, message: Any) -> Any:
+        return _mapped(self.wrapped, message)
 
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        said = {out: [text_of(row, out) for row in root.unbind(0)] for _, out in self.keys}
-        for source, out in self.keys:
-            texts = [text_of(row, source) for row in following.unbind(0)]
-            if None not in texts and texts != said[out]:  # otherwise the environment gave no new message
-                pairs = zip(texts, said[out], strict=True)
-                wrapped = [str(text) if text == old else self.wrapped(str(text)) for text, old in pairs]
-                set_texts(following, out, wrapped)
-        return following
+    def _inv_apply_transform(self, action: Any) -> Any:
+        return _mapped(self.unwrapped, action)
 
-    def before_step(self, root: TensorDictBase) -> TensorDictBase:
-        return self._apply(root, self.keys_inv, self.unwrapped)
 
-    def _apply(self, tensordict: TensorDictBase, keys: Sequence[tuple[str, str]], change: Any) -> TensorDictBase:
-        for source, out in keys:
-            texts = [text_of(row, source) for row in tensordict.unbind(0)]
-            if None not in texts:
-                set_texts(tensordict, out, [change(text) for text in texts])
-        return tensordict
+def _mapped(change: Callable[[str], str], value: Any) -> Any:
+    """Apply a function to a string, or to every string of a NonTensorStack."""
+    if isinstance(value, NonTensorStack):
+        return NonTensorStack(*(_mapped(change, part) for part in value.unbind(0)))
+    if isinstance(value, NonTensorData):
+        return NonTensorData(change(value.data), batch_size=value.batch_size)
+    return change(value)
+
+
+def _ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows))
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def _ids_spec(tokenizer: Any, spec: Composite) -> Bounded:
+    """Return the spec of ids [*, L]; `vocab_size` of a tokenizer does not count added tokens."""
+    return Bounded(0, len(tokenizer), shape=(*spec.shape, -1), device=spec.device, dtype=torch.int64)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
+from torchrl.envs import Compose, EnvBase
+from torchrl.envs.llm.transforms import JSONCallParser as _JSONCallParser, ToolCall, ToolRegistry
+from torchrl.envs.llm.transforms.tools import LLMToolParser, ParseResult, ToolTransformBase
+from torchrl.services import get_services
 
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.fenced_blocks import PYTHON_LANGUAGES, extract_blocks
-from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult
+from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult, sanitize, truncate_middle
 from skyrl_train.environments.tools.browser import BrowserTool
 from skyrl_train.environments.tools.mcp import McpTool, list_server_tools
 from skyrl_train.environments.tools.parsers import MAX_CALLS
 from skyrl_train.environments.tools.python import PythonTool
-from skyrl_train.environments.tools.sandbox import SandboxResult
-from skyrl_train.tensordict.envs.base import TensorDictEnv, Transform
-from skyrl_train.tensordict.envs.chat import ChatEnv
-from skyrl_train.tensordict.envs.conversation import conversation, last_response, messages_of, part
+from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, SandboxResult
+from skyrl_train.tensordict.envs.conversation import last_response, part, value_of
+from skyrl_train.tensordict.envs.rows import base_env, rows_of, stacked_like
 
 MAX_WORKERS = 16
 """Maximum number of rows whose tools run concurrently."""
@@ -43,24 +49,25 @@ class ParsedCall:
     wrong: str | None = None
 
 
-class ToolTransform(Transform, ABC):
-    """A transform that runs the calls of the model's last answer and appends a message of role `tool_name` for each.
+class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
+    """A transform that runs the calls of the model's last answer and appends a message of role `tool_role` for each.
 
-    A call in the answer's reasoning does not count (`reasoning.final_answer`). Every episode has its own tools, which
-    are closed when it ends; rows run concurrently. A model's mistakes and a tool's exceptions become texts for the
-    model. Rows without a call, and rows that are done, get no message. Subclasses define `make_tools`, `parse_calls`
-    and `format_result`.
+    A call in the answer's reasoning does not count (`reasoning.final_answer`). Every row has its own tools, which are
+    closed when the row is reset and when the environment is closed; rows run concurrently. A model's mistakes and a
+    tool's exceptions become texts for the model. Rows without a call, and rows that are done, get no message.
+    Subclasses define `make_tools`, `parse_calls` and `format_result`.
 
-    Attaching it to anything but a ChatEnv in history mode raises RuntimeError.
+    Attaching it to an environment of another mode than "history" raises RuntimeError.
     """
 
     def __init__(self, tool_name: str = "tool"):
-        self.tool_name = tool_name
+        super().__init__()
+        self.tool_role = tool_name
         self._boxes: dict[int, ToolBox] = {}
 
-    @abstractmethod
     def make_tools(self) -> list[Tool]:
-        """Return new tools for one episode."""
+        """Return new tools for one row."""
+        return []
 
     @abstractmethod
     def parse_calls(self, text: str) -> list[ParsedCall]:
@@ -74,77 +81,97 @@ class ToolTransform(Transform, ABC):
         """Return a description of the tools for the system message, or None for no description."""
         return None
 
-    def attach(self, environment: TensorDictEnv) -> None:
-        """Attach the transform to an environment.
+    def set_container(self, container: Compose | EnvBase) -> None:
+        """Attach the transform to an environment, or to a composition of transforms.
 
         Raises:
-            RuntimeError: The environment is not a ChatEnv with input_mode="history".
+            RuntimeError: The environment's input_mode is not "history".
         """
-        if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
-            raise RuntimeError(f"{type(self).__name__} needs a ChatEnv with input_mode='history'.")
-        super().attach(environment)
+        super().set_container(container)
+        mode = getattr(base_env(self), "input_mode", "history")
+        if mode != "history":
+            raise RuntimeError(f"{type(self).__name__} needs a ChatEnv with input_mode='history', got {mode!r}.")
 
-    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
+    def clone(self) -> ToolTransform:
+        """Return a copy without an environment, which has its own tools."""
+        copied: ToolTransform = super().clone()
+        copied._boxes = {}
+        return copied
+
+    def close(self) -> None:
+        """Close the tools of all rows."""
+        self._close(list(self._boxes))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        rows = rows_of(tensordict_reset)
+        mask = tensordict.get("_reset", None)
+        begun = [True] * len(rows) if mask is None else mask.reshape(len(rows), -1).any(-1).tolist()
+        self._close([place for place, reset in enumerate(begun) if reset])
         words = self.described()
         if words is None:
-            return root
-        rows = list(root.unbind(0))
-        for row in rows:
-            row.set("history", conversation(_with_system(messages_of(part(row, "history", "prompt")), words)))
-        return lazy_stack(rows)
+            return tensordict_reset
+        for row, reset in zip(rows, begun, strict=True):
+            if reset and (prompt := part(row, "history", "prompt")) is not None:
+                _set_prompt(row, _with_system(prompt, words))
+        return stacked_like(rows, tensordict_reset)
 
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        rows = list(following.unbind(0))
-        role, tokenizer = (getattr(self.environment, name, None) for name in ("policy_role", "tokenizer"))
-        work: list[tuple[TensorDictBase, int, list[ParsedCall]]] = []
-        for before, row in zip(root.unbind(0), rows, strict=True):
-            text = None if bool(row["done"].any()) else last_response(before, tokenizer, role or "assistant")
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rows, environment = rows_of(next_tensordict), base_env(self)
+        role = getattr(environment, "policy_role", None) or "assistant"
+        work: list[tuple[int, TensorDictBase, list[ParsedCall]]] = []
+        for place, (before, row) in enumerate(zip(rows_of(tensordict), rows, strict=True)):
+            done = row.get("done", None)
+            if done is not None and bool(done.any()):
+                continue
+            text = last_response(before, getattr(environment, "tokenizer", None), role)
             if found := self.parse_calls(final_answer(text)) if text else []:
-                work.append((row, int(row["episode"]), found))
+                work.append((place, before, found))
         if not work:
-            return following
+            return next_tensordict
         with ThreadPoolExecutor(min(len(work), MAX_WORKERS)) as pool:
-            answers = list(pool.map(lambda item: self._answers(item[1], item[2]), work))
-        for (row, _, _), messages in zip(work, answers, strict=True):
-            prompt = messages_of(part(row, "history", "prompt"))
-            row.set("history", conversation([*prompt, *messages]))
-        return lazy_stack(rows)
+            answers = list(pool.map(lambda item: self._answers(*item), work))
+        for (place, _, _), texts in zip(work, answers, strict=True):
+            prompt = part(rows[place], "history", "prompt")
+            _set_prompt(rows[place], _extended(prompt, [{"role": self.tool_role, "content": text} for text in texts]))
+        return stacked_like(rows, next_tensordict)
 
-    def end_episodes(self, episodes: Sequence[int] | None) -> None:
-        for episode in list(self._boxes) if episodes is None else episodes:
-            if (box := self._boxes.pop(episode, None)) is not None:
-                box.close()
-
-    def _answers(self, episode: int, calls: Sequence[ParsedCall]) -> list[Message]:
+    def _answers(self, place: int, before: TensorDictBase, calls: Sequence[ParsedCall]) -> list[str]:
+        """Run the calls of one row, and return the texts of their messages."""
         texts = []
         for call in calls[:MAX_CALLS]:
             if call.wrong is not None:
                 result = ToolResult(call.wrong, "bad_arguments")
             else:
-                if episode not in self._boxes:
-                    self._boxes[episode] = ToolBox(self.make_tools())
-                result = self._boxes[episode].call(call.name, dict(call.arguments or {}))
+                if place not in self._boxes:
+                    self._boxes[place] = ToolBox(self.make_tools())
+                result = self._boxes[place].call(call.name, dict(call.arguments or {}))
             texts.append(self.format_result(call, result))
-        if len(calls) > MAX_CALLS:
-            texts.append(f"More than {MAX_CALLS} calls in one message: the others were not run.")
-        return [{"role": self.tool_name, "content": text} for text in texts]
+        return [*texts, *_surplus(calls)]
+
+    def _close(self, places: Sequence[int]) -> None:
+        for place in places:
+            if (box := self._boxes.pop(place, None)) is not None:
+                box.close()
 
 
 class PythonInterpreter(ToolTransform):
     """A tool transform that runs each closed ```python block of the last answer in a sandbox.
 
-    Every block runs in a new session or, with `persistent`, in the episode's session.
+    Every block runs in a new session or, with `persistent`, in the row's session.
 
     The messages are "Code block 1 executed successfully:" or "Code block 1 failed:", followed by the block's output. A
     block fails if it raises, exits with a status other than 0, or exceeds a limit; a warning on stderr is just output.
 
     Args:
+        tokenizer: Accepted without effect, for compatibility with TorchRL: blocks are read from the conversation.
+        tool_name: Role of the messages.
+        persistent: True to keep variables from block to block until the row is reset.
         timeout: Seconds for one block.
+        services: "ray" to run blocks in a `PythonExecutorService` that is registered with
+            `torchrl.services.get_services`; its limits and sandbox apply.
+        service_name, namespace: Name and Ray namespace of that service.
         sandbox: Settings as in `environment.skyrl_gym.sandbox`; bubblewrap by default. Nothing of this process's
             environment variables, files or network is visible inside.
-        services, service_name, namespace: Only the defaults: here, every episode has its own sandbox where the
-            environment runs.
-        tokenizer: Accepted without effect, for compatibility with TorchRL: blocks are read from the conversation.
     """
 
     def __init__(
@@ -158,17 +185,21 @@ class PythonInterpreter(ToolTransform):
         namespace: str | None = None,
         sandbox: Mapping[str, Any] | None = None,
     ):
-        if services is not None:
+        if services not in (None, "ray"):
             raise ValueError(
-                f"services={services!r} is not supported. Leave it out: every episode has its own sandbox."
+                f"services={services!r} is not a known backend. Choose 'ray', or None for local sandboxes."
             )
-        if service_name != SERVICE_NAME or namespace is not None:
-            given = f"service_name={service_name!r}, namespace={namespace!r}"
-            raise ValueError(f"{given}: leave them out; there is no service, every episode has its own sandbox.")
+        if services == "ray" and persistent:
+            raise ValueError("persistent=True needs a session per row, which a service has not. Leave out services.")
         super().__init__(tool_name)
         self.persistent, self.timeout, self.sandbox = persistent, timeout, sandbox
+        self.python_service = None
+        if services == "ray":
+            self.python_service = get_services(backend="ray", namespace=namespace)[service_name]
 
     def make_tools(self) -> list[Tool]:
+        if self.python_service is not None:
+            return [_ServiceBlocks(self.python_service)]
         return [_Blocks(persistent=self.persistent, wall_s=self.timeout, sandbox=self.sandbox)]
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
@@ -176,51 +207,217 @@ class PythonInterpreter(ToolTransform):
         return [ParsedCall(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
 
     def format_result(self, call: ParsedCall, result: ToolResult) -> str:
-        how = "executed successfully" if result.error is None else "failed"
-        return f"{call.shown_as} {how}:\n{result.text}"
+        return f"{call.shown_as} {_outcome(result)}:\n{result.text}"
+
+
+class PythonExecutorService:
+    """A service that runs Python code in sandboxes, for the environments of several processes.
+
+    Register it as an actor: `get_services(backend="ray").register("python_executor", PythonExecutorService,
+    pool_size=8, num_cpus=8, max_concurrency=8)`, and use it with `PythonInterpreter(services="ray")`. Every call has
+    its own sandbox: nothing of a call is visible to later ones.
+
+    Args:
+        pool_size: Maximum number of sandboxes that run at a time.
+        timeout: Seconds for one call.
+        sandbox: Settings as in `environment.skyrl_gym.sandbox`; bubblewrap by default.
+    """
+
+    def __init__(self, pool_size: int = 32, timeout: float = 10.0, sandbox: Mapping[str, Any] | None = None):
+        self.timeout = timeout
+        self._sandbox = Sandbox.from_config(sandbox, Limits(wall_s=timeout, cpu_s=timeout))
+        self._free = threading.Semaphore(pool_size)
+
+    def execute(self, code: str) -> dict[str, Any]:
+        """Run code and return its "success", "stdout", "stderr" and "returncode"."""
+        with self._free:
+            ran = self._sandbox.run({"main.py": code.encode("utf-8", "replace")}, [PYTHON, "-I", "-u", "main.py"])
+        stderr = ran.stderr
+        if ran.timed_out or ran.killed_by is not None:
+            stderr += f"[timed out after {self.timeout:g} s]" if ran.timed_out else f"[stopped: {ran.killed_by} limit]"
+        return {"success": not _failed(ran), "stdout": ran.stdout, "stderr": stderr, "returncode": ran.returncode}
 
 
 class _Blocks(PythonTool):
     def rendered(self, outcome: SandboxResult) -> str:
         text = super().rendered(outcome)
-        raised = re.search(r"^Traceback \(most recent call last\)", outcome.stderr, re.MULTILINE) is not None
-        if outcome.returncode or outcome.timed_out or outcome.killed_by or raised:
+        if _failed(outcome):
             raise ToolError(text)
         return text
 
 
-class _BlockTools(ToolTransform):
-    """A tool transform for calls written as <tool>name, a line break, the arguments as JSON, </tool>."""
+class _ServiceBlocks(Tool):
+    """The python tool of a PythonExecutorService in a Ray actor."""
 
-    def __init__(self, tool_name: str, pattern: str | re.Pattern[str] | None, describe: bool):
+    name, description, parameters = PythonTool.name, PythonTool.description, PythonTool.parameters
+    deadline_s = 3600.0  # the service has its own limit, but may have to wait for a free sandbox
+
+    def __init__(self, service: Any):
+        self._service = service
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        result = await self._service.execute.remote(arguments["code"])
+        text = "\n".join(text.rstrip("\n") for text in (result["stdout"], result["stderr"]) if text.strip("\n"))
+        if not result["success"]:
+            raise ToolError(text or f"[exit status {result['returncode']}]")
+        return text or "[no output]"
+
+
+class _CallTransform(ToolTransform):
+    """A tool transform for calls with a name and JSON arguments.
+
+    Without a parser, a call is written as <tool>name, a line break, the arguments as JSON, </tool>.
+    """
+
+    def __init__(self, tool_name: str, pattern: str | re.Pattern[str] | None, parser: LLMToolParser | None = None):
         super().__init__(tool_name)
         self.pattern = TOOL_BLOCK if pattern is None else re.compile(pattern, re.DOTALL)
         if self.pattern.groups < 2:
             raise ValueError(f"tool_call_pattern={self.pattern.pattern!r} must have two groups: name and arguments.")
-        self.describe = describe
+        self.parser = parser
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
+        if self.parser is not None:
+            return [self.to_call(call.tool, call.args) for call in self.parser(text)["calls"]]
         return [self._parsed(*match.group(1, 2)) for match in self.pattern.finditer(text)]
 
     @abstractmethod
     def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
-        """Return the tool call for a block's name and arguments."""
+        """Return the tool call for a call's name and arguments."""
 
     def format_result(self, call: ParsedCall, result: ToolResult) -> str:
-        how = "executed successfully" if result.error is None else "failed"
-        return f"Tool {call.shown_as} {how}:\n{result.text}"
+        return f"Tool {call.shown_as} {_outcome(result)}:\n{result.text}"
 
     def _parsed(self, name: str, body: str) -> ParsedCall:
         try:
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError):
-            return ParsedCall(name, wrong="The arguments are not valid JSON.")
+            return ParsedCall(name, wrong="Failed to parse tool arguments: they are not valid JSON.")
         if not isinstance(arguments, dict):
             return ParsedCall(name, wrong="The arguments must be a JSON object.")
         return self.to_call(name, arguments)
 
 
-class MCPToolTransform(_BlockTools):
+class SimpleToolTransform(_CallTransform):
+    """A tool transform for functions of this process, which run without a sandbox.
+
+    Args:
+        tools: Functions by name; a call's arguments are keyword arguments, and `str` of the result is shown.
+        tool_schemas: Accepted without effect, as in TorchRL: describe the tools in the system prompt.
+        parser: A parser such as `XMLBlockParser`; by default calls are blocks like
+            <tool>name, a line break, {json}</tool>.
+        tool_call_pattern: A pattern with two groups, the name and the arguments, instead of that of blocks.
+        tool_name: Role of the messages.
+        timeout: Seconds for a call; a function that takes longer is abandoned.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        parser: LLMToolParser | None = None,
+        tool_call_pattern: str | re.Pattern[str] | None = None,
+        tool_name: str = "tool",
+        timeout: float = 10.0,
+    ):
+        super().__init__(tool_name, tool_call_pattern, parser)
+        self.tools, self.tool_schemas, self.timeout = dict(tools), dict(tool_schemas or {}), timeout
+
+    def make_tools(self) -> list[Tool]:
+        return [_Function(name, function, self.timeout) for name, function in self.tools.items()]
+
+    def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        return ParsedCall(name, name, arguments)
+
+
+class _Function(Tool):
+    description = ""
+    parameters = {"type": "object", "additionalProperties": True}  # noqa: RUF012
+
+    def __init__(self, name: str, function: Callable[..., Any], timeout: float):
+        self.name, self.function, self.deadline_s = name, function, timeout
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        return str(await asyncio.to_thread(self.function, **arguments))
+
+
+class ExecuteToolsInOrder(_CallTransform):
+    """A tool transform for the services of a `ToolRegistry`: one message shows the results of all calls of an answer.
+
+    Args:
+        registry: The services, which run in this process without a sandbox. A service gets a call's arguments as
+            keyword arguments and returns a mapping, which is shown as JSON.
+        parser: Parser of the calls, such as `XMLBlockParser` or `JSONCallParser`.
+        stop_on_error: True to leave out the calls after one that fails.
+        pass_state_to_tools: Also pass `_state`: the row's columns, such as its question, as plain values.
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry,
+        parser: LLMToolParser,
+        stop_on_error: bool = False,
+        pass_state_to_tools: bool = True,
+    ):
+        super().__init__("tool", None, parser)
+        self.registry, self.stop_on_error, self.pass_state_to_tools = registry, stop_on_error, pass_state_to_tools
+
+    def parse_calls(self, text: str) -> list[ParsedCall]:
+        calls = self.parser(text)["calls"]  # type: ignore[misc]
+        shown = [
+            f"{call.tool} (call {number}){f' [{call.tag}]' if call.tag else ''}" for number, call in enumerate(calls, 1)
+        ]
+        return [ParsedCall(show, call.tool, call.args) for show, call in zip(shown, calls, strict=True)]
+
+    def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        return ParsedCall(name, name, arguments)
+
+    def _answers(self, place: int, before: TensorDictBase, calls: Sequence[ParsedCall]) -> list[str]:
+        state = {}
+        if self.pass_state_to_tools:
+            plain = {key: before.get(key) for key in before.keys() if key != "_reset"}  # noqa: SIM118 - a tensordict
+            state = {"_state": {key: value_of(before, key) for key, value in plain.items() if _is_column(value)}}
+        lines = []
+        for call in calls[:MAX_CALLS]:
+            try:
+                result = self.registry.get(call.name)(**dict(call.arguments or {}), **state)
+                text, failed = json.dumps(result, default=str, ensure_ascii=False), False
+            except Exception as error:
+                text, failed = str(error) or type(error).__name__, True
+            shown = truncate_middle(sanitize(text), Tool.max_output)
+            lines.append(f"Tool {call.shown_as} {'failed' if failed else 'succeeded'}: {shown}")
+            if failed and self.stop_on_error:
+                break
+        return ["\n".join(["<tool_results>", *lines, *_surplus(calls), "</tool_results>"])]
+
+
+class JSONCallParser(_JSONCallParser):  # type: ignore[misc]
+    """TorchRL's parser of {"message": ..., "tools": [{"tool": ..., "args": ...}]}, which no text makes raise.
+
+    Text that is not such an object has no calls, and entries that are not calls are left out.
+    """
+
+    def __call__(self, response: str | dict[str, Any]) -> ParseResult:
+        given: Any = response
+        if isinstance(response, str):
+            try:
+                given = json.loads(response)
+            except (ValueError, RecursionError):
+                given = None
+        if not isinstance(given, dict):
+            return ParseResult(text=response, calls=[], meta={"count": 0})
+        entries = given.get("tools")
+        calls = [
+            ToolCall(entry["tool"], entry.get("args") or {}, entry.get("tag"))
+            for entry in (entries if isinstance(entries, list) else [])
+            if isinstance(entry, dict)
+            and isinstance(entry.get("tool"), str)
+            and isinstance(entry.get("args", {}), dict)
+        ]
+        return ParseResult(text=given.get("message", ""), calls=calls, meta={"count": len(calls)})
+
+
+class MCPToolTransform(_CallTransform):
     """A tool transform for the tools of MCP servers, called as <tool>server.tool, a line break, {json}, </tool>.
 
     A name without a server belongs to the first server. The system message lists the tools with their schemas
@@ -240,14 +437,14 @@ class MCPToolTransform(_BlockTools):
         timeout: float = 10.0,
         describe: bool = True,
     ):
-        super().__init__(tool_name, tool_call_pattern, describe)
+        super().__init__(tool_name, tool_call_pattern)
         if not servers:
             raise ValueError("servers={} must name at least one MCP server.")
         self.servers = {
             name: entry if "tools" in entry else {**entry, "tools": list_server_tools(name, entry)}
             for name, entry in servers.items()
         }
-        self.timeout = timeout
+        self.timeout, self.describe = timeout, describe
         self._description = self.make_tools()[0].description
 
     def make_tools(self) -> list[Tool]:
@@ -261,7 +458,7 @@ class MCPToolTransform(_BlockTools):
         return f"{_HOW}\n\n{self._description}" if self.describe else None
 
 
-class BrowserTransform(_BlockTools):
+class BrowserTransform(_CallTransform):
     """A tool transform with a browser for every row.
 
     The call is <tool>browser, a line break, {"action": ..., ...}, </tool>.
@@ -292,14 +489,13 @@ class BrowserTransform(_BlockTools):
     ):
         if not headless:
             raise ValueError("headless=False is not supported: the browsers of a batch have no screen.")
-        super().__init__(tool_name, None, describe)
-        self._make: Callable[[], Tool] = lambda: BrowserTool(
-            ["*"] if allowed_domains is None else list(allowed_domains), allow_private, timeout=timeout
-        )
-        self._make()  # fails now if it cannot work
+        super().__init__(tool_name, None)
+        self.allowed_domains = ["*"] if allowed_domains is None else list(allowed_domains)
+        self.allow_private, self.timeout, self.describe = allow_private, timeout, describe
+        self.make_tools()  # fails now if it cannot work
 
     def make_tools(self) -> list[Tool]:
-        return [self._make()]
+        return [BrowserTool(self.allowed_domains, self.allow_private, timeout=self.timeout)]
 
     def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         action = arguments.get("action")
@@ -321,7 +517,39 @@ _HOW = """You can call tools. To call one, write its name, a line break, and its
 {"argument": "value"}</tool>"""
 
 
-def _with_system(messages: list[Message], words: str) -> list[Message]:
-    if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{words}"}, *messages[1:]]
-    return [{"role": "system", "content": words}, *messages]
+def _failed(outcome: SandboxResult) -> bool:
+    raised = re.search(r"^Traceback \(most recent call last\)", outcome.stderr, re.MULTILINE) is not None
+    return bool(outcome.returncode or outcome.timed_out or outcome.killed_by or raised)
+
+
+def _outcome(result: ToolResult) -> str:
+    return "executed successfully" if result.error is None else "failed"
+
+
+def _surplus(calls: Sequence[ParsedCall]) -> list[str]:
+    over = len(calls) > MAX_CALLS
+    return [f"More than {MAX_CALLS} calls in one message: the others were not run."] if over else []
+
+
+def _is_column(value: Any) -> bool:
+    """True if a row's entry is a plain value, not a container such as the history."""
+    return isinstance(value, str | torch.Tensor) or hasattr(value, "tolist")
+
+
+def _extended(history: Any, messages: Sequence[Message]) -> Any:
+    """Return a history [turns] of any class of histories, followed by messages."""
+    turns = [type(history)(role=message["role"], content=message["content"]) for message in messages]
+    return lazy_stack([*history.unbind(0), *turns])
+
+
+def _with_system(history: Any, words: str) -> Any:
+    first, *rest = history.unbind(0)
+    if first.role != "system":
+        return lazy_stack([type(history)(role="system", content=words), first, *rest])
+    return lazy_stack([type(history)(role="system", content=f"{first.content}\n\n{words}"), *rest])
+
+
+def _set_prompt(row: TensorDictBase, prompt: Any) -> None:
+    container = row.get("history").copy()
+    container.prompt = prompt
+    row.set("history", container)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
+from torchrl.objectives.llm.grpo import MCAdvantage as TorchRLMCAdvantage
 
 from skyrl_train.tensordict.ragged import Key, rows_of, stacked
 
 log = logging.getLogger(__name__)
 EPISODE: Key = "episode"
 """Key of the episode's number; steps with different numbers belong to different trajectories."""
-
-
-STATISTICS = (
+COUNTERS = (
     "completed_trajectories",
     "completed_decisions",
     "trajectory_return_sum",
@@ -31,28 +29,13 @@ STATISTICS = (
     "rescued_groups",
     "selected_trajectories",
     "unselected_trajectories",
-    "queued_groups",
-    "queued_trajectories",
-    "max_queued_trajectories_per_group",
     "abandoned",
 )
+Rows = list[TensorDictBase]
 
 
-@dataclass(frozen=True)
-class CompleteTrajectory:
-    """One trajectory: its steps in order, the last one done."""
-
-    steps: list[TensorDictBase]
-    rewards: list[float]
-    """The reward of each step, or the sum over its tokens if every token has one."""
-    version: int | None
-    """The oldest policy version among its steps, if known."""
-
-
-class GroupTransform(ABC):
-    """A buffer transform that holds trajectories back until their prompt's group is complete.
-
-    A replay buffer calls `inv` on writing.
+class GroupTransform:
+    """A mixin of TorchRL's buffer transforms that holds trajectories back until their prompt's group is complete.
 
     Trajectories may be at most `max_staleness` versions behind the newest one seen: an older one is dropped on arrival,
     and a group that contains one is dropped when a newer version arrives. If more than `max_pending` trajectories wait,
@@ -60,115 +43,115 @@ class GroupTransform(ABC):
     collector), nothing is stale.
     """
 
-    def __init__(
-        self,
-        prompt_key: Key,
-        rewards_key: Key,
-        done_key: Key,
-        verbose: bool,
-        version_key: Key,
-        max_staleness: int,
-        max_pending: int,
-    ):
-        self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
-        self.verbose = verbose
-        self.version_key, self.max_staleness, self.max_pending = version_key, max_staleness, max_pending
-        self.queues: dict[Hashable, list[CompleteTrajectory]] = {}
-        """Waiting groups by prompt, the one that has waited longest first."""
-        self.newest: int | None = None
-        """The newest policy version seen; `flush` forgets it."""
-        self._waiting = 0
-        self.reset_stats()
+    prompt_key: Key
+    rewards_key: Key
+    done_key: Key
+    verbose: bool
+    queues: Any
+    """Waiting groups by prompt, the one that has waited longest first; a group is a sequence of trajectories [T]."""
+    version_key: Key = "policy_version"
+    max_staleness: int = 1
+    max_pending: int = 65536
+    group_size: int
+    """Largest number of trajectories in a group."""
+    _state_lock: Any = nullcontext()
+    _stats: dict[str, Any]
+
+    # What is not the same in TorchRL's transforms comes from its MCAdvantage, which can share its state.
+    queued_groups = TorchRLMCAdvantage.queued_groups
+    queued_trajectories = TorchRLMCAdvantage.queued_trajectories
+    max_queued_trajectories_per_group = TorchRLMCAdvantage.max_queued_trajectories_per_group
+    _queue_append = TorchRLMCAdvantage._queue_append
+    _queue_list = TorchRLMCAdvantage._queue_list
 
     def reset_stats(self) -> None:
         """Set the counters of `get_stats` to 0, and the largest return to -inf; waiting groups stay."""
-        self.abandoned = 0
-        """Number of dropped trajectories: too old, or in a group that was never completed."""
-        self.completed_trajectories = self.completed_decisions = self.successful_trajectories = 0
-        self.completed_groups = self.written_groups = self.dropped_groups = self.rescued_groups = 0
-        self.selected_trajectories = self.unselected_trajectories = 0
-        self.trajectory_return_sum, self.trajectory_return_max = 0.0, float("-inf")
+        with self._state_lock:
+            self._stats.update(dict.fromkeys(COUNTERS, 0), trajectory_return_max=float("-inf"))
 
     def get_stats(self) -> dict[str, float | int]:
-        """Return counts of what arrived, was written and waits, under TorchRL's names; each is an attribute, too.
+        """Return counts of what arrived, was written and waits, under TorchRL's names, and "abandoned".
 
         A decision is a step, a return the sum of a trajectory's rewards, a success a return above 0. A group is
         completed when it is written or dropped, and rescued if its first trajectories alone would have been dropped.
+        Abandoned trajectories are too old, or in a group that was never completed.
         """
-        return {name: getattr(self, name) for name in STATISTICS}
+        with self._state_lock:
+            waiting = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
+            return {name: self._stats[name] for name in COUNTERS} | {name: getattr(self, name) for name in waiting}
 
     @property
-    def queued_groups(self) -> int:
-        """Number of incomplete groups that wait."""
-        return len(self.queues)
+    def abandoned(self) -> int:
+        """Number of dropped trajectories: too old, or in a group that was never completed."""
+        return int(self._stats["abandoned"])
 
     @property
-    def queued_trajectories(self) -> int:
-        """Number of trajectories in incomplete groups."""
-        return self._waiting
+    def newest(self) -> int | None:
+        """The newest policy version seen; `flush` forgets it."""
+        return self._stats.get("newest")
 
-    @property
-    def max_queued_trajectories_per_group(self) -> int:
-        """Number of trajectories in the largest incomplete group; 0 without groups."""
-        return max(map(len, self.queues.values()), default=0)
-
-    @abstractmethod
-    def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
+    def finish(self, group: Sequence[TensorDictBase]) -> list[Rows] | None:
         """Return the selected trajectories of a prompt's group, possibly none, or None to wait for more."""
+        raise NotImplementedError
 
-    def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+    def rewards_of(self, trajectory: TensorDictBase) -> list[float]:
+        """Return the reward of each step, or the sum over its tokens if every token has one."""
+        return [float(_entry(step, self.rewards_key).double().sum()) for step in trajectory.unbind(0)]
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Add complete trajectories [T] or [B, T] to their groups; return the steps [N] of completed groups, or None.
 
         A trajectory ends with a step that is done. Raises RuntimeError, before storing anything, if the last step
         is not done, or if another "episode" begins (in a collector's concatenated rows) before the step that is done;
         KeyError for a missing entry, TypeError for a prompt that is neither text nor tensor.
         """
-        kept: list[TensorDictBase] = []
-        for prompt, trajectory in list(self._trajectories(tensordict)):
-            self._count(trajectory)
-            if self._is_late(trajectory.version):
-                self.abandoned += 1
-                continue
-            group = self.queues.setdefault(prompt, [])
-            group.append(trajectory)
-            self._waiting += 1
-            chosen = self.finish(group)
-            if chosen is None:
-                self._bound_pending()
-                continue
-            self._waiting -= len(self.queues.pop(prompt))
-            self.completed_groups += 1
-            self.written_groups += bool(chosen)
-            self.dropped_groups += not chosen
-            if self.verbose:
-                log.info("selected %d of a group of %d trajectories", len(chosen), len(group))
-            kept += [step for trajectory in chosen for step in trajectory.steps]
-        return stacked(kept) if kept else None
+        kept: Rows = []
+        with self._state_lock:
+            for prompt, trajectory in list(self._trajectories(tensordict)):
+                self._count(trajectory)
+                if self._is_late(self._version(trajectory)):
+                    self._add(abandoned=1)
+                    continue
+                self._queue_append(prompt, trajectory)
+                group = self._queue_list(prompt)
+                chosen = self.finish(group)
+                if chosen is None:
+                    self._bound_pending()
+                    continue
+                del self.queues[prompt]
+                self._add(completed_groups=1, written_groups=bool(chosen), dropped_groups=not chosen)
+                if self.verbose:
+                    log.info("selected %d of a group of %d trajectories", len(chosen), len(group))
+                kept += [step for steps in chosen for step in steps]
+        return TorchRLMCAdvantage._concrete_if_possible(stacked(kept)) if kept else None
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return `tensordict` unchanged: reading needs no transform."""
         return tensordict
 
-    def _count(self, trajectory: CompleteTrajectory) -> None:
-        value = sum(trajectory.rewards)
-        self.completed_trajectories += 1
-        self.completed_decisions += len(trajectory.steps)
-        self.successful_trajectories += value > 0
-        self.trajectory_return_sum += value
-        self.trajectory_return_max = max(self.trajectory_return_max, value)
-
     def flush(self) -> int:
         """Drop all waiting groups and forget the newest version; return how many trajectories were dropped."""
-        given_up = self._waiting
-        for prompt in list(self.queues):
-            self._abandon(prompt)
-        self.newest = None
-        return given_up
+        with self._state_lock:
+            given_up = int(self.queued_trajectories)
+            self.queues.clear()
+            self._add(abandoned=given_up)
+            self._stats["newest"] = None
+            return given_up
 
     clear_queues = flush
     """TorchRL's name."""
 
-    def _trajectories(self, tensordict: TensorDictBase) -> Iterator[tuple[Hashable, CompleteTrajectory]]:
+    def _add(self, **counts: float) -> None:
+        for name, count in counts.items():
+            self._stats[name] += count
+
+    def _count(self, trajectory: TensorDictBase) -> None:
+        value = sum(self.rewards_of(trajectory))
+        self._add(completed_trajectories=1, completed_decisions=len(trajectory), trajectory_return_sum=value)
+        self._add(successful_trajectories=value > 0)
+        self._stats["trajectory_return_max"] = max(self._stats["trajectory_return_max"], value)
+
+    def _trajectories(self, tensordict: TensorDictBase) -> Iterator[tuple[Hashable, TensorDictBase]]:
         if tensordict.ndim > 1:
             for part in tensordict.unbind(0):
                 yield from self._trajectories(part)
@@ -179,7 +162,9 @@ class GroupTransform(ABC):
                 break
             steps.append(step)
             if bool(_entry(step, self.done_key).any()):
-                yield self._prompt(steps[0]), self._trajectory(steps)
+                copies = stacked(steps)
+                self.rewards_of(copies)
+                yield self._prompt(steps[0]), TorchRLMCAdvantage._concrete_if_possible(copies)
                 steps = []
         if steps:
             raise RuntimeError(
@@ -187,18 +172,12 @@ class GroupTransform(ABC):
                 "(yield_completed_trajectories=True in a collector)."
             )
 
-    def _trajectory(self, steps: Sequence[TensorDictBase]) -> CompleteTrajectory:
-        rewards = [float(_entry(step, self.rewards_key).double().sum()) for step in steps]
-        versions = [_number(step.get(self.version_key, None)) for step in steps]
-        known = [version for version in versions if version is not None]
-        return CompleteTrajectory([step.copy() for step in steps], rewards, min(known, default=None))
-
     def _prompt(self, step: TensorDictBase) -> Hashable:
         value = step.get(self.prompt_key, None)
         if isinstance(value, NonTensorData):
             value = value.data
         if isinstance(value, Tensor):
-            return tuple(value.shape), tuple(value.reshape(-1).tolist())
+            return value.item() if value.numel() == 1 else (tuple(value.shape), tuple(value.reshape(-1).tolist()))
         if isinstance(value, str):
             return value
         if isinstance(value, list):  # messages
@@ -209,26 +188,35 @@ class GroupTransform(ABC):
             f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str, messages or a tensor."
         )
 
+    def _version(self, trajectory: TensorDictBase) -> int | None:
+        """Return the oldest policy version among the steps, if known."""
+        versions = [_number(step.get(self.version_key, None)) for step in trajectory.unbind(0)]
+        return min((version for version in versions if version is not None), default=None)
+
     def _is_late(self, version: int | None) -> bool:
         """True if a trajectory is too old; if it is the newest so far, drop the groups that have become too old."""
         if version is None:
             return False
         if self.newest is None or version > self.newest:
-            self.newest = version
-            for prompt, group in list(self.queues.items()):
-                if any(e.version is not None and e.version < version - self.max_staleness for e in group):
+            self._stats["newest"] = version
+            for prompt in self._prompts():
+                known = [found for one in self._queue_list(prompt) if (found := self._version(one)) is not None]
+                if min(known, default=version) < version - self.max_staleness:
                     self._abandon(prompt)
-        return version < self.newest - self.max_staleness
+        return version < self._stats["newest"] - self.max_staleness  # type: ignore[no-any-return]
 
     def _bound_pending(self) -> None:
-        while self._waiting > self.max_pending:
-            self._abandon(next(iter(self.queues)))
+        while len(self.queues) * self.group_size > self.max_pending and self.queued_trajectories > self.max_pending:
+            self._abandon(self._prompts()[0])
             log.warning("more than max_pending=%d trajectories wait; the oldest group was dropped", self.max_pending)
 
     def _abandon(self, prompt: Hashable) -> None:
-        lost = len(self.queues.pop(prompt))
-        self._waiting -= lost
-        self.abandoned += lost
+        self._add(abandoned=len(self._queue_list(prompt)))
+        del self.queues[prompt]
+
+    def _prompts(self) -> list[Hashable]:
+        """Return the prompts of waiting groups; TorchRL's shared queues hold them in a dict of a manager process."""
+        return list(getattr(self.queues, "_queues", self.queues).keys())
 
 
 def _entry(step: TensorDictBase, key: Key) -> Tensor:

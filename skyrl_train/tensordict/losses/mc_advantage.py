@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.objectives.llm.grpo import (
+    MCAdvantage as TorchRLMCAdvantage,
+    MCAdvantageSelector as MCAdvantageSelector,
+    RayMCAdvantage as TorchRLRayMCAdvantage,
+    _MCAdvantageRayActor,
+)
 
 from skyrl_train.algorithms.advantages import grpo
-from skyrl_train.tensordict.losses.grouping import CompleteTrajectory, GroupTransform
+from skyrl_train.tensordict.losses.grouping import GroupTransform, Rows
 from skyrl_train.tensordict.ragged import Key
 
 RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -21,13 +29,14 @@ Selector = Callable[[Tensor, int], Sequence[int] | None]
 """Function (returns [N], group_size) that returns the indices of the group's trajectories, or None for no group."""
 
 
-class MCAdvantage(GroupTransform):
+class MCAdvantage(GroupTransform, TorchRLMCAdvantage):  # type: ignore[misc]
     """A buffer transform that writes GRPO's advantages, (R - mean(R)) / (std(R) + 1e-6), to every step of a trajectory.
 
     R is the trajectory's return; mean and std are over the prompt's group.
 
     The standard deviation is unbiased. The values equal the trainer's (`advantage_estimator=grpo`): a group of equal
     returns, or of one trajectory, gets 0. Nothing is stored until `grpo_size` trajectories of a prompt have arrived.
+    TorchRL's class normalizes the rewards of steps by default, and never drops old or incomplete groups.
     """
 
     def __init__(
@@ -43,7 +52,7 @@ class MCAdvantage(GroupTransform):
         keep_return_bounds: tuple[float, float] | None = None,
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
-        candidate_selector: Selector | None = None,
+        candidate_selector: MCAdvantageSelector | Selector | None = None,
         version_key: Key = "policy_version",
         max_staleness: int = 1,
         max_pending: int = 65536,
@@ -59,12 +68,12 @@ class MCAdvantage(GroupTransform):
             verbose: Log every group.
             trajectory_return: "sum" (also None), "max" or "mean" of the steps' rewards.
             keep_return_bounds: (low, high): store only groups whose mean return is strictly between them (dynamic
-                sampling).
+                sampling). It requires `trajectory_return`, and so does a larger `candidate_group_size`.
             candidate_group_size: Maximum number of trajectories of a prompt from which to select a group (default:
                 grpo_size). If no selection is accepted even with all candidates, they are dropped.
             candidate_selection_min_size: Number of trajectories with which selection begins (default: grpo_size).
-            candidate_selector: Selects grpo_size candidates (default: `most_different`); the group is accepted if
-                their returns differ and are within bounds.
+            candidate_selector: Selects grpo_size candidates (default: MCAdvantageSelector()), or a function that does;
+                if there are more, the group is accepted if their returns differ and are within bounds.
             version_key: Key of the policy's version.
             max_staleness: Maximum number of versions that a trajectory may lag behind; see GroupTransform.
             max_pending: Maximum number of trajectories that wait.
@@ -72,50 +81,48 @@ class MCAdvantage(GroupTransform):
         Raises:
             ValueError: For a value that is not allowed.
         """
-        super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
-        self.grpo_size, self.advantage_key = grpo_size, advantage_key
-        self.trajectory_return = trajectory_return or "sum"
-        self.keep_return_bounds = keep_return_bounds
-        self.candidate_group_size = grpo_size if candidate_group_size is None else candidate_group_size
-        least = candidate_selection_min_size
-        self.candidate_selection_min_size = grpo_size if least is None else least
-        self.candidate_selector = candidate_selector or most_different
         if grpo_size < 1:
             raise ValueError(f"grpo_size={grpo_size} must be at least 1.")
-        if self.trajectory_return not in RETURNS:
-            raise ValueError(f"trajectory_return={trajectory_return!r} must be one of {', '.join(RETURNS)} or None.")
-        if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
-            raise ValueError(f"keep_return_bounds={keep_return_bounds!r} must be (low, high) with low < high.")
-        if not callable(self.candidate_selector):
-            raise ValueError(
-                f"candidate_selector={candidate_selector!r:.80} must be a function: (returns, group_size) -> indices."
-            )
-        if not grpo_size <= self.candidate_selection_min_size <= self.candidate_group_size:
-            raise ValueError(
-                f"grpo_size={grpo_size}, candidate_selection_min_size={self.candidate_selection_min_size} and "
-                f"candidate_group_size={self.candidate_group_size} must be in ascending order."
-            )
+        super().__init__(
+            grpo_size,
+            prompt_key,
+            rewards_key,
+            advantage_key,
+            done_key,
+            verbose,
+            trajectory_return=trajectory_return,
+            keep_return_bounds=keep_return_bounds,
+            candidate_group_size=candidate_group_size,
+            candidate_selection_min_size=candidate_selection_min_size,
+            candidate_selector=_selector(candidate_selector),
+        )
+        self.trajectory_return = trajectory_return or "sum"
+        self.group_size = self.candidate_group_size
+        self.version_key, self.max_staleness, self.max_pending = version_key, max_staleness, max_pending
 
-    def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
+    def finish(self, group: Sequence[TensorDictBase]) -> list[Rows] | None:
         if len(group) < self.candidate_selection_min_size:
             return None
-        returns = torch.tensor([RETURNS[self.trajectory_return](e.rewards) for e in group], dtype=torch.float32)
-        picked = self._picked(returns)
+        reduce = RETURNS[self.trajectory_return]
+        returns = torch.tensor([reduce(self.rewards_of(one)) for one in group], dtype=torch.float32)
+        picked = self._picked(group, returns)
         if picked is None:
             return [] if len(group) >= self.candidate_group_size else None
         if len(group) > self.grpo_size:
-            self.rescued_groups += not self._accepted(returns[: self.grpo_size])
-        self.selected_trajectories += len(picked)
-        self.unselected_trajectories += len(group) - len(picked)
-        chosen = [group[index] for index in picked]
-        self._write(chosen, returns[picked])
-        return chosen
+            self._add(rescued_groups=not self._accepted(returns[: self.grpo_size]))
+        self._add(selected_trajectories=len(picked), unselected_trajectories=len(group) - len(picked))
+        return self._with_advantages([group[index] for index in picked], returns[picked])
 
-    def _picked(self, returns: Tensor) -> list[int] | None:
+    def _picked(self, group: Sequence[TensorDictBase], returns: Tensor) -> list[int] | None:
         """Return the indices of an acceptable group among the trajectories so far, or None."""
         if self.candidate_group_size == self.grpo_size:
             return list(range(len(returns))) if self._within_bounds(returns) else None
-        found = self.candidate_selector(returns, self.grpo_size)
+        candidates = TensorDict({"return": returns, "trajectories": lazy_stack(list(group))}, batch_size=[len(group)])
+        found = self.candidate_selector.select(
+            candidates.select(*self.candidate_selector.in_keys),
+            group_size=self.grpo_size,
+            keep_return_bounds=self.keep_return_bounds,
+        )
         picked = None if found is None else list(found)
         return picked if picked is not None and self._accepted(returns[picked]) else None
 
@@ -126,20 +133,76 @@ class MCAdvantage(GroupTransform):
         if self.keep_return_bounds is None:
             return True
         low, high = self.keep_return_bounds
-        return low < float(returns.mean()) < high
+        return bool(low < float(returns.mean()) < high)
 
-    def _write(self, group: list[CompleteTrajectory], returns: Tensor) -> None:
-        """Write advantages in the shape of the rewards."""
+    def _with_advantages(self, group: Sequence[TensorDictBase], returns: Tensor) -> list[Rows]:
+        """Return the steps of the trajectories, with advantages in the shape of the rewards."""
         ids, valid = torch.zeros(len(group), dtype=torch.int64), torch.ones(len(group), dtype=torch.bool)
+        result = []
         for trajectory, advantage in zip(group, grpo(returns, ids, valid, grpo_norm_by_std=True), strict=True):
-            for step in trajectory.steps:
+            steps = [step.copy() for step in trajectory.unbind(0)]
+            for step in steps:
                 reward = step.get(self.rewards_key)
-                value = float(advantage)
-                step.set(self.advantage_key, torch.full_like(reward, value, dtype=torch.float32))
+                step.set(self.advantage_key, torch.full_like(reward, float(advantage), dtype=torch.float32))
+            result.append(steps)
+        return result
 
 
-def most_different(returns: Tensor, group_size: int) -> list[int]:
-    """Return the indices of the largest and the smallest returns, half of each; ties go by order of arrival."""
-    order = torch.argsort(returns, descending=True, stable=True).tolist()
-    above = (group_size + 1) // 2
-    return sorted(order[:above] + order[len(order) - (group_size - above) :])
+class RayMCAdvantage(TorchRLRayMCAdvantage):  # type: ignore[misc]
+    """An `MCAdvantage` whose waiting groups are in a Ray actor, for several processes that write to buffers."""
+
+    def __init__(self, grpo_size: int, *arguments: Any, **settings: Any):
+        """Start or find the actor.
+
+        Args:
+            grpo_size: Number of trajectories per group.
+            *arguments: Further positional arguments of `MCAdvantage`.
+            **settings: Its keyword arguments, and TorchRL's `ray_init_config`, `remote_config` and `actor_name`.
+
+        Raises:
+            ValueError: For a value that `MCAdvantage` does not allow.
+        """
+        ours = {
+            name: settings.pop(name) for name in ("version_key", "max_staleness", "max_pending") if name in settings
+        }
+        options = {name: settings.pop(name, None) for name in ("ray_init_config", "remote_config", "actor_name")}
+        _Actor(grpo_size, *arguments, **settings, **ours)  # raises here rather than in the Ray actor
+        self.__dict__["_limits"] = ours
+        super().__init__(grpo_size, *arguments, **settings, **options)
+
+    def _make_actor(self) -> Any:
+        if self._actor_name is not None:
+            try:
+                return self._ray.get_actor(self._actor_name)
+            except ValueError:
+                self._owns_actor = False  # others may use it by its name
+        arguments, settings = self._mcadvantage_args
+        actor = self._ray.remote(**self._remote_config)(_Actor)
+        return actor.options(name=self._actor_name).remote(*arguments, **settings, **self._limits)
+
+
+class _Actor(_MCAdvantageRayActor):  # type: ignore[misc]
+    def __init__(self, *arguments: Any, **settings: Any):
+        self.transform = MCAdvantage(*arguments, **settings)
+
+
+class _FunctionSelector(MCAdvantageSelector):  # type: ignore[misc]
+    """A selector that calls a function of the returns."""
+
+    def __init__(self, function: Selector):
+        super().__init__()
+        self.function = function
+
+    def select(self, candidates: TensorDictBase, *, group_size: int, keep_return_bounds: Any = None) -> Any:
+        return self.function(candidates["return"], group_size)
+
+
+def _selector(selector: MCAdvantageSelector | Selector | None) -> MCAdvantageSelector | None:
+    if selector is None or isinstance(selector, MCAdvantageSelector):
+        return selector
+    if not callable(selector):
+        raise ValueError(
+            f"candidate_selector={selector!r:.80} must be an MCAdvantageSelector, or a function: (returns, group_size) "
+            "-> indices."
+        )
+    return _FunctionSelector(selector)

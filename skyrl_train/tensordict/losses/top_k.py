@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from skyrl_train.tensordict.losses.grouping import CompleteTrajectory, GroupTransform
+from collections.abc import Sequence
+
+from tensordict import TensorDictBase
+from torchrl.data.llm.topk import TopKRewardSelector as TorchRLTopKRewardSelector
+
+from skyrl_train.tensordict.losses.grouping import GroupTransform, Rows
 from skyrl_train.tensordict.ragged import Key
 
 
-class TopKRewardSelector(GroupTransform):
+class TopKRewardSelector(GroupTransform, TorchRLTopKRewardSelector):  # type: ignore[misc]
     """A buffer transform that selects the `topk_size` trajectories of a prompt with the largest returns.
 
-    It selects among `total_dialog_turns` trajectories; a return is the sum of rewards. Trajectories
-    stay complete and in order of arrival; if returns tie, earlier ones are kept. A group of equal returns
-    contains no information and is dropped.
+    It selects among `total_dialog_turns` trajectories; a return is the sum of rewards. Trajectories stay complete, the
+    best first; if returns tie, earlier ones are kept. A group of equal returns contains no information and is dropped.
+    TorchRL only keeps returns above the median.
     """
 
     def __init__(
@@ -36,16 +41,19 @@ class TopKRewardSelector(GroupTransform):
         Raises:
             ValueError: Unless 1 <= topk_size <= total_dialog_turns.
         """
-        super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
-        if not 1 <= topk_size <= total_dialog_turns:
+        super().__init__(total_dialog_turns, topk_size, prompt_key, rewards_key, done_key, verbose)
+        if topk_size < 1:
             raise ValueError(f"topk_size={topk_size} must be from 1 to total_dialog_turns={total_dialog_turns}.")
-        self.total_dialog_turns, self.topk_size = total_dialog_turns, topk_size
+        self.version_key, self.max_staleness, self.max_pending = version_key, max_staleness, max_pending
+        self.group_size = total_dialog_turns
+        self._stats = {}
+        self.reset_stats()
 
-    def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
+    def finish(self, group: Sequence[TensorDictBase]) -> list[Rows] | None:
         if len(group) < self.total_dialog_turns:
             return None
-        returns = [sum(trajectory.rewards) for trajectory in group]
+        returns = [sum(self.rewards_of(trajectory)) for trajectory in group]
         if len(set(returns)) == 1:
             return []
         best = sorted(range(len(group)), key=lambda index: -returns[index])[: self.topk_size]
-        return [group[index] for index in sorted(best)]
+        return [list(group[index].unbind(0)) for index in best]

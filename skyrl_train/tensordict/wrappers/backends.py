@@ -53,6 +53,7 @@ class _MadeWrapper(LLMWrapperBase):
     def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any):
         settings = {name: value for name, value in options.items() if name in SETTINGS}
         rest = {name: value for name, value in options.items() if name not in SETTINGS}
+        view = model if isinstance(model, EngineView) else getattr(model, "_view", None)
         self_made = model if isinstance(model, _Owned) else None
         if self_made is None:
             model = _engine_of(model)
@@ -74,7 +75,9 @@ class _MadeWrapper(LLMWrapperBase):
             if self_made is not None and self_made is not model:
                 self_made.close()
             raise
-        self._owned = self_made
+        self._owned, self._view = self_made, view
+        if view is not None:
+            self.model = view  # as in TorchRL, whose weight updaters ask the policy for it
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if not isinstance(model, str):
@@ -87,7 +90,7 @@ class _MadeWrapper(LLMWrapperBase):
         raise NotImplementedError(f"{type(self).__name__} overrides neither _made nor _start. Override one of them.")
 
     def _model_of_versions(self) -> Any:
-        return self._engine if self._owned is None else self._owned
+        return self._view or self._owned or self._engine
 
     def close(self) -> None:
         if self._owned is not None:
@@ -99,8 +102,8 @@ class TransformersWrapper(_MadeWrapper):
 
     The Hugging Face model is not modified and remains the caller's: other wrappers can share it, and it can be run and
     trained. It is the attribute `model`. With `generate`, an engine samples from the same weights in its own
-    module. With `generate=False`, log-probs are those of the model in its current training mode, and `get_dist` has a
-    gradient.
+    module. With `generate=False`, log-probs are those of the model in its current training mode; they have a gradient
+    unless it is turned off (`torch.no_grad()`).
     """
 
     _reads_rectangles = True
@@ -111,8 +114,8 @@ class TransformersWrapper(_MadeWrapper):
         Args:
             model: A model's path or hub name, a Hugging Face model, an engine, or a wrapper or worker that has one.
             generate: True to sample, False to compute the log-probs of given sequences.
-            pad_model_input: How a module reads rows in `get_dist`: as one padded rectangle (True, the default) or
-                each in a separate forward (False). Engines always read their input without padding.
+            pad_model_input: How a module reads rows: as one padded rectangle (True) or each in a separate forward
+                (False). The default is a rectangle where a gradient is needed. Engines read rows without padding.
             options: Settings of LLMWrapperBase. With a path also `device`, `dtype`, `rope_scaling` and `rope_theta`;
                 other keywords are passed to the engine.
 
@@ -149,6 +152,9 @@ class TransformersWrapper(_MadeWrapper):
         return self.model if isinstance(self._engine, ModuleScorer) else super()._model_of_versions()
 
     def _answer(self, rows: Sequence[EngineInput], generation: Generation) -> list[Any]:
+        if isinstance(self._engine, ModuleScorer):
+            padded = torch.is_grad_enabled() if self.pad_model_input is None else self.pad_model_input
+            return self._engine.log_probs([row.ids for row in rows], generation.sampling.temperature or 1.0, padded)
         if self._owned is not None and self._owned.shared is not None:
             check_shared(*self._owned.shared)
         return super()._answer(rows, generation)
@@ -156,12 +162,7 @@ class TransformersWrapper(_MadeWrapper):
     def _logits(self, rows: list[list[int]]) -> Tensor:
         if not isinstance(self.model, nn.Module):
             return super()._logits(rows)
-        scorer = ModuleScorer(self.model)
-        if self.pad_model_input is not False:
-            return scorer.logits(rows)
-        length = max(map(len, rows))
-        alone = [scorer.logits([row])[0] for row in rows]
-        return torch.stack([torch.nn.functional.pad(one, (0, 0, length - len(one), 0)) for one in alone])
+        return ModuleScorer(self.model).logits(rows, self.pad_model_input is not False)
 
 
 class vLLMWrapper(_MadeWrapper):
@@ -275,7 +276,7 @@ _OF_LOADING = frozenset({"dtype", "rope_scaling", "rope_theta"})
 
 
 def _is_engine(model: Any) -> bool:
-    return hasattr(model, "capabilities") and hasattr(model, "score")
+    return hasattr(model, "capabilities") and (hasattr(model, "score") or isinstance(model, ModuleScorer))
 
 
 def _engine_of(model: Any) -> Any:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
-from weakref import ref
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from torchrl.modules.llm import LLMWrapperBase as TorchRLWrapperBase
 
 from skyrl_train.data.chat import is_control_token
 from skyrl_train.engines.base import InferenceEngine
@@ -20,12 +19,12 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.stop_tokens import get_eos_tokens
 from skyrl_train.tensordict.history import pad_id
-from skyrl_train.tensordict.ragged import rows_of
+from skyrl_train.tensordict.ragged import Key, column, rows_of
 from skyrl_train.tensordict.wrappers.dispatcher import Dispatcher
 from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.tensordict.wrappers.inputs import MODES, EngineInput, Reader
-from skyrl_train.tensordict.wrappers.outputs import Answer, Layout, generated, scored
+from skyrl_train.tensordict.wrappers.inputs import MODES, EngineInput, Reader, lookup
+from skyrl_train.tensordict.wrappers.outputs import Answer, Layout, generated, in_layout_of, scored, stacked_logits
 from skyrl_train.tensordict.wrappers.parameters import Generation, common_names, overridden, read_generate_kwargs
 from skyrl_train.tensordict.wrappers.requests import numbered, sample_requests
 
@@ -46,8 +45,9 @@ class _Setting:
         raise AttributeError(f"{self.name} cannot be changed after construction. Use get_new_version({self.name}=...).")
 
 
-class LLMWrapperBase(TensorDictModuleBase):
-    """A tensordict module that continues prompts or, with `generate=False`, computes log-probs of whole sequences.
+class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
+    """A TorchRL wrapper over an engine of this project: a tensordict module that continues prompts or, with
+    `generate=False`, computes log-probs of whole sequences.
 
     `model` is an engine (skyrl_train.engines), or a value from which a subclass makes one. It reads `(mode, "prompt")`
     or `(mode, "full")`, and writes the containers `text`, `tokens`, `masks`, `log_probs` and `history`, each under its
@@ -68,6 +68,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     """
 
     _reads_rectangles = False
+    _dispatcher: Dispatcher | None = None
     generate_kwargs, tokenizer_kwargs, prefer_tokens, attention_mask_key = (
         _Setting(),
         _Setting(),
@@ -119,24 +120,23 @@ class LLMWrapperBase(TensorDictModuleBase):
         self._given = given
         self._engine = self.model = model
         self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
-        self.masks_key, self.log_probs_key, self._device = masks_key, log_probs_key, device
+        self.masks_key, self.log_probs_key = masks_key, log_probs_key
+        self.device = None if device is None else torch.device(device)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.input_mode, self.generate, self.pad_output, self.timeout = input_mode, generate, pad_output, timeout
-        self.pad_model_input, self.layout = pad_model_input, layout
+        self.pad_model_input = pad_model_input
+        self.layout = torch.strided if layout is None and not pad_output else layout
         self.chat_template, self.chat_template_name = chat_template, chat_template_name
         self.generation = read_generate_kwargs(generate_kwargs, num_samples)
         self.num_samples = self.generation.num_samples
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         self._refuse(return_log_probs, batching, min_batch_size, max_batch_size)
         self.return_log_probs = not generate or return_log_probs is not False
-        self._reader = self._make_reader(given)
-        self._collector: Any = None
+        self._reader = self._make_reader(given, input_mode)
         self.in_keys = [self._reader.key]
         self.out_keys = self._written(given)
-        self.batching = (min_batch_size, max_batch_size) != (None, None) if batching is None else batching
-        self._dispatcher = (
-            Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout) if self.batching else None
-        )
+        if (min_batch_size, max_batch_size) != (None, None) if batching is None else batching:
+            self._dispatcher = Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout)
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,12 @@ class LLMWrapperBase(TensorDictModuleBase):
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(
-        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, **generate_kwargs: Any
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        logits_only: bool = False,
+        **generate_kwargs: Any,
     ) -> TensorDictBase:
         """Sample continuations of the prompts in a tensordict, or compute log-probs of its sequences; blocks meanwhile.
 
@@ -159,6 +164,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             tensordict: Input of any batch size.
             tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses. None: `inplace`
                 chooses.
+            logits_only: True writes "logits" instead of log-probs, [B, T, V] or ragged rows; [b, t] predicts token t.
+                Needs generate=False and a module.
             generate_kwargs: Override the wrapper's for this call.
 
         Returns:
@@ -168,9 +175,16 @@ class LLMWrapperBase(TensorDictModuleBase):
             ConfigError: For missing inputs, empty rows or unsupported parameters.
             TypeError: For inputs of another type.
             DeadlineExceeded: After `timeout` seconds.
+            NotImplementedError: For `logits_only` without logits.
         """
         rows = self._reader.read(rows_of(tensordict))
         generation = self._generation(generate_kwargs)
+        shape = tuple(tensordict.batch_size)
+        if logits_only:
+            layout = Layout(shape, self.pad_output, pad_id(self.tokenizer), False, False)
+            containers = scored(rows, None, self.tokenizer, layout)
+            containers["logits"] = stacked_logits(self._scaled_logits(rows), [len(row.ids) for row in rows], layout)
+            return self._place(tensordict, tensordict_out, containers, ())
         if generation.seed is not None:  # here, because a batch also has rows of other calls
             copies = numbered([row.ids for row in rows])
             rows = [replace(row, copy=copy) for row, copy in zip(rows, copies, strict=True)]
@@ -179,7 +193,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             if self._dispatcher is not None
             else self._answer(rows, generation)
         )
-        containers = self._containers(rows, answers, generation, tuple(tensordict.batch_size))
+        containers = self._containers(rows, answers, generation, shape)
         samples = () if generation.num_samples is None or not self.generate else (generation.num_samples,)
         return self._place(tensordict, tensordict_out, containers, samples)
 
@@ -243,47 +257,70 @@ class LLMWrapperBase(TensorDictModuleBase):
             else:
                 out = TensorDict(batch_size=(*given.batch_size, *samples), device=given.device)
         names = {"text": self.text_key, "tokens": self.tokens_key, "masks": self.masks_key}
-        names |= {"log_probs": self.log_probs_key, "history": self.history_key}
+        names |= {"log_probs": self.log_probs_key, "history": self.history_key, "logits": "logits"}
         for name, container in containers.items():
-            if names[name] in self.out_keys:
-                moved = container if self._device is None else container.to(self._device)
-                out.set(names[name], moved)
+            if name == "logits" or names[name] in self.out_keys:
+                out.set(names[name], container if self.device is None else container.to(self.device))
         return out
 
     # -- distributions ---------------------------------------------------------------------------------------------
 
-    def get_dist(self, tensordict: TensorDictBase, mask: torch.Tensor | str = "generic") -> LLMMaskedCategorical:
-        """Return the token distributions of whole sequences [B], padded on the left; `mask` selects positions.
+    def get_dist(
+        self, tensordict: TensorDictBase, mask: torch.Tensor | str = "generic", *, mask_key: Key | None = None
+    ) -> LLMMaskedCategorical:
+        """Return the token distributions of whole sequences [B, T]; `mask` selects the positions that count.
 
-        Named masks have the same meaning as in the losses: "sft": the tokens after `(tokens, "prompt")`, or the
-        assistant's tokens if no prompt is given; "rlhf": the assistant's, in all turns; "generic": all tokens. A
-        sequence's first token, which was not sampled, never counts. A mask may also be a bool tensor [B, T] or
-        [B, T, V].
+        The positions are those of `(tokens, "full")` in the batch: a rectangle with a mask stays as it is. Rows of
+        different lengths are padded on the left. If the batch has the tokens that a policy sampled, they are scored in
+        all input modes; a conversation is not rendered again.
 
-        Raises NotImplementedError if there are no logits, ConfigError if "sft" or "rlhf" select no token of a row.
+        Args:
+            tensordict: The sequences [B].
+            mask: "sft": the tokens after `(tokens, "prompt")`, or the assistant's tokens if no prompt is given. "rlhf":
+                the assistant's, in all turns. "generic": all tokens. A sequence's first token, which was not sampled,
+                never counts. A tensor [B, T] or [B, T, V] selects positions or tokens.
+            mask_key: Key of a mask [B, T] in the batch, instead of `mask`.
+
+        Raises:
+            NotImplementedError: There are no logits.
+            ConfigError: The mask is unknown, or a sequence does not begin with its prompt.
         """
         if self.generate:
             raise NotImplementedError("get_dist needs generate=False: use get_new_version(generate=False).")
         records = rows_of(tensordict)
-        rows = self._reader.read(records)
-        logits = self._logits([row.ids for row in rows]) / (self.generation.sampling.temperature or 1.0)
+        reader = self._reader_of_sampled(records)
+        rows = reader.read(records)
+        logits = self._scaled_logits(rows)
+        if mask_key is not None:
+            mask = tensordict.get(mask_key, as_padded_tensor=True, padding_side="left", padding_value=False)
         if isinstance(mask, torch.Tensor):
-            return LLMMaskedCategorical(logits, mask)
+            placed, _ = in_layout_of(self._attention(tensordict, rows), logits, None)
+            return LLMMaskedCategorical(placed if placed.shape[1] == mask.shape[1] else logits, mask)
         if mask not in ("sft", "rlhf", "generic"):
             raise ConfigError(f"mask={mask!r} is not one of ['generic', 'rlhf', 'sft'] or a tensor.")
         length = logits.shape[1]
-        counts = torch.zeros(len(rows), length, dtype=torch.bool)
+        counts = torch.zeros(len(rows), length, dtype=torch.bool, device=logits.device)
         for place, (record, row) in enumerate(zip(records, rows, strict=True)):
             own = [True] * len(row.ids)
             if mask != "generic":
-                own = row.assistant if mask == "rlhf" else self._reader.response(record, row)
-                if not any(own[1:]):
-                    raise ConfigError(
-                        f"mask={mask!r} selects no token of row {place}, whose loss would silently be 0. Leave the row "
-                        "out or choose another mask."
-                    )
+                own = row.assistant if mask == "rlhf" else reader.response(record, row)
             counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
-        return LLMMaskedCategorical(logits, counts)
+        return LLMMaskedCategorical(*in_layout_of(self._attention(tensordict, rows), logits, counts))
+
+    def _reader_of_sampled(self, records: Sequence[TensorDictBase]) -> Reader:
+        """The reader of the tokens that the policy sampled, if all rows have them, else the wrapper's own."""
+        keys = ((self.tokens_key, "full"), (self.masks_key, "all_assistant_mask"))
+        if all(isinstance(lookup(row, key, bare=False), torch.Tensor) for row in records for key in keys):
+            return self._make_reader({**self._given, "input_key": keys[0]}, "tokens")
+        return self._reader
+
+    def _attention(self, tensordict: TensorDictBase, rows: Sequence[EngineInput]) -> list[torch.Tensor] | None:
+        """The attention masks of the batch's tokens, or None if it has none of these rows."""
+        for key in ((self.masks_key, "all_attention_mask"), self._given["attention_mask_key"]):
+            found = None if key is None else column(tensordict, key)
+            if found is not None and [int(one.sum()) for one in found] == [len(row.ids) for row in rows]:
+                return [one.bool() for one in found]
+        return None
 
     def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         return self.get_dist(tensordict, "sft")
@@ -303,16 +340,32 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self.get_dist(tensordict, mask)
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """Return the log-probs [B, T] (nats) of a batch's tokens, padded on the left with 0; raises like `get_dist`."""
-        rows = self._reader.read(rows_of(tensordict))
+        """Return the log-probs [B, T] (nats) of a batch's tokens, in the layout of `get_dist`; raises like it."""
+        rows = self._reader_of_sampled(records := rows_of(tensordict)).read(records)
         length = max(len(row.ids) for row in rows)
         ids = torch.tensor([[0] * (length - len(row.ids)) + row.ids for row in rows])
+        ids = in_layout_of(self._attention(tensordict, rows), ids, None)[0]
         return self.get_dist(tensordict).log_prob(ids)
+
+    @property
+    def dist_params_keys(self) -> list[str]:
+        """Key of the logits in the output of a call with `logits_only=True`."""
+        return ["logits"]
+
+    @property
+    def dist_sample_keys(self) -> list[tuple[str, str]]:
+        """Key of the sampled tokens."""
+        return [(self.tokens_key, "response")]
+
+    def _scaled_logits(self, rows: Sequence[EngineInput]) -> torch.Tensor:
+        return self._logits([row.ids for row in rows]) / (self.generation.sampling.temperature or 1.0)
 
     def _logits(self, rows: list[list[int]]) -> torch.Tensor:
         """[B, T, V], padded on the left, shifted right by one."""
-        name = type(self).__name__
-        raise NotImplementedError(f"{name} has no logits: use TransformersWrapper(module, generate=False).")
+        name = type(self).__name__.removesuffix("Wrapper")
+        raise NotImplementedError(
+            f"{name} does not return logits. Use TransformersWrapper(module, generate=False) for distributions."
+        )
 
     # -- versions, batching ----------------------------------------------------------------------------------------
 
@@ -343,6 +396,11 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _model_of_versions(self) -> Any:
         return self._engine
 
+    @property
+    def batching(self) -> bool:
+        """True if calls of several threads share batches."""
+        return self._dispatcher is not None
+
     def cleanup_batching(self, flush: bool = False) -> None:
         """Empty the queue of calls that wait for a batch, which accepts new calls afterwards.
 
@@ -361,15 +419,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             return {"batching_enabled": False}
         return {"batching_enabled": True, **self._dispatcher.state()}
 
-    def register_collector(self, collector: Any) -> None:
-        """Set `self.collector`, held only weakly; `collector` may itself be a weakref.ref."""
-        self._collector = collector if isinstance(collector, ref) else ref(collector)
-
-    @property
-    def collector(self) -> Any:
-        """The registered collector, or None if there is none or it no longer exists."""
-        return self._collector() if self._collector is not None else None
-
     @property
     def log_prob_keys(self) -> list[tuple[str, str]]:
         """Keys of the log-probs in the output: of the responses, and of the full sequences."""
@@ -381,13 +430,13 @@ class LLMWrapperBase(TensorDictModuleBase):
         self, log_probs: bool | None, batching: bool | None, min_size: int | None, max_size: int | None
     ) -> None:
         if self.input_mode not in MODES:
-            raise ConfigError(f"input_mode={self.input_mode!r} is not one of {list(MODES)}.")
+            raise ConfigError(f"input_mode must be one of {list(MODES)}, got {self.input_mode!r}.")
         if self.inplace not in (True, False, "empty"):
             raise ConfigError(f"inplace={self.inplace!r} is not True, False or 'empty'.")
         if self.num_samples is not None and self.inplace is not False:
             raise ConfigError(f"num_samples={self.num_samples} needs inplace=False, got {self.inplace!r}.")
         if not self.generate and log_probs is False:
-            raise ConfigError("return_log_probs=False with generate=False leaves no output. Set one of them to True.")
+            raise ConfigError("return_log_probs must be True with generate=False, which computes nothing else.")
         if batching is False and (min_size is not None or max_size is not None):
             raise ConfigError(
                 f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}. Leave them out."
@@ -413,13 +462,13 @@ class LLMWrapperBase(TensorDictModuleBase):
         ]
         return [key for key, wanted in outputs if wanted]
 
-    def _make_reader(self, given: dict[str, Any]) -> Reader:
+    def _make_reader(self, given: dict[str, Any], mode: str) -> Reader:
         key = given["input_key"]
         if key is None:
-            container = {"history": self.history_key, "text": self.text_key, "tokens": self.tokens_key}[self.input_mode]
+            container = {"history": self.history_key, "text": self.text_key, "tokens": self.tokens_key}[mode]
             key = (container, "prompt" if self.generate else "full")
         return Reader(
-            self.input_mode,
+            mode,
             (key,) if isinstance(key, str) else tuple(key),
             self.tokenizer,
             self.masks_key,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_causal_lm, load_meta_model
@@ -49,6 +51,8 @@ class EngineView:
         self._closing = closing
         self._pusher: WeightPusher | None = None
         self._group: StatelessGroup | None = None
+        self._port: int | None = None
+        self._arrived: dict[str, Tensor] = {}
         self._synced = False
 
     @property
@@ -61,12 +65,30 @@ class EngineView:
             )
         return self._engine
 
+    @property
+    def engines(self) -> Sequence[InferenceEngine]:
+        """The engines that receive every weight update."""
+        return [self.engine]
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks of one engine."""
+        return self.engines[0].capabilities.weight_ranks
+
+    @cached_property
+    def _metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        parameters = load_meta_model(self.model_path, dtype_of(self.dtype)).named_parameters()
+        return {name: (one.dtype, one.shape) for name, one in parameters}
+
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return (dtype, shape) of every tensor that a sync sends, by checkpoint name; a tied head is not listed."""
-        dtype = dtype_of(self.dtype)
-        return {
-            name: (one.dtype, one.shape) for name, one in load_meta_model(self.model_path, dtype).named_parameters()
-        }
+        return dict(self._metadata)
+
+    def reset_prefix_cache(self) -> None:
+        """Clear the prefix cache. A weight update does this, too."""
+        for engine in self.engines:
+            call(engine.reset_prefix_cache(), f"{self.model_path}: reset_prefix_cache", self.timeout)
+
+    # -- weight updates ---------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Source | Iterable[tuple[str, Tensor]], version: int | None = None) -> int:
         """Load a model's weights (merging LoRA), or tensors by name; return the version that is now served.
@@ -76,10 +98,24 @@ class EngineView:
         known = isinstance(weights, nn.Module | LLMWrapperBase | TensorDictBase | Mapping)
         found: Any = weights if known or not isinstance(weights, Iterable) else dict(weights)
         if self._pusher is None:
-            self._pusher = WeightPusher([self.engine], wire_dtype=self.dtype, timeout=self.timeout)
+            self._pusher = WeightPusher(self.engines, wire_dtype=self.dtype, timeout=self.timeout)
         served = self._pusher.push(weights_of(found), version)
         self._synced = True
         return served
+
+    def update_weight(self, name: str, weight: Tensor) -> None:
+        """Store one tensor; once the last has arrived, load all of them. Raises ConfigError for an unknown name."""
+        if name not in self._metadata:
+            known = ", ".join(sorted(self._metadata)[:3])
+            raise ConfigError(f"{name!r} is not a tensor of the model, which has {known}, ...")
+        self._arrived[name] = weight
+        if len(self._arrived) == len(self._metadata):
+            arrived, self._arrived = self._arrived, {}
+            self.update_weights(arrived)
+
+    def check_weights_changed(self) -> bool:
+        """True if a complete set of weights has been loaded since the start."""
+        return self._synced
 
     def update_weights_from_tensor(self, named_tensors: Source | Iterable[tuple[str, Tensor]]) -> int:
         """Load tensors by name, as `update_weights` does; this is SGLang's name for it.
@@ -102,21 +138,34 @@ class EngineView:
         """
         return self.update_weights(load_causal_lm(model_path, dtype=dtype_of(self.dtype), key="model_path"))
 
-    # -- from a process group ---------------------------------------------------------------------------------------
+    # -- over a process group ---------------------------------------------------------------------------------------
+
+    def get_master_address(self) -> str:
+        """Return the host at which a process group forms by default."""
+        return "127.0.0.1"
+
+    def get_master_port(self) -> int:
+        """Return the port at which a process group forms by default: a free one, which stays the same."""
+        if self._port is None:
+            self._port = free_address(self.get_master_address())[1]
+        return self._port
 
     def init_weight_update_group(
         self,
-        master_address: str,
-        master_port: int | str,
+        master_address: str | None = None,
+        master_port: int | str | None = None,
         rank_offset: int = 1,
         world_size: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
-        """Join the trainer's group (`stateless_init_process_group`), whose rank 0 has the weights.
+        """Choose a process group for weight updates (NCCL on accelerators, gloo on CPUs).
 
-        Blocks until all have joined.
+        Without an address, this process is the trainer: the group forms between it and the engines at the next
+        `update_weights`, which sends over it. Without any group, `update_weights` sends through Ray or memory.
 
-        The whole engine is one member, however many accelerators it uses. A group that was joined before is left first.
+        With an address, the engine joins the group of a trainer (`stateless_init_process_group`) whose rank 0 sends
+        tensors to `update_weights_from_distributed`. This blocks until all have joined. The whole engine is one member,
+        however many accelerators it uses. A group that was joined before is left first.
 
         Args:
             master_address: Host of rank 0.
@@ -130,45 +179,58 @@ class EngineView:
             WeightSyncError: The group did not form in time.
         """
         self.destroy_weight_update_group()
-        self._group = stateless_init_process_group(
-            master_address, master_port, rank_offset, world_size, device, self.timeout
+        if master_address is not None:
+            port = self.get_master_port() if master_port is None else master_port
+            self._group = stateless_init_process_group(
+                master_address, port, rank_offset, world_size, device, self.timeout
+            )
+            return
+        address = (self.get_master_address(), self.get_master_port() if master_port is None else int(master_port))
+        self._pusher = WeightPusher(
+            self.engines, route="broadcast", address=address, wire_dtype=self.dtype, timeout=self.timeout
         )
 
     def update_weights_from_distributed(
         self,
-        names: Sequence[str],
-        dtypes: Sequence[torch.dtype | str],
-        shapes: Sequence[Sequence[int]],
+        name: str | Sequence[str],
+        dtype: torch.dtype | str | Sequence[torch.dtype | str],
+        shape: Sequence[int] | Sequence[Sequence[int]],
         version: int | None = None,
-    ) -> int:
-        """Receive tensors from rank 0 of the group, one broadcast each, load them, and return the version that is now
-        served.
+    ) -> int | None:
+        """Receive tensors from rank 0 of the group, one broadcast each, and load them once the last has arrived.
 
         Args:
-            names: Checkpoint names of the tensors, in the order in which rank 0 sends them.
-            dtypes: Data types of the tensors, in the same order.
-            shapes: Shapes of the tensors, in the same order.
-            version: Version of the weights; None for the engine's last one + 1.
+            name: Checkpoint name of one tensor or, in the order in which rank 0 sends them, of all tensors.
+            dtype: Data type of the tensor, or a list of data types.
+            shape: Shape of the tensor, or a list of shapes.
+            version: Version of the weights, for all tensors; None for the engine's last one + 1.
+
+        Returns:
+            The version that is now served, if all tensors were given.
 
         Raises:
-            ConfigError: The lists differ in length.
+            ConfigError: The lists differ in length, or the model has no such tensor.
             RuntimeError: No group is joined.
             WeightSyncError: A transfer failed, or the tensors do not fit the model.
         """
-        if isinstance(names, str) or not len(names) == len(dtypes) == len(shapes):
-            raise ConfigError(
-                "names, dtypes and shapes must be lists of the same length, with one entry for each tensor."
-            )
-        received = {name: self._received(d, s) for name, d, s in zip(names, dtypes, shapes, strict=True)}
+        if isinstance(name, str) and isinstance(dtype, str | torch.dtype):
+            self.update_weight(name, self._received(dtype, shape))
+            return None
+        if isinstance(name, str) or isinstance(dtype, str | torch.dtype) or not len(name) == len(dtype) == len(shape):
+            raise ConfigError("name, dtype and shape must be lists of the same length, with one entry for each tensor.")
+        received = {one: self._received(d, s) for one, d, s in zip(name, dtype, shape, strict=True)}
         return self.update_weights(received, version)
 
     def destroy_weight_update_group(self) -> None:
-        """Leave the trainer's group; does nothing if none was joined."""
+        """Leave the group, on both sides; does nothing if there is none."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
+        pusher, self._pusher = self._pusher, None
+        if pusher is not None:
+            pusher.close()
 
-    def _received(self, dtype: torch.dtype | str, shape: Sequence[int]) -> Tensor:
+    def _received(self, dtype: Any, shape: Any) -> Tensor:
         if self._group is None:
             raise RuntimeError("No process group is joined. Call init_weight_update_group first.")
         kind = dtype if isinstance(dtype, torch.dtype) else dtype_of(str(dtype).removeprefix("torch."))
@@ -179,9 +241,6 @@ class EngineView:
     def close(self) -> None:
         """Close the engine. Safe to call twice."""
         self.destroy_weight_update_group()
-        pusher, self._pusher = self._pusher, None
-        if pusher is not None:
-            pusher.close()
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -192,6 +251,10 @@ class EngineView:
                 self._closing()
 
     shutdown = close
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs to call the same engine. It has no part in the trainer's groups."""
+        return {**self.__dict__, "_pusher": None, "_group": None, "_closing": None}
 
     def __enter__(self) -> Self:
         return self

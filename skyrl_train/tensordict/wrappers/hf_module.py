@@ -8,27 +8,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from skyrl_train.engines.base import Capabilities, Completion, SampleRequest
-from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.engines.base import Capabilities
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.weight_sync.protocol import dtype_of
 
 
 class ModuleScorer:
-    """The part of an engine's interface that a plain module can provide; the caller can still train the module."""
+    """A plain module in the place of an engine; the caller can still train the module."""
 
     def __init__(self, module: Any):
         self.module = module
         self.capabilities = Capabilities(name="module")
 
-    def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def logits(self, rows: Sequence[Sequence[int]], padded: bool) -> Tensor:
         """Return logits [B, T, V] with rows padded on the left; [b, t] predicts token t; 0 at a row's first token.
 
         They are at least float32, like the trainer's: log-probs in a module's bfloat16 are off by percents.
+
+        Args:
+            rows: Token ids.
+            padded: True to read them as one padded rectangle, False to read each in a separate forward.
         """
-        device = next(self.module.parameters()).device
         length = max(map(len, rows))
+        if not padded:
+            alone = [self.logits([row], True)[0] for row in rows]
+            return torch.stack([pad(one, (0, 0, length - len(one), 0)) for one in alone])
+        device = next(self.module.parameters()).device
         ids = torch.tensor([[0] * (length - len(row)) + list(row) for row in rows], device=device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -37,24 +45,19 @@ class ModuleScorer:
         shifted = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], 1)
         return shifted.masked_fill((positions == 0).unsqueeze(-1), 0.0)
 
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Return the log-probs of each row's tokens after the first, by one forward per row without a gradient."""
+    def log_probs(self, rows: Sequence[Sequence[int]], temperature: float, padded: bool) -> list[Tensor]:
+        """Return the log-probs [L - 1] of each row's tokens after the first, with a gradient where one is enabled.
+
+        Rows that are read alone need the memory for the logits of one row only, unless a gradient needs them all.
+        """
         found = []
-        with torch.inference_mode():
-            for row in token_ids:
-                logs = (self.logits([row])[0, 1:] / temperature).log_softmax(-1)
+        batches = [rows] if padded else [[row] for row in rows]
+        for batch in batches:
+            for row, logits in zip(batch, self.logits(batch, True), strict=True):
+                logs = (logits[len(logits) - len(row) + 1 :] / temperature).log_softmax(-1)
                 chosen = torch.tensor(row[1:], dtype=torch.int64, device=logs.device)
-                found.append(logs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist())
+                found.append(logs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).cpu())
         return found
-
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Raise EngineError: a module only computes log-probs."""
-        raise EngineError(
-            "A wrapper with generate=False only computes log-probs. Make one with generate=True to sample."
-        )
-
-    async def close(self) -> None:
-        """Do nothing: the module belongs to the caller."""
 
 
 def load_module(

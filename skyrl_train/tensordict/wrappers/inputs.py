@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
+from torchrl.data.llm import History as TorchRLHistory
 
 from skyrl_train.data.chat import is_control_token, render_conversation, render_prompt
 from skyrl_train.data.control_tokens import find_end_of_turn_token
@@ -18,6 +19,7 @@ from skyrl_train.data.messages import continues_last_message
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.history import History, pad_id, rendered_form, template_options
 
+HISTORIES = (History, TorchRLHistory)
 MODES = ("history", "text", "tokens")
 
 
@@ -27,7 +29,8 @@ class EngineInput:
 
     ids: list[int]
     text: str | None = None
-    history: History | None = None
+    history: Any = None
+    """A History, of this package or of TorchRL."""
     assistant: list[bool] = field(default_factory=list)
     """Mask of the `ids` that the assistant wrote, if the sequence is scored."""
     copy: int = 0
@@ -79,22 +82,22 @@ class Reader:
         if value is None:
             what = f"{self.key} (or {self.key[0]!r})" if len(self.key) > 1 else repr(self.key[0])
             raise ConfigError(
-                f"input_mode={self.mode!r} reads {what}; the tensordict has {sorted(map(str, row.keys()))}. Set "
-                "input_mode or input_key."
+                f"Expected {what} key for input_mode={self.mode!r}; the tensordict has "
+                f"{sorted(map(str, row.keys()))}. Set input_mode or input_key."
             )
         return value
 
     def _history(self, row: TensorDictBase) -> EngineInput:
         history = self._value(row)
-        if not isinstance(history, History):
-            raise TypeError(f"{self.key} must hold a History, got {type(history).__name__}.")
+        if not isinstance(history, HISTORIES):
+            raise TypeError(f"Expected History object at {self.key}, got {type(history).__name__}.")
         if history.device is not None:  # messages are text: new ones are appended on any device
             history = history.copy().clear_device_()
         if self.prefer_tokens and not self.whole:
             for name in ("prompt", "full"):
                 if isinstance(tokens := lookup(row, (self.tokens_key, name), bare=False), Tensor):
                     return EngineInput(self._real(tokens, row, name == "full"), history=history)
-        messages = history.to_chats()
+        messages = History.to_chats(history)
         options = template_options(self.tokenizer, self.template, self.template_name)
         plain = rendered_form(messages)
         if not self.whole:
@@ -196,11 +199,11 @@ def lookup(row: TensorDictBase, key: tuple[str, ...], bare: bool = True) -> Any:
 
 
 def _is_container(value: Any) -> bool:
-    return hasattr(value, "get") and not isinstance(value, History | NonTensorData)
+    return hasattr(value, "get") and not isinstance(value, (*HISTORIES, NonTensorData))
 
 
 def _names(value: Any) -> set[str]:
-    if isinstance(value, History | NonTensorData | Tensor):
+    if isinstance(value, (*HISTORIES, NonTensorData, Tensor)):
         return set()
     return set(value.keys())
 

@@ -15,7 +15,6 @@ from skyrl_train.data.chat import decode_response
 from skyrl_train.data.messages import text_content
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
-from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.wrappers.inputs import EngineInput, as_tensor
 
 
@@ -73,17 +72,18 @@ def generated(
     return out
 
 
-def scored(rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float]], tokenizer: Any, at: Layout) -> Any:
+def scored(
+    rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float] | Tensor] | None, tokenizer: Any, at: Layout
+) -> Any:
     """Return the output containers, by name, for scored sequences: only their `full` fields, padded on the left.
 
     Args:
         rows: The scored sequences.
-        logprobs: Log-probs of each sequence's tokens after the first, in nats.
+        logprobs: Log-probs of each sequence's tokens after the first, in nats; None leaves them out.
         tokenizer: Tokenizer that decodes the texts; None leaves them out.
         at: Batch size and padding of the output.
     """
     tokens = [{"full": as_tensor(row.ids)} for row in rows]
-    values = [{"full": torch.tensor([0.0, *row])} for row in logprobs]
     masks = [
         {
             "all_attention_mask": torch.ones(len(row.ids), dtype=torch.bool),
@@ -94,9 +94,11 @@ def scored(rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float]], tok
     left = dict.fromkeys(("full", "all_attention_mask", "all_assistant_mask"), "left")
     out = {
         "tokens": _container(Tokens, tokens, at, at.pad, left),
-        "log_probs": _container(LogProbs, values, at, 0.0, left),
         "masks": _container(Masks, masks, at, False, left),
     }
+    if logprobs is not None:
+        values = [{"full": torch.cat([torch.zeros(1), torch.as_tensor(row)])} for row in logprobs]
+        out["log_probs"] = _container(LogProbs, values, at, 0.0, left)
     if tokenizer is not None:
         texts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
         out["text"] = text_container({"full": texts}, at.shape)
@@ -104,6 +106,37 @@ def scored(rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float]], tok
         histories = [{"full": row.history} for row in rows]
         out["history"] = ragged(ChatHistory, histories, at.shape)
     return out
+
+
+def stacked_logits(logits: Tensor, lengths: Sequence[int], at: Layout) -> Tensor:
+    """Return left-padded logits [B, T, V] in the form of the output: of the batch's shape, or nested rows [L, V]."""
+    if not at.padded and len(at.shape) == 1:
+        return torch.nested.as_nested_tensor(
+            [row[len(row) - length :] for row, length in zip(logits, lengths, strict=True)], layout=torch.jagged
+        )
+    return logits.reshape(*at.shape, *logits.shape[1:])
+
+
+def in_layout_of(
+    attention: Sequence[Tensor] | None, values: Tensor, counts: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Move values [B, T, ...] of left-padded rows to the positions of an attention mask, which may be ragged.
+
+    Args:
+        attention: Mask of each row, with as many positions as the row has tokens; None returns the arguments.
+        values: Values of rows that are padded on the left to the longest.
+        counts: A mask [B, T] of the same positions; None for no mask.
+    """
+    if attention is None:
+        return values, counts
+    rows = [row.to(values.device) for row in attention]
+    present = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=False, padding_side="left")
+    places = torch.arange(values.shape[1], device=values.device)
+    filled = places >= len(places) - present.sum(1, keepdim=True)
+    if torch.equal(filled, present):
+        return values, counts
+    moved = values.new_zeros(*present.shape, *values.shape[2:]).index_put((present,), values[filled])
+    return moved, None if counts is None else torch.zeros_like(present).index_put((present,), counts[filled])
 
 
 def text_container(columns: dict[str, list[str]], shape: tuple[int, ...]) -> Text:
@@ -192,13 +225,12 @@ def _histories(
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
         said = _decoded(tokenizer, ids, at)
-        assert row.history is not None
-        turn = _turn("assistant", said, answer.ended)
+        turn, kind = _turn("assistant", said, answer.ended), type(row.history)
         before = row.history._tensordict.unbind(0)
         full = [*before, turn]
         if before and (begun := _open_content(before[-1])) is not None:
             full = [*before[:-1], _turn("assistant", begun + said, answer.ended)]
-        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation(full)}
+        histories = {"prompt": row.history, "response": _conversation(kind, [turn]), "full": _conversation(kind, full)}
         found.append(TensorDict(histories))
     return ChatHistory.from_tensordict(nested_stack(found, at.shape))
 
@@ -216,5 +248,5 @@ def _turn(role: str, content: str, complete: bool) -> TensorDict:
     return TensorDict({name: NonTensorData(data=value) for name, value in fields.items()})
 
 
-def _conversation(turns: Sequence[TensorDict]) -> History:
-    return History._from_tensordict(LazyStackedTensorDict(*turns, stack_dim=0))  # type: ignore[no-any-return]
+def _conversation(kind: Any, turns: Sequence[TensorDict]) -> Any:
+    return kind._from_tensordict(LazyStackedTensorDict(*turns, stack_dim=0))

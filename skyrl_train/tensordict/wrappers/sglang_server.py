@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrl.modules.llm.backends import RLSGLangEngine
 
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.data.chat import decode_response, encode_prompt
@@ -29,7 +30,7 @@ from skyrl_train.tensordict.wrappers.parameters import Generation, read_generate
 from skyrl_train.tensordict.wrappers.requests import sample_requests
 
 
-class AsyncSGLang(EngineView):
+class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
     """An SGLang engine, started here from `model_path` (`close` ends it) or running at `server_url`.
 
     All prompts of a call are sampled concurrently, and calls may come from several threads.
@@ -132,20 +133,24 @@ class AsyncSGLang(EngineView):
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor] | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
         return_logprobs: bool = False,
+        return_text: bool = True,
         timeout: float | None = None,
+        **more_sampling_params: Any,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Sample answers, and block until all have ended.
 
         Args:
             prompts: One or several texts. Give either these or `input_ids`.
-            input_ids: Token ids of one or several prompts.
             sampling_params: Parameters of sampling, as in tensordict/wrappers/parameters.py; None for the defaults.
+            input_ids: Token ids of one or several prompts.
             return_logprobs: True to return log-probs.
+            return_text: False leaves out "text".
             timeout: Seconds for all answers; None for the default.
+            more_sampling_params: Further parameters of sampling, which take precedence.
 
         Returns:
             A dict for a single prompt; a list of dicts for a list of prompts or `n` samples, with the samples of a
@@ -157,12 +162,15 @@ class AsyncSGLang(EngineView):
             ConfigError: Not exactly one of `prompts` and `input_ids` is given, or a prompt is empty.
             DeadlineExceeded: The answers took longer than `timeout`.
         """
-        if (prompts is None) == (input_ids is None):
-            raise ConfigError("generate needs exactly one of prompts and input_ids.")
+        if prompts is None and input_ids is None:
+            raise ConfigError("Must provide either prompts or input_ids.")
+        if prompts is not None and input_ids is not None:
+            raise ConfigError("Cannot provide both prompts and input_ids. Leave one of them out.")
         rows, one = self._rows(prompts, input_ids)
         if not rows or not all(rows):
             raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
-        generation = read_generate_kwargs({"skip_special_tokens": True, **(sampling_params or {})}, None)
+        given = {**(sampling_params or {}), **more_sampling_params}
+        generation = read_generate_kwargs({"skip_special_tokens": True, **given}, None)
         check_supported(generation.sampling, self.engine.capabilities)
         requests = sample_requests(rows, generation, self.engine.capabilities)
         done = call(self.engine.generate(requests), f"{self.model_path}: generate", timeout or self.timeout)
@@ -170,12 +178,25 @@ class AsyncSGLang(EngineView):
             self._answer(request, completion, generation, return_logprobs)
             for request, completion in zip(requests, done, strict=True)
         ]
+        if not return_text:
+            for answer in answers:
+                del answer["text"]
         return answers[0] if one and generation.num_samples is None else answers
+
+    def generate_batch(
+        self, prompts: Sequence[str], sampling_params: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[dict[str, Any]]:
+        """Sample answers to a list of texts; see `generate`."""
+        return self.generate(list(prompts), sampling_params, **options)  # type: ignore[return-value]
 
     def flush_cache(self) -> bool:
         """Clear the prefix cache and return True."""
-        call(self.engine.reset_prefix_cache(), f"{self.model_path}: flush_cache", self.timeout)
+        self.reset_prefix_cache()
         return True
+
+    def get_dp_size(self) -> int:
+        """Return 1: an AsyncSGLang is one replica."""
+        return 1
 
     def _rows(self, prompts: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether there was a single one outside a list."""

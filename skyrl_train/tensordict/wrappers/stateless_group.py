@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import torch
@@ -60,3 +61,8 @@ def stateless_init_process_group(
     if device is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     return StatelessGroup(f"{master_address}:{int(master_port)}", rank, world_size, torch.device(device), timeout)
+
+
+async def stateless_init_process_group_async(*args: Any, **options: Any) -> StatelessGroup:
+    """Form a group like `stateless_init_process_group`, with the same arguments, without blocking the event loop."""
+    return await asyncio.to_thread(stateless_init_process_group, *args, **options)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torchrl.modules.llm.backends import RLvLLMEngine
 
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.errors import ConfigError
@@ -19,53 +19,12 @@ KIND = "vllm"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class vLLMWorker(EngineView):
+class vLLMWorker(EngineView, RLvLLMEngine):  # type: ignore[misc]
     """An engine whose weights may arrive tensor by tensor: it loads them once the model's last tensor has arrived."""
 
-    def __init__(self, engine: Any, model: str, **options: Any):
-        """Create a worker over an engine; `options` are those of EngineView."""
-        super().__init__(engine, model, **options)
-        self._arrived: dict[str, Tensor] = {}
-
     def update_weight_broadcast(self, name: str, dtype: torch.dtype | str, shape: Sequence[int]) -> None:
-        """Receive one tensor from the group; once the last has arrived, load all of them.
-
-        Args:
-            name: Checkpoint name of the tensor.
-            dtype: Its data type.
-            shape: Its shape.
-
-        Raises:
-            ConfigError: The model has no tensor of this name.
-            RuntimeError: No group is joined.
-        """
-        self._check(name)
-        self.update_weight(name, self._received(dtype, shape))
-
-    def update_weight(self, name: str, weight: Tensor) -> None:
-        """Store one tensor; once the last has arrived, load all of them. Raises ConfigError for an unknown name."""
-        self._check(name)
-        self._arrived[name] = weight
-        if len(self._arrived) == len(self.get_model_metadata()):
-            arrived, self._arrived = self._arrived, {}
-            self.update_weights(arrived)
-
-    def check_weights_changed(self) -> bool:
-        """True if a complete set of weights has been loaded since the start."""
-        return self._synced
-
-    def _check(self, name: str) -> None:
-        known = self.get_model_metadata()
-        if name not in known:
-            raise ConfigError(f"{name!r} is not a tensor of the model, which has {', '.join(sorted(known)[:3])}, ...")
-
-    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return (dtype, shape) of every tensor by checkpoint name; cached, as every tensor that arrives needs it."""
-        if self._metadata is None:
-            self._metadata = super().get_model_metadata()
-        return dict(self._metadata)
-
-    _metadata: dict[str, tuple[torch.dtype, torch.Size]] | None = None
+        """Receive one tensor from the group, as `update_weights_from_distributed` does; an older name of TorchRL."""
+        self.update_weights_from_distributed(name, dtype, shape)
 
 
 class LLMOnDevice(vLLMWorker):

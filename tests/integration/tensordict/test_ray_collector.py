@@ -16,11 +16,11 @@ from tensordict import TensorDictBase
 
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.ray_collector import RayLLMCollector
 from skyrl_train.tensordict.envs.gsm8k import GSM8KEnv
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from tests.support.tensordict_batches import replay_buffer
 
 ROWS = [{"question": "1 + 1 = ?", "answer": "#### 2"}]
 DEADLINE_S = 240.0
@@ -97,7 +97,7 @@ def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model
 @pytest.mark.defect("D34")
 @pytest.mark.timeout(600)
 def test_batches_come_to_a_buffer_of_this_process(ray_runtime: None, tiny_model_path: str):
-    buffer = ReplayBuffer(64, shuffle=False)
+    buffer = replay_buffer(64, shuffle=False)
     with collector(tiny_model_path, replay_buffer=buffer, max_staleness=1) as collects:
         batches = iter(collects)
         assert next(batches) is None
@@ -137,7 +137,7 @@ def test_what_cannot_travel_is_refused(ray_runtime: None):
         ({"sync_iter": False, "max_staleness": 0}, ValueError, "max_staleness must be at least 1"),
         ({"frames_per_batch": 1}, TypeError, "frames_per_batch"),
         ({"async_envs": True}, RuntimeError, "Give the environment more rows"),
-        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "Give only one of them"),
+        ({"replay_buffer": replay_buffer(1), "queue": queues.Queue()}, RuntimeError, "Give only one of them"),
     ],
 )
 def test_what_cannot_be_had_is_refused(settings: dict[str, Any], error: type[Exception], says: str):

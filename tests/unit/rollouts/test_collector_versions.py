@@ -12,12 +12,12 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
 from skyrl_train.tensordict.collectors.weight_updaters import WeightUpdaterBase
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.envs.versions import PolicyVersion
+from tests.support.tensordict_batches import replay_buffer
 
 DEADLINE_S = 60.0
 
@@ -261,7 +261,7 @@ def test_unstored_batch_waits_for_no_update():
 
 
 def test_thread_ends_after_its_turns():
-    buffer = ReplayBuffer(8)
+    buffer = replay_buffer(8)
     llm_collector = collector(conversations(1), dialog_turns_per_batch=2, total_dialog_turns=4, replay_buffer=buffer)
     llm_collector.start()
     deadline = time.monotonic() + DEADLINE_S

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase, lazy_stack
 
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.tensordict.containers import ChatHistory, LLMData, Text
-from skyrl_train.tensordict.history import ContentBase, History, add_chat_template
+from skyrl_train.tensordict.history import ContentBase, History, add_chat_template, converted
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -79,7 +79,7 @@ def test_ids_of_templates_are_tensors_and_dictionaries_are_tensordicts():
 
 
 @pytest.mark.defect("D17")
-def test_a_template_is_the_given_the_named_or_the_tokenizers_own_never_guessed_from_a_path():
+def test_templates_are_never_guessed_from_a_path():
     plain = byte_tokenizer()
     plain.chat_template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
     plain.name_or_path = "/models/llama/qwen"
@@ -87,8 +87,67 @@ def test_a_template_is_the_given_the_named_or_the_tokenizers_own_never_guessed_f
     assert history.apply_chat_template(tokenizer=plain) == "hi!"
     assert history.apply_chat_template(tokenizer=plain, chat_template_name="chatml").startswith("<|im_start|>")
     plain.chat_template = None
-    with pytest.raises(ConfigError, match="chat_template_name"):
-        history.apply_chat_template(tokenizer=plain)
+    with pytest.warns(UserWarning, match="ChatML"):
+        assert history.apply_chat_template(tokenizer=plain).startswith("<|im_start|>user\nhi")
+
+
+def test_keywords_of_added_templates_select_them():
+    add_chat_template("whispering", "{% for m in messages %}({{ m['content'] }}){% endfor %}", None, ["Whisper-Model"])
+    named = byte_tokenizer()
+    named.name_or_path = "/models/whisper-model-1"
+    history = History.from_chats(CHAT[:1])
+    assert history.apply_chat_template(tokenizer=named) == "(hi)"
+    assert history.apply_chat_template(tokenizer=named, chat_template_name="chatml").startswith("<|im_start|>")
+    assert history.apply_chat_template(tokenizer=TOKENIZER).startswith("<|im_start|>")
+
+
+def test_both_history_classes_append_and_render_each_other(torchrl: Any):
+    theirs = torchrl.data.llm.History(role="user", content="hi")
+    ours = History.from_chats([CHAT[0]]).append(theirs).extend(lazy_stack([theirs]))
+    assert isinstance(ours, torchrl.data.llm.History) and ours.to_chats() == [CHAT[0]] * 3
+    back = converted(ours, torchrl.data.llm.History)
+    assert type(back) is torchrl.data.llm.History
+    assert History.to_chats(back.append(ours[0])) == [CHAT[0]] * 4
+    assert ours.to_chats() == [CHAT[0]] * 3
+    for both in (History.from_chats([CHAT[:1], CHAT[:1]]), converted(History.from_chats([CHAT[:1]] * 2), History)):
+        assert History.apply_chat_template(both, tokenizer=TOKENIZER)[1].endswith("assistant\n")
+
+
+def test_nested_batches_render_in_their_shape():
+    history = lazy_stack([History.from_chats([CHAT[:1], CHAT[:2]]), History.from_chats([CHAT[:2], CHAT[:1]])])
+    texts = history.apply_chat_template(tokenizer=TOKENIZER, add_generation_prompt=False)
+    assert texts[0] == texts[1][::-1] and len(texts[0]) == 2
+    masked = history.apply_chat_template(tokenizer=TOKENIZER, return_assistant_tokens_mask=True)
+    assert masked.batch_size == (2, 2)
+
+
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes\nor no"},
+    {"role": "user", "content": "which?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+@pytest.mark.defect("D16")
+@pytest.mark.parametrize("name", ["falcon", "deepseek", "dialogpt"])
+def test_templates_without_control_tokens_are_parsed_back(name: str):
+    chat = TALK if name == "dialogpt" else [{"role": "system", "content": "Be brief."}, *TALK]
+    history = History.from_chats(chat)
+    options: dict[str, Any] = {"tokenizer": TOKENIZER, "chat_template_name": name, "add_generation_prompt": False}
+    text = history.apply_chat_template(**options)
+    assert History.from_text(text, name, tokenizer=TOKENIZER).to_chats() == chat
+    open_turn = History.from_text(text[:-2], name, tokenizer=TOKENIZER).to_chats()[-1]
+    assert open_turn["is_complete"] is False and open_turn["content"].startswith("yes")
+    found = history.apply_chat_template(return_assistant_tokens_mask=True, **options)
+    answers = TOKENIZER.decode(found["input_ids"][found["assistant_masks"].bool()])
+    end = {"falcon": "\n\n"}.get(name, TOKENIZER.eos_token)
+    assert answers.replace(" yes", "yes") == f"yes\nor no{end}yes{end}"
+
+
+def test_dialogpt_rejects_turns_that_do_not_alternate():
+    with pytest.raises(DataError, match="in turn"):
+        History.from_chats([TALK[0], TALK[0]]).apply_chat_template(tokenizer=TOKENIZER, chat_template_name="dialogpt")
 
 
 def test_templates_can_be_added_once():
@@ -107,7 +166,7 @@ def test_a_rendered_text_is_read_with_its_blanks_and_its_open_turn():
     assert History.from_text(text).to_chats() == chat
     assert History.from_text([text, text]).to_chats() == [chat, chat]
     with pytest.raises(ConfigError, match="parser"):
-        History.from_text(text, chat_template_name="falcon")
+        History.from_text(text, chat_template_name="gemma")
 
 
 @pytest.mark.defect("history-from-text-unknown-templates")
@@ -177,7 +236,7 @@ def test_text_parts_are_text_and_the_last_message_can_be_continued():
 
 
 def test_containers_hold_their_fields():
-    with pytest.warns(UserWarning, match="turns"):
+    with pytest.warns(UserWarning, match="batch dimension"):
         chat: Any = ChatHistory(prompt=History.from_chats(CHAT[:2]), batch_size=(2,))
     assert chat.prompt.ndim == 2
     assert Text(prompt=["a", "b"], batch_size=(2,))[1].prompt == "b"

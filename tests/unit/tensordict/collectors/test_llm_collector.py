@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDictBase
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
@@ -22,6 +21,7 @@ from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from tests.support.tensordict_batches import replay_buffer
 
 
 class EndsByQuestion(Transform):
@@ -122,14 +122,14 @@ def test_every_batch_may_begin_anew():
 
 
 def test_a_replay_buffer_gets_rows_and_the_caller_nothing():
-    buffer = ReplayBuffer(8, shuffle=False, batch_size=4)
+    buffer = replay_buffer(8, shuffle=False, batch_size=4)
     collects = collector(conversations(2, 2), 4, total_dialog_turns=4, replay_buffer=buffer)
     assert list(collects) == [None]
     assert questions(buffer.sample()) == ["q0", "q0", "q1", "q1"]
 
 
 def test_groups_of_whole_trajectories_become_advantages():
-    buffer = ReplayBuffer(8, shuffle=False, batch_size=3, transform=MCAdvantage(2, prompt_key="kind"))
+    buffer = replay_buffer(8, shuffle=False, batch_size=3, transform=MCAdvantage(2, prompt_key="kind"))
     env = conversations(2, 1)
     env.append_transform(_Kind())
     collects = collector(env, 3, yield_completed_trajectories=True, replay_buffer=buffer, total_dialog_turns=4)
@@ -276,7 +276,7 @@ def test_the_environment_is_closed_where_the_policy_cannot_be():
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"replay_buffer": ReplayBuffer(1), "queue": queues.Queue()}, RuntimeError, "Give only one of them"),
+        ({"replay_buffer": replay_buffer(1), "queue": queues.Queue()}, RuntimeError, "Give only one of them"),
         ({"async_envs": True}, RuntimeError, "Give the environment more rows"),
         ({"yield_only_last_steps": True, "flatten_data": True}, TypeError, "rows are flat"),
         ({"yield_only_last_steps": True, "reset_at_each_iter": True}, TypeError, "would end"),

@@ -47,7 +47,7 @@ def difference(collects: LLMCollector, model: nn.Module) -> tuple[float, int]:
     batch = next(iter(collects))
     assert batch is not None
     scores = TransformersWrapper(model, generate=False, inplace=False, **SETTINGS)(batch.select("tokens", "masks"))
-    theirs = scores[0]["log_probs"].full[len(batch[0]["tokens"].prompt) :]
+    theirs = scores[0]["log_probs"].full.detach()[len(batch[0]["tokens"].prompt) :]
     return float((batch[0]["log_probs"].response - theirs).abs().max()), int(batch[0]["policy_version"])
 
 

@@ -5,6 +5,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,17 +14,28 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import Compose, StepCounter, TransformedEnv
+from torchrl.envs.llm import ChatEnv
 
 from skyrl_train.environments.tasks.countdown import CountdownEnv
 from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.browser import PROGRAMS
 from skyrl_train.environments.tools.url_policy import UrlNotAllowed, UrlPolicy
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.envs.base import StepCounter
-from skyrl_train.tensordict.envs.chat import ChatEnv
-from skyrl_train.tensordict.envs.conversation import messages_of
-from skyrl_train.tensordict.envs.tools import BrowserTransform, MCPToolTransform, PythonInterpreter, ToolTransform
+from skyrl_train.tensordict import (
+    BrowserTransform,
+    ExecuteToolsInOrder,
+    JSONCallParser,
+    MCPToolTransform,
+    PythonExecutorService,
+    PythonInterpreter,
+    SimpleToolTransform,
+    ToolRegistry,
+    XMLBlockParser,
+)
+from tests.support.chat_answers import answered, chats
 from tests.support.web_server import Response, web_server
 
 SERVER = str(Path(__file__).parents[2] / "environments" / "tools" / "mcp_server.py")
@@ -38,23 +50,18 @@ def blocks(*codes: str) -> str:
 
 
 class Talk:
-    """An environment with one tool, and what follows answers of its rows."""
+    """A TorchRL environment with one tool, and what follows answers of its rows."""
 
-    def __init__(self, transform: ToolTransform, rows: int = 1):
-        self.env = ChatEnv(batch_size=(rows,))
-        self.env.append_transform(transform)
+    def __init__(self, *transforms: Any, rows: int = 1):
+        self.env = TransformedEnv(ChatEnv(batch_size=(rows,)), Compose(*transforms))
         self.root: TensorDictBase = self.env.reset(TensorDict(query=["?"] * rows, batch_size=[rows]))
-        self.before = self.messages()
-
-    def messages(self) -> list[list[dict[str, Any]]]:
-        return [messages_of(row["history"].prompt) for row in self.root.unbind(0)]
+        self.before = chats(self.root)
 
     def say(self, *answers: str) -> list[list[str]]:
         """The messages of tools that follow, for each row."""
-        self.root["text_response"] = list(answers)
-        self.root = self.env.step(self.root)["next"]
+        _, self.root = self.env.step_and_maybe_reset(answered(self.root, *answers))
         following = []
-        for messages in self.messages():
+        for messages in chats(self.root):
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
             assert {message["role"] for message in messages[last + 1 :]} <= {"tool"}
             following.append([message["content"] for message in messages[last + 1 :]])
@@ -148,28 +155,115 @@ def test_sessions_and_limits_hold_wherever_code_runs(monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_thoughts_are_not_run_and_a_row_that_is_over_gets_no_message():
+def test_reasoning_and_finished_rows_run_nothing():
     talk = Talk(PythonInterpreter())
     assert talk.say(f"<think>{blocks('1')}</think> done") == [[]]
-    env = ChatEnv()
-    env.append_transform(StepCounter(1))
-    env.append_transform(PythonInterpreter())
-    root = env.reset(TensorDict(query=["?"], batch_size=[1]))
-    root["text_response"] = [blocks("1")]
-    following = env.step(root)["next"]
-    assert [message["role"] for message in messages_of(following[0]["history"].prompt)] == ["user", "assistant"]
+    talk = Talk(StepCounter(1), PythonInterpreter())
+    stepped = talk.env.step(answered(talk.root, blocks("1")))
+    assert [message["role"] for message in chats(stepped["next"])[0]] == ["user", "assistant"]
 
 
 def test_tools_need_a_conversation():
-    for mode in ("text",):
-        with pytest.raises(RuntimeError, match="history"):
-            ChatEnv(input_mode=mode).append_transform(PythonInterpreter())
-    with pytest.raises(ValueError, match="ray"):
-        PythonInterpreter(services="ray")
-    settings: Any
-    for settings in ({"service_name": "mine"}, {"namespace": "mine"}):
-        with pytest.raises(ValueError, match="mine"):
-            PythonInterpreter(**settings)
+    with pytest.raises(RuntimeError, match="history"):
+        TransformedEnv(ChatEnv(input_mode="text"), Compose(PythonInterpreter()))
+    with pytest.raises(ValueError, match="slurm"):
+        PythonInterpreter(services="slurm")
+    with pytest.raises(ValueError, match="persistent"):
+        PythonInterpreter(services="ray", persistent=True)
+
+
+def add(a: int, b: int) -> dict[str, int]:
+    return {"result": a + b}
+
+
+def test_rows_run_functions_of_this_process():
+    talk = Talk(SimpleToolTransform({"add": add}), rows=3)
+    call = "<tool>add\n{}</tool>"
+    right = call.format('{"a": 2, "b": 3}')
+    first, second, none = talk.say(right * 2, call.format("[") + call.format('{"c": 1}'), "no call")
+    assert first == ["Tool add executed successfully:\n{'result': 5}"] * 2 and none == []
+    assert [text.partition(":")[0] for text in second] == ["Tool add failed"] * 2
+    assert "valid JSON" in second[0] and "unexpected keyword argument 'c'" in second[1]
+    parsed = Talk(SimpleToolTransform({"add": add}, parser=XMLBlockParser()))
+    assert parsed.say('<tool name="add">{"a": 1, "b": 1}</tool><tool name="no">{}</tool>')[0] == [
+        "Tool add executed successfully:\n{'result': 2}",
+        "Tool no failed:\nThere is no tool 'no'; known tools: add.",
+    ]
+
+
+def test_function_that_does_not_return_is_abandoned():
+    talk = Talk(SimpleToolTransform({"wait": threading.Event().wait}, timeout=0.2))
+    assert "timed out after 0.2 s" in talk.say('<tool>wait\n{"timeout": 5}</tool>')[0][0]
+
+
+class Service:
+    def __init__(self, name: str, answer: Any):
+        self.name, self.answer = name, answer
+        self.schema_in: dict[str, Any] = {}
+        self.schema_out: dict[str, Any] = {}
+
+    def __call__(self, **given: Any) -> Any:
+        return self.answer(**given)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_services_run_in_order_and_see_the_row(stop: bool):
+    seen: list[Any] = []
+
+    def look(_state: Any, word: str) -> Any:
+        seen.append((word, _state["query"]))
+        return {"word": word}
+
+    registry = ToolRegistry([Service("look", look), Service("fail", lambda **given: 1 / 0)])
+    talk = Talk(ExecuteToolsInOrder(registry, XMLBlockParser(), stop_on_error=stop))
+    answer = '<tool name="look" tag="A">{"word": "a"}</tool><tool name="fail">{}</tool>'
+    (shown,) = talk.say(answer + '<tool name="look">{"word": "b"}</tool><tool name="away">{}</tool>')[0]
+    expected = [
+        "<tool_results>",
+        'Tool look (call 1) [A] succeeded: {"word": "a"}',
+        "Tool fail (call 2) failed: division by zero",
+        'Tool look (call 3) succeeded: {"word": "b"}',
+        "Tool away (call 4) failed: 'Unknown tool: away'",
+        "</tool_results>",
+    ]
+    assert shown.split("\n") == (expected[:3] + expected[-1:] if stop else expected)
+    assert seen == [("a", "?"), ("b", "?")][: 1 if stop else 2]
+
+
+@pytest.mark.parametrize("text", ["42", "[1]", '{"tools": [1, {"tool": 2}, {"tool": "a", "args": 3}]}', "[" * 10_000])
+def test_no_text_breaks_the_json_parser(text: str):
+    assert JSONCallParser()(text)["calls"] == []
+
+
+def test_many_calls_and_long_results_are_cut():
+    registry = ToolRegistry([Service("talk", lambda: "a" * 100_000)])
+    transform = ExecuteToolsInOrder(registry, XMLBlockParser(), pass_state_to_tools=False)
+    (shown,) = Talk(transform).say('<tool name="talk">{}</tool>' * 20)[0]
+    assert shown.count("succeeded") == 16 and len(shown) < 200_000
+    assert "the others were not run" in shown
+
+
+@needs_bubblewrap
+def test_partial_reset_ends_only_the_sessions_of_its_rows():
+    transform = PythonInterpreter(persistent=True, timeout=60.0)
+    talk = Talk(transform, rows=2)
+    talk.say(blocks("x = 1"), blocks("x = 2"))
+    mask = torch.tensor([[True], [False]])
+    talk.root = talk.env.reset(talk.root.set("_reset", mask))
+    lost, kept = talk.say(blocks("print(x)"), blocks("print(x)"))
+    assert "NameError" in lost[0] and kept[0].endswith("\n2")
+    copied = transform.clone()
+    copied.close()  # has no sessions of the original
+    assert talk.say("none", blocks("print(x)"))[1][0].endswith("\n2")
+    talk.env.close()
+
+
+@needs_bubblewrap
+def test_service_runs_every_call_in_its_own_sandbox():
+    service = PythonExecutorService(pool_size=1, timeout=60.0)
+    assert service.execute("x = 1; print(x)") == {"success": True, "stdout": "1\n", "stderr": "", "returncode": 0}
+    failed = service.execute("print(x)")
+    assert not failed["success"] and "NameError" in failed["stderr"] and failed["returncode"] == 1
 
 
 @pytest.mark.defect("D38")

@@ -11,7 +11,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.engines.base import SampleRequest
-from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.envs.base import Transform
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, messages_of
@@ -24,6 +23,7 @@ from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from tests.support.tensordict_batches import replay_buffer
 
 TOKENIZER = byte_tokenizer()
 
@@ -137,11 +137,11 @@ def test_a_loss_takes_log_probs_and_reference_of_the_tokens_that_were_sampled(mo
     assert all(parameter.grad is not None for parameter in trained.parameters())
 
 
-def test_log_probs_without_a_gradient_are_not_passed_off_for_some():
+def test_log_probs_of_module_keep_gradient_without_detach():
     actor = TransformersWrapper(tiny_model(), tokenizer=TOKENIZER, generate=False, inplace=False)
     env = ChatEnv().append_transform(RetrieveLogProb(actor, detach=False))
-    with pytest.raises(ValueError, match="detach=False"):
-        env.step(policy(lambda text: "yes")(env.reset(TensorDict(query=["hello"], batch_size=[1]))))
+    stepped = env.step(policy(lambda text: "yes")(env.reset(TensorDict(query=["hello"], batch_size=[1]))))
+    assert stepped["next"][0].get(("log_probs", "full")).requires_grad
 
 
 @pytest.mark.parametrize("transform", [RetrieveLogProb, KLRewardTransform])
@@ -182,9 +182,9 @@ def test_a_wrapper_acts_where_there_are_no_turns():
 def test_advantages_find_the_question_of_every_environment_over_a_dataset():
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in (1, 2)]
     env = GSM8KEnv(dataset=rows, num_envs=4, repeats=2, shuffle=False)
-    buffer = ReplayBuffer(16, batch_size=4, transform=MCAdvantage(2))
+    buffer = replay_buffer(16, batch_size=4, transform=MCAdvantage(2))
     for row in env.rollout(1, policy(lambda text: "<answer>2</answer>"))[:, 0].unbind(0):
-        buffer.add(row)
+        buffer.extend(row.unsqueeze(0))
     assert len(buffer) == 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,6 @@ from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.metrics import Metrics
-from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
@@ -23,7 +23,7 @@ from skyrl_train.tensordict.losses.grpo import GRPOLoss
 from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.losses.top_k import TopKRewardSelector
 from tests.support.edge_case_batches import current_logprobs, edge_case_batch
-from tests.support.tensordict_batches import TablePolicy, as_tensordict
+from tests.support.tensordict_batches import TablePolicy, as_tensordict, replay_buffer
 
 
 def trajectory(prompt: object, *rewards: float, version: int | None = None, done: bool = True) -> TensorDictBase:
@@ -56,7 +56,7 @@ def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
     batch = replace(batch, rewards=torch.tensor([1.0, 0.25, 0.0, 0.5, 0.125]), token_rewards=None)
     step = AdvantageCalculator(partial(grpo, grpo_norm_by_std=True))
     expected = step(batch, Metrics())
-    buffers = [ReplayBuffer(8, transform=MCAdvantage(size), shuffle=False, batch_size=size) for size in (3, 2)]
+    buffers = [replay_buffer(8, transform=MCAdvantage(size), shuffle=False, batch_size=size) for size in (3, 2)]
     data = as_tensordict(batch, "left prompt, right response")
     rows = [row.exclude("advantage") for row in data.unbind(0)]
     for index, row in enumerate(rows):
@@ -64,7 +64,7 @@ def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
         row["query"] = torch.tensor(group)
         row["next", "reward"] = batch.rewards[index].reshape(1, 1)
         row["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
-        buffers[min(group, 1)].add(row)
+        buffers[min(group, 1)].extend(row.unsqueeze(0))
     stored: Any = torch.cat([buffer.sample() for buffer in buffers])  # type: ignore[misc]
     assert expected.token_advantages is not None
     per_row = torch.stack([expected.token_advantages[batch.loss_mask & (batch.sequence_ids == i)][0] for i in range(5)])
@@ -142,12 +142,12 @@ def test_the_newest_version_decides_whoever_comes_late_and_whoever_came_first():
     assert transform.inv(trajectory("b", 0, version=10)) is None
     assert transform.inv(trajectory("a", 0, version=3)) is None
     assert transform.inv(trajectory("b", 1, version=3)) is None  # too late for a group of version 10
-    assert [e.version for e in transform.queues["b"]] == [10] and list(transform.queues) == ["b"]
+    assert [int(e[0]["policy_version"]) for e in transform.queues["b"]] == [10] and list(transform.queues) == ["b"]
     assert transform.abandoned == 2
     transform = MCAdvantage(3)
     for version in (5, 4, 6):  # the oldest is not the first
         assert transform.inv(trajectory("a", 0, version=version)) is None
-    assert [e.version for e in transform.queues["a"]] == [6] and transform.abandoned == 2
+    assert [int(e[0]["policy_version"]) for e in transform.queues["a"]] == [6] and transform.abandoned == 2
     assert transform.flush() == 1 and transform.abandoned == 3
     assert transform.inv(trajectory("a", 0, version=0)) is None and len(transform.queues["a"]) == 1  # a new count
 
@@ -180,12 +180,12 @@ def test_a_collector_that_cuts_trajectories_is_refused_by_groups_and_one_that_do
         tensordict["text_response"] = ["ok"] * len(tensordict)
         return tensordict
 
-    def collector(buffer: ReplayBuffer, **settings: Any) -> LLMCollector:
+    def collector(buffer: Any, **settings: Any) -> LLMCollector:
         env = DatasetChatEnv(dataset=list(reversed(dataset)), shuffle=False, num_envs=2)
         env.append_transform(StepCounter()).append_transform(Ends())
         return LLMCollector(env, policy=says_ok, dialog_turns_per_batch=2, replay_buffer=buffer, **settings)
 
-    buffer = ReplayBuffer(64, transform=MCAdvantage(1))
+    buffer = replay_buffer(64, transform=MCAdvantage(1))
     with pytest.raises(RuntimeError, match="yield_completed_trajectories=True"):
         next(iter(collector(buffer)))  # row 0 goes on, row 1 is done
     assert len(buffer) == 0
@@ -194,20 +194,32 @@ def test_a_collector_that_cuts_trajectories_is_refused_by_groups_and_one_that_do
     assert sorted(stored) == ["1 turns 1"] + ["3 turns 1"] * 3
 
 
+def test_waiting_groups_can_be_shared(torchrl: Any):
+    transform = MCAdvantage(2, max_pending=3).share_memory_()
+    assert isinstance(transform, torchrl.objectives.llm.MCAdvantage) and transform.is_shared
+    other = pickle.loads(pickle.dumps(transform))
+    assert transform.inv(trajectory("a", 0, version=1)) is None
+    assert advantages(other.inv(trajectory("a", 1, version=1))) == [-0.7071, 0.7071]
+    assert transform.get_stats()["written_groups"] == 1 and transform.newest == 1
+    for prompt in "bcde":
+        assert other.inv(trajectory(prompt, 0)) is None
+    assert transform.queued_groups == 3 and transform.abandoned == 1
+
+
 def test_groups_that_say_nothing_can_be_left_out():
-    transform = MCAdvantage(2, keep_return_bounds=(0.1, 0.9))
+    transform = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0.1, 0.9))
     for prompt, both in (("a", 0), ("b", 1)):
         assert transform.inv(torch.cat([trajectory(prompt, both), trajectory(prompt, both)])) is None
     assert transform.inv(torch.cat([trajectory("c", 0), trajectory("c", 1)])) is not None
     assert not transform.queues
-    binary = MCAdvantage(2, keep_return_bounds=(0, 1))  # the bounds themselves are outside
+    binary = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0, 1))  # the bounds themselves are outside
     assert binary.inv(torch.cat([trajectory("a", 1), trajectory("a", 1)])) is None
     assert rewards(binary.inv(torch.cat([trajectory("a", 1), trajectory("a", 0)]))) == [1, 0]
 
 
 @pytest.mark.defect("mc-advantage-lacks-statistics")
 def test_statistics_say_what_came_what_was_written_and_what_waits():
-    transform = MCAdvantage(2, keep_return_bounds=(0, 1), candidate_group_size=3)
+    transform = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0, 1), candidate_group_size=3)
     for prompt, values in (("a", (0, 0, 1)), ("b", (1, 1, 1)), ("c", (0, 1)), ("d", (1,))):
         transform.inv(torch.cat([trajectory(prompt, 0, value) for value in values]))
     found = transform.get_stats()
@@ -235,7 +247,7 @@ def test_conversations_are_prompts_too():
 
 
 def test_a_group_can_be_picked_from_more_candidates():
-    transform = MCAdvantage(2, candidate_group_size=4)
+    transform = MCAdvantage(2, trajectory_return="sum", candidate_group_size=4)
     assert transform.inv(trajectory("a", 0)) is None
     assert transform.inv(trajectory("a", 0)) is None
     assert rewards(transform.inv(trajectory("a", 1))) == [0, 1]
@@ -244,6 +256,7 @@ def test_a_group_can_be_picked_from_more_candidates():
     assert not transform.queues  # four came, none differed
     largest = MCAdvantage(
         2,
+        trajectory_return="sum",
         candidate_group_size=3,
         candidate_selection_min_size=3,
         candidate_selector=lambda returns, size: returns.topk(size).indices.tolist(),
@@ -257,20 +270,21 @@ def test_a_group_can_be_picked_from_more_candidates():
         {"grpo_size": 0},
         {"grpo_size": 2, "trajectory_return": "last"},
         {"grpo_size": 4, "candidate_group_size": 2},
-        {"grpo_size": 2, "candidate_group_size": 4, "candidate_selection_min_size": 5},
-        {"grpo_size": 2, "keep_return_bounds": (0.9, 0.1)},
+        {"grpo_size": 2, "trajectory_return": "sum", "candidate_group_size": 4, "candidate_selection_min_size": 5},
+        {"grpo_size": 2, "trajectory_return": "sum", "keep_return_bounds": (0.9, 0.1)},
+        {"grpo_size": 2, "keep_return_bounds": (0.1, 0.9)},
         {"grpo_size": 2, "candidate_selector": "uniform"},
     ],
 )
 def test_impossible_groups_are_refused(settings: dict):
-    with pytest.raises(ValueError, match=r"grpo_size|trajectory_return|keep_return_bounds|candidate_selector"):
+    with pytest.raises(ValueError, match=r"grpo_size|trajectory_return|keep_return_bounds|candidate_"):
         MCAdvantage(**settings)
 
 
 @pytest.mark.defect("D27")
 @pytest.mark.parametrize(
     ("group", "k", "expected"),
-    [((1, 1, 1, 0), 3, [1, 1, 1]), ((1, 2, 3, 4, 5), 4, [2, 3, 4, 5]), ((1, 0, 1, 0), 1, [1])],
+    [((1, 1, 1, 0), 3, [1, 1, 1]), ((1, 2, 3, 4, 5), 4, [5, 4, 3, 2]), ((1, 0, 1, 0), 1, [1])],
 )
 def test_the_k_best_are_kept_also_at_the_median(group: tuple[float, ...], k: int, expected: list[float]):
     selector = TopKRewardSelector(len(group), k)

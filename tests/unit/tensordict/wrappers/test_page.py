@@ -14,6 +14,7 @@ PAGE = "docs/torchrl/index.md"
 
 def test_page_snippets_print_documented_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = save_tiny_model(tmp_path / "model")
+    capsys.readouterr()  # of libraries that saving a model imports
     for code in snippets(PAGE):
         names: dict[str, object] = {}
         exec(compile(code.replace("Qwen/Qwen2.5-0.5B-Instruct", path), PAGE, "exec"), names)

@@ -18,8 +18,7 @@ from skyrl_train.tensordict.losses.scoring import score, token_mask
 from skyrl_train.tensordict.ragged import TokenLayout
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
-from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical, LogProbDistribution
-from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL
+from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -120,7 +119,7 @@ def test_a_batch_on_the_cpu_is_scored_by_a_module_on_the_accelerator():
     scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
     td = lazy_stack([TensorDict(tokens=Tokens(full=torch.tensor(row))) for row in ([5, 6, 7], [8, 9])])
     td = scorer(td)
-    distribution = ForTorchRL(scorer).get_dist(td)
+    distribution = scorer.get_dist(td)
     assert distribution.positions.is_cuda
     assert distribution.log_prob(torch.zeros(2, 3, dtype=torch.int64)).is_cuda
     for actor in (scorer, lambda given: scorer(given)):
@@ -190,14 +189,6 @@ def test_a_distribution_of_a_mask_of_ones_own_and_of_rows_read_alone(model: Any)
     torch.testing.assert_close(scorer.log_prob(td)[1].detach(), scored[1]["log_probs"].full, atol=1e-4, rtol=0)
 
 
-@pytest.mark.defect("D28")
-def test_one_row_without_the_assistant_is_refused(model: Any):
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    td = TensorDict(history=History.from_chats([talk, talk[:1]]), batch_size=(2,))
-    with pytest.raises(ConfigError, match="row 1"):
-        TransformersWrapper(model, tokenizer=TOKENIZER, generate=False).get_dist(td, "sft")
-
-
 def test_there_is_no_distribution_without_logits(wrapper: Any):
     with pytest.raises(NotImplementedError, match="generate"):
         wrapper.get_dist(chats())
@@ -230,13 +221,6 @@ def test_a_masked_categorical_of_tokens_and_of_positions():
     assert positions.log_prob(torch.tensor([[0, -100]])).tolist() == [[0.0, 0.0]]
     with pytest.raises(ValueError, match="mask"):
         LLMMaskedCategorical(logits, torch.ones(3, dtype=torch.bool))
-
-
-def test_stored_log_probs_answer_for_their_own_tokens_only():
-    stored = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]]), torch.tensor([[4, 5]]))
-    assert stored.log_prob(torch.tensor([[4, 9]])).tolist() == [[-1.0, 0.0]]
-    with pytest.raises(ValueError, match="tokens"):
-        stored.log_prob(torch.tensor([[3, 5]]))
 
 
 def state_of(module: Any) -> list[Any]:

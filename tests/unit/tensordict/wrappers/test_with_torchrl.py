@@ -14,9 +14,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from skyrl_train.tensordict.containers import Tokens
+from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.losses.grpo import GRPOLoss
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
-from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -40,6 +40,8 @@ def theirs(torchrl: Any) -> SimpleNamespace:
         StepCounter=torchrl.envs.StepCounter,
         DatasetChatEnv=torchrl.envs.llm.DatasetChatEnv,
         GRPOLoss=torchrl.objectives.llm.GRPOLoss,
+        SFTLoss=torchrl.objectives.llm.SFTLoss,
+        RetrieveKL=torchrl.envs.llm.transforms.RetrieveKL,
     )
 
 
@@ -64,7 +66,7 @@ def texts(history: Any) -> list[tuple[str, str]]:
 
 
 def test_a_wrapper_talks_in_their_environment_under_their_collector(theirs: SimpleNamespace, wrap: Any):
-    policy = ForTorchRL(wrap(lambda request: [*TOKENIZER(str(len(request.token_ids)))["input_ids"], END]))
+    policy = wrap(lambda request: [*TOKENIZER(str(len(request.token_ids)))["input_ids"], END])
     played = collected(theirs, policy, "history", 4)
     assert played.batch_size == (2, 2)
     for question, row in zip(("1 + 1?", "20 + 1?"), played.unbind(0), strict=True):
@@ -93,28 +95,33 @@ def test_texts_and_tokens_need_no_translation(theirs: SimpleNamespace, wrap: Any
 END = TOKENIZER.eos_token_id
 
 
+@pytest.mark.parametrize("mode", ["tokens", "history"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("strategy", ["sft", "rlhf"])
-def test_their_loss_takes_our_batches_and_says_what_ours_says(theirs: SimpleNamespace, strategy: str, padded: bool):
+def test_torchrl_grpo_loss_of_our_batch_equals_ours(theirs: SimpleNamespace, strategy: str, padded: bool, mode: str):
     model = tiny_model()
     kwargs = {"max_new_tokens": 6, "seed": 1}
     policy = TransformersWrapper(
-        copy.deepcopy(model), tokenizer=TOKENIZER, input_mode="tokens", generate_kwargs=kwargs, pad_output=padded
+        copy.deepcopy(model), tokenizer=TOKENIZER, input_mode=mode, generate_kwargs=kwargs, pad_output=padded
     )
-    prompts = [Tokens(prompt=torch.tensor(ids)) for ids in ([5, 6, 7], [8], [9, 10])]
-    rows = lazy_stack([TensorDict(tokens=prompt) for prompt in prompts])
-    batch = policy(rows)
+    if mode == "tokens":
+        prompts = [Tokens(prompt=torch.tensor(ids)) for ids in ([5, 6, 7], [8], [9, 10])]
+        batch = policy(lazy_stack([TensorDict(tokens=prompt) for prompt in prompts]))
+    else:
+        chats = [[{"role": "user", "content": text}] for text in ("hello", "hi", "good day")]
+        prompt = theirs.ChatHistory(prompt=theirs.History.from_chats(chats), batch_size=(3,))
+        batch = policy(lazy_stack(list(TensorDict(history=prompt, batch_size=(3,)).unbind(0))))
     policy.close()
     batch["advantage"] = torch.tensor([1.0, -0.5, 0.25]).reshape(3, 1, 1)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # so that ratios are not 1
-    actor = TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="tokens", generate=False)
+    actor = TransformersWrapper(model, tokenizer=TOKENIZER, input_mode=mode, generate=False)
     settings: dict[str, Any] = {"clip_epsilon": (0.2, 0.28), "masking_strategy": strategy, "entropy_coeff": 0.05}
     ours = GRPOLoss(actor, **settings)(batch)
     with quietly():
-        other = theirs.GRPOLoss(ForTorchRL(actor), **settings)(batch)
+        other = theirs.GRPOLoss(actor, **settings)(batch)
     assert float(ours.clip_fraction) > 0
     for name in ("loss_objective", "loss_entropy", "ESS"):
         torch.testing.assert_close(getattr(other, name).squeeze().double(), getattr(ours, name), rtol=1e-5, atol=1e-7)
@@ -125,3 +132,56 @@ def test_their_loss_takes_our_batches_and_says_what_ours_says(theirs: SimpleName
         strict=True,
     ):
         torch.testing.assert_close(their, mine, rtol=1e-4, atol=1e-6)
+
+
+TALK = [
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
+    [{"role": "user", "content": "and more"}, {"role": "assistant", "content": "no"}],
+]
+
+
+def test_torchrl_sft_loss_trains_our_scoring_wrapper(theirs: SimpleNamespace):
+    model = tiny_model()
+    actor = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False)
+    history = History.from_chats(TALK)
+    batch = lazy_stack(list(TensorDict(history=theirs.ChatHistory(full=history), batch_size=(2,)).unbind(0)))
+    with quietly():
+        loss = theirs.SFTLoss(actor, tokenizer=TOKENIZER)(batch)
+    distribution = actor.get_dist(batch, "rlhf")
+    count = distribution.positions.sum(1)
+    expected = -(actor.log_prob(batch) * distribution.positions).sum(1) / count
+    torch.testing.assert_close(loss.loss_sft, expected.mean())
+    loss.loss_sft.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_torchrl_kl_transform_reads_two_of_our_wrappers(theirs: SimpleNamespace, padded: bool):
+    settings: dict[str, Any] = {"tokenizer": TOKENIZER, "generate": False, "pad_output": padded}
+    policy = TransformersWrapper(tiny_model(seed=1), log_probs_key="gen_log_probs", **settings)
+    reference = TransformersWrapper(tiny_model(seed=2), log_probs_key="ref_log_probs", **settings)
+    batch = TensorDict(history=theirs.ChatHistory(full=theirs.History.from_chats(TALK)), batch_size=(2,))
+    batch = lazy_stack(list(batch.unbind(0)))
+    with quietly():
+        out = theirs.RetrieveKL(gen_model=policy, ref_model=reference, add_to_reward=False, assistant_only=True)(batch)
+    both = [wrapper.get_new_version(inplace=False)(batch) for wrapper in (policy, reference)]
+    for place, row in enumerate(out.unbind(0)):
+        mine, other = (
+            one[place].get((key, "full")) for one, key in zip(both, ("gen_log_probs", "ref_log_probs"), strict=True)
+        )
+        mask = both[0][place]["masks"].all_assistant_mask
+        expected = ((mine - other) * mask).detach()
+        torch.testing.assert_close(row.get("kl_penalty").squeeze(-1)[-len(expected) :], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_only_writes_logits_of_every_token(padded: bool):
+    scorer = TransformersWrapper(tiny_model(), tokenizer=TOKENIZER, generate=False, pad_output=padded, inplace=False)
+    batch = TensorDict(history=History.from_chats(TALK), batch_size=(2,))
+    out = scorer(batch, logits_only=True)
+    assert out.get("log_probs", None) is None
+    scored, dist = scorer(batch), scorer.get_dist(batch)
+    for logits, row, whole in zip(out["logits"].unbind(0), scored.unbind(0), dist.logits, strict=True):
+        tokens = row["tokens"].full
+        assert logits.shape[0] == len(tokens)
+        torch.testing.assert_close(logits, whole[-len(logits) :])

@@ -1,0 +1,46 @@
+"""Helpers of transforms for the rows of tensordicts of any batch size, whose values may differ in length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.data import Composite, TensorSpec
+from torchrl.envs import Transform, TransformedEnv
+
+from skyrl_train.tensordict.containers import nested_stack
+
+
+def base_env(transform: Transform) -> Any:
+    """Return the environment under a transform and all others around it, or None before it has one."""
+    try:
+        environment = transform.container
+    except ValueError:  # it is in a composition that has no environment
+        return None
+    while isinstance(environment, TransformedEnv):
+        environment = environment.base_env
+    return environment
+
+
+def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
+    """Return shallow copies of the rows of a tensordict of any batch size, in row-major order."""
+    if not tensordict.batch_dims:
+        return [tensordict.copy()]
+    return [row for part in tensordict.unbind(0) for row in rows_of(part)]
+
+
+def stacked_like(rows: Sequence[TensorDictBase], tensordict: TensorDictBase) -> TensorDictBase:
+    """Return a lazy stack of rows in row-major order, with the batch size of `tensordict`."""
+    stacked: TensorDictBase = nested_stack(rows, tensordict.batch_size)
+    return stacked
+
+
+def add_spec(specs: Composite, key: NestedKey, spec: TensorSpec, kind: type) -> None:
+    """Add the spec of a key; if it is (container, field), that of the container as an object of class `kind`."""
+    if isinstance(key, str) or key[0] in specs.keys():  # noqa: SIM118 - a spec
+        specs[key] = spec
+    else:
+        fields = {key[1]: spec}
+        specs[key[0]] = Composite(fields, shape=specs.shape, device=specs.device, data_cls=kind, step_mdp_static=True)

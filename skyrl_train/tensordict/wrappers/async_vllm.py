@@ -1,0 +1,314 @@
+"""TorchRL's AsyncVLLM: replicas of vLLM in Ray actors, with vLLM's `generate` and verified weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torchrl.modules.llm.backends import RLvLLMEngine
+
+from skyrl_train.aio import gather_all
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.data.chat import decode_response, encode_prompt
+from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.sampling_params import check_supported
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.tensordict.wrappers.engine_view import EngineView
+from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.tensordict.wrappers.parameters import read_generate_kwargs
+from skyrl_train.tensordict.wrappers.ray_engine import engine_in_actor
+from skyrl_train.tensordict.wrappers.requests import sample_requests
+from skyrl_train.tensordict.wrappers.vllm_workers import KIND
+
+_SAMPLING = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "min_tokens", "stop"),
+    *("stop_token_ids", "ignore_eos", "seed", "skip_special_tokens"),
+)
+"""Fields of vLLM's SamplingParams that engines of this project have."""
+_OF_OUTPUT = ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "skip_reading_prefix_cache")
+"""Fields that only choose what is returned, or that vLLM sets for them."""
+
+
+class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
+    """Replicas of vLLM, each in its own Ray actor with its own accelerators. Ray is started if necessary.
+
+    Requests go to the replica with the least load; the samples of a prompt stay together. A weight update reaches all
+    replicas as one version, and is verified. Wrappers, collectors and Ray actors accept the object, which stays usable
+    in other processes; `shutdown` in the process that started it ends the replicas.
+    """
+
+    def __init__(
+        self,
+        engine_args: Any,
+        num_replicas: int = 1,
+        *,
+        enable_prefix_caching: bool | None = None,
+        timeout: float = 600.0,
+    ):
+        """Store the settings; `launch` starts the replicas.
+
+        Args:
+            engine_args: vLLM's AsyncEngineArgs, or a mapping of arguments of VLLMEngine and vLLM with "model".
+            num_replicas: Number of replicas.
+            enable_prefix_caching: Overrides the value of `engine_args`. A weight update clears the cache in any case.
+            timeout: Seconds for loading the model, for a call and for a weight update.
+
+        Raises:
+            ConfigError: `num_replicas` is below 1.
+        """
+        if num_replicas < 1:
+            raise ConfigError(f"num_replicas={num_replicas} must be at least 1.")
+        self.engine_args, self.num_replicas = engine_args, num_replicas
+        self._options = dict(engine_args) if isinstance(engine_args, Mapping) else _changed(engine_args)
+        if enable_prefix_caching is not None:
+            self._options["enable_prefix_caching"] = enable_prefix_caching
+        on_cpu = self._options.get("device") == "cpu" or not torch.cuda.is_available()
+        self._options.setdefault("dtype", "float32" if on_cpu else "bfloat16")
+        self.actors: list[InferenceEngine] = []
+        super().__init__(None, self._options["model"], dtype=self._options["dtype"], timeout=timeout)
+
+    @classmethod
+    def launch(cls, engine_args: Any, num_replicas: int = 1, **options: Any) -> AsyncVLLM:
+        """Start replicas, and return once their models are loaded; `options` are those of the constructor.
+
+        Raises ConfigError if Ray lacks the resources, or an argument is wrong.
+        """
+        service = cls(engine_args, num_replicas, **options)
+        ranks = service._options.get("tensor_parallel_size", 1)
+        with ExitStack() as stack:
+            for number in range(num_replicas):
+                engine, closing = engine_in_actor(
+                    ENGINES[KIND],
+                    service._options,
+                    name=f"{KIND} replica {number}",
+                    ranks=ranks,
+                    start_ray=True,
+                    deadline_s=service.timeout,
+                )
+                stack.callback(closing)
+                service.actors.append(engine)
+            service._engine = Replicas(service.actors, service.timeout) if num_replicas > 1 else service.actors[0]
+            service._closing = stack.pop_all().close
+        return service
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        num_devices: int | None = None,
+        num_replicas: int = 1,
+        verbose: bool = True,
+        compile: bool = True,
+        enable_fp32_output: bool = False,
+        *,
+        timeout: float = 600.0,
+        **options: Any,
+    ) -> AsyncVLLM:
+        """Start replicas of a model.
+
+        Args:
+            model_name: Path or hub name.
+            num_devices: Number of accelerators of each replica; 1 by default.
+            num_replicas: Number of replicas.
+            verbose: Accepted without effect; the engines' counters are metrics.
+            compile: False runs the model without compilation and CUDA graphs.
+            enable_fp32_output: Require float32 logits, which need dtype="float32". Log-probs are always float32.
+            timeout: Seconds for loading the model, for a call and for a weight update.
+            **options: Arguments of VLLMEngine and of vLLM's EngineArgs.
+
+        Raises:
+            ConfigError: Ray lacks the resources, or an argument is wrong.
+        """
+        ranks = options.pop("tensor_parallel_size", None)
+        if None not in (ranks, num_devices) and ranks != num_devices:
+            raise ConfigError(f"tensor_parallel_size={ranks} must be num_devices={num_devices}. Leave one of them out.")
+        options["tensor_parallel_size"] = ranks or num_devices or 1
+        if enable_fp32_output and options.setdefault("dtype", "float32") != "float32":
+            raise ConfigError(f"enable_fp32_output=True needs dtype='float32', got dtype={options['dtype']!r}.")
+        if not compile:
+            options["enforce_eager"] = True
+        return cls.launch({"model": model_name, **options}, num_replicas, timeout=timeout)
+
+    @property
+    def engines(self) -> Sequence[InferenceEngine]:
+        """The engines of the replicas. Raises RuntimeError before `launch` and after `shutdown`."""
+        return self.actors if self.engine is not None else []
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, which is loaded at first use."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.model_path)
+        return self._tokenizer
+
+    _tokenizer: Any = None
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+    ) -> Any:
+        """Sample answers, and block until all have ended; like vLLM's `LLM.generate`.
+
+        Args:
+            prompts: A text, token ids, a mapping with "prompt" or "prompt_token_ids", or a list of these.
+            sampling_params: vLLM's SamplingParams, a mapping with their names, or None for vLLM's defaults.
+            prompt_token_ids: Token ids of one or several prompts, instead of `prompts`.
+            use_tqdm: Accepted without effect.
+            timeout_seconds: Seconds for all answers; None for the default.
+            actor_index: Index of the replica; None for the one with the least load.
+
+        Returns:
+            vLLM's RequestOutput for a single prompt, a list of them for a list. With `logprobs`, a token has its own
+            log-prob (nats, after temperature and before truncation); `prompt_logprobs` likewise.
+
+        Raises:
+            ConfigError: Not exactly one of `prompts` and `prompt_token_ids` is given, a prompt is empty, or a parameter
+                is not supported.
+            DeadlineExceeded: The answers took longer than `timeout_seconds`.
+        """
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ConfigError("generate needs exactly one of prompts and prompt_token_ids.")
+        given = prompts if prompt_token_ids is None else prompt_token_ids
+        single = isinstance(given, str | Mapping) or all(isinstance(one, int) for one in given)
+        prompts = [self._prompt(one) for one in ([given] if single else given)]
+        wanted = {"max_tokens": 16, "skip_special_tokens": True, **_parameters(sampling_params)}
+        shown = {name: wanted.pop(name, None) for name in _OF_OUTPUT}
+        generation = read_generate_kwargs(wanted, None)
+        engine = self.engine if actor_index is None else self.actors[actor_index]
+        check_supported(generation.sampling, engine.capabilities)
+        rows = [ids for _, ids in prompts]
+        requests, limit = sample_requests(rows, generation, engine.capabilities), timeout_seconds or self.timeout
+        done = call(engine.generate(requests), f"{self.model_path}: generate", limit)
+        read: list[Any] = [None] * len(rows)
+        if shown["prompt_logprobs"] is not None:
+            read = call(engine.score(rows), f"{self.model_path}: score", limit)
+        count = generation.num_samples or 1
+        outputs = []
+        for number, (text, ids) in enumerate(prompts):
+            mine = slice(number * count, (number + 1) * count)
+            answers = [
+                self._output(index, completion, shown["logprobs"] is not None, generation.skip_special_tokens)
+                for index, completion in enumerate(done[mine])
+            ]
+            outputs.append(_request_output(requests[mine][0], text, ids, read[number], answers))
+        return outputs[0] if single else outputs
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+        """Return the number of requests that a replica has, or a list with that of every replica."""
+        chosen = self.engines if actor_index is None else [self.actors[actor_index]]
+        healths = [call(engine.health(), f"{self.model_path}: health", self.timeout) for engine in chosen]
+        counts = [health.running + health.queued for health in healths]
+        return counts if actor_index is None else counts[0]
+
+    def close(self) -> None:
+        """End the replicas. Safe to call twice."""
+        try:
+            super().close()
+        finally:
+            self.actors = []
+
+    shutdown = close
+
+    def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        text = prompt if isinstance(prompt, str) else None
+        ids = encode_prompt(self.tokenizer, prompt) if text is not None else [int(one) for one in prompt]
+        if not ids:
+            raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
+        return text, ids
+
+    def _output(self, index: int, done: Completion, logprobs: bool, skip: bool) -> Any:
+        from vllm.logprobs import Logprob
+        from vllm.outputs import CompletionOutput
+
+        ids, nats = done.token_ids.tolist(), done.full_logprobs.tolist()
+        text = decode_response(self.tokenizer, ids) if skip else self.tokenizer.decode(ids)
+        return CompletionOutput(
+            index,
+            text,
+            ids,
+            sum(nats) if logprobs else None,
+            [{token: Logprob(value)} for token, value in zip(ids, nats, strict=True)] if logprobs else None,
+            finish_reason=str(done.stop_reason),
+            stop_reason=done.stop_text,
+        )
+
+
+def make_async_vllm_engine(*, model_name: str, **options: Any) -> AsyncVLLM:
+    """Start replicas of vLLM; see `AsyncVLLM.from_pretrained`, which has the same arguments."""
+    return AsyncVLLM.from_pretrained(model_name, **options)
+
+
+class Replicas:
+    """Several equal engines as one engine for wrappers. Weight updates go to each of them, see `AsyncVLLM.engines`."""
+
+    def __init__(self, engines: Sequence[InferenceEngine], deadline_s: float):
+        """Route requests to `engines`; a call takes at most `deadline_s` seconds."""
+        self._engines, self._deadline_s = list(engines), deadline_s
+        self.capabilities = engines[0].capabilities
+        self._client = EngineClient(self._engines, deadline_s=deadline_s)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replicas, (self._engines, self._deadline_s)
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Sample a completion for each request; see EngineClient.generate."""
+        return await self._client.generate(requests)
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Return the log-probs of all tokens but the first of each sequence; every replica scores its share."""
+        engines = self._client.engines
+        parts = await gather_all(
+            [engine.score(token_ids[i :: len(engines)], temperature) for i, engine in enumerate(engines)]
+        )
+        return [parts[i % len(engines)][i // len(engines)] for i in range(len(token_ids))]
+
+    async def close(self) -> None:
+        """Close all replicas."""
+        await self._client.close()
+
+
+def _changed(engine_args: Any) -> dict[str, Any]:
+    """The arguments of vLLM's dataclass that differ from its defaults."""
+    default = type(engine_args)()
+    names = (field.name for field in fields(engine_args))
+    return {
+        name: getattr(engine_args, name)
+        for name in names
+        if name == "model" or getattr(engine_args, name) != getattr(default, name)
+    }
+
+
+def _parameters(given: Any) -> dict[str, Any]:
+    """Sampling parameters by name, from a mapping or from those of vLLM's SamplingParams that differ from a default."""
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    default = type(given)()
+    names = [name for name in given.__struct_fields__ if not name.startswith("_")]
+    changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    if unknown := sorted(set(changed) - {*_SAMPLING, *_OF_OUTPUT}):
+        raise ConfigError(
+            f"sampling_params.{unknown[0]}={changed[unknown[0]]!r} is not supported. Leave it out; known: "
+            f"{', '.join(sorted({*_SAMPLING, *_OF_OUTPUT}))}."
+        )
+    return changed
+
+
+def _request_output(request: SampleRequest, text: str | None, ids: list[int], read: Any, answers: list[Any]) -> Any:
+    from vllm.logprobs import Logprob
+    from vllm.outputs import RequestOutput
+
+    scores = None if read is None else [None, *({t: Logprob(x)} for t, x in zip(ids[1:], read, strict=True))]
+    return RequestOutput(request.group, text, ids, scores, answers, finished=True)
