@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_train.lazy_imports import lazy_exports
+from skyrl_train.lazy_imports import lazy_exports, names_for_type_checkers
 
 if TYPE_CHECKING:
     from skyrl_train import register as register  # type: ignore[attr-defined]
@@ -60,40 +60,4 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 if not TYPE_CHECKING:  # otherwise mypy would accept every misspelled name
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            "skyrl_train.api": (
-                "TrainingResult",
-                "check",
-                "engine",
-                "load_config",
-                "read_rollouts",
-                "session",
-                "train",
-            ),
-            "skyrl_train.config.schema": ("Config",),
-            "skyrl_train.data.dataset": ("PromptDataset",),
-            "skyrl_train.data.reasoning": ("final_answer",),
-            "skyrl_train.data.messages": ("Prompt",),
-            "skyrl_train.data.trajectory": ("Trajectory", "TrajectoryGroup"),
-            "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
-            "skyrl_train.experiment.base": ("Experiment", "Session", "run_experiment"),
-            "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),
-            "skyrl_train.environments.tools.base": ("Tool", "ToolBox", "ToolError"),
-            "skyrl_train.environments.tools.parsers": ("parse_calls",),
-            "skyrl_train.environments.tools.registry": ("make_tool",),
-            "skyrl_train.errors": (
-                "CheckpointError",
-                "ConfigError",
-                "DeadlineExceeded",
-                "EngineError",
-                "EnvironmentFailure",
-                "RolloutsFailed",
-                "SkyRLError",
-                "WeightSyncError",
-            ),
-            "skyrl_train.report.protocol": ("Tracker", "TrackerSetup"),
-        },
-        modules=("register",),
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, names_for_type_checkers(__file__))

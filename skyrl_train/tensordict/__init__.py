@@ -1,17 +1,15 @@
 """TorchRL's language-model parts over this project's engines: wrappers, environments, losses, collectors.
 
 They are TorchRL's own classes and subclasses of them, so torchrl must be installed. Every name of
-docs/torchrl/from_torchrl.md can be imported from here. Its module is loaded when it is first used. Names of TorchRL
-that are not offered raise an error with their replacement.
+docs/torchrl/from_torchrl.md can be imported from here. Its module is loaded when it is first used.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from skyrl_train.lazy_imports import lazy_exports
-from skyrl_train.tensordict.not_offered import raise_not_offered
+from skyrl_train.lazy_imports import lazy_exports, names_for_type_checkers
 
 if find_spec("torchrl") is None:
     raise ModuleNotFoundError(
@@ -21,14 +19,43 @@ if find_spec("torchrl") is None:
     )
 
 if TYPE_CHECKING:
-    from torchrl.modules.llm.backends import RLSGLangEngine as RLSGLangEngine, RLvLLMEngine as RLvLLMEngine
-    from torchrl.modules.llm.policies.common import LogProbDistribution as LogProbDistribution
+    from torchrl.data.llm import (
+        AdaptiveKLController as AdaptiveKLController,
+        ConstantKLController as ConstantKLController,
+        PairwiseDataset as PairwiseDataset,
+        PromptData as PromptData,
+        PromptTensorDictTokenizer as PromptTensorDictTokenizer,
+        RewardData as RewardData,
+        RolloutFromModel as RolloutFromModel,
+        TensorDictTokenizer as TensorDictTokenizer,
+        TokenizedDatasetLoader as TokenizedDatasetLoader,
+        create_infinite_iterator as create_infinite_iterator,
+        get_dataloader as get_dataloader,
+    )
+    from torchrl.envs import (
+        StepCounter as StepCounter,
+        Transform as Transform,
+    )
+    from torchrl.envs.llm import (
+        IFEvalData as IFEvalData,
+        IFEvalScoreData as IFEvalScoreData,
+        LLMEnv as LLMEnv,
+        as_nested_tensor as as_nested_tensor,
+        as_padded_tensor as as_padded_tensor,
+    )
     from torchrl.envs.llm.transforms import (
         AddThinkingPrompt as AddThinkingPrompt,
         ToolCall as ToolCall,
         ToolRegistry as ToolRegistry,
         ToolService as ToolService,
         XMLBlockParser as XMLBlockParser,
+    )
+    from torchrl.modules.llm.backends import RLSGLangEngine as RLSGLangEngine, RLvLLMEngine as RLvLLMEngine
+    from torchrl.modules.llm.policies.common import LogProbDistribution as LogProbDistribution
+    from torchrl.objectives.llm import LLMLossOutput as LLMLossOutput
+    from torchrl.weight_update.llm import (
+        SGLangCollectiveTransport as SGLangCollectiveTransport,
+        VLLMCollectiveTransport as VLLMCollectiveTransport,
     )
 
     from skyrl_train.tensordict.buffer import (
@@ -42,6 +69,19 @@ if TYPE_CHECKING:
         vLLMUpdater as vLLMUpdater,
         vLLMUpdaterV2 as vLLMUpdaterV2,
     )
+    from skyrl_train.tensordict.collectors.weight_schemes import (
+        SGLangWeightSender as SGLangWeightSender,
+        SGLangWeightSyncScheme as SGLangWeightSyncScheme,
+        VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme,
+        VLLMDoubleBufferTransport as VLLMDoubleBufferTransport,
+        VLLMDoubleBufferWeightReceiver as VLLMDoubleBufferWeightReceiver,
+        VLLMDoubleBufferWeightSender as VLLMDoubleBufferWeightSender,
+        VLLMWeightReceiver as VLLMWeightReceiver,
+        VLLMWeightSender as VLLMWeightSender,
+        VLLMWeightSyncScheme as VLLMWeightSyncScheme,
+        get_model_metadata as get_model_metadata,
+        get_sglang_model_metadata as get_sglang_model_metadata,
+    )
     from skyrl_train.tensordict.collectors.weight_updaters import (
         EngineUpdater as EngineUpdater,
         WeightUpdaterBase as WeightUpdaterBase,
@@ -54,34 +94,29 @@ if TYPE_CHECKING:
         Text as Text,
         Tokens as Tokens,
     )
-    from skyrl_train.tensordict.envs.base import StepCounter as StepCounter, Transform as Transform
     from skyrl_train.tensordict.envs.chat import ChatEnv as ChatEnv, DatasetChatEnv as DatasetChatEnv
+    from skyrl_train.tensordict.envs.countdown import (
+        CountdownEnv as CountdownEnv,
+        CountdownRewardParser as CountdownRewardParser,
+    )
     from skyrl_train.tensordict.envs.gsm8k import (
         GSM8KEnv as GSM8KEnv,
         GSM8KPrepareQuestion as GSM8KPrepareQuestion,
         GSM8KRewardParser as GSM8KRewardParser,
     )
-    from skyrl_train.tensordict.envs.ifeval import (
-        IFEvalEnv as IFEvalEnv,
-        IFEvalScoreData as IFEvalScoreData,
-        IfEvalScorer as IfEvalScorer,
-    )
+    from skyrl_train.tensordict.envs.ifeval import IFEvalEnv as IFEvalEnv, IfEvalScorer as IfEvalScorer
     from skyrl_train.tensordict.envs.kl import (
         KLComputation as KLComputation,
         KLRewardTransform as KLRewardTransform,
         RetrieveKL as RetrieveKL,
         RetrieveLogProb as RetrieveLogProb,
     )
-    from skyrl_train.tensordict.envs.llm_env import (
-        LLMEnv as LLMEnv,
-        LLMHashingEnv as LLMHashingEnv,
-        make_gsm8k_env as make_gsm8k_env,
-    )
+    from skyrl_train.tensordict.envs.llm_env import LLMHashingEnv as LLMHashingEnv, make_gsm8k_env as make_gsm8k_env
+    from skyrl_train.tensordict.envs.math import MATHEnv as MATHEnv, MATHRewardParser as MATHRewardParser
     from skyrl_train.tensordict.envs.mlgym import MLGymWrapper as MLGymWrapper, make_mlgym as make_mlgym
     from skyrl_train.tensordict.envs.primer import (
         DataLoadingPrimer as DataLoadingPrimer,
-        as_nested_tensor as as_nested_tensor,
-        as_padded_tensor as as_padded_tensor,
+        RayDataLoadingPrimer as RayDataLoadingPrimer,
     )
     from skyrl_train.tensordict.envs.text import (
         IncrementalTokenizer as IncrementalTokenizer,
@@ -103,16 +138,31 @@ if TYPE_CHECKING:
         History as History,
         add_chat_template as add_chat_template,
     )
+    from skyrl_train.tensordict.losses.distillation import (
+        DistillationLoss as DistillationLoss,
+        DistillationLossOutput as DistillationLossOutput,
+        k3_kl_token_estimate as k3_kl_token_estimate,
+    )
     from skyrl_train.tensordict.losses.grpo import (
         CISPO as CISPO,
         DAPO as DAPO,
         CISPOLoss as CISPOLoss,
+        CISPOLossOutput as CISPOLossOutput,
+        DAPOLossOutput as DAPOLossOutput,
         GRPOLoss as GRPOLoss,
         GRPOLossOutput as GRPOLossOutput,
     )
-    from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage as MCAdvantage
+    from skyrl_train.tensordict.losses.mc_advantage import (
+        MCAdvantage as MCAdvantage,
+        MCAdvantageSelector as MCAdvantageSelector,
+        RayMCAdvantage as RayMCAdvantage,
+    )
     from skyrl_train.tensordict.losses.sft import SFTLoss as SFTLoss, SFTLossOutput as SFTLossOutput
     from skyrl_train.tensordict.losses.top_k import TopKRewardSelector as TopKRewardSelector
+    from skyrl_train.tensordict.trl_interop import (
+        HFRewardModelWrapper as HFRewardModelWrapper,
+        TorchRLBufferDataset as TorchRLBufferDataset,
+    )
     from skyrl_train.tensordict.wrappers.async_vllm import (
         AsyncVLLM as AsyncVLLM,
         make_async_vllm_engine as make_async_vllm_engine,
@@ -140,136 +190,5 @@ if TYPE_CHECKING:
         vLLMWorker as vLLMWorker,
     )
 
-if not TYPE_CHECKING:  # else every misspelt name would pass
-    _load, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            "skyrl_train.tensordict.containers": (
-                "Text",
-                "Tokens",
-                "Masks",
-                "LogProbs",
-                "ChatHistory",
-                "LLMData",
-            ),
-            "skyrl_train.tensordict.history": (
-                "History",
-                "ContentBase",
-                "add_chat_template",
-            ),
-            "skyrl_train.tensordict.wrappers.async_vllm": ("AsyncVLLM", "make_async_vllm_engine"),
-            "skyrl_train.tensordict.wrappers.backends": (
-                "TransformersWrapper",
-                "vLLMWrapper",
-                "SGLangWrapper",
-                "RemoteWrapper",
-                "RemoteTransformersWrapper",
-            ),
-            "skyrl_train.tensordict.wrappers.base": ("LLMWrapperBase",),
-            "skyrl_train.tensordict.wrappers.categorical": ("CategoricalSequential",),
-            "skyrl_train.tensordict.wrappers.dispatcher": ("Dispatcher",),
-            "torchrl.modules.llm.backends": ("RLSGLangEngine", "RLvLLMEngine"),
-            "torchrl.modules.llm.policies.common": ("LogProbDistribution",),
-            "skyrl_train.tensordict.wrappers.distributions": ("LLMMaskedCategorical",),
-            "skyrl_train.tensordict.wrappers.sglang_server": ("AsyncSGLang",),
-            "skyrl_train.tensordict.wrappers.stateless_group": (
-                "stateless_init_process_group",
-                "stateless_init_process_group_async",
-            ),
-            "skyrl_train.tensordict.wrappers.torchrl": ("ForTorchRL",),
-            "skyrl_train.tensordict.wrappers.vllm_workers": (
-                "make_vllm_worker",
-                "vLLMWorker",
-                "LLMOnDevice",
-            ),
-            "skyrl_train.tensordict.envs.base": (
-                "Transform",
-                "StepCounter",
-            ),
-            "skyrl_train.tensordict.envs.chat": (
-                "ChatEnv",
-                "DatasetChatEnv",
-            ),
-            "skyrl_train.tensordict.envs.gsm8k": (
-                "GSM8KEnv",
-                "GSM8KPrepareQuestion",
-                "GSM8KRewardParser",
-            ),
-            "skyrl_train.tensordict.envs.ifeval": (
-                "IFEvalEnv",
-                "IfEvalScorer",
-                "IFEvalScoreData",
-            ),
-            "skyrl_train.tensordict.envs.kl": (
-                "KLRewardTransform",
-                "RetrieveLogProb",
-                "RetrieveKL",
-                "KLComputation",
-            ),
-            "skyrl_train.tensordict.envs.llm_env": (
-                "make_gsm8k_env",
-                "LLMEnv",
-                "LLMHashingEnv",
-            ),
-            "skyrl_train.tensordict.envs.mlgym": (
-                "MLGymWrapper",
-                "make_mlgym",
-            ),
-            "skyrl_train.tensordict.envs.primer": (
-                "DataLoadingPrimer",
-                "as_nested_tensor",
-                "as_padded_tensor",
-            ),
-            "skyrl_train.tensordict.envs.text": (
-                "TemplateTransform",
-                "Tokenizer",
-                "IncrementalTokenizer",
-            ),
-            "skyrl_train.tensordict.envs.tools": (
-                "PythonInterpreter",
-                "PythonExecutorService",
-                "MCPToolTransform",
-                "BrowserTransform",
-                "SimpleToolTransform",
-                "ExecuteToolsInOrder",
-                "JSONCallParser",
-            ),
-            "torchrl.envs.llm.transforms": (
-                "AddThinkingPrompt",
-                "ToolCall",
-                "ToolRegistry",
-                "ToolService",
-                "XMLBlockParser",
-            ),
-            "skyrl_train.tensordict.envs.versions": ("PolicyVersion",),
-            "skyrl_train.tensordict.losses.grpo": (
-                "GRPOLoss",
-                "DAPO",
-                "CISPO",
-                "CISPOLoss",
-                "GRPOLossOutput",
-            ),
-            "skyrl_train.tensordict.losses.mc_advantage": ("MCAdvantage",),
-            "skyrl_train.tensordict.losses.sft": (
-                "SFTLoss",
-                "SFTLossOutput",
-            ),
-            "skyrl_train.tensordict.losses.top_k": ("TopKRewardSelector",),
-            "skyrl_train.tensordict.buffer": ("LazyStackStorage", "ReplayBuffer", "SamplerWithoutReplacement"),
-            "skyrl_train.tensordict.collectors.llm_collector": ("LLMCollector",),
-            "skyrl_train.tensordict.collectors.ray_collector": ("RayLLMCollector",),
-            "skyrl_train.tensordict.collectors.vllm_updater": (
-                "vLLMUpdater",
-                "vLLMUpdaterV2",
-            ),
-            "skyrl_train.tensordict.collectors.weight_updaters": (
-                "WeightUpdaterBase",
-                "EngineUpdater",
-            ),
-        },
-    )
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__:
-            return _load(name)
-        raise_not_offered(__name__, name)
+if not TYPE_CHECKING:  # otherwise mypy would accept every misspelled name
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, names_for_type_checkers(__file__))

@@ -1,4 +1,4 @@
-"""Imports TorchRL's parts for language models without their warnings, and without their choice of how processes start."""
+"""Imports TorchRL's language-model parts without their warnings and without their choice of how processes start."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The base of collectors: it delivers batches to the caller, a replay buffer or a queue, directly or from a thread."""
+"""Delivery of a collector's batches to the caller, a replay buffer or a queue, directly or from a thread."""
 
 from __future__ import annotations
 
+import logging
 import queue as queues
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -16,19 +16,21 @@ from tensordict import TensorDictBase
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 
+log = logging.getLogger(__name__)
+
 Postproc = Callable[[TensorDictBase], TensorDictBase]
-_LOOK_S = 0.1
+_POLL_S = 0.1
 """Interval at which a waiting thread checks whether it should stop."""
 
 
 class Buffer(Protocol):
-    """A replay buffer: this project's (tensordict/buffer.py) or TorchRL's."""
+    """A replay buffer."""
 
     def extend(self, tensordict: TensorDictBase, /) -> Any: ...
 
 
-class Delivery(ABC):
-    """A source of batches, which it yields or delivers to a `replay_buffer` or `queue`.
+class Delivery:
+    """A mixin for collectors that delivers their batches: yielded, or to a `replay_buffer` or `queue`.
 
     Iterating yields batches until there are no more, or None for each batch that is delivered elsewhere.
 
@@ -37,43 +39,45 @@ class Delivery(ABC):
     versions before. A batch of which the buffer stored nothing (yet) is not counted.
 
     The thread waits at most `timeout` seconds for an update or for room in the queue; then DeadlineExceeded ends it.
-    However it ends, the queue gets a None after the last batch.
+    However it ends, the queue gets a None after the last row.
     """
 
-    def __init__(
-        self,
-        replay_buffer: Buffer | None,
-        queue: Any,
-        postproc: Postproc | None,
-        max_staleness: int | None,
-        timeout: float,
-    ):
+    postproc: Postproc | None
+    post_collect_hook: Any
+
+    def deliver_to(self, replay_buffer: Buffer | None, queue: Any, max_staleness: int | None, timeout: float) -> None:
+        """Set where batches go; called once, by the constructor.
+
+        Raises:
+            RuntimeError: Both a buffer and a queue are given.
+            ConfigError: `max_staleness` or `timeout` is out of range.
+        """
         if replay_buffer is not None and queue is not None:
             raise RuntimeError("A collector got both a replay_buffer and a queue. Give only one of them.")
         if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
             raise ConfigError(f"max_staleness={max_staleness!r}: give an integer of at least 0, or None.")
         if not timeout > 0:
             raise ConfigError(f"timeout={timeout!r}: must be above 0 seconds.")
-        self.replay_buffer, self.queue, self.postproc = replay_buffer, queue, postproc
+        self.replay_buffer, self.queue = replay_buffer, queue
         self.max_staleness, self.timeout = max_staleness, timeout
         self._ahead: int | None = None
         """Number of updates before the current batch is trained on; None: the number so far."""
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._collecting: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._closed = False
+        self.closed = False
 
-    @abstractmethod
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch without delivering it; None after the last one, or if stopped."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _updates(self) -> int:
-        """The number of updates of the policy so far."""
+        """Return the number of updates of the policy so far."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _release(self, close_env: bool) -> None:
         """Close the resources that the collector made."""
+        raise NotImplementedError
 
     def _interrupt(self) -> None:
         """Make the thread's current rollout end soon."""
@@ -105,7 +109,12 @@ class Delivery(ABC):
             batch = self.rollout()
             if batch is None:
                 return
-            yield self._delivered(batch)
+            batch = self._processed(batch)
+            if self.replay_buffer is None and self.queue is None:
+                yield batch
+            else:
+                self._stored(batch)
+                yield None
 
     def start(self) -> None:
         """Collect in a thread, into the replay buffer or the queue, until there are no more batches or `shutdown`.
@@ -116,14 +125,14 @@ class Delivery(ABC):
             raise RuntimeError("start() needs a replay_buffer or a queue to write to. Give the collector one of them.")
         self._check_usable()
         self._stopping.clear()
-        self._thread = threading.Thread(target=self._run, name="skyrl-collector", daemon=True)
-        self._thread.start()
+        self._collecting = threading.Thread(target=self._run, name="skyrl-collector", daemon=True)
+        self._collecting.start()
 
     def is_running(self) -> bool:
         """True if the thread of `start` is collecting."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._collecting is not None and self._collecting.is_alive()
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End the thread after the current turn, and close what the collector made: environment and policy.
 
         A second call does nothing.
@@ -131,24 +140,26 @@ class Delivery(ABC):
         Args:
             timeout: Seconds to wait for the thread; None for the collector's `timeout`.
             close_env: False keeps the environment open.
+            raise_on_error: False ignores the errors below.
 
         Raises:
             DeadlineExceeded: The thread did not end in time.
             Exception: The error that ended the thread earlier.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
-        thread, seconds = self._thread, self.timeout if timeout is None else timeout
-        try:
-            self._interrupt()
-            if thread is not None:
-                thread.join(seconds)
-                if thread.is_alive():
-                    raise DeadlineExceeded("the collector's thread", seconds)
-            self._raise_failure()
-        finally:
-            self._release(close_env)
+        self.closed = True
+        thread, seconds = self._collecting, self.timeout if timeout is None else timeout
+        with suppress(*(() if raise_on_error else (Exception,))):
+            try:
+                self._interrupt()
+                if thread is not None:
+                    thread.join(seconds)
+                    if thread.is_alive():
+                        raise DeadlineExceeded("the collector's thread", seconds)
+                self._raise_failure()
+            finally:
+                self._release(close_env)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End the thread, as `shutdown` does; this is TorchRL's name for it after `start`.
@@ -169,6 +180,9 @@ class Delivery(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.shutdown()
 
+    def __del__(self) -> None:
+        """Close nothing: the environment and the policy may be in use elsewhere, and a thread cannot be awaited."""
+
     def _run(self) -> None:
         """consumes: turns · produces: delivered batches · waits for: an update · unblocked by: its version, shutdown"""
         begun, updates = 0, self._updates()
@@ -181,17 +195,19 @@ class Delivery(ABC):
                     return
                 begun += self._stored(self._processed(batch))
         except BaseException as error:
+            log.exception("the collector's thread ended; shutdown() raises the error again")
             self._failure = error
         finally:
             self._ahead = None
             if self.queue is not None:
-                self._say_over()
+                with suppress(Exception):  # the queue is gone, or stays full
+                    self._put(None)
 
     def _wait_for_update(self, trained_at: int) -> None:
         """Wait until a batch to be trained on after `trained_at` updates may begin, or the thread should stop."""
         deadline = time.monotonic() + self.timeout
         while self.max_staleness is not None and trained_at - self._updates() > self.max_staleness:
-            if self._stopping.wait(_LOOK_S / 10):
+            if self._stopping.wait(_POLL_S / 10):
                 return
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
@@ -199,49 +215,37 @@ class Delivery(ABC):
                     self.timeout,
                 )
 
-    def _delivered(self, batch: TensorDictBase) -> TensorDictBase | None:
-        batch = self._processed(batch)
-        if self.replay_buffer is None and self.queue is None:
-            return batch
-        self._stored(batch)
-        return None
-
     def _processed(self, batch: TensorDictBase) -> TensorDictBase:
-        return batch if self.postproc is None else self.postproc(batch)
+        batch = batch if self.postproc is None else self.postproc(batch)
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
+        return batch
 
     def _stored(self, batch: TensorDictBase) -> bool:
         """Store a batch; return whether any row was stored: a buffer may hold rows back for an incomplete group."""
-        if self.replay_buffer is None:
-            self._put(batch)
-            return True
-        numbers = self.replay_buffer.extend(batch)
-        return numbers is None or torch.as_tensor(numbers).numel() > 0
+        if self.replay_buffer is not None:
+            numbers = self.replay_buffer.extend(batch)
+            return numbers is None or torch.as_tensor(numbers).numel() > 0
+        for row in batch.unbind(0):
+            if not self._stopping.is_set():
+                self._put(row)
+        return True
 
-    def _put(self, batch: TensorDictBase) -> None:
-        """Put a batch into the queue, waiting for room. Raises DeadlineExceeded after `timeout`.
+    def _put(self, item: TensorDictBase | None) -> None:
+        """Put an item into the queue, waiting for room until the thread should stop.
 
-        Puts nothing if the thread should stop.
+        Raises DeadlineExceeded after `timeout` seconds.
         """
         deadline = time.monotonic() + self.timeout
-        while not self._stopping.is_set():
+        while True:
             try:
-                self.queue.put(batch, timeout=_LOOK_S)
+                self.queue.put(item, timeout=_POLL_S)
                 return
             except queues.Full:
+                if self._stopping.is_set():
+                    return
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded("room in the collector's queue", self.timeout) from None
-
-    def _say_over(self) -> None:
-        """Put None into the queue as soon as there is room, so that a reader does not wait for further batches."""
-        deadline = time.monotonic() + self.timeout
-        with suppress(Exception):  # the queue is gone
-            while True:
-                try:
-                    self.queue.put(None, timeout=_LOOK_S)
-                    return
-                except queues.Full:
-                    if self._stopping.is_set() or time.monotonic() > deadline:
-                        return
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -253,7 +257,7 @@ class Delivery(ABC):
     def _check_open(self) -> None:
         """Raise RuntimeError after `shutdown`, or the error that ended the thread."""
         self._raise_failure()
-        if self._closed:
+        if self.closed:
             raise RuntimeError("The collector was shut down. Make another one.")
 
     def _raise_failure(self) -> None:

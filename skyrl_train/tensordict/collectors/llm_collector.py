@@ -1,4 +1,4 @@
-"""Runs a policy in a tensordict environment and collects batches."""
+"""TorchRL's collector of conversations, with exact counts, versions and limits."""
 
 from __future__ import annotations
 
@@ -9,49 +9,55 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torchrl.collectors.llm import LLMCollector as TorchRLCollector
+from torchrl.envs import AsyncEnvPool, Compose, EnvBase, TransformedEnv
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
 from skyrl_train.tensordict.collectors.weight_updaters import WeightUpdaterBase
-from skyrl_train.tensordict.envs.base import Policy, TensorDictEnv, Transform, keys_of
 from skyrl_train.tensordict.envs.versions import PolicyVersion, Version
-from skyrl_train.tensordict.ragged import flattened
+from skyrl_train.tensordict.ragged import flattened, rows_of
 from skyrl_train.tensordict.wrappers.weight_sync import Source
 
 log = logging.getLogger(__name__)
 
+Policy = Callable[[TensorDictBase], TensorDictBase | None]
 MAX_TOO_LONG = 100
 """Number of consecutive times that first prompts beyond the model's context are replaced before an error."""
 
 
-class LLMCollector(Delivery):
+class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
     """A collector of batches of turns: the observation, the policy's answer, "next", and the version that answered.
 
     - default: [B, T], the environment's rows and the number of steps that gives `dialog_turns_per_batch` turns; a row
       whose episode ends begins another. With `flatten_data` or a replay buffer, [B * T], row after row.
     - yield_completed_trajectories: [N], concatenated complete trajectories, as soon as they have
-      `dialog_turns_per_batch` turns (None: as soon as there is one). Unfinished ones continue in the next batch.
+      `dialog_turns_per_batch` turns (None: at least one turn per row). Unfinished ones continue in the next batch. With
+      an AsyncEnvPool, every batch is one trajectory, in the order in which they end.
     - yield_only_last_steps: [N], only the last turn of each trajectory; `dialog_turns_per_batch` counts those.
 
     A conversation that leaves the model no room for another answer is truncated after its last turn, and a first prompt
-    that does is skipped with a warning; this needs a policy with `fits`, as wrappers have it.
+    that does is skipped with a warning; this needs a policy with `fits`, as this project's wrappers have it.
 
-    Nothing is sampled before the first batch is requested. Weights change only between two turns: every turn is sampled
-    by a single version, which `track_policy_version` records.
+    Nothing is sampled and no environment is reset before the first batch is requested. Weights change only between two
+    turns: every turn is sampled by a single version, which `track_policy_version` records.
 
     Args:
-        env: A TensorDictEnv, or a function that makes one; its batch size is [B]. It is closed by `shutdown`.
-        policy, policy_factory: A wrapper, or any callable on tensordicts [B]; or a function that makes one, which
+        env: An environment, or a function that makes one. It is closed by `shutdown`.
+        policy, policy_factory: A wrapper, or any callable on tensordicts; or a function that makes one, which
             `shutdown` closes. Exactly one of them.
-        total_dialog_turns: No more turns are begun once this many have run, yielded or not; -1: no limit.
+        dialog_turns_per_batch: Number of turns of a batch, rounded up to a multiple of the environment's rows.
+        total_dialog_turns: No batch is begun once this many turns have run, yielded or not; -1: no limit.
         reset_at_each_iter: Begin new episodes in every batch.
-        replay_buffer, queue: Where batches are delivered; iterating then yields None for each. See `Delivery`, also
-            for `start`.
+        replay_buffer, queue: Where batches are delivered; iterating then yields None for each. A queue gets rows. See
+            `Delivery`, also for `start`.
         postproc: Applied to every batch first.
-        weight_updater: One, or a function that makes one from the policy; None: `WeightUpdaterBase.from_policy`.
+        weight_updater: One, or a function that makes one, from the policy if it takes an argument; None:
+            `WeightUpdaterBase.from_policy`.
         track_policy_version: True, or a PolicyVersion: rows get "policy_version".
-        async_envs: Must be false: the environments of a batch take their turns together.
+        async_envs: True only with an AsyncEnvPool.
         max_staleness: Complete trajectories that contain a turn more than this many updates older than the newest
             version at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not
             filtered: only `start` limits their age, by waiting. None: no bound.
@@ -60,7 +66,7 @@ class LLMCollector(Delivery):
 
     def __init__(
         self,
-        env: TensorDictEnv | Callable[[], TensorDictEnv],
+        env: EnvBase | Callable[[], EnvBase],
         *,
         policy: Policy | None = None,
         policy_factory: Callable[[], Policy] | None = None,
@@ -73,73 +79,71 @@ class LLMCollector(Delivery):
         replay_buffer: Buffer | None = None,
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
-        weight_updater: WeightUpdaterBase | Callable[[Any], WeightUpdaterBase] | None = None,
+        weight_updater: WeightUpdaterBase | Callable[..., WeightUpdaterBase] | None = None,
         queue: Any = None,
         track_policy_version: bool | PolicyVersion = False,
         verbose: bool = False,
         max_staleness: int | None = None,
         timeout: float = 600.0,
     ):
-        super().__init__(replay_buffer, queue, postproc, max_staleness, timeout)
-        self.yield_only_last_steps = bool(yield_only_last_steps)
-        self.yield_completed_trajectories = self.yield_only_last_steps or bool(yield_completed_trajectories)
-        check_yields(
+        completed = check_yields(
             dialog_turns_per_batch,
             total_dialog_turns,
-            completed=self.yield_completed_trajectories,
-            only_last=self.yield_only_last_steps,
+            completed=yield_completed_trajectories,
+            only_last=yield_only_last_steps,
             flatten_data=flatten_data,
             reset_at_each_iter=reset_at_each_iter,
-            async_envs=async_envs,
         )
-        if yield_only_last_steps and yield_completed_trajectories is False:
-            raise TypeError(
-                "yield_only_last_steps=True needs completed trajectories. Leave yield_completed_trajectories=False out."
-            )
         if (policy is None) == (policy_factory is None):
             raise ConfigError("LLMCollector needs exactly one of policy and policy_factory.")
-        self.dialog_turns_per_batch = dialog_turns_per_batch
-        self.total_dialog_turns = total_dialog_turns
-        self.reset_at_each_iter, self.verbose = reset_at_each_iter, verbose
+        self.deliver_to(replay_buffer, queue, max_staleness, timeout)
+        super().__init__(
+            env,
+            policy=policy,
+            policy_factory=policy_factory,
+            dialog_turns_per_batch=dialog_turns_per_batch or 1,
+            yield_only_last_steps=yield_only_last_steps,
+            yield_completed_trajectories=completed,
+            postproc=postproc,
+            total_dialog_turns=total_dialog_turns,
+            async_envs=async_envs,
+            reset_at_each_iter=reset_at_each_iter,
+            verbose=verbose,
+        )
+        self.replay_buffer = replay_buffer
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
-        self.env = env if isinstance(env, TensorDictEnv) else env()
-        if len(self.env.batch_size) != 1:
-            raise ValueError(f"The environment's batch_size={tuple(self.env.batch_size)} must have one dimension.")
-        self._versions = self._version_transform(track_policy_version)
+        self.track_traj_ids = False
+        self.records_version = bool(track_policy_version)
+        self.policy_version_tracker = self._version_tracker(track_policy_version)
         self._owned = policy is None
-        self.policy: Any = policy_factory() if policy_factory is not None else policy
         self._fits: Callable[[TensorDictBase], list[bool]] | None = getattr(self.policy, "fits", None)
-        if self._fits is not None:
-            self.env.append_transform(_ContextLimit(self._fits))
-        self.turns = 0
-        """Number of turns that have run."""
         self.dropped_turns = 0
         """Number of turns of trajectories that were too old at the end of their batch."""
         self._sampling = threading.RLock()
         self._root: TensorDictBase | None = None
-        self._trajectories: dict[int, tuple[int, list[TensorDictBase]]] = {}
+        self._trajectories: dict[tuple[int, int], tuple[int, list[TensorDictBase]]] = {}
         """Row -> number of updates before its first turn, and its turns so far."""
-        self.weight_updater = self._updater(weight_updater)
+        self._acted_at: dict[tuple[int, int], int] = {}
+        """Row -> number of updates before its latest turn."""
+        self._ended: list[tuple[int, list[TensorDictBase]]] = []
+        self.weight_updater = WeightUpdaterBase.made(weight_updater, self.policy)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns that have run."""
+        return self._frames  # type: ignore[no-any-return]
 
     # -- policy and versions ----------------------------------------------------------------------------------------
-
-    def get_policy_model(self) -> Any:
-        """Return the policy."""
-        return self.policy
 
     @property
     def policy_version(self) -> Version:
         """Version of the policy: the number of updates, or a uuid if its PolicyVersion uses uuids."""
-        return self._versions.version
-
-    def get_policy_version(self) -> Version:
-        """Return `policy_version`."""
-        return self.policy_version
+        return self.policy_version_tracker.version  # type: ignore[no-any-return]
 
     def increment_version(self) -> None:
         """Record that the policy has new weights; an updater calls it itself."""
         with self.no_sampling():
-            self._versions.increment_version()
+            self.policy_version_tracker.increment_version()
 
     def update_policy_weights_(
         self,
@@ -151,9 +155,10 @@ class LLMCollector(Delivery):
         policy: Source | None = None,
         weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
-        """Push weights to the engines. Blocks until the current turn ends and the weights have arrived.
+        """Push weights to the policy. Blocks until the current turn ends and the weights have arrived.
 
-        Give the weights in at most one of four ways. Without any, the updater pushes those of its own source.
+        Give the weights in at most one of four ways. Without any, the updater pushes those of its own source. Without
+        an updater, weights are copied into a policy that is a module.
 
         Args:
             policy_or_weights: Module, wrapper, or tensors by name.
@@ -169,11 +174,17 @@ class LLMCollector(Delivery):
         """
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
-        if self.weight_updater is None:
+        if self.weight_updater is not None:
+            self.weight_updater.push_weights(chosen, worker_ids)
+        elif isinstance(self.policy, nn.Module) and next(self.policy.parameters(), None) is not None:
+            with self.no_sampling():
+                super().update_policy_weights_(
+                    TensorDict.from_module(chosen) if isinstance(chosen, nn.Module) else chosen
+                )
+        else:
             raise ConfigError(
                 f"No weight updater is known for {type(self.policy).__name__}. Give the collector a weight_updater."
             )
-        self.weight_updater.push_weights(chosen, worker_ids)
 
     @contextmanager
     def no_sampling(self) -> Iterator[None]:
@@ -190,15 +201,18 @@ class LLMCollector(Delivery):
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch without delivering it; return None after the last one, or if stopped.
 
         An error ends the current episodes; the next batch begins new ones.
         """
+        if self._stopping.is_set() or self._frames >= self.total_frames:
+            return None
         try:
             if self.reset_at_each_iter:
                 self._forget()
-            rows = self._completed() if self.yield_completed_trajectories else self._steps()
+            rows = self._complete_trajectories() if self.yield_completed_trajectories else self._steps()
         except BaseException:
             self._forget()
             raise
@@ -207,31 +221,46 @@ class LLMCollector(Delivery):
         return rows
 
     def _steps(self) -> TensorDictBase | None:
-        assert self.dialog_turns_per_batch is not None
         steps: list[TensorDictBase] = []
-        while sum(len(step) for step in steps) < self.dialog_turns_per_batch and self._may_continue():
-            steps.append(self._turn())
+        while len(steps) < self.frames_per_batch and not self._stopping.is_set():
+            root = self._room(None, self.env.reset()) if self._root is None else self._root
+            step, following = self.env.step_and_maybe_reset(self._act(root))
+            # The next observation is in the record as "next": a policy that writes into its input must not change it.
+            self._root = self._observed(step, following).copy()
+            steps.append(step)
         if not steps:
             return None
-        batch = lazy_stack(steps, dim=1)
+        batch = lazy_stack(steps, dim=-1)
         return flattened(batch) if self.flatten_data else batch
 
-    def _completed(self) -> TensorDictBase | None:
+    def _complete_trajectories(self) -> TensorDictBase | None:
+        count = 1 if self.async_envs else self.dialog_turns_per_batch
         rows: list[TensorDictBase] = []
-        ended: list[tuple[int, list[TensorDictBase]]] = []
-        while len(rows) < (self.dialog_turns_per_batch or 1) and self._may_continue():
-            updates = self._updates()
-            step = self._turn()
-            for place, row in enumerate(step.unbind(0)):
-                trajectory = self._trajectories.setdefault(place, (updates, []))
-                trajectory[1].append(row)
+        while len(rows) < count and not self._stopping.is_set():
+            if self._root is None:
+                self._root = self._room(None, self.env.reset())
+                if self.async_envs:
+                    self.env.async_step_and_maybe_reset_send(self._act(self._root))
+            if self.async_envs:
+                step, following = self.env.async_step_and_maybe_reset_recv()
+            else:
+                step, following = self.env.step_and_maybe_reset(self._act(self._root))
+            self._root = self._observed(step, following).copy()
+            for place, row in zip(self._places(step), rows_of(step), strict=True):
+                self._trajectories.setdefault(place, (self._acted_at[place], []))[1].append(row)
                 if bool(row["next", "done"].any()):
-                    ended.append(self._trajectories.pop(place))
-            ended = self._fresh(ended)  # also those that ended earlier: there may have been updates since
-            rows = [row for _, steps in ended for row in (steps[-1:] if self.yield_only_last_steps else steps)]
-        return lazy_stack(rows) if rows else None
+                    self._ended.append(self._trajectories.pop(place))
+            if self.async_envs:
+                self.env.async_step_and_maybe_reset_send(self._act(self._root))
+            self._ended = self._recent(self._ended)  # also those that ended earlier: there may have been updates since
+            taken = self._ended[:1] if self.async_envs else self._ended
+            rows = [row for _, steps in taken for row in (steps[-1:] if self.yield_only_last_steps else steps)]
+        if not rows:
+            return None
+        self._ended = self._ended[len(taken) :]
+        return lazy_stack(rows)
 
-    def _fresh(self, ended: list[tuple[int, list[TensorDictBase]]]) -> list[tuple[int, list[TensorDictBase]]]:
+    def _recent(self, ended: list[tuple[int, list[TensorDictBase]]]) -> list[tuple[int, list[TensorDictBase]]]:
         """Remove trajectories that are too old by now; each is paired with the updates before its first turn."""
         if self.max_staleness is None:
             return ended
@@ -239,123 +268,140 @@ class LLMCollector(Delivery):
         self.dropped_turns += sum(len(steps) for updates, steps in ended if updates < oldest)
         return [one for one in ended if one[0] >= oldest]
 
-    def _may_continue(self) -> bool:
-        return not self._stopping.is_set() and not 0 <= self.total_dialog_turns <= self.turns
+    def _places(self, step: TensorDictBase) -> list[tuple[int, int]]:
+        """Return (environment, row) of each row, where an AsyncEnvPool returns some of its environments."""
+        size = step[:1].numel()
+        if not self.async_envs:
+            return [divmod(place, size) for place in range(step.numel())]
+        numbers = rows_of(step)[::size]
+        return [(int(row[self.env._env_idx_key]), place) for row in numbers for place in range(size)]
 
-    def _turn(self) -> TensorDictBase:
-        """Run one step of all rows; the result has "next"."""
-        root = self._room(self.env.reset()) if self._root is None else self._root
-        try:
-            with self.no_sampling():
-                self._versions.acting = self._versions.version
-                acted = _merged(root, self.policy(root))
-            step, following = self.env.step_and_maybe_reset(acted)
-        finally:
-            self._versions.acting = None
-        self.turns += len(step)
-        following = self._room(following, step["next", "done"])
-        # The next observation is in the record as "next": a policy that writes into its input must not change it.
-        self._root = lazy_stack([row.copy() for row in following.unbind(0)])
-        return step
+    def _act(self, root: TensorDictBase) -> TensorDictBase:
+        """Return the observations with the policy's actions and the version that acted."""
+        with self.no_sampling():
+            version = self.policy_version
+            if self.yield_completed_trajectories:
+                self._acted_at |= dict.fromkeys(self._places(root), self._updates())
+            acted = _merged(root, self.policy(root))
+        self._frames += root.numel()
+        return _with_version(acted, version) if self.records_version else acted
 
-    def _room(self, root: TensorDictBase, new: torch.Tensor | None = None) -> TensorDictBase:
-        """Begin other episodes in the rows, of those that `new` [B, 1] marks, whose first prompt leaves no room."""
-        fresh = [True] * len(root) if new is None else new.reshape(len(root), -1).any(-1).tolist()
+    def _observed(self, step: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """Complete the record of a step; return the next observations, all of which leave the model room."""
+        if self.records_version:
+            step.set(("next", "policy_version"), step.get("policy_version"))
+        return self._room(step, following)
+
+    def _room(self, step: TensorDictBase | None, roots: TensorDictBase) -> TensorDictBase:
+        """Begin other episodes in rows whose prompt leaves the model no room, and return their observations, too.
+
+        A conversation is truncated after `step`, its last turn. The first prompt of an episode is skipped.
+        """
+        if self._fits is None:
+            return roots
+        is_new = torch.ones(roots.batch_size, dtype=torch.bool)
+        if step is not None:
+            is_new = step["next", "done"].reshape(*roots.batch_size, -1).any(-1)
         for _ in range(MAX_TOO_LONG):
-            places = [place for place, is_new in enumerate(fresh) if is_new]
-            rows = root.unbind(0)
-            fits = self._fits(lazy_stack([rows[place] for place in places])) if self._fits and places else []
-            beyond = {place for place, fit in zip(places, fits, strict=False) if not fit}
-            if not beyond:
-                return root
-            log.warning("skipped %d first prompts that are longer than the model's context", len(beyond))
-            fresh = [place in beyond for place in range(len(root))]
-            root = self.env.reset(root.set("_reset", torch.tensor(fresh)))
+            full = ~torch.tensor(self._fits(flattened(roots))).reshape(roots.batch_size)
+            if not full.any():
+                return roots
+            if step is not None and (full & ~is_new).any():
+                self._mark(step["next"], full & ~is_new)
+            if skipped := int((full & is_new).sum()):
+                log.warning("skipped %d first prompts that are longer than the model's context", skipped)
+            roots, is_new = self._begin(roots, full), is_new | full
         raise ConfigError(
             f"{MAX_TOO_LONG} consecutive prompts are longer than the model's context (max_model_len). Filter the "
             "dataset or raise the limit."
         )
 
+    def _begin(self, roots: TensorDictBase, places: Tensor) -> TensorDictBase:
+        """Begin new episodes at the `places` ([B] bool)."""
+        if not isinstance(self.env, AsyncEnvPool):
+            self._mark(roots, places)
+            return self.env.maybe_reset(roots)  # type: ignore[no-any-return]
+        envs = list(roots.unbind(0))
+        chosen = [index for index, reset in enumerate(places) if reset.any()]
+        for index in chosen:
+            envs[index].set("_reset", places[index].reshape(envs[index]["done"].shape))
+        self.env.async_reset_send(lazy_stack([envs[index] for index in chosen]))
+        begun = self.env.async_reset_recv(min_get=len(chosen))
+        for index, env in zip(chosen, begun.unbind(0), strict=True):  # both are in the order of the environments
+            envs[index] = env
+        return lazy_stack(envs)
+
+    def _mark(self, tensordict: TensorDictBase, places: Tensor) -> None:
+        """Set done and, where there is one, truncated at the `places` ([B] bool)."""
+        for key in self.env.done_keys:
+            if (key if isinstance(key, str) else key[-1]) in ("done", "truncated"):
+                value = tensordict.get(key)
+                tensordict.set(key, value | places.reshape(*places.shape, *[1] * (value.ndim - places.ndim)))
+
     def _forget(self) -> None:
         """Discard the current episodes: the next turn begins new ones."""
         self._root = None
-        self._trajectories = {}
+        self._trajectories, self._ended = {}, []
+        if self.async_envs and (busy := self.env._current_step_reset):
+            self.env.async_step_and_maybe_reset_recv(min_get=busy)
 
     def _updates(self) -> int:
-        return len(self._versions.version_history) - 1
+        return len(self.policy_version_tracker.version_history) - 1
 
-    # -- making and closing -------------------------------------------------------------------------------------------
+    # -- construction and closing -------------------------------------------------------------------------------------
 
-    def _version_transform(self, asked: bool | PolicyVersion) -> PolicyVersion:
-        """The environment's PolicyVersion, or a separate one that only counts; only the former writes into rows."""
-        there = [one for one in self.env.transforms if isinstance(one, PolicyVersion)]
-        if isinstance(asked, PolicyVersion):
-            if there and asked not in there:
-                raise ConfigError(
-                    "track_policy_version: the environment has another PolicyVersion. Pass that one, or True."
-                )
-            transform = asked
-        else:
-            transform = there[0] if there else PolicyVersion()
-        if asked and transform not in there:
-            self.env.append_transform(transform)
-        return transform
+    def _make_carrier(self) -> None:
+        self._carrier = None  # TorchRL's general collector resets the environment here
 
-    def _updater(self, given: Any) -> WeightUpdaterBase | None:
-        made = given if given is None or isinstance(given, WeightUpdaterBase) else given(self.policy)
-        updater: WeightUpdaterBase | None = WeightUpdaterBase.from_policy(self.policy) if made is None else made
-        if updater is not None:
-            updater.register_collector(self)
-        if hasattr(self.policy, "register_collector"):
-            self.policy.register_collector(self)
-        return updater
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        pass  # TorchRL's general collector calls the policy here
+
+    def _maybe_setup_policy_env_transforms(self, env: EnvBase, policy: Any) -> EnvBase:
+        return env  # language models have no state for which the environment would need a transform
+
+    def _setup_total_frames(self, total_frames: int, frames_per_batch: int) -> None:
+        self.total_frames = float("inf") if total_frames < 0 else total_frames
+
+    def _setup_frames_per_batch(self, frames_per_batch: int) -> None:
+        self.frames_per_batch = -(-frames_per_batch // self.n_env)
+        self.requested_frames_per_batch = self.frames_per_batch * self.n_env
+
+    def _version_tracker(self, asked: bool | PolicyVersion) -> Any:
+        """Return the given PolicyVersion, the environment's, or a new one that counts the updates."""
+        if not isinstance(asked, bool):
+            return asked
+        outer = self.env.transform if isinstance(self.env, TransformedEnv) else None
+        transforms = outer.transforms if isinstance(outer, Compose) else [outer]
+        found = [one for one in transforms if isinstance(one, PolicyVersion)]
+        return found[0] if found else PolicyVersion()
 
     def _release(self, close_env: bool) -> None:
         with ExitStack() as closing:  # closes all of them, even if one raises; last in, first out
             if close_env:
-                closing.callback(self.env.close)
+                closing.callback(self.env.close, raise_if_closed=False)
             if self._owned and hasattr(self.policy, "close"):
                 closing.callback(self.policy.close)
-            if self.weight_updater is not None:
+            if hasattr(self.weight_updater, "close"):
                 closing.callback(self.weight_updater.close)
-
-
-class _ContextLimit(Transform):
-    """A transform that truncates an episode whose next prompt leaves the model no room for an answer."""
-
-    last = True  # other transforms may still append to the prompt
-
-    def __init__(self, fits: Callable[[TensorDictBase], list[bool]]):
-        self.fits = fits
-
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        full = torch.zeros(len(following), 1, dtype=torch.bool)
-        going = [place for place, row in enumerate(following.unbind(0)) if not row["done"].any()]
-        if going:
-            rows = following.unbind(0)
-            full[going, 0] = torch.tensor([not fits for fits in self.fits(lazy_stack([rows[i] for i in going]))])
-        following.set("truncated", following["truncated"] | full)
-        return following.set("done", following["done"] | full)
 
 
 def check_yields(
     turns: int | None,
     total: int,
     *,
-    completed: bool,
-    only_last: bool,
+    completed: bool | None,
+    only_last: bool | None,
     flatten_data: bool | None,
     reset_at_each_iter: bool,
-    async_envs: bool | None,
-) -> None:
-    """Raise an error for settings of a collector that are contradictory or not supported.
+) -> bool:
+    """Return True if complete trajectories are yielded.
 
-    Raises RuntimeError for `async_envs`, TypeError for contradictions, ConfigError for wrong numbers of turns
-    (`turns` per batch, `total`).
+    Raises TypeError for settings that contradict each other, ConfigError for wrong numbers of turns (`turns` per batch,
+    `total`).
     """
-    if async_envs:
-        raise RuntimeError(
-            "async_envs=True is not supported. Give the environment more rows, which share every call of the policy."
+    if only_last and completed is False:
+        raise TypeError(
+            "yield_only_last_steps=True needs completed trajectories. Leave yield_completed_trajectories=False out."
         )
     if only_last and flatten_data is not None:
         raise TypeError(f"flatten_data={flatten_data} cannot be used with yield_only_last_steps=True: rows are flat.")
@@ -364,6 +410,7 @@ def check_yields(
             "reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for. Set one of "
             "them to False."
         )
+    completed = bool(completed or only_last)
     if completed and flatten_data is False:
         raise TypeError(
             "flatten_data=False cannot be used with complete trajectories, which differ in length. Leave it out."
@@ -374,6 +421,7 @@ def check_yields(
         raise ConfigError(f"dialog_turns_per_batch={turns!r}: give an integer of at least 1.")
     if type(total) is not int or (total < 1 and total != -1):
         raise ConfigError(f"total_dialog_turns={total!r}: give an integer of at least 1, or -1 for no limit.")
+    return completed
 
 
 def one_source(
@@ -405,7 +453,15 @@ def _merged(root: TensorDictBase, answer: TensorDictBase | None) -> TensorDictBa
             f"The policy returned batch_size={tuple(answer.batch_size)} for {tuple(root.batch_size)}; for several "
             "samples of a prompt, repeat its row: DatasetChatEnv(repeats=...)."
         )
-    if "episode" in keys_of(answer):
+    if set(root.keys()) <= set(answer.keys()):
         return answer
+    if root.ndim == 0:
+        return root.copy().update(answer)
     rows = zip(root.unbind(0), answer.unbind(0), strict=True)
     return lazy_stack([row.copy().update(added) for row, added in rows])
+
+
+def _with_version(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
+    size = tensordict.batch_size
+    value = torch.full(size, version) if isinstance(version, int) else NonTensorData(version).expand(size)
+    return tensordict.set("policy_version", value)

@@ -9,19 +9,19 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from tensordict import TensorDictBase
+from torchrl.collectors.llm import RayLLMCollector as TorchRLRayCollector
 
 from skyrl_train.cluster.actors import ActorProxy, spawn_unpinned
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
-from skyrl_train.tensordict.collectors.llm_collector import LLMCollector, check_yields, one_source
-from skyrl_train.tensordict.envs.base import Policy, TensorDictEnv
+from skyrl_train.tensordict.collectors.llm_collector import LLMCollector, Policy, check_yields, one_source
 from skyrl_train.tensordict.envs.versions import Version
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.weight_sync import Source, weights_of
 
 
-class RayLLMCollector(Delivery):
+class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
     """An LLMCollector whose environment and policy are in a Ray actor. Its arguments are the same, except:
 
     - env, policy_factory, weight_updater: functions that are called in the actor, where engines are made; their
@@ -39,7 +39,7 @@ class RayLLMCollector(Delivery):
 
     def __init__(
         self,
-        env: Callable[[], TensorDictEnv],
+        env: Callable[[], Any],
         *,
         policy: Policy | None = None,
         policy_factory: Callable[[], Policy] | None = None,
@@ -56,7 +56,8 @@ class RayLLMCollector(Delivery):
         num_gpus: float | None = None,
         **settings: Any,
     ):
-        super().__init__(replay_buffer, queue, postproc, max_staleness, timeout)
+        self.deliver_to(replay_buffer, queue, max_staleness, timeout)
+        self.postproc, self._pre_collect_hook, self._post_collect_hook = postproc, None, None
         settings |= {
             "env": env,
             "policy": policy,
@@ -68,7 +69,7 @@ class RayLLMCollector(Delivery):
         completed = _check(settings, sync_iter)
         if replay_buffer is not None and not completed:
             settings.setdefault("flatten_data", True)
-        self.dialog_turns_per_batch, self.sync_iter = dialog_turns_per_batch, sync_iter
+        self._settings, self.sync_iter = settings, sync_iter
         self._pushes = 0
         options = {"num_cpus": 1, "num_gpus": 0} | dict(remote_config or {})
         options |= {
@@ -82,6 +83,17 @@ class RayLLMCollector(Delivery):
             self._cluster.__exit__(None, None, None)
             raise
 
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Number of turns of a batch, as it was given; the actor's collector may round it up."""
+        return self._settings["dialog_turns_per_batch"]  # type: ignore[no-any-return]
+
+    @property
+    def total_dialog_turns(self) -> float:
+        """Number of turns after which no batch begins."""
+        total = self._settings.get("total_dialog_turns", -1)
+        return float("inf") if total < 0 else total
+
     # -- policy and versions ----------------------------------------------------------------------------------------
 
     @property
@@ -94,6 +106,16 @@ class RayLLMCollector(Delivery):
     def get_policy_version(self) -> Version:
         """Return `policy_version`."""
         return self.policy_version
+
+    @property
+    def weight_updater(self) -> Any:
+        """None: the updater is in the actor, which takes it from the argument `weight_updater`."""
+        return None
+
+    def init_updater(self, *args: Any, **options: Any) -> None:
+        """Call the updater's `init` in the actor."""
+        self._check_open()
+        self._ask("init_updater", args, options)
 
     def increment_version(self) -> None:
         """Record that the policy has new weights; an updater calls it itself."""
@@ -211,6 +233,9 @@ class _Hosted:
         await asyncio.to_thread(self._collector.increment_version)
         return self._collector._updates()
 
+    async def init_updater(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        await asyncio.to_thread(self._collector.init_updater, *args, **options)
+
     def policy_version(self) -> Version:
         return self._collector.policy_version
 
@@ -228,16 +253,13 @@ def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
     """Return True if complete trajectories are yielded. Raises for settings that are not supported."""
     env, turns = settings["env"], settings["dialog_turns_per_batch"]
     inspect.signature(LLMCollector).bind(**settings)  # TypeError for an unknown argument
-    only_last = bool(settings.get("yield_only_last_steps"))
-    completed = only_last or bool(settings.get("yield_completed_trajectories"))
-    check_yields(
+    completed = check_yields(
         turns,
         settings.get("total_dialog_turns", -1),
-        completed=completed,
-        only_last=only_last,
+        completed=settings.get("yield_completed_trajectories"),
+        only_last=settings.get("yield_only_last_steps"),
         flatten_data=settings.get("flatten_data"),
         reset_at_each_iter=settings.get("reset_at_each_iter", False),
-        async_envs=settings.get("async_envs"),
     )
     if hasattr(env, "reset") or not callable(env):
         raise ConfigError(

@@ -12,12 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase, next_version
-from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
-from skyrl_train.tensordict.wrappers.engine_view import EngineView
-from skyrl_train.tensordict.wrappers.weight_sync import Metadata, Source, WeightPusher, check_metadata, weights_of
+from skyrl_train.tensordict.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase, engines_of
+from skyrl_train.tensordict.wrappers.weight_sync import (
+    Metadata,
+    Source,
+    WeightPusher,
+    check_metadata,
+    get_model_metadata,
+    weights_of,
+)
 
 
 class vLLMUpdaterV2(EngineUpdater):
@@ -35,7 +39,24 @@ class vLLMUpdaterV2(EngineUpdater):
             ConfigError: If one of them has no engine, or it cannot receive weights in this process.
         """
         given = list(vllm_engine) if isinstance(vllm_engine, Sequence) else [vllm_engine]
-        super().__init__([engine_of(one) for one in given], wire_dtype=dtype, timeout=timeout)
+        super().__init__([engine for one in given for engine in engines_of(one)], wire_dtype=dtype, timeout=timeout)
+        self.vllm_engine = vllm_engine
+        self.vllm_tp_size = self.engines[0].capabilities.weight_ranks
+        self.model_metadata: Metadata = given[0].get_model_metadata() if hasattr(given[0], "get_model_metadata") else {}
+        """Name -> (dtype, shape) of the engine's tensors, if it knows them. A push does not need it."""
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks of an engine."""
+        return self.vllm_tp_size
+
+    @staticmethod
+    def get_model_metadata(model: Source) -> Metadata:
+        """Return (dtype, shape) of every tensor that a push of the model sends; see `get_model_metadata`."""
+        return get_model_metadata(model)
+
+    def init(self, model_metadata: Metadata | None = None) -> None:
+        """Set `model_metadata`, if it is given; there is no connection to open."""
+        self.model_metadata = model_metadata or self.model_metadata
 
     def push_weights_from_transformers(self, transformers_model: Source) -> None:
         """Push the weights of a transformers model, as `push_weights` does; this is TorchRL's name for it."""
@@ -111,7 +132,7 @@ class vLLMUpdater(WeightUpdaterBase):
         if self.collector is None or self.model_metadata is None:
             missing = "a collector (register_collector)" if self.collector is None else "model_metadata"
             raise RuntimeError(f"vLLMUpdater.init needs {missing} first.")
-        engine = engine_of(self.collector.get_policy_model())
+        (engine,) = engines_of(self.collector.policy)
         ranks = engine.capabilities.weight_ranks
         if self.vllm_tp_size not in (None, ranks):
             raise ConfigError(f"vllm_tp_size={self.vllm_tp_size}, but {engine.capabilities.name!r} has {ranks} ranks.")
@@ -120,6 +141,16 @@ class vLLMUpdater(WeightUpdaterBase):
         self._pusher = WeightPusher(
             [engine], route="broadcast", address=address, wire_dtype=self.dtype, timeout=self.timeout
         )
+
+    def maybe_init_group(self) -> None:
+        """Do what `init` does, unless it has been done; this is TorchRL's name for it."""
+        if self._pusher is None:
+            self.init()
+
+    @staticmethod
+    def get_model_metadata(model: Source) -> Metadata:
+        """Return (dtype, shape) of every tensor that a push of the model sends; see `get_model_metadata`."""
+        return get_model_metadata(model)
 
     def close_group(self) -> None:
         """Leave the process group, on this side and the engine's; does nothing before `init`."""
@@ -140,15 +171,4 @@ class vLLMUpdater(WeightUpdaterBase):
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Mapping[str, Tensor]) -> None:
         assert self._pusher is not None
-        self._pusher.push(server_weights, next_version(self.collector))
-
-
-def engine_of(model: Any) -> InferenceEngine:
-    """Return the engine of a wrapper, worker or server, or `model` if it is one. Raises ConfigError for others."""
-    found = model.engine if isinstance(model, LLMWrapperBase | EngineView) else model
-    if not hasattr(found, "capabilities") or not hasattr(found, "begin_weights"):
-        raise ConfigError(
-            f"{type(model).__name__} has no inference engine to send weights to. Use a model that samples with an "
-            "engine, such as vLLMWrapper."
-        )
-    return found  # type: ignore[no-any-return]
+        self._pusher.push(server_weights, self.next_version())

@@ -2,64 +2,55 @@
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
+from torchrl.collectors import WeightUpdaterBase as TorchRLUpdater
 
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, weights_of
 
+with warnings.catch_warnings():  # TorchRL calls its own base class deprecated, but its collectors still need it
+    warnings.simplefilter("ignore", DeprecationWarning)
 
-class WeightUpdaterBase(ABC):
+    class _Updater(TorchRLUpdater):  # type: ignore[misc]
+        def __init_subclass__(cls, **options: Any) -> None:
+            super(TorchRLUpdater, cls).__init_subclass__(**options)
+
+
+class WeightUpdaterBase(_Updater):
     """An updater of the workers that sample, each identified by an id. Subclasses send the weights to one worker.
 
-    With a registered collector, no turn is sampled while weights change. A push that reached any worker, even if it
+    With registered collectors, no turn is sampled while weights change. A push that reached any worker, even if it
     then failed at a later one, is a new version of the policy, so that different weights never have the same number.
     """
-
-    def __init__(self) -> None:
-        self.post_hooks: list[Callable[[], Any]] = []
-        self._collector: weakref.ref[Any] | None = None
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
         """Return an EngineUpdater if the policy is a wrapper that samples from an engine in this process, else None."""
-        engine = policy.engine if isinstance(policy, LLMWrapperBase) and policy.generate else None
-        takes = engine is not None and "in_process" in engine.capabilities.weight_routes
-        return EngineUpdater(engine) if engine is not None and takes else None
+        engines = engines_of(policy) if isinstance(policy, LLMWrapperBase) and policy.generate else []
+        takes = all("in_process" in engine.capabilities.weight_routes for engine in engines)
+        return EngineUpdater(engines) if engines and takes else None
 
-    def init(self, model_metadata: Any = None) -> None:  # noqa: B027 - there may be nothing to open
-        """Open connections once the workers are running; the meaning of `model_metadata` is up to the subclass."""
-
-    def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Register a function that is called after every successful push."""
-        self.post_hooks.append(hook)
-
-    def register_collector(self, collector: Any) -> None:
-        """Register the collector whose policy is updated, by a weak reference.
-
-        Raises ConfigError if another one is registered.
-        """
-        known = self.collector
-        if known is not None and known is not collector:
-            raise ConfigError(f"{type(self).__name__} already serves a collector. Make another one.")
-        self._collector = weakref.ref(collector)
-
-    @property
-    def collector(self) -> Any:
-        """The registered collector, or None if there is none or it no longer exists."""
-        return self._collector() if self._collector is not None else None
+    @staticmethod
+    def made(given: Any, policy: Any) -> Any:
+        """Return the updater of a collector: `given`, what it makes (of the policy), or what suits the policy."""
+        if given is None:
+            return WeightUpdaterBase.from_policy(policy)
+        if isinstance(given, TorchRLUpdater):
+            return given
+        return given(policy) if inspect.signature(given).parameters else given()
 
     def push_weights(self, policy_or_weights: Source | None = None, worker_ids: Any = None) -> None:
         """Send weights to all workers, or to those in `worker_ids`; blocks until they have arrived.
 
-        By default, the updater's own source is sent. If a worker was reached, the collector's version is incremented,
+        By default, the updater's own source is sent. If a worker was reached, the collectors' versions are incremented,
         even if the push then fails. Raises ConfigError for unknown ids or without weights.
         """
         given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
@@ -69,27 +60,33 @@ class WeightUpdaterBase(ABC):
         chosen = list(chosen) if isinstance(chosen, Sequence) and not isinstance(chosen, str) else [chosen]
         if known_ids is not None and (unknown := [one for one in chosen if one not in known_ids]):
             raise ConfigError(f"worker_ids={unknown} are unknown; the workers are {list(known_ids)}.")
-        with self._no_sampling():
+        collectors = [one for one in self.collectors or () if one is not None]
+        with ExitStack() as paused:
+            for collector in collectors:
+                if hasattr(collector, "no_sampling"):
+                    paused.enter_context(collector.no_sampling())
             reached = False
             try:
                 for worker in chosen:
                     self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
                     reached = True
             finally:
-                if reached and self.collector is not None:
-                    self.collector.increment_version()
+                for collector in collectors if reached else ():
+                    collector.increment_version()
         for hook in self.post_hooks:
             hook()
 
     __call__ = push_weights
 
-    def all_worker_ids(self) -> Sequence[Any] | None:
-        """Return the ids of all workers, or None if there is a single one without an id."""
-        return None
-
     def close(self) -> None:
         """Close the connections that `init` opened, and forget the hooks."""
         self.post_hooks.clear()
+
+    def next_version(self) -> int | None:
+        """Return the version of the policy after a push, or None if no collector counts versions."""
+        live = [getattr(one, "policy_version", None) for one in self.collectors or ()]
+        numbers = [one for one in live if isinstance(one, int)]
+        return max(numbers) + 1 if numbers else None
 
     def _get_server_weights(self) -> Any:
         """Return the weights to push if none are given."""
@@ -99,12 +96,8 @@ class WeightUpdaterBase(ABC):
         """Convert the given weights to those that the workers need."""
         return server_weights
 
-    @abstractmethod
-    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
-        """Send the weights to one worker; block until they have arrived."""
-
-    def _no_sampling(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.collector is None else self.collector.no_sampling()
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_collector_wrs": None}
 
 
 class EngineUpdater(WeightUpdaterBase):
@@ -175,10 +168,26 @@ class EngineUpdater(WeightUpdaterBase):
         return weights_of(server_weights)
 
     def _sync_weights_with_worker(self, *, worker_id: int, server_weights: Mapping[str, Tensor]) -> None:
-        self._pushers[worker_id].push(server_weights, next_version(self.collector))
+        self._pushers[worker_id].push(server_weights, self.next_version())
 
 
-def next_version(collector: Any) -> int | None:
-    """Return the version number of a collector's policy after a push, or None if it does not count versions."""
-    live = None if collector is None else collector.policy_version
-    return live + 1 if isinstance(live, int) else None
+def has_engine(model: Any) -> bool:
+    """True if `model` is an engine of this project, or a wrapper, worker or server of one or several."""
+    return all(hasattr(one, "capabilities") and hasattr(one, "begin_weights") for one in _engines(model))
+
+
+def engines_of(model: Any) -> list[InferenceEngine]:
+    """Return the engines of a wrapper, worker or server, or `model` if it is one. Raises ConfigError for others."""
+    if not has_engine(model):
+        raise ConfigError(
+            f"{type(model).__name__} has no inference engine to send weights to. Use a model that samples with an "
+            "engine, such as vLLMWrapper."
+        )
+    return _engines(model)
+
+
+def _engines(model: Any) -> list[Any]:
+    for holder in (getattr(model, "model", None), model):  # a wrapper's model may have several
+        if engines := getattr(holder, "engines", None):
+            return list(engines)
+    return [getattr(model, "engine", model)]

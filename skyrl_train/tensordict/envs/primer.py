@@ -26,6 +26,9 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
         **settings: Arguments of TorchRL's class.
     """
 
+    primers: Composite
+    expand_specs: bool | None
+
     def __init__(self, dataloader: Iterable[Any] | None = None, *, question_key: str | None = None, **settings: Any):
         if (settings.get("repeats") or 0) < 0:
             raise ValueError(f"repeats={settings['repeats']} must not be negative.")

@@ -9,19 +9,24 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.data import Composite, TensorSpec
 from torchrl.envs import Transform, TransformedEnv
+from torchrl.envs.llm import ChatEnv
 
 from skyrl_train.tensordict.containers import nested_stack
 
 
-def base_env(transform: Transform) -> Any:
-    """Return the environment under a transform and all others around it, or None before it has one."""
+def chat_setting(transform: Transform, name: str, default: Any) -> Any:
+    """Return an attribute of the ChatEnv under a transform; `default` if it is None or there is no ChatEnv.
+
+    Environments that combine several (SerialEnv, ParallelEnv) count as none.
+    """
     try:
         environment = transform.container
     except ValueError:  # it is in a composition that has no environment
-        return None
+        return default
     while isinstance(environment, TransformedEnv):
         environment = environment.base_env
-    return environment
+    found = getattr(environment, name) if isinstance(environment, ChatEnv) else None
+    return default if found is None else found
 
 
 def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:

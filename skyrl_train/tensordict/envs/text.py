@@ -21,7 +21,7 @@ from skyrl_train.data.chat import decode_response, is_control_token, render_cont
 from skyrl_train.data.messages import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.conversation import full_messages, is_continued, messages_of, unpadded
-from skyrl_train.tensordict.envs.rows import add_spec, base_env, rows_of, stacked_like
+from skyrl_train.tensordict.envs.rows import add_spec, chat_setting, rows_of, stacked_like
 from skyrl_train.tensordict.history import rendered_form, template_options
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -173,7 +173,8 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
         return render_prompt(self.tokenizer, messages, self.template_kwargs, continue_final_message=goes_on)
 
     def _role(self) -> str:
-        return getattr(base_env(self), "policy_role", None) or "assistant"
+        role: str = chat_setting(self, "policy_role", "assistant")
+        return role
 
     def _ids_container(self) -> tuple[str, ...]:
         key = unravel_key(self.tokens_key)

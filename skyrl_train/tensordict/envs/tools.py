@@ -29,7 +29,7 @@ from skyrl_train.environments.tools.parsers import MAX_CALLS
 from skyrl_train.environments.tools.python import PythonTool
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, SandboxResult
 from skyrl_train.tensordict.envs.conversation import last_response, part, value_of
-from skyrl_train.tensordict.envs.rows import base_env, rows_of, stacked_like
+from skyrl_train.tensordict.envs.rows import chat_setting, rows_of, stacked_like
 
 MAX_WORKERS = 16
 """Maximum number of rows whose tools run concurrently."""
@@ -88,7 +88,7 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
             RuntimeError: The environment's input_mode is not "history".
         """
         super().set_container(container)
-        mode = getattr(base_env(self), "input_mode", "history")
+        mode = chat_setting(self, "input_mode", "history")
         if mode != "history":
             raise RuntimeError(f"{type(self).__name__} needs a ChatEnv with input_mode='history', got {mode!r}.")
 
@@ -116,14 +116,14 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
         return stacked_like(rows, tensordict_reset)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        rows, environment = rows_of(next_tensordict), base_env(self)
-        role = getattr(environment, "policy_role", None) or "assistant"
+        rows = rows_of(next_tensordict)
+        role, tokenizer = chat_setting(self, "policy_role", "assistant"), chat_setting(self, "tokenizer", None)
         work: list[tuple[int, TensorDictBase, list[ParsedCall]]] = []
         for place, (before, row) in enumerate(zip(rows_of(tensordict), rows, strict=True)):
             done = row.get("done", None)
             if done is not None and bool(done.any()):
                 continue
-            text = last_response(before, getattr(environment, "tokenizer", None), role)
+            text = last_response(before, tokenizer, role)
             if found := self.parse_calls(final_answer(text)) if text else []:
                 work.append((place, before, found))
         if not work:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from tensordict import TensorClass, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.objectives.llm import grpo as torchrl_grpo
 
 from skyrl_train.algorithms.corrections import effective_sample_size
 from skyrl_train.algorithms.kl import k3
@@ -38,50 +37,36 @@ REFERENCE_SOURCE = (
 )
 
 
-class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
+def _total(self: Any) -> Tensor:
+    """Return the sum of all loss_*, on which to call `backward`."""
+    return torch.stack([value for name, value in self.items() if name.startswith("loss_")]).sum(0)
+
+
+class GRPOLossOutput(torchrl_grpo.GRPOLossOutput):  # type: ignore[misc]
     """Losses and statistics as float64 scalars; None if their term is disabled.
 
-    Means are over the tokens that count.
-
-    With aggregation or reduction "none", the loss_* are rectangles [B, L], 0 on tokens that do not count.
+    Means are over the tokens that count. `clip_fraction` is the share of tokens that were clipped, `kl_approx` the mean
+    of sample_log_prob - log_prob in nats, and `ESS` the effective sample size of the importance ratios, divided by the
+    number of tokens (1 if on-policy). With aggregation or reduction "none", the loss_* are rectangles [B, L], 0 on
+    tokens that do not count.
     """
 
-    loss_objective: Tensor
-    clip_fraction: Tensor
-    """Share of tokens that were clipped."""
-    kl_approx: Tensor
-    """Mean of sample_log_prob - log_prob, in nats."""
-    ESS: Tensor
-    """Effective sample size of the importance ratios, divided by the number of tokens; 1 if on-policy."""
-    entropy: Tensor | None = None
-    """In nats."""
-    loss_entropy: Tensor | None = None
-    loss_kl_to_ref: Tensor | None = None
-    kl_to_ref: Tensor | None = None
-    """In nats."""
-    loss_kl_to_inference: Tensor | None = None
-    kl_to_inference: Tensor | None = None
-    """In nats."""
-
-    @property
-    def loss(self) -> Tensor:
-        """The sum of all loss_*, on which to call `backward`."""
-        found = [value for name, value in self.items() if name.startswith("loss_")]
-        return torch.stack(found).sum(0)
+    loss = property(_total)
 
 
-@dataclass(frozen=True)
-class GRPOKeys:
-    """The keys that a GRPOLoss reads; token-level entries have the layout of `action`."""
+class DAPOLossOutput(torchrl_grpo.DAPOLossOutput):  # type: ignore[misc]
+    """The fields of GRPOLossOutput, from DAPO."""
 
-    action: Key = ("tokens", "full")
-    sample_log_prob: Key = ("log_probs", "full")
-    advantage: Key = "advantage"
-    """One value per row or per token."""
-    ref_log_probs: Key = ("next", "ref_log_probs", "full")
+    loss = property(_total)
 
 
-class GRPOLoss(TensorDictModuleBase):
+class CISPOLossOutput(torchrl_grpo.CISPOLossOutput):  # type: ignore[misc]
+    """The fields of GRPOLossOutput, from CISPO."""
+
+    loss = property(_total)
+
+
+class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]
     """Clipped policy gradient with optional entropy bonus and KL terms (arXiv:2402.03300). For actors see scoring.py.
 
     loss_objective       sum_t w_t -min(r A, clip(r, 1 - low, 1 + high) A)
@@ -89,8 +74,11 @@ class GRPOLoss(TensorDictModuleBase):
     loss_kl_to_*         sum_t w_t coeff k3(log_prob, reference's or sampling policy's)
 
     w are the weights of the aggregation over the tokens that count: 1 / tokens for "token_mean", 1 / (tokens of the
-    sequence * sequences) for "prompt_mean". Sums are float64, like the trainer's.
+    sequence * sequences) for "prompt_mean". Sums are float64, like the trainer's. `set_keys` changes the keys `action`,
+    `sample_log_prob`, `advantage` (one value per row or per token) and `ref_log_probs`.
     """
+
+    output_type: Any = GRPOLossOutput
 
     def __init__(
         self,
@@ -109,6 +97,8 @@ class GRPOLoss(TensorDictModuleBase):
         kl_to_inference_coeff: float | None = None,
         device: torch.device | str | None = None,
         masking_strategy: str = "sft",
+        ref_log_prob_padding_side: str = "left",
+        ref_log_prob_padding_value: float = 0.0,
     ):
         """Configure the loss.
 
@@ -125,13 +115,14 @@ class GRPOLoss(TensorDictModuleBase):
             clip_value: Only None: GRPO has no critic.
             kl_to_ref_coeff: Coefficient of the KL to the reference; None and 0 turn it off and need no reference.
             kl_to_inference_coeff: Coefficient of the KL to the sampling policy; None turns it off.
-            device: Device to which to move the module.
+            device: Device of the clipping bounds.
             masking_strategy: "sft", "rlhf" or "generic"; see `scoring.token_mask`.
+            ref_log_prob_padding_side: Accepted for TorchRL's sake: padding is never read.
+            ref_log_prob_padding_value: The same.
 
         Raises:
             ValueError: For a value that is not allowed, or an actor with generate=True.
         """
-        super().__init__()
         low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
         _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, of at least 0")
         _one_of("aggregation", aggregation, (*AGGREGATIONS, "none"))
@@ -146,30 +137,37 @@ class GRPOLoss(TensorDictModuleBase):
         _check(clip_value is None, "clip_value", clip_value, "None, because GRPO has no critic")
         _check(samples_mc_entropy >= 1, "samples_mc_entropy", samples_mc_entropy, "at least 1")
         check_actor(actor_network)
-        self.actor_network = actor_network
-        self.clip_epsilon = float(low), float(high)
-        self.kl_mask_threshold = kl_mask_threshold
-        self.aggregation, self.reduction = aggregation, reduction or "mean"
-        self.entropy_bonus = entropy_bonus
-        self.samples_mc_entropy = samples_mc_entropy
-        self.entropy_coeff = entropy_coeff
-        self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.kl_to_inference_coeff = kl_to_inference_coeff
-        self.masking_strategy = masking_strategy
+        super().__init__(
+            actor_network,
+            clip_epsilon=(0.0, 0.0),
+            kl_mask_threshold=kl_mask_threshold,
+            aggregation=aggregation,
+            entropy_bonus=entropy_bonus,
+            samples_mc_entropy=samples_mc_entropy,
+            entropy_coeff=entropy_coeff,
+            reduction=reduction,
+            kl_to_ref_coeff=kl_to_ref_coeff,
+            kl_to_inference_coeff=kl_to_inference_coeff,
+            device=device,
+            masking_strategy=masking_strategy,
+        )
+        for name, value in (("low", low), ("high", high)):  # float32, as in TorchRL, would round them
+            bound = torch.tensor(value, dtype=torch.float64, device=self.clip_epsilon_low.device)
+            self.register_buffer(f"clip_epsilon_{name}", bound)
         self.out_keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS"]
         self.out_keys += ["entropy", "loss_entropy"] if entropy_bonus else []
         self.out_keys += ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff else []
         self.out_keys += ["loss_kl_to_inference", "kl_to_inference"] if kl_to_inference_coeff is not None else []
-        self.set_keys()
-        if device is not None:
-            self.to(device)
 
-    def set_keys(self, **keys: Key) -> None:
-        """Set the keys to read, by the names in GRPOKeys. Raises ValueError for another name."""
-        self.tensor_keys = replaced_keys(getattr(self, "tensor_keys", GRPOKeys()), keys)
+    @property
+    def clip_epsilon(self) -> tuple[float, float]:
+        """Clipping range (low, high) of the ratio."""
+        return float(self.clip_epsilon_low), float(self.clip_epsilon_high)
+
+    def _set_in_keys(self) -> None:
         masks = {"sft": [PROMPT, ATTENTION], "rlhf": [ASSISTANT], "generic": [ATTENTION]}[self.masking_strategy]
         names = self.tensor_keys
-        reference = [names.ref_log_probs] if self.kl_to_ref_coeff else []
+        reference = [names.ref_log_probs] if getattr(self, "kl_to_ref_coeff", None) else []
         self.in_keys = [names.action, names.sample_log_prob, names.advantage, *reference, *masks]
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,16 +178,17 @@ class GRPOLoss(TensorDictModuleBase):
         low, high = self.clip_epsilon
         return clipped_surrogate(logprobs, advantages, mask, old_logprobs=old, eps_clip_low=low, eps_clip_high=high)
 
-    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
+    def forward(self, tensordict: TensorDictBase) -> Any:
         """Compute the losses of the sequences in a tensordict of any batch size, which is not changed.
 
-        Raises ValueError for a missing action or advantage or for different shapes, KeyError for missing log-probs,
-        RuntimeError if the log-probs of sampling or of the reference require a gradient.
+        Returns an instance of `output_type`. Raises ValueError for a missing action or advantage or for different
+        shapes, KeyError for missing log-probs, RuntimeError if the log-probs of sampling or of the reference require a
+        gradient.
         """
         rows, names = flattened(tensordict), self.tensor_keys
         advantages = read(rows, names.advantage, "advantage", source=ADVANTAGE_SOURCE)
         read(rows, names.action, "action")
-        old = read(rows, names.sample_log_prob, "log-probs of sampling", KeyError)
+        old = read(rows, names.sample_log_prob, "log-prob of sampling", KeyError)
         scored = score(
             self.actor_network,
             rows,
@@ -203,11 +202,11 @@ class GRPOLoss(TensorDictModuleBase):
         inference = constant(layout.flat(old, names.sample_log_prob), names.sample_log_prob)
         reference = None
         if self.kl_to_ref_coeff:
-            values = read(rows, names.ref_log_probs, "log-probs of the reference", KeyError, source=REFERENCE_SOURCE)
+            values = read(rows, names.ref_log_probs, "ref log-prob", KeyError, source=REFERENCE_SOURCE)
             reference = constant(layout.flat(values, names.ref_log_probs), names.ref_log_probs)
         return self._output(scored, advantage, inference, reference)
 
-    def _output(self, scored: Scored, advantage: Tensor, inference: Tensor, reference: Tensor | None) -> GRPOLossOutput:
+    def _output(self, scored: Scored, advantage: Tensor, inference: Tensor, reference: Tensor | None) -> Any:
         logprobs, mask = scored.logprobs, scored.mask
         if self.kl_mask_threshold is not None:
             distance = (logprobs.detach() - inference).square() / 2
@@ -232,7 +231,7 @@ class GRPOLoss(TensorDictModuleBase):
                 kl = k3(logprobs, other, mask)
                 found[name] = mean_over(kl.detach(), mask)
                 found[f"loss_{name}"] = coefficient * self._reduced(kl, mask, scored)
-        return GRPOLossOutput(**found, batch_size=[])
+        return self.output_type(**found, batch_size=[])
 
     def _reduced(self, values: Tensor, mask: Tensor, scored: Scored) -> Tensor:
         """[T], 0 outside the mask, to float64: a scalar, or [B, L] without reduction."""
@@ -244,8 +243,10 @@ class GRPOLoss(TensorDictModuleBase):
         return (values * AGGREGATIONS[self.aggregation](mask, ids, ids, max_seq_len=1)).sum()
 
 
-class DAPO(GRPOLoss):
+class DAPO(GRPOLoss, torchrl_grpo.DAPO):  # type: ignore[misc]
     """GRPO with a wider upper bound (Clip-Higher, arXiv:2503.14476) and the same weight for every token."""
+
+    output_type: Any = DAPOLossOutput
 
     def __init__(
         self,
@@ -257,11 +258,13 @@ class DAPO(GRPOLoss):
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **settings)
 
 
-class CISPO(GRPOLoss):
+class CISPO(GRPOLoss, torchrl_grpo.CISPOLoss):  # type: ignore[misc]
     """A loss in which clipped tokens keep their gradient (arXiv:2506.13585, eq. 4-5).
 
     loss_objective       sum_t w_t -sg[clip(r, 1 - low, 1 + high)] A log_prob
     """
+
+    output_type: Any = CISPOLossOutput
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.clip_epsilon
@@ -290,14 +293,6 @@ def constant(values: Tensor, key: Key) -> Tensor:
     if values.requires_grad:
         raise RuntimeError(f"{key!r} requires a gradient; log-probs of another policy are constants, so detach them.")
     return values
-
-
-def replaced_keys(keys: Any, changes: dict[str, Key]) -> Any:
-    """Return a copy of a dataclass of keys with `changes`. Raises ValueError for unknown names."""
-    unknown = sorted(changes.keys() - asdict(keys).keys())
-    if unknown:
-        raise ValueError(f"set_keys does not know {', '.join(unknown)}; the keys are {', '.join(asdict(keys))}.")
-    return replace(keys, **changes)
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> None:

@@ -10,7 +10,6 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from skyrl_train.tensordict.ragged import Column, Key, TokenLayout, column
-from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 
 ATTENTION: Key = ("masks", "all_attention_mask")
 ASSISTANT: Key = ("masks", "all_assistant_mask")
@@ -78,7 +77,7 @@ def read(
     Args:
         tensordict: The tensordict [B].
         key: Key of the entry.
-        what: Description of the entry for the error message.
+        what: Description of the entry for the error message, such as "log-prob of sampling".
         error: Type of the error.
         source: Instruction for the error message: how to get the entry.
 
@@ -91,17 +90,25 @@ def read(
         advice = (
             "Name another key with set_keys." if source is None else f"{source}, or name another key with set_keys."
         )
-        raise error(f"No {what} at {key!r}; entries are {', '.join(found)}. {advice}")
+        raise error(f"Couldn't find the {what} {key!r} in the input data; entries are {', '.join(found)}. {advice}")
     return value
 
 
 def score(
-    actor: Any, tensordict: TensorDictBase, action: Key, strategy: str, *, entropy: bool, mc_samples: int = 1
+    actor: Any,
+    tensordict: TensorDictBase,
+    action: Key,
+    strategy: str,
+    *,
+    entropy: bool,
+    mc_samples: int = 1,
+    log_probs: Key = LOG_PROBS,
 ) -> Scored:
     """Score the tokens at `action` of a tensordict [B] with `actor`, which gets a copy without padding.
 
     The result is on the batch's device, wherever the policy computes. `strategy` is `token_mask`'s. With `entropy`, the
-    result has the entropy, estimated from `mc_samples` samples if there is no closed form.
+    result has the entropy, estimated from `mc_samples` samples if there is no closed form. A policy without
+    distributions writes `log_probs`.
 
     Raises ValueError for a missing actor, tokens or masks, for different shapes, or if entropy is requested from a
     policy that only has log-probs.
@@ -116,7 +123,8 @@ def score(
     if distribution is None:
         if entropy:
             raise ValueError("The policy only gives log-probs, which have no entropy. Use entropy_bonus=False.")
-        return Scored(layout, mask, _called(actor, _unpadded(tensordict, ids, layout, action), ids, action), None)
+        found = _called(actor, _unpadded(tensordict, ids, layout, action), ids, action, log_probs)
+        return Scored(layout, mask, found, None)
     theirs, device = TokenLayout.of(ids, None), layout.present.device
     found = distribution.log_prob(theirs.rectangle(ids, action)).to(device)
     logprobs = theirs.flat(found, "log-probs of the policy")
@@ -155,27 +163,6 @@ def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, 
     return mask & ~layout.first_tokens
 
 
-def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[TensorDictBase, Tensor, TokenLayout]:
-    """Let the policy score conversations.
-
-    Args:
-        actor: The policy, a wrapper with generate=False.
-        tensordict: The conversations [B].
-        action: Key at which the policy writes the tokens.
-
-    Returns:
-        The policy's tensordict with tokens and masks, the log-probs [T], and their layout.
-
-    Raises:
-        ValueError: The policy writes no tokens at `action`.
-        KeyError: The policy writes no log-probs.
-    """
-    result = actor(tensordict)
-    tokens = read(result, action, "tokens of the policy")
-    layout = TokenLayout.of(tokens, column(result, ATTENTION))
-    return result, layout.flat(read(result, LOG_PROBS, "log-probs of the policy", KeyError), LOG_PROBS), layout
-
-
 def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout, action: Key) -> TensorDictBase:
     """Return rows without padding, and without the log-probs of sampling, so that the policy's cannot be confused."""
     assistant = column(tensordict, ASSISTANT)
@@ -194,7 +181,7 @@ def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout
 def _reader_of(actor: Any, action: Key) -> Any:
     """Return the actor in tokens mode: in another mode, a wrapper would not score the tokens that were sampled."""
     key = (action,) if isinstance(action, str) else action
-    if not isinstance(actor, LLMWrapperBase) or (actor.input_mode, actor.in_keys) == ("tokens", [key]):
+    if not hasattr(actor, "input_mode") or (actor.input_mode, list(actor.in_keys)) == ("tokens", [key]):
         return actor
     return actor.get_new_version(input_mode="tokens", input_key=key)
 
@@ -228,13 +215,13 @@ def _entropy(distribution: Any, samples: int) -> Tensor:
     return exact
 
 
-def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key) -> Tensor:
+def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key, log_probs: Key) -> Tensor:
     """Return the log-probs [T] from a call of a ScoringPolicy."""
     result, device = actor(tensordict), ids[0].device
-    values = _moved(read(result, LOG_PROBS, "log-probs of the policy", KeyError), device)
+    values = _moved(read(result, log_probs, "policy's log-probs", KeyError), device)
     theirs = column(result, action)
     if theirs is None:
-        return TokenLayout.of(ids, None).flat(values, LOG_PROBS)
+        return TokenLayout.of(ids, None).flat(values, log_probs)
     theirs, attention = _moved(theirs, device), column(result, ATTENTION)
     layout = TokenLayout.of(theirs, None if attention is None else _moved(attention, device))
     if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
@@ -242,7 +229,7 @@ def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: K
             "The policy scored other tokens than those that were sampled, because it rendered the text again. Use "
             'input_mode="tokens".'
         )
-    return layout.flat(values, LOG_PROBS)
+    return layout.flat(values, log_probs)
 
 
 def _moved(values: Column, device: torch.device) -> Column:

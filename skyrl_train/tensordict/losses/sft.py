@@ -7,47 +7,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorClass, TensorDictBase, lazy_stack
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.objectives import LossModule
+from torchrl.objectives.llm import sft as torchrl_sft
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.reductions import seq_mean_token_sum_norm, sequence_mean, token_mean
 from skyrl_train.algorithms.sft import minor_sft, sft
-from skyrl_train.tensordict.losses.grpo import constant, mean_over, replaced_keys
-from skyrl_train.tensordict.losses.scoring import ASSISTANT, ATTENTION, Actor, check_actor, read, score, scored_texts
-from skyrl_train.tensordict.ragged import Key, TokenLayout, column, flattened
+from skyrl_train.tensordict.losses.conversations import ConversationKeys, ConversationLoss, token_counts
+from skyrl_train.tensordict.losses.grpo import constant, mean_over
+from skyrl_train.tensordict.losses.scoring import Actor, Scored, read
+from skyrl_train.tensordict.ragged import Key
 
 LOSS_FUNCTIONS = ("sft", "minor_sft")
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class SFTLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
-    """The losses of an SFTLoss, in float64; None if their term is disabled."""
+class SFTLossOutput(torchrl_sft.SFTLossOutput):  # type: ignore[misc]
+    """The losses of an SFTLoss, in float64; None if their term is disabled.
 
-    loss_sft: Tensor
-    """A scalar, or [B] with reduction "none"."""
-    loss_kl_to_ref: Tensor | None = None
-    """kl_to_ref_coeff * kl_to_ref."""
-    kl_to_ref: Tensor | None = None
-    """The mean over all tokens that count, in nats."""
+    `loss_sft` is a scalar, or [B] with reduction "none". `kl_to_ref` is the mean over all tokens that count, in nats.
+    """
 
     @property
     def loss(self) -> Tensor:
         """The sum of `loss_sft` and, if enabled, `loss_kl_to_ref`. Call `backward` on it."""
-        return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref
+        return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class SFTKeys:
-    """The keys that an SFTLoss reads. Without `tokens`, they are made from `history`."""
-
-    history: Key = ("history", "full")
-    tokens: Key = ("tokens", "full")
-    ref_log_probs: Key = ("next", "ref_log_probs", "full")
-
-
-class SFTLoss(TensorDictModuleBase):
+class SFTLoss(ConversationLoss, torchrl_sft.SFTLoss):  # type: ignore[misc]
     """Negative log-likelihood of the assistant's tokens in whole conversations. For actors see scoring.py.
 
     "sft"         -sum of a sequence's log-probs
@@ -56,6 +45,12 @@ class SFTLoss(TensorDictModuleBase):
     With `normalize_by_seq_length`, sums are replaced by means. Tokens and masks are read if the tensordict has them;
     otherwise the history is tokenized with `tokenizer` or, without one, by the actor.
     """
+
+    @dataclass
+    class _AcceptedKeys(ConversationKeys):
+        ref_log_prob: Key = ("next", "ref_log_probs", "full")
+
+    default_keys = _AcceptedKeys
 
     def __init__(
         self,
@@ -80,40 +75,32 @@ class SFTLoss(TensorDictModuleBase):
             kl_to_ref_coeff: Coefficient of the KL to the reference; None and 0 turn it off.
             loss_function: "sft" or "minor_sft".
             beta: Scale of "minor_sft".
-            device: Device to which to move the module.
+            device: Accepted for TorchRL's sake: the loss is computed where the batch is.
 
         Raises:
             ValueError: For another reduction, an unknown loss, or an actor with generate=True.
         """
-        super().__init__()
+        LossModule.__init__(self)  # TorchRL's class would require a tokenizer
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}.")
         if loss_function not in LOSS_FUNCTIONS:
             raise ValueError(f"loss_function={loss_function!r} must be one of {', '.join(LOSS_FUNCTIONS)}.")
-        check_actor(actor_network)
-        self.actor_network = actor_network
-        self.tokenizer = tokenizer
-        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
+        self._set_actor(actor_network, tokenizer, tokenizer_kwargs)
         self.reduction = reduction
         self.normalize_by_seq_length = normalize_by_seq_length
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.loss_function = loss_function
         self.beta = beta
-        of_kl = ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff else []
-        self.out_keys = ["loss_sft", *of_kl]
-        self.set_keys()
-        if device is not None:
-            self.to(device)
+        self._set_in_keys()
 
     @property
     def reads_reference(self) -> bool:
         """True if a term needs the reference's log-probs."""
         return bool(self.kl_to_ref_coeff) or self.loss_function == "minor_sft"
 
-    def set_keys(self, **keys: Key) -> None:
-        """Set the keys to read, by the names in SFTKeys. Raises ValueError for another name."""
-        self.tensor_keys = replaced_keys(getattr(self, "tensor_keys", SFTKeys()), keys)
-        self.in_keys = [self.tensor_keys.history, *([self.tensor_keys.ref_log_probs] if self.reads_reference else [])]
+    def _set_in_keys(self) -> None:
+        self.in_keys = [self.tensor_keys.history, *([self.tensor_keys.ref_log_prob] if self.reads_reference else [])]
+        self.out_keys = ["loss_sft", *(["loss_kl_to_ref", "kl_to_ref"] if self.kl_to_ref_coeff else [])]
 
     def forward(self, tensordict: TensorDictBase) -> SFTLossOutput:
         """Compute the losses of the conversations in a tensordict of any batch size, which is not changed.
@@ -121,28 +108,21 @@ class SFTLoss(TensorDictModuleBase):
         Raises ValueError for a conversation without tokens of the assistant or for different shapes, KeyError for
         missing log-probs, RuntimeError if the reference's log-probs require a gradient.
         """
-        rows, key = flattened(tensordict), self.tensor_keys.ref_log_probs
-        layout, mask, logprobs = self._scored(rows)
-        ids, count = layout.sequence_ids, len(layout.widths)
-        lengths = torch.zeros(count, dtype=torch.int64, device=mask.device).index_add(0, ids, mask.long())
-        silent = (lengths == 0).nonzero()[:, 0].tolist()
-        if silent:
-            raise ValueError(
-                f"These rows have no tokens of the assistant to train on: {', '.join(map(str, silent))}. Leave them "
-                "out, or use a chat template that marks the assistant's tokens with {% generation %}."
-            )
-        reference = None
+        rows, key = self._rows(tensordict), self.tensor_keys.ref_log_prob
+        scored, reference = self._scored(rows), None
+        logprobs, mask, ids = scored.logprobs, scored.mask, scored.layout.sequence_ids
         if self.reads_reference:
-            values = read(rows, key, "log-probs of the reference", KeyError)
-            reference = constant(layout.flat(values, key), key)
-        found = {"loss_sft": self._loss(logprobs, reference, mask, ids, lengths)}
+            values = read(rows, key, "ref log-prob", KeyError)
+            reference = constant(scored.layout.flat(values, key), key)
+        found = {"loss_sft": self._loss(scored, reference)}
         if self.kl_to_ref_coeff and reference is not None:
             kl = k3(logprobs, reference, mask)
             found["kl_to_ref"] = mean_over(kl.detach(), mask)
             found["loss_kl_to_ref"] = self.kl_to_ref_coeff * (kl * token_mean(mask, ids, ids, max_seq_len=1)).sum()
         return SFTLossOutput(**found, batch_size=[])
 
-    def _loss(self, logprobs: Tensor, reference: Tensor | None, mask: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    def _loss(self, scored: Scored, reference: Tensor | None) -> Tensor:
+        logprobs, mask, ids, lengths = scored.logprobs, scored.mask, scored.layout.sequence_ids, token_counts(scored)
         if self.loss_function == "minor_sft":
             assert reference is not None
             share = 1 / lengths[ids].double() if self.normalize_by_seq_length else torch.ones_like(logprobs)
@@ -157,47 +137,3 @@ class SFTLoss(TensorDictModuleBase):
             return (values * weights).sum()
         of_sequences = (values * weights).new_zeros(len(lengths)).index_add(0, ids, values * weights) * len(lengths)
         return of_sequences.sum() if self.reduction == "sum" else of_sequences
-
-    def _scored(self, rows: TensorDictBase) -> tuple[TokenLayout, Tensor, Tensor]:
-        """Return the layout, the mask [T] of the assistant's tokens, and the log-probs [T]."""
-        keys = self.tensor_keys
-        if self.actor_network is None:
-            raise ValueError("The loss has no actor_network. Create the loss with the policy to train.")
-        if column(rows, keys.tokens) is None:
-            rows = self._tokenised(rows)
-        if column(rows, keys.tokens) is not None:
-            scored = score(self.actor_network, rows, keys.tokens, "rlhf", entropy=False)
-            return scored.layout, scored.mask, scored.logprobs
-        result, logprobs, layout = scored_texts(self.actor_network, rows.copy(), keys.tokens)
-        mask = layout.flat(read(result, ASSISTANT, "assistant mask of the policy"), ASSISTANT).bool()
-        return layout, mask & ~layout.first_tokens, logprobs
-
-    def _tokenised(self, rows: TensorDictBase) -> TensorDictBase:
-        """Return rows with the tokens and masks of their histories, each rendered separately without padding.
-
-        Uses `tokenizer`, else the actor's tokenizer and template. Without either, rows are returned unchanged: then the
-        log-probs from the actor's forward have a gradient only if the actor provides one.
-        """
-        tokenizer, template = self.tokenizer, {}
-        if tokenizer is None:
-            tokenizer = getattr(self.actor_network, "tokenizer", None)
-            if tokenizer is None or any(row.get(self.tensor_keys.history, None) is None for row in rows.unbind(0)):
-                return rows
-            names = ("chat_template", "chat_template_name")
-            template = {name: getattr(self.actor_network, name, None) for name in names}
-        settings = {"add_generation_prompt": False, **template, **self.tokenizer_kwargs}
-        settings |= {"return_dict": True, "return_tensors": "pt", "return_assistant_tokens_mask": True}
-        made = []
-        for row in rows.unbind(0):
-            if row.get(self.tensor_keys.history, None) is None:
-                raise ValueError(
-                    f"No conversation at {self.tensor_keys.history!r} and no tokens at {self.tensor_keys.tokens!r}. "
-                    "Name other keys with set_keys."
-                )
-            found = row[self.tensor_keys.history].apply_chat_template(tokenizer=tokenizer, **settings)
-            row = row.copy()
-            row.set(self.tensor_keys.tokens, torch.as_tensor(found["input_ids"]).reshape(-1))
-            row.set(ASSISTANT, torch.as_tensor(found["assistant_masks"]).reshape(-1).bool())
-            row.set(ATTENTION, torch.as_tensor(found["attention_mask"]).reshape(-1).bool())
-            made.append(row)
-        return lazy_stack(made)

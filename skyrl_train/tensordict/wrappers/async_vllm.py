@@ -92,7 +92,8 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
                 )
                 stack.callback(closing)
                 service.actors.append(engine)
-            service._engine = Replicas(service.actors, service.timeout) if num_replicas > 1 else service.actors[0]
+            several: Any = Replicas(service.actors, service.timeout)
+            service._engine = several if num_replicas > 1 else service.actors[0]
             service._closing = stack.pop_all().close
         return service
 

@@ -18,6 +18,7 @@ from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer, check_shared, load_module, sharing_weights
 from skyrl_train.tensordict.wrappers.inputs import EngineInput
 from skyrl_train.tensordict.wrappers.parameters import Generation
+from skyrl_train.tensordict.wrappers.vllm_llm import LLMEngine, is_llm
 
 
 class _Owned:
@@ -166,7 +167,17 @@ class TransformersWrapper(_MadeWrapper):
 
 
 class vLLMWrapper(_MadeWrapper):
-    """A wrapper over vLLM in this process; other keywords are those of VLLMEngine and vLLM's EngineArgs."""
+    """A wrapper over vLLM, for a model's path, an AsyncVLLM, a worker or a `vllm.LLM`.
+
+    A path starts an engine in this process; other keywords are those of VLLMEngine and vLLM's EngineArgs.
+    """
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        if not is_llm(model):
+            return super()._made(model, tokenizer, options)
+        if options:
+            raise TypeError(f"vLLMWrapper has no settings {sorted(options)}; the vllm.LLM has been made without them.")
+        return _Owned(LLMEngine(model), model.get_tokenizer() if tokenizer is None else tokenizer)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.vllm.engine import VLLMEngine

@@ -30,7 +30,7 @@ class EngineView:
 
     def __init__(
         self,
-        engine: InferenceEngine,
+        engine: InferenceEngine | None,
         model: str,
         *,
         dtype: str = "float32",
@@ -40,13 +40,13 @@ class EngineView:
         """View an engine.
 
         Args:
-            engine: The engine, which `close` closes.
+            engine: The engine, which `close` closes; None if a subclass starts it later.
             model: Path or hub name of the engine's model.
             dtype: Data type in which weights are sent.
             timeout: Seconds for a weight sync.
             closing: Called after the engine is closed, to free its resources.
         """
-        self._engine: InferenceEngine | None = engine
+        self._engine = engine
         self.model_path, self.dtype, self.timeout = model, dtype, timeout
         self._closing = closing
         self._pusher: WeightPusher | None = None

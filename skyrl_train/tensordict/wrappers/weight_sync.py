@@ -89,6 +89,14 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
     return {name: tensor.detach() for name, tensor in found.items() if name in kept or not tensor.numel()}
 
 
+def get_model_metadata(source: Source) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return (dtype, shape) of every tensor that a sync of the source sends, by checkpoint name.
+
+    A tied head is included once, and LoRA adapters belong to the tensors into which they are merged.
+    """
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in weights_of(source).items()}
+
+
 def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
     """Raise ConfigError naming the first tensor that differs from the announced metadata."""
     if absent := sorted(set(metadata) - set(weights)):

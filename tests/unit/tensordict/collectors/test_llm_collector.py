@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue as queues
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,74 +10,57 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
+from torchrl.collectors.llm import LLMCollector as TorchRLCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import AsyncEnvPool, SerialEnv, Transform
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
-from skyrl_train.tensordict.envs.base import StepCounter, Transform
-from skyrl_train.tensordict.envs.chat import DatasetChatEnv
-from skyrl_train.tensordict.history import History
-from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
-from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
-from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from tests.support.tensordict_batches import replay_buffer
+from tests.support.conversations import answer, conversations, questions
 
 
-class EndsByQuestion(Transform):
-    """Question "q<i>/<n>" takes n turns; every turn is rewarded with i."""
-
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        numbers = [str(row["query"])[1:].split("/") for row in root.unbind(0)]
-        following.set("reward", torch.tensor([float(i) for i, _ in numbers]).reshape(-1, 1, 1))
-        over = following["step_count"] >= torch.tensor([[int(turns)] for _, turns in numbers])
-        following.set("terminated", over)
-        return following.set("done", over)
-
-
-def conversations(*turns: int, rows: int = 2) -> DatasetChatEnv:
-    """Questions in order, each of so many turns."""
-    dataset = [{"query": f"q{place}/{count}"} for place, count in enumerate(turns)]
-    env = DatasetChatEnv(dataset=dataset, shuffle=False, num_envs=rows)
-    return env.append_transform(StepCounter()).append_transform(EndsByQuestion())
-
-
-def says_ok(tensordict: TensorDictBase) -> TensorDictBase:
-    tensordict["text_response"] = ["ok"] * len(tensordict)
-    return tensordict
-
-
-def questions(batch: TensorDictBase | None) -> list[Any]:
-    assert batch is not None
-    return [row["query"][:2] if row.ndim == 0 else questions(row) for row in batch.unbind(0)]
+@pytest.fixture(autouse=True)
+def lists_are_stacks() -> Iterator[None]:
+    """TorchRL's own environments need this setting."""
+    with set_list_to_stack(True):
+        yield
 
 
 def collector(env: Any, turns: int | None = None, **settings: Any) -> LLMCollector:
-    settings.setdefault("policy", says_ok)
+    settings.setdefault("policy", answer)
     return LLMCollector(env, dialog_turns_per_batch=turns, **settings)
 
 
 @pytest.mark.defect("D33")
-def test_nothing_is_sampled_before_it_is_asked_for():
-    env = conversations(1, 1, 1, 1)
-    collects = collector(env, 2)
-    assert questions(env.primer.forward()) == ["q0"]  # the first row of the data is still there
-    assert questions(next(iter(collects))) == [["q1"], ["q2"]]
+def test_construction_neither_resets_nor_samples():
+    calls: list[int] = []
+
+    def counts(tensordict: TensorDictBase) -> TensorDictBase:
+        calls.append(len(tensordict))
+        return answer(tensordict)
+
+    collects = collector(conversations(1, 1, 1, 1), 2, policy=counts)
+    assert isinstance(collects, TorchRLCollector)
+    assert calls == []
+    assert questions(next(iter(collects))) == [["q0"], ["q1"]]
+    assert calls == [2]
 
 
 @pytest.mark.defect("D33")
-def test_a_plain_policy_may_edit_the_history_in_place():
+def test_policy_may_edit_history_in_place():
     def edits(tensordict: TensorDictBase) -> TensorDictBase:
-        for row in tensordict.unbind(0):
-            prompt = row["history"].prompt
-            row["history"].full = prompt.append(History(role="assistant", content="ok", batch_size=()))
+        history = tensordict["history"]
+        said = type(history.prompt)(role=["assistant"], content=["ok"], batch_size=(1,))
+        history.full = history.prompt.append(said, inplace=True, dim=-1)
         return tensordict
 
     batch = next(iter(collector(conversations(3, rows=1), 6, policy=edits)))
     assert batch is not None and batch.batch_size == (1, 6)
-    said = [len(step["history"].full.to_chats()) for step in batch[0].unbind(0)]
-    following = [len(step["next", "history"].prompt.to_chats()) for step in batch[0].unbind(0)]
+    said = [len(step["history"].full.content) for step in batch[0].unbind(0)]
+    following = [len(step["next", "history"].prompt.content) for step in batch[0].unbind(0)]
     assert said == following == [2, 3, 4, 2, 3, 4]
 
 
@@ -86,32 +70,25 @@ def test_turns_that_are_not_yielded_count():
     (batch,) = collects
     assert batch is not None and batch.batch_size == (1,)
     assert batch["step_count"].item() == 2
-    assert collects.turns == 3
+    assert collects.turns == collects._frames == 3
 
 
-def test_by_default_rows_are_as_many_steps_as_give_the_turns():
+def test_rows_have_the_steps_that_give_the_turns():
     batches = list(collector(conversations(1, 2, 3), 3, total_dialog_turns=8))
     assert [questions(batch) for batch in batches] == [[["q0", "q2"], ["q1", "q1"]], [["q2", "q2"], ["q0", "q1"]]]
 
 
-def test_the_last_batch_has_what_is_left():
-    shapes = [
-        tuple(batch.batch_size) for batch in collector(conversations(1), 6, total_dialog_turns=8) if batch is not None
-    ]
-    assert shapes == [(2, 3), (2, 1)]
-
-
-def test_whole_trajectories_one_after_the_other():
+def test_complete_trajectories_follow_each_other():
     batches = iter(collector(conversations(3, 1, 2), 3, yield_completed_trajectories=True))
     assert questions(next(batches)) == ["q1", "q0", "q0", "q0", "q2", "q2"]
-    first = next(batches)
-    assert first is not None
-    assert questions(first) == ["q1", "q0", "q0", "q0", "q2", "q2"]
-    assert first["next", "done"].flatten().tolist() == [True, False, False, True, False, True]
+    batch = next(batches)
+    assert batch is not None
+    assert questions(batch) == ["q1", "q0", "q0", "q0", "q2", "q2"]
+    assert batch["next", "done"].flatten().tolist() == [True, False, False, True, False, True]
 
 
 @pytest.mark.parametrize(("turns", "yielded"), [(3, 4), (2, 2), (None, 2)])
-def test_all_that_end_in_one_step_are_yielded(turns: int | None, yielded: int):
+def test_all_trajectories_of_a_step_are_yielded(turns: int | None, yielded: int):
     batch = next(iter(collector(conversations(1, 1), turns, yield_completed_trajectories=True)))
     assert batch is not None and len(batch) == yielded
 
@@ -121,33 +98,37 @@ def test_every_batch_may_begin_anew():
     assert [questions(next(batches)) for _ in range(2)] == [[["q0"], ["q1"]], [["q2"], ["q3"]]]
 
 
-def test_a_replay_buffer_gets_rows_and_the_caller_nothing():
-    buffer = replay_buffer(8, shuffle=False, batch_size=4)
+@pytest.mark.filterwarnings("ignore:.* history should have one more batch dimension")  # of TorchRL's specs
+def test_environments_may_be_batched_or_asynchronous():
+    makers = [lambda place=place: conversations(place + 1, rows=1) for place in range(3)]
+    serial = collector(SerialEnv(3, makers), 9, flatten_data=True)
+    batch = next(iter(serial))
+    assert batch is not None
+    assert batch["next", "done"].reshape(3, 3).tolist() == [[True] * 3, [False, True, False], [False, False, True]]
+    serial.shutdown()
+    pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
+    settings: dict[str, Any] = {"yield_completed_trajectories": True, "track_policy_version": True}
+    with collector(pool, 1, total_dialog_turns=24, **settings) as collects:
+        batches = [batch for batch in collects if batch is not None]
+    assert {len(batch) for batch in batches} == {1, 2, 3}
+    for batch in batches:
+        assert [int(row["query"][-1]) for row in batch.unbind(0)] == [len(batch)] * len(batch)
+        assert batch["next", "done"].flatten().tolist() == [False] * (len(batch) - 1) + [True]
+        assert batch["policy_version"].tolist() == batch["next", "policy_version"].tolist() == [0] * len(batch)
+    assert collects.turns <= 24 + 3  # a batch that was begun is completed
+
+
+def test_replay_buffer_gets_rows():
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=4)
     collects = collector(conversations(2, 2), 4, total_dialog_turns=4, replay_buffer=buffer)
     assert list(collects) == [None]
-    assert questions(buffer.sample()) == ["q0", "q0", "q1", "q1"]
+    assert questions(buffer[:]) == ["q0", "q0", "q1", "q1"]
 
 
-def test_groups_of_whole_trajectories_become_advantages():
-    buffer = replay_buffer(8, shuffle=False, batch_size=3, transform=MCAdvantage(2, prompt_key="kind"))
-    env = conversations(2, 1)
-    env.append_transform(_Kind())
-    collects = collector(env, 3, yield_completed_trajectories=True, replay_buffer=buffer, total_dialog_turns=4)
-    assert list(collects) == [None]
-    assert buffer.sample()["advantage"].flatten().tolist() == pytest.approx([0.7071, -0.7071, -0.7071], abs=1e-3)
-
-
-class _Kind(Transform):
-    """All are samples of one prompt."""
-
-    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
-        return root.set("kind", torch.zeros(len(root), 1))
-
-
-def test_a_queue_gets_batches():
+def test_queue_gets_rows():
     queue: queues.Queue[TensorDictBase] = queues.Queue()
     assert list(collector(conversations(1), 2, total_dialog_turns=4, queue=queue, flatten_data=True)) == [None, None]
-    assert [questions(queue.get()), questions(queue.get())] == [["q0", "q0"]] * 2
+    assert [queue.get()["query"][:2] for _ in range(4)] == ["q0"] * 4
 
 
 def test_every_batch_goes_through_the_postproc():
@@ -159,13 +140,13 @@ def test_every_batch_goes_through_the_postproc():
     assert batch is not None and batch["seen"].all()
 
 
-def test_what_fails_ends_the_episodes_under_way():
+def test_error_ends_the_current_episodes():
     failures = [RuntimeError("no answer")]
 
     def fails_once(tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict["step_count"].any() and failures:
             raise failures.pop()
-        return says_ok(tensordict)
+        return answer(tensordict)
 
     collects = collector(conversations(3, rows=1), 1, yield_completed_trajectories=True, policy=fails_once)
     with pytest.raises(RuntimeError, match="no answer"):
@@ -174,110 +155,139 @@ def test_what_fails_ends_the_episodes_under_way():
     assert batch is not None and batch["step_count"].flatten().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("inplace", [True, False, "empty"])
-def test_a_wrapper_may_write_where_it_likes(inplace: Any):
-    tokenizer = byte_tokenizer()
-    engine = ScriptedEngine(lambda request: [*tokenizer("yes")["input_ids"], tokenizer.eos_token_id])
-    wrapper = LLMWrapperBase(engine, tokenizer=tokenizer, inplace=inplace)
-    collects = collector(conversations(2, rows=1), 2, policy=wrapper, flatten_data=True)
-    batch = next(iter(collects))
-    assert batch is not None
-    assert batch[1]["history"].full.to_chats()[-1]["content"] == "yes"
-    assert len(batch[1]["history"].full.to_chats()) == 3
-    assert batch[1]["tokens"].response.tolist() == [*tokenizer("yes")["input_ids"], tokenizer.eos_token_id]
-    assert wrapper.collector is collects
+def test_policy_may_return_only_its_additions():
+    def additions(tensordict: TensorDictBase) -> TensorDictBase:
+        return answer(tensordict.copy()).select("history")
+
+    batch = next(iter(collector(conversations(2), 4, policy=additions)))
+    assert questions(batch) == [["q0", "q0"], ["q0", "q0"]]
 
 
-@pytest.fixture(scope="module")
-def short_model() -> Iterator[TransformersWrapper]:
-    """A model with a context of 64 tokens, which answers with 10."""
+def test_copies_weights_into_a_module_policy():
+    class Policy(torch.nn.Module):
+        def __init__(self, value: float):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((1,), value))
+
+        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+            return answer(tensordict)
+
+    collects = collector(conversations(1), 2, policy=Policy(0.0), track_policy_version=True)
+    collects.update_policy_weights_(Policy(3.0))
+    assert collects.policy.weight.item() == 3.0
+    assert collects.policy_version == 1
+
+
+class ShortPolicy:
+    """A policy of a model with a context for `room` messages and prompts of 20 characters."""
+
+    def __init__(self, room: int):
+        self.room = room
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return answer(tensordict)
+
+    def fits(self, tensordict: TensorDictBase) -> list[bool]:
+        rows = [row["history"].prompt.content for row in tensordict.unbind(0)]
+        return [len(row) <= self.room and len(row[0]) <= 20 for row in rows]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_context_ends_the_row_not_the_collector(pooled: bool):
+    made = [lambda: conversations(9, rows=1), lambda: conversations(1, rows=1)]
+    env = AsyncEnvPool(made, backend="threading", stack="lazy") if pooled else conversations(9, 1, 1, 1)
+    collects = collector(env, 6, policy=ShortPolicy(3), yield_completed_trajectories=True)
+    rows: list[TensorDictBase] = []
+    for batch in collects:
+        assert batch is not None
+        rows += batch.unbind(0)
+        if sum(row["query"].startswith("q0/9") for row in rows) >= 3:
+            break
+    long = [row for row in rows if row["query"].startswith("q0/9")][:3]
+    assert [row["next", "done"].item() for row in long] == [False, False, True]
+    assert not long[-1]["next", "terminated"].item()
+    assert all(row["next", "terminated"].item() for row in rows if row["query"].endswith("/1"))
+    collects.shutdown()
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_first_prompts_beyond_the_context_are_skipped(pooled: bool, caplog: Any):
+    def made(rows: int = 1) -> Any:
+        return conversations(1, 1, 1, 1, 1, 1, rows=rows, suffixes=dict.fromkeys((0, 3), " and so on and so on"))
+
+    env = AsyncEnvPool([made, made], backend="threading", stack="lazy") if pooled else made(2)
+    collects = collector(env, 4, policy=ShortPolicy(9), yield_completed_trajectories=True, total_dialog_turns=8)
+    seen = {one for batch in collects for one in questions(batch)}
+    assert {"q1", "q2"} <= seen <= {"q1", "q2", "q4", "q5"}
+    assert "longer than the model's context" in caplog.text
+    collects.shutdown()
+    with pytest.raises(ConfigError, match="max_model_len"):
+        next(iter(collector(conversations(1), 2, policy=ShortPolicy(0))))
+
+
+def test_wrapper_of_a_short_model_ends_conversations():
     model, tokenizer = tiny_model(), byte_tokenizer()
     model.config.max_position_embeddings = 64
-    settings: dict[str, Any] = {"generate_kwargs": {"max_tokens": 10, "ignore_eos": True}}
+    settings: dict[str, Any] = {"generate_kwargs": {"max_tokens": 10, "ignore_eos": True}, "input_mode": "tokens"}
     with closing(TransformersWrapper(model, tokenizer=tokenizer, **settings)) as wrapper:
-        yield wrapper
+        prompt = TensorDict(tokens=TensorDict(prompt=torch.ones(2, 70, dtype=torch.int64)), batch_size=(2,))
+        assert wrapper.fits(prompt) == [False, False]
 
 
-def test_a_conversation_ends_where_the_models_context_does(short_model: TransformersWrapper):
-    env = conversations(1, 9, 1, 1, 1, 1, 1, 1, 1, 1)
-    collects = collector(env, 10, policy=short_model, yield_completed_trajectories=True)
-    batch = next(iter(collects))
-    assert batch is not None
-    turns: dict[str, list[TensorDictBase]] = {}
-    for row in batch.unbind(0):
-        turns.setdefault(row["query"][:2], []).append(row)
-    assert {"q0", "q1", "q2"} <= turns.keys()
-    assert 1 < len(turns["q1"]) < 9
-    last = turns["q1"][-1]["next"]
-    assert (last["truncated"].item(), last["terminated"].item(), last["done"].item()) == (True, False, True)
-    assert all(not row["next", "truncated"].item() for row in batch.unbind(0) if row["query"][:2] != "q1")
-
-
-def test_first_prompts_beyond_the_context_are_passed_over(short_model: TransformersWrapper, caplog: Any):
-    dataset = [{"query": f"q{place}/1" + " and so on" * 20 * (place in (0, 3))} for place in range(6)]
-    env = DatasetChatEnv(dataset=dataset, shuffle=False, num_envs=2)
-    env.append_transform(StepCounter()).append_transform(EndsByQuestion())
-    batch = next(iter(collector(env, 4, policy=short_model, yield_completed_trajectories=True)))
-    assert questions(batch) == ["q2", "q1", "q5", "q4"]
-    assert "longer than the model's context" in caplog.text
-    too_long = DatasetChatEnv(dataset=[{"query": "q0/1" * 100}], num_envs=2).append_transform(StepCounter())
-    with pytest.raises(ConfigError, match="max_model_len"):
-        next(iter(collector(too_long, 2, policy=short_model)))
-
-
-def test_samples_of_a_prompt_are_rows():
-    engine = ScriptedEngine(lambda request: [1])
-    wrapper = LLMWrapperBase(engine, tokenizer=byte_tokenizer(), num_samples=2)
-    with pytest.raises(ValueError, match=r"DatasetChatEnv\(repeats=...\)"):
-        next(iter(collector(conversations(1), 2, policy=wrapper)))
-
-
-def test_a_policy_that_the_collector_made_is_closed_with_the_environment():
-    closed = []
+def test_owned_policy_closes_with_the_environment():
+    closed: list[str] = []
 
     class Policy:
         def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-            return says_ok(tensordict)
+            return answer(tensordict)
 
         def close(self) -> None:
             closed.append("policy")
+            raise RuntimeError("cannot close")
 
-    class Env(DatasetChatEnv):
-        def close(self) -> None:
-            closed.append("env")
-            super().close()
-
-    env = lambda: Env(dataset=[{"query": "q"}], num_envs=1)  # noqa: E731
-    with collector(env, 1, policy=None, policy_factory=Policy) as collects:
-        next(iter(collects))
+    collects = collector(
+        conversations(1, rows=1).append_transform(_Closes(closed)), 1, policy=None, policy_factory=Policy
+    )
+    next(iter(collects))
+    with pytest.raises(RuntimeError, match="cannot close"):
+        collects.shutdown()
     assert closed == ["policy", "env"]
     collects.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):
         next(iter(collects))
+    with collector(conversations(1).append_transform(_Closes(closed)), 1, policy=Policy()):
+        pass
+    assert closed == ["policy", "env", "env"]  # a policy of the caller stays open
 
 
-def test_the_environment_is_closed_where_the_policy_cannot_be():
-    closed = []
+def test_abandoned_collector_leaves_the_environment_open():
+    closed: list[str] = []
+    env = conversations(1).append_transform(_Closes(closed))
+    next(iter(collector(env, 2)))
+    gc.collect()
+    assert closed == []
 
-    class Policy:
-        def close(self) -> None:
-            raise RuntimeError("cannot close")
 
-    class Env(DatasetChatEnv):
-        def close(self) -> None:
-            closed.append("env")
+class _Closes(Transform):
+    """Records that its environment was closed."""
 
-    env = Env(dataset=[{"query": "q"}], num_envs=1)
-    with pytest.raises(RuntimeError, match="cannot close"):
-        collector(env, 1, policy=None, policy_factory=Policy).shutdown()
-    assert closed == ["env"]
+    def __init__(self, closed: list[str]):
+        super().__init__()
+        self.closed = closed
+
+    def close(self) -> None:
+        self.closed.append("env")
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"replay_buffer": replay_buffer(1), "queue": queues.Queue()}, RuntimeError, "Give only one of them"),
-        ({"async_envs": True}, RuntimeError, "Give the environment more rows"),
+        (
+            {"replay_buffer": ReplayBuffer(storage=LazyStackStorage(1)), "queue": queues.Queue()},
+            RuntimeError,
+            "Give only one of them",
+        ),
+        ({"async_envs": True}, RuntimeError, "AsyncEnvPool"),
         ({"yield_only_last_steps": True, "flatten_data": True}, TypeError, "rows are flat"),
         ({"yield_only_last_steps": True, "reset_at_each_iter": True}, TypeError, "would end"),
         (
@@ -290,11 +300,11 @@ def test_the_environment_is_closed_where_the_policy_cannot_be():
         ({"turns": 0}, ValueError, "dialog_turns_per_batch=0"),
         ({"total_dialog_turns": 0}, ValueError, "total_dialog_turns=0"),
         ({"policy": None}, ValueError, "exactly one of policy and policy_factory"),
-        ({"policy_factory": lambda: says_ok}, ValueError, "exactly one of policy and policy_factory"),
+        ({"policy_factory": lambda: answer}, ValueError, "exactly one of policy and policy_factory"),
         ({"max_staleness": -1}, ValueError, "max_staleness=-1"),
         ({"timeout": 0.0}, ValueError, r"timeout=0\.0"),
     ],
 )
-def test_what_cannot_be_had_is_refused(settings: dict[str, Any], error: type[Exception], says: str):
+def test_invalid_settings_are_rejected(settings: dict[str, Any], error: type[Exception], says: str):
     with pytest.raises(error, match=says):
         collector(conversations(1), **{"turns": 2, **settings})

@@ -7,17 +7,15 @@ import threading
 from typing import Any
 
 import pytest
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, set_list_to_stack
 
-from skyrl_train.tensordict.collectors.delivery import Delivery
 from skyrl_train.tensordict.collectors.ray_collector import RayLLMCollector, _Hosted
-from skyrl_train.tensordict.envs.base import StepCounter
-from skyrl_train.tensordict.envs.chat import DatasetChatEnv
+from tests.support.conversations import answer, conversations
 
 DEADLINE_S = 60.0
 
 
-def test_a_take_that_was_given_up_is_what_the_next_one_gets():
+def test_cancelled_take_leaves_its_batch_to_the_next():
     begun: list[bool] = []
     entered, allowed = threading.Event(), threading.Event()
 
@@ -25,11 +23,9 @@ def test_a_take_that_was_given_up_is_what_the_next_one_gets():
         begun.append(True)
         entered.set()
         assert allowed.wait(DEADLINE_S)
-        tensordict["text_response"] = ["ok"] * len(tensordict)
-        return tensordict
+        return answer(tensordict)
 
-    env = DatasetChatEnv(dataset=[{"query": "q"}], num_envs=1).append_transform(StepCounter(1))
-    hosted = _Hosted({"env": env, "policy": policy, "dialog_turns_per_batch": 1})
+    hosted = _Hosted({"env": conversations(1, rows=1), "policy": policy, "dialog_turns_per_batch": 1})
 
     async def given_up_and_asked_again() -> TensorDictBase | None:
         with pytest.raises(TimeoutError):
@@ -43,12 +39,13 @@ def test_a_take_that_was_given_up_is_what_the_next_one_gets():
         await asyncio.wait_for(stopping, DEADLINE_S)
         return await again
 
-    batch = asyncio.run(given_up_and_asked_again())
+    with set_list_to_stack(True):
+        batch = asyncio.run(given_up_and_asked_again())
     assert batch is not None and batch.batch_size == (1, 1)
     assert begun == [True]
 
 
-def test_ray_is_left_whatever_the_end_of_the_actor_raises():
+def test_failing_actor_end_still_leaves_ray():
     done: list[Any] = []
 
     class Cluster:
@@ -57,7 +54,7 @@ def test_ray_is_left_whatever_the_end_of_the_actor_raises():
 
     class Ends(RayLLMCollector):
         def __init__(self) -> None:
-            Delivery.__init__(self, None, None, None, None, DEADLINE_S)
+            self.deliver_to(None, None, None, DEADLINE_S)
             self._cluster: Any = Cluster()
 
         def _end(self, method: str, *args: Any) -> None:

@@ -29,9 +29,6 @@ class Collector:
     def __init__(self, policy: Any):
         self.policy, self.policy_version = policy, 0
 
-    def get_policy_model(self) -> Any:
-        return self.policy
-
     def increment_version(self) -> None:
         self.policy_version += 1
 
@@ -62,7 +59,7 @@ def adapted() -> Any:
 
 @pytest.mark.defect("D35")
 @pytest.mark.parametrize("v2", [False, True])
-def test_a_push_reaches_the_engine_leaves_adapters_alone_and_is_one_version(sampler: TransformersWrapper, v2: bool):
+def test_push_merges_adapters_and_is_one_version(sampler: TransformersWrapper, v2: bool):
     model, collector = adapted(), Collector(sampler)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if v2:
@@ -101,7 +98,7 @@ def test_shapes_are_checked_without_merging(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.defect("D35")
-def test_an_updater_that_could_reach_nobody_says_so(sampler: TransformersWrapper):
+def test_unusable_updaters_raise(sampler: TransformersWrapper):
     updater, model = vLLMUpdater(), tiny_model(seed=2)
     with pytest.raises(RuntimeError, match="register_collector"):
         updater.init({})

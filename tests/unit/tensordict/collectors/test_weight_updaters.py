@@ -11,12 +11,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl.envs import StepCounter
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
 from skyrl_train.tensordict.collectors.vllm_updater import vLLMUpdaterV2
 from skyrl_train.tensordict.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
-from skyrl_train.tensordict.envs.base import StepCounter
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.tensordict.wrappers.weight_sync import weights_of
@@ -129,8 +129,11 @@ def test_whoever_samples_with_other_weights_has_another_version():
     assert hooked == [1, 2, 3]
     with pytest.raises(ValueError, match=r"worker_ids=\[2\] are unknown; the workers are \[0, 1\]"):
         updater.push_weights(worker_ids=[2])
-    with pytest.raises(ValueError, match="already serves a collector"):
-        updater.register_collector(_Collector())
+    other = _Collector()
+    updater.register_collector(other)
+    updater.push_weights()
+    assert (collector.policy_version, other.policy_version) == (4, 1)
+    assert [engine.version for engine in engines] == [4, 4]
     updater.close()
 
 

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_has_every_example():
-    assert len(sections()) == 12 and set(NEEDS) <= set(sections())
+    assert len(sections()) == 14 and set(NEEDS) <= set(sections())
 
 
 @pytest.mark.filterwarnings("ignore:LLMEnv keeps no turns:DeprecationWarning")

@@ -63,7 +63,7 @@ def test_blocks_in_reasoning_are_not_run_and_every_fence_is_read():
     transform = PythonInterpreter()
     environment = ChatEnv(batch_size=(1,)).append_transform(transform)
     ran: list[str] = []
-    transform._answers = lambda episode, calls: ran.extend(c.arguments["code"] for c in calls) or []  # type: ignore
+    transform._answers = lambda place, row, calls: ran.extend(c.arguments["code"] for c in calls) or []  # type: ignore
     for text in (
         "<think>```python\n1\n```",
         "[THINK]```python\n1\n```[/THINK]```python\n2\n```",
@@ -129,9 +129,9 @@ def test_decoding_that_skips_special_tokens_keeps_reasoning_markers():
     tokenizer: Any = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     sampled = tokenizer.encode("[THINK]41[/THINK]42<|im_end|>", add_special_tokens=False)
-    transform = Tokenizer([], [], ["action"], ["said"], tokenizer=tokenizer)
-    root = transform.before_step(TensorDict(action=torch.tensor([sampled]), batch_size=[1]))
-    assert root["said"] == ["[THINK]41[/THINK]42"]
+    transform = Tokenizer([], [], ["said"], ["action"], tokenizer=tokenizer)
+    root = transform.inv(TensorDict(action=torch.tensor([sampled]), batch_size=[1]))
+    assert list(root["said"]) == ["[THINK]41[/THINK]42"]
     engine = ScriptedEngine(lambda request: sampled)
     wrapper = LLMWrapperBase(engine, tokenizer=tokenizer, generate_kwargs={"skip_special_tokens": True})
     history = History.from_chats([[{"role": "user", "content": "?"}]])

@@ -143,14 +143,6 @@ def test_rows_of_different_lengths_need_no_padding():
         assert [row["ids"].tolist() for row in rows] == [TOKENIZER(text)["input_ids"] for text in ("a", "bcd")]
 
 
-def test_markers_of_reasoning_survive_decoding():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<other>"]})
-    transform = Tokenizer([], [], ["said"], ["action"], tokenizer=tokenizer)
-    ids = torch.tensor([tokenizer("<think>a</think>b<other>")["input_ids"]])
-    assert list(transform.inv(TensorDict(action=ids, batch_size=[1]))["said"]) == ["<think>a</think>b"]
-
-
 @pytest.mark.defect("D40")
 @pytest.mark.parametrize(
     "reply",

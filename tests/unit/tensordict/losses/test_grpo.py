@@ -17,6 +17,8 @@ from skyrl_train.algorithms.reductions import assign_loss_weights, sequence_mean
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.losses.grpo import CISPO, DAPO, CISPOLoss, GRPOLoss, GRPOLossOutput
+from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from tests.support.edge_case_batches import current_logprobs, edge_case_batch
 from tests.support.tensordict_batches import LAYOUTS, BigramPolicy, TablePolicy, as_tensordict
 
@@ -162,6 +164,35 @@ def test_statistics_are_means_over_the_tokens_that_count(layout: str):
         torch.testing.assert_close(getattr(output, name).detach(), value, msg=name)
 
 
+def test_losses_and_outputs_are_torchrls(torchrl: Any):
+    theirs = torchrl.objectives.llm
+    for ours, loss, output in (
+        (GRPOLoss, theirs.GRPOLoss, theirs.GRPOLossOutput),
+        (DAPO, theirs.DAPO, theirs.DAPOLossOutput),
+        (CISPOLoss, theirs.CISPOLoss, theirs.CISPOLossOutput),
+    ):
+        objective = ours(BigramPolicy(4), ref_log_prob_padding_side="right")
+        assert isinstance(objective, loss)
+        found = objective(one_sequence())
+        assert isinstance(found, output) and found.loss == found.loss_objective + found.loss_entropy
+        objective.clip_epsilon_high = 0.5  # a schedule of TorchRL sets the buffer
+        assert objective.clip_epsilon[1] == 0.5
+
+
+@pytest.mark.parametrize("mode", ["history", "tokens"])
+def test_torchrls_wrapper_can_be_the_actor(torchrl: Any, mode: str):
+    model, tokenizer = tiny_model(), byte_tokenizer()
+    data = as_tensordict(edge_case_batch("regular"), "ragged")
+    for row in data.unbind(0):
+        row["tokens"].apply_(lambda ids: ids % 64)
+    losses = []
+    for wrapper in (torchrl.modules.llm.TransformersWrapper, TransformersWrapper):
+        actor = wrapper(model, tokenizer=tokenizer, generate=False, input_mode=mode)
+        losses.append(GRPOLoss(actor)(data))
+    for name in ("loss_objective", "entropy", "ESS"):
+        torch.testing.assert_close(getattr(losses[0], name), getattr(losses[1], name), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.defect("D25")
 def test_dapo_can_be_made_and_its_upper_bound_is_wider():
     assert DAPO(TablePolicy(torch.zeros(1))).clip_epsilon == (0.2, 0.28)
@@ -182,7 +213,7 @@ def test_every_key_can_be_set_also_that_of_the_reference():
     objective.set_keys(sample_log_prob="old", ref_log_probs="ref", advantage="A")
     assert objective(moved).loss.item() == expected.item()
     assert {"old", "ref", "A"} <= set(objective.in_keys)
-    with pytest.raises(ValueError, match="does not know logits; the keys are action"):
+    with pytest.raises(ValueError, match="logits is not an accepted tensordict key"):
         objective.set_keys(logits="x")
 
 
@@ -258,7 +289,7 @@ def test_a_missing_entry_is_named(missing, error: type[Exception]):
 
 def test_shapes_that_differ_and_gradients_of_constants_are_refused():
     objective = GRPOLoss(TablePolicy(torch.zeros(4).double()), entropy_bonus=False, kl_to_ref_coeff=1.0)
-    with pytest.raises(KeyError, match=r"log-probs of the reference.*Append KLRewardTransform.*set_keys"):
+    with pytest.raises(KeyError, match=r"ref log-prob.*Append KLRewardTransform.*set_keys"):
         objective(one_sequence())
     with pytest.raises(ValueError, match=r"'advantage' has shape \[1, 3\]; tokens have \[1, 4\]"):
         objective(one_sequence(advantage=torch.zeros(1, 3)))
@@ -274,7 +305,7 @@ def test_what_a_policy_cannot_do_is_said():
         GRPOLoss(policy)(one_sequence())
     with pytest.raises(ValueError, match="no actor_network"):
         GRPOLoss()(one_sequence())
-    with pytest.raises(KeyError, match="log-probs of the policy"):
+    with pytest.raises(KeyError, match="policy's log-probs"):
         GRPOLoss(lambda rows: rows, entropy_bonus=False)(one_sequence())
     other = GRPOLoss(lambda rows: policy(rows.set(("tokens", "full"), rows["tokens", "full"] + 1)), entropy_bonus=False)
     with pytest.raises(ValueError, match="other tokens than those that were sampled"):

@@ -79,7 +79,7 @@ def test_kl_is_a_mean_over_what_the_assistant_said(layout: str):
 def test_one_conversation_without_the_assistant_is_refused():
     batch = edge_case_batch("failed rows")
     objective = SFTLoss(TablePolicy(current_logprobs(batch)))
-    with pytest.raises(ValueError, match="no tokens of the assistant to train on: 1, 3, 4"):
+    with pytest.raises(ValueError, match="no tokens of the assistant to train on: rows 1, 3, 4"):
         objective(as_tensordict(batch, "ragged"))
 
 
@@ -150,7 +150,7 @@ def test_settings_are_checked():
             SFTLoss(policy(), **settings)
     with pytest.raises(ValueError, match="no actor_network"):
         SFTLoss(None)(as_tensordict(BATCH, "ragged"))
-    with pytest.raises(KeyError, match="log-probs of the reference"):
+    with pytest.raises(KeyError, match="ref log-prob"):
         SFTLoss(policy(), kl_to_ref_coeff=1.0)(as_tensordict(BATCH, "ragged").exclude(("next", "ref_log_probs")))
 
 

@@ -16,7 +16,7 @@ from torchrl.modules.llm.backends import RLvLLMEngine
 
 from skyrl_train.cluster.addresses import free_address
 from skyrl_train.engines.transformers.engine import TransformersEngine
-from skyrl_train.errors import ConfigError, WeightSyncError
+from skyrl_train.errors import ConfigError, UnsupportedParameter, WeightSyncError
 from skyrl_train.tensordict.wrappers import async_vllm
 from skyrl_train.tensordict.wrappers.async_vllm import AsyncVLLM, Replicas, make_async_vllm_engine
 from skyrl_train.tensordict.wrappers.backends import vLLMWrapper
@@ -145,6 +145,41 @@ def test_generate_returns_request_outputs_of_vllm(vllm: Any, service: AsyncVLLM)
             service.generate("a", vllm.SamplingParams(**wrong))
     with pytest.raises(ConfigError, match="exactly one"):
         service.generate("a", prompt_token_ids=[1])
+
+
+class LLM:
+    """A `vllm.LLM` whose tokens are the prompt's own, each with log-prob -id."""
+
+    llm_engine = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="raw_logprobs", max_model_len=64))
+    get_tokenizer = staticmethod(byte_tokenizer)
+
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        several = params if isinstance(params, list) else [params] * len(prompts)
+        return [self._output(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
+
+    def _output(self, ids: list[int], params: Any) -> Any:
+        nats = [{token: SimpleNamespace(logprob=-float(token)), 999: SimpleNamespace(logprob=-0.5)} for token in ids]
+        own = ids[: params.max_tokens]
+        out = SimpleNamespace(token_ids=own, logprobs=nats[: len(own)], finish_reason="length", stop_reason=None)
+        return SimpleNamespace(outputs=[out], prompt_logprobs=[None, *nats[1:]])
+
+
+LLM.__module__ = "vllm.entrypoints.llm"
+
+
+def test_wrapper_accepts_llm_of_user_where_log_probs_are_exact(vllm: Any):
+    policy = vLLMWrapper(LLM(), input_mode="tokens", inplace=False, generate_kwargs={"max_new_tokens": 2})
+    batch = TensorDict(tokens=torch.tensor([[5, 6, 7]]), batch_size=(1,))
+    (row,) = policy(batch).unbind(0)
+    assert row["tokens"].response.tolist() == [5, 6]
+    assert row["log_probs"].response.tolist() == [-5.0, -6.0]
+    scored = policy.get_new_version(generate=False)(batch)
+    assert scored[0]["log_probs"].full.tolist() == [0.0, -6.0, -7.0]
+    for wrong in ({"temperature": 0.5}, {"repetition_penalty": 1.2}):
+        with pytest.raises(UnsupportedParameter, match=next(iter(wrong))):
+            policy(batch, **wrong)
+    with pytest.raises(TypeError, match="max_model_len"):
+        vLLMWrapper(LLM(), max_model_len=64)
 
 
 def test_group_forms_without_blocking_event_loop():

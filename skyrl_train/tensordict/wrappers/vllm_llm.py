@@ -1,0 +1,91 @@
+"""A `vllm.LLM` that the user made, as an engine for wrappers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
+from skyrl_train.engines.base import SAMPLING_PARAM_NAMES, Capabilities, Completion, SampleRequest, SamplingParams
+from skyrl_train.errors import UnsupportedParameter
+
+_ADVICE = "Pass the model's path to vLLMWrapper, whose log-probs are exact for all parameters."
+
+
+def is_llm(model: Any) -> bool:
+    """True for a `vllm.LLM`; vLLM is not imported."""
+    return any(kind.__name__ == "LLM" and kind.__module__.startswith("vllm.") for kind in type(model).__mro__)
+
+
+class LLMEngine:
+    """An engine that calls `LLM.generate`, one call at a time.
+
+    The LLM stays the user's: it gets no weight updates, and `close` does nothing.
+
+    vLLM reports log-probs before temperature and penalties (its `logprobs_mode` "raw_logprobs", the default) or after
+    truncation. Parameters with which these differ from the log-probs that wrappers promise are refused.
+    """
+
+    def __init__(self, llm: Any):
+        """Read the limits and the kind of log-probs of an LLM."""
+        self._llm, self._lock = llm, threading.Lock()
+        config = llm.llm_engine.model_config
+        self._is_raw = config.logprobs_mode == "raw_logprobs"
+        self.capabilities = Capabilities(
+            name="vllm.LLM",
+            sampling=frozenset(SAMPLING_PARAM_NAMES),
+            max_model_len=config.max_model_len,
+            score_temperature=False,
+        )
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Sample a completion for each request. Raises UnsupportedParameter if its log-probs would not be exact."""
+        for request in requests:
+            self._check(request.sampling)
+        params = [self._params(request) for request in requests]
+        outputs = await asyncio.to_thread(self._call, [request.token_ids.tolist() for request in requests], params)
+        return [self._completion(request, out.outputs[0]) for request, out in zip(requests, outputs, strict=True)]
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Return the log-probs of all tokens but the first. Raises UnsupportedParameter for another temperature."""
+        if temperature != 1.0:
+            raise UnsupportedParameter(f"vllm.LLM scores at temperature 1 only, not at {temperature}. {_ADVICE}")
+        from vllm import SamplingParams as Params
+
+        params = Params(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = await asyncio.to_thread(self._call, [list(row) for row in token_ids], params)
+        return [
+            [found[token].logprob for token, found in zip(row[1:], out.prompt_logprobs[1:], strict=True)]
+            for row, out in zip(token_ids, outputs, strict=True)
+        ]
+
+    async def close(self) -> None:
+        """Do nothing: the LLM belongs to the caller."""
+
+    def _call(self, rows: list[list[int]], params: Any) -> Any:
+        with self._lock:
+            return self._llm.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+
+    def _check(self, sampling: SamplingParams) -> None:
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        if self._is_raw:
+            off = {"temperature": 1.0, "repetition_penalty": 1.0}
+        for name, value in off.items():
+            given = getattr(sampling, name)
+            if given != value and (name, given) != ("temperature", 0.0):
+                raise UnsupportedParameter(f"The log-probs of this vllm.LLM leave out {name}={given}. {_ADVICE}")
+
+    def _params(self, request: SampleRequest) -> Any:
+        from vllm import SamplingParams as Params
+
+        values = {name: getattr(request.sampling, name) for name in SAMPLING_PARAM_NAMES}
+        values |= {name: list(values[name]) for name in ("stop", "stop_token_ids")}
+        return Params(**values, seed=request.seed % 2**63, logprobs=0, detokenize=bool(values["stop"]))
+
+    def _completion(self, request: SampleRequest, out: Any) -> Completion:
+        ids = to_token_array(out.token_ids)
+        nats = to_logprob_array([found[i].logprob for i, found in zip(out.token_ids, out.logprobs, strict=True)])
+        stopped = out.stop_reason if isinstance(out.stop_reason, str) else None
+        return Completion(request.request_id, ids, nats, nats, out.finish_reason, [], stopped)
