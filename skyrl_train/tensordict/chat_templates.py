@@ -84,8 +84,10 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
     Without both, it is the template added with a keyword that the tokenizer's path contains, else the tokenizer's own,
     else ChatML, with a warning. Unlike in TorchRL, no built-in template is chosen by the path of a model.
 
-    Raises ConfigError for an unknown `name`.
+    Raises ConfigError for an unknown `name`, or without a tokenizer.
     """
+    if tokenizer is None:
+        raise ConfigError("Conversations need a tokenizer: pass tokenizer=.")
     if template is not None:
         return {"chat_template": template}
     name = name or name_from_keywords(tokenizer)
@@ -114,31 +116,27 @@ def name_from_keywords(tokenizer: Any) -> str | None:
     return next((name for name, words in ADDED_KEYWORDS.items() if any(w.lower() in path for w in words)), None)
 
 
-def parse_text(text: str, name: str | None, tokenizer: Any) -> Messages:
-    """Parse a rendered text into messages with "is_complete". See `History.from_text`."""
+def parse_text(text: str, name: str | None, tokenizer: Any) -> Any:
+    """Parse a rendered text into messages with "is_complete", or a History from a user's parser.
+
+    See `History.from_text`.
+    """
     name = name or name_from_keywords(tokenizer)
     if name is None:
         messages = PARSERS["chatml"](text, tokenizer) or PARSERS["llama"](text, tokenizer)
     elif name in PARSERS:
         messages = PARSERS[name](text, tokenizer)
     elif name in ADDED_PARSERS:
-        messages = _messages(ADDED_PARSERS[name](text))
+        messages = ADDED_PARSERS[name](text)
     else:
         raise ConfigError(f"chat_template_name={name!r} has no parser; known: {sorted({*PARSERS, *ADDED_PARSERS})}.")
-    if not messages:
+    if messages is None or not len(messages):
         raise RuntimeError(f"No turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
     return messages
 
 
 def _has_token(tokenizer: Any, token: str) -> bool:
     return token in tokenizer.get_vocab()
-
-
-def _messages(parsed: Any) -> Messages:
-    """Return what a user's parser returned as messages: a History's or a list of them."""
-    from skyrl_train.tensordict.history import History
-
-    return parsed if isinstance(parsed, list) else History.to_chats(parsed)
 
 
 def _message(role: str, content: str, is_complete: bool) -> dict[str, Any]:

@@ -210,7 +210,8 @@ class History(TorchRLHistory):  # type: ignore[misc]
         """
         if isinstance(text, list):
             return lazy_stack([cls.from_text(one, chat_template_name, chat_template, tokenizer) for one in text])  # type: ignore[no-any-return]
-        return cls.from_chats(parse_text(text, chat_template_name, tokenizer))
+        parsed = parse_text(text, chat_template_name, tokenizer)
+        return cls.from_chats(parsed) if isinstance(parsed, list) else converted(parsed, cls)  # type: ignore[no-any-return]
 
 
 def converted(history: Any, kind: type) -> Any:

@@ -6,6 +6,7 @@ import ast
 import pkgutil
 import re
 
+import tests.support.torchrl  # noqa: F401 - before a page imports torchrl with its warnings
 from skyrl_train.config.keys import find_key
 from skyrl_train.report.metric_catalog import metric_of
 from tests.support.doc_pages import FENCE, PAGES, REPOSITORY, fenced_blocks

@@ -25,7 +25,15 @@ LAYERS = (
     "skyrl entrypoints tensordict api register "
     "generators inference_engines utils dataset training_batch fully_async_trainer",
 )
-INSIDE_TENSORDICT = ("history ragged", "containers", "buffer wrappers", "envs", "losses", "collectors")
+INSIDE_TENSORDICT = (
+    "chat_templates ragged",
+    "history",
+    "containers",
+    "buffer trl_interop wrappers",
+    "envs",
+    "losses",
+    "collectors",
+)
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 LAZY_TABLES = {"config/choices.py", "__init__.py", "trainer/__init__.py", "utils/__init__.py"}
 """Files whose tables name objects that are loaded on use, long after configuration.

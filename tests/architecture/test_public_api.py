@@ -14,6 +14,7 @@ import pytest
 
 import skyrl_train
 import skyrl_train.tensordict
+import tests.support.torchrl  # noqa: F401 - before a name imports torchrl with its warnings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = "\n".join(path.read_text() for path in sorted((REPOSITORY / "docs" / "reference").glob("api*.md")))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import tests.support.torchrl  # noqa: F401 - before the imports below, with their warnings
-from tensordict import TensorDictBase, lazy_stack, set_list_to_stack
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
+
+import tests.support.torchrl  # noqa: F401 - before the imports below, with their warnings
 
 
 class EndsByQuestion(Transform):  # type: ignore[misc]
@@ -27,8 +28,7 @@ class EndsByQuestion(Transform):  # type: ignore[misc]
 def conversations(*turns: int, rows: int = 2, suffixes: dict[int, str] | None = None) -> EnvBase:
     """Return an environment with endlessly repeated questions in order, each of so many turns."""
     questions = [f"q{place}/{count}{(suffixes or {}).get(place, '')}" for place, count in enumerate(turns)]
-    with set_list_to_stack(True):
-        env = ChatEnv.from_dataloader([{"query": [one]} for one in questions], batch_size=(rows,), group_repeats=True)
+    env = ChatEnv.from_dataloader([{"query": [one]} for one in questions], batch_size=(rows,), group_repeats=True)
     return env.append_transform(StepCounter()).append_transform(EndsByQuestion())
 
 

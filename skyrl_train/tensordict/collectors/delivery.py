@@ -116,6 +116,10 @@ class Delivery:
                 self._stored(batch)
                 yield None
 
+    def next(self) -> TensorDictBase | None:
+        """Return the next batch; None if it was delivered elsewhere, or if there is none."""
+        return next(self.iterator(), None)
+
     def start(self) -> None:
         """Collect in a thread, into the replay buffer or the queue, until there are no more batches or `shutdown`.
 

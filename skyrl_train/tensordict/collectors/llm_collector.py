@@ -209,6 +209,8 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         """
         if self._stopping.is_set() or self._frames >= self.total_frames:
             return None
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
         try:
             if self.reset_at_each_iter:
                 self._forget()
@@ -219,6 +221,11 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         if rows is not None and self.verbose:
             log.info("batch of %d turns, %d have run, policy version %s", rows.numel(), self.turns, self.policy_version)
         return rows
+
+    def reset(self) -> None:
+        """Discard the current episodes: the next batch begins new ones."""
+        with self.no_sampling():
+            self._forget()
 
     def _steps(self) -> TensorDictBase | None:
         steps: list[TensorDictBase] = []

@@ -107,6 +107,10 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         """Return `policy_version`."""
         return self.policy_version
 
+    def is_initialized(self) -> bool:
+        """True: the constructor waits for the actor."""
+        return True
+
     @property
     def weight_updater(self) -> Any:
         """None: the updater is in the actor, which takes it from the argument `weight_updater`."""

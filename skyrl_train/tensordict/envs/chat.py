@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.data import Bounded, Composite, NonTensor
 from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import chat as torchrl_chat
 
@@ -130,7 +130,7 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
         if self.input_mode == "text":
             fields, kind = {field: NonTensor(size, example_data="a string")}, Text
         elif self.input_mode == "tokens":
-            ids = Unbounded(ragged, dtype=torch.int64)
+            ids = Bounded(0, len(self.tokenizer) - 1, ragged, dtype=torch.int64)
             fields, kind = {field: ids, "padded": NonTensor(size, example_data=False)}, Tokens
         else:
             message = history_of([{"role": self.policy_role, "content": "a string"}])[0].to_dict()
@@ -140,7 +140,7 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         if tensordict is None:
-            raise RuntimeError(f"{type(self).__name__}.reset needs a tensordict with a question, got None.")
+            tensordict = TensorDict({}, self.batch_size)
         return self._by_row(self._reset_row, tensordict.exclude("_reset", "next"))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -200,6 +200,8 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
         if full is None:
             messages = full_messages(root, self.policy_role)
             full = None if messages is None else history_of(messages)
+            if full is not None:
+                root["history"].full = full  # transforms read it there
         return None if full is None else ChatHistory(prompt=self._next_prompt(full), batch_size=[])
 
     def _next_prompt(self, full: History) -> History:
@@ -241,7 +243,7 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
         num_envs: Number of rows of the batch.
         repeats: Number of consecutive times that each row is used: the group size of GRPO.
         batch_size_dl: Number of rows drawn at a time; `collate_fn` gets a list of them and returns the rows to use.
-        group_repeats: Multiply the primer's batch size by `repeats`.
+        group_repeats: Accepted without effect: repeats are always consecutive.
         apply_template: Accepted without effect, as in TorchRL.
         system_prompt: By default the class's SYSTEM_PROMPT; "" for none.
         ray_backend: Read the rows in a Ray actor named `dataloader_actor_name`, which environments share.
@@ -285,7 +287,6 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
             question_key=data_key,
             batch_size=(num_envs,),
             repeats=repeats,
-            group_repeats=group_repeats,
             primers=primers,
             device=device,
         )

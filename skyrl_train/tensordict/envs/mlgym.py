@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.data import Composite
+from torchrl.data import Composite, Unbounded
 
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
@@ -61,7 +61,9 @@ class MLGymWrapper(ChatEnv):
 
     def _make_specs(self) -> None:
         super()._make_specs()
-        self.full_state_spec = Composite(shape=self.batch_size, device=self.device)  # no question is needed
+        size = self.batch_size
+        self.full_state_spec = Composite(shape=size, device=self.device)  # no question is needed
+        self.full_reward_spec = Composite(reward=Unbounded((*size, 1)), shape=size).to(self.device)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)

@@ -34,8 +34,8 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
             raise ValueError(f"repeats={settings['repeats']} must not be negative.")
         self._question_key = question_key
         super().__init__(dataloader, **settings)
-        if self.expand_specs is None and not self.batch_size:
-            self.expand_specs = True  # the environment's batch size
+        if not self.batch_size:
+            self.expand_specs, self.batch_size = True, None  # the environment's batch size counts
         if settings.get("primers") is None:
             self.primers = self.primers.clone()
             for key, spec in self.primers.items():

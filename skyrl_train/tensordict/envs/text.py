@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
-from torchrl.data import Bounded, Composite
+from torchrl.data import Bounded, Composite, NonTensor
 from torchrl.envs import Compose, Transform
 from torchrl.envs.llm.transforms import (
     IncrementalTokenizer as _IncrementalTokenizer,
@@ -187,7 +187,7 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
     def _set(self, row: TensorDictBase, ids: list[int]) -> None:
         key = unravel_key(self.tokens_key)
         if self._in_tokens(key):
-            row.set(key[0], Tokens(prompt=torch.tensor(ids), batch_size=[]))
+            row.set(key[0], Tokens(prompt=torch.tensor(ids), padded=False, batch_size=[]))
         else:
             row.set(key, torch.tensor(ids))
 
@@ -195,6 +195,9 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
         key, spec = unravel_key(self.tokens_key), _ids_spec(self.tokenizer, observation_spec)
         if self._in_tokens(key):
             add_spec(observation_spec, key, spec, Tokens)
+            add_spec(
+                observation_spec, (key[0], "padded"), NonTensor(observation_spec.shape, example_data=False), Tokens
+            )
         else:
             observation_spec[key] = spec
         return observation_spec

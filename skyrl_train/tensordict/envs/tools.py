@@ -169,7 +169,7 @@ class PythonInterpreter(ToolTransform):
         timeout: Seconds for one block.
         services: "ray" to run blocks in a `PythonExecutorService` that is registered with
             `torchrl.services.get_services`; its limits and sandbox apply.
-        service_name, namespace: Name and Ray namespace of that service.
+        service_name, namespace: Name of that service, and its Ray namespace if it is not the default of `get_services`.
         sandbox: Settings as in `environment.skyrl_gym.sandbox`; bubblewrap by default. Nothing of this process's
             environment variables, files or network is visible inside.
     """
@@ -195,7 +195,8 @@ class PythonInterpreter(ToolTransform):
         self.persistent, self.timeout, self.sandbox = persistent, timeout, sandbox
         self.python_service = None
         if services == "ray":
-            self.python_service = get_services(backend="ray", namespace=namespace)[service_name]
+            where = {} if namespace is None else {"namespace": namespace}  # None would not be the default one
+            self.python_service = get_services(backend="ray", **where)[service_name]
 
     def make_tools(self) -> list[Tool]:
         if self.python_service is not None:

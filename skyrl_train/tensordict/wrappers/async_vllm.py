@@ -194,15 +194,14 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
         read: list[Any] = [None] * len(rows)
         if shown["prompt_logprobs"] is not None:
             read = call(engine.score(rows), f"{self.model_path}: score", limit)
-        count = generation.num_samples or 1
-        outputs = []
-        for number, (text, ids) in enumerate(prompts):
-            mine = slice(number * count, (number + 1) * count)
-            answers = [
-                self._output(index, completion, shown["logprobs"] is not None, generation.skip_special_tokens)
-                for index, completion in enumerate(done[mine])
-            ]
-            outputs.append(_request_output(requests[mine][0], text, ids, read[number], answers))
+        from skyrl_train.engines.vllm.llm import to_request_output
+
+        count, outputs = generation.num_samples or 1, []
+        for number, (text, _) in enumerate(prompts):
+            mine = done[number * count : (number + 1) * count]
+            texts = [self._text(one.token_ids.tolist(), generation.skip_special_tokens) for one in mine]
+            request, wants = requests[number * count], shown["logprobs"] is not None
+            outputs.append(to_request_output(request, text, read[number], mine, texts, logprobs=wants))
         return outputs[0] if single else outputs
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
@@ -230,21 +229,8 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
             raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
         return text, ids
 
-    def _output(self, index: int, done: Completion, logprobs: bool, skip: bool) -> Any:
-        from vllm.logprobs import Logprob
-        from vllm.outputs import CompletionOutput
-
-        ids, nats = done.token_ids.tolist(), done.full_logprobs.tolist()
-        text = decode_response(self.tokenizer, ids) if skip else self.tokenizer.decode(ids)
-        return CompletionOutput(
-            index,
-            text,
-            ids,
-            sum(nats) if logprobs else None,
-            [{token: Logprob(value)} for token, value in zip(ids, nats, strict=True)] if logprobs else None,
-            finish_reason=str(done.stop_reason),
-            stop_reason=done.stop_text,
-        )
+    def _text(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return decode_response(self.tokenizer, ids) if skip_special_tokens else str(self.tokenizer.decode(ids))
 
 
 def make_async_vllm_engine(*, model_name: str, **options: Any) -> AsyncVLLM:
@@ -305,11 +291,3 @@ def _parameters(given: Any) -> dict[str, Any]:
             f"{', '.join(sorted({*_SAMPLING, *_OF_OUTPUT}))}."
         )
     return changed
-
-
-def _request_output(request: SampleRequest, text: str | None, ids: list[int], read: Any, answers: list[Any]) -> Any:
-    from vllm.logprobs import Logprob
-    from vllm.outputs import RequestOutput
-
-    scores = None if read is None else [None, *({t: Logprob(x)} for t, x in zip(ids[1:], read, strict=True))]
-    return RequestOutput(request.group, text, ids, scores, answers, finished=True)

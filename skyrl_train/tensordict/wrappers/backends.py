@@ -18,7 +18,6 @@ from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer, check_shared, load_module, sharing_weights
 from skyrl_train.tensordict.wrappers.inputs import EngineInput
 from skyrl_train.tensordict.wrappers.parameters import Generation
-from skyrl_train.tensordict.wrappers.vllm_llm import LLMEngine, is_llm
 
 
 class _Owned:
@@ -173,10 +172,12 @@ class vLLMWrapper(_MadeWrapper):
     """
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
-        if not is_llm(model):
+        if not any(kind.__name__ == "LLM" and kind.__module__.startswith("vllm.") for kind in type(model).__mro__):
             return super()._made(model, tokenizer, options)
         if options:
             raise TypeError(f"vLLMWrapper has no settings {sorted(options)}; the vllm.LLM has been made without them.")
+        from skyrl_train.engines.vllm.llm import LLMEngine
+
         return _Owned(LLMEngine(model), model.get_tokenizer() if tokenizer is None else tokenizer)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:

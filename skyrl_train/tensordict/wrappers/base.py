@@ -441,7 +441,8 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
             raise ConfigError(
                 f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}. Leave them out."
             )
-        if self.tokenizer is None and self.input_mode != "tokens":
+        scores_histories = self.input_mode == "history" and not self.generate  # a loss reads only their tokens
+        if self.tokenizer is None and self.input_mode != "tokens" and not scores_histories:
             raise ConfigError(f"input_mode={self.input_mode!r} needs a tokenizer: pass tokenizer=.")
         if self.pad_model_input is not None and (self.generate or not self._reads_rectangles):
             where = "TransformersWrapper(module, generate=False)"

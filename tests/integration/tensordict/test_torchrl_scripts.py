@@ -1,46 +1,61 @@
-"""Scripts written for TorchRL run after a change of their import lines only."""
+"""Scripts written after TorchRL's documentation learn here with other import lines only."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import skyrl_train.tensordict
+import tests.support.torchrl  # noqa: F401 - before a script's imports of torchrl, with their warnings
+from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.doc_pages import REPOSITORY, snippets
 
-SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
-OURS = dir(skyrl_train.tensordict)
-IMPORT = re.compile(r"^from torchrl[\w.]* import (.+)$", re.MULTILINE)
-ENDS = {"conversation": "conversation held", "grpo": "two steps of GRPO"}
-
-
-def ported(code: str) -> str:
-    """Return the script with imports from this package where it has the name. Other imports stay TorchRL's."""
-
-    def replaced(line: re.Match[str]) -> str:
-        names = [name.strip() for name in line[1].split(",")]
-        ours = [name for name in names if name in OURS]
-        theirs = [name for name in names if name not in ours]
-        source = line[0].partition(" import ")[0]
-        new = [f"from skyrl_train.tensordict import {', '.join(ours)}"] if ours else []
-        return "\n".join([*new, *([f"{source} import {', '.join(theirs)}"] if theirs else [])])
-
-    return IMPORT.sub(replaced, code)
+FOLDER = REPOSITORY / "examples" / "torchrl"
+STEPS = {"grpo_sync": 12, "grpo_async": 60, "expert_iteration": 14}
+IMPORT = re.compile(r"^from (\S+) import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_it_runs_with_other_imports(script: Path, tiny_model_path: str, tmp_path: Path):
-    file = tmp_path / script.name
-    file.write_text(ported(script.read_text()))
-    changed = [
-        (old, new)
-        for old, new in zip(script.read_text().splitlines(), file.read_text().splitlines(), strict=False)
-        if old != new
-    ]
-    assert changed and "from skyrl_train.tensordict import" in file.read_text()
-    done = subprocess.run([sys.executable, str(file), tiny_model_path], capture_output=True, text=True, timeout=240)
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def imports(code: str) -> set[tuple[str, str]]:
+    """Return (module, name) for each name that the code imports."""
+    return {
+        (module, name.strip())
+        for module, several, single in IMPORT.findall(code)
+        for name in (several or single).split(",")
+        if name.strip()
+    }
+
+
+def test_page_diffs_change_imports_only():
+    for script in (*STEPS, "letters"):
+        page = "grpo_sync" if script == "letters" else script
+        (diff,) = [text for text in snippets(f"docs/torchrl/{page}.md", "diff") if f"/{script}.py\n" in text]
+        lines = diff.splitlines()[2:]
+        old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        assert new in (FOLDER / f"{script}.py").read_text()
+        assert {module for module, _ in imports(new)} == {"skyrl_train.tensordict"}
+        assert {name for _, name in imports(old)} == {name for _, name in imports(new)}
+        exec(old, {})  # torchrl has the names
+        before = (FOLDER / f"{script}.py").read_text().replace(new, old)
+        assert "skyrl_train" not in before
+        compile(before, script, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.on_demand)])
+@pytest.mark.parametrize("script", STEPS)
+def test_script_raises_reward(script: str, engine: str, model_path: str):
+    command = [sys.executable, str(FOLDER / f"{script}.py"), model_path, "--engine", engine]
+    done = subprocess.run(
+        [*command, "--steps", str(STEPS[script])], capture_output=True, text=True, timeout=360, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert ENDS[script.stem] in done.stdout
+    rewards = [float(one) for one in re.findall(r"^step \d+: reward ([\d.]+)", done.stdout, re.MULTILINE)]
+    assert rewards[-1] > rewards[0] + 0.25, rewards

@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue as queues
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase, set_list_to_stack
+from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
@@ -21,14 +21,6 @@ from skyrl_train.tensordict.envs.versions import PolicyVersion
 from tests.support.conversations import answer, conversations
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def lists_are_stacks() -> Iterator[None]:
-    """TorchRL's own environments need this setting, also in the collector's thread."""
-    set_list_to_stack(True).set()
-    yield
-    set_list_to_stack(False).set()
 
 
 class VersionPolicy:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-import tests.support.torchrl  # noqa: F401 - before a test imports torchrl with its warnings
+import tests.support.torchrl  # noqa: F401 - before it is imported by others
 
 
 @pytest.fixture(scope="session")

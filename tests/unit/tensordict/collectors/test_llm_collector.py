@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import queue as queues
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase, set_list_to_stack
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, SerialEnv, Transform
@@ -20,13 +19,6 @@ from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from tests.support.conversations import answer, conversations, questions
-
-
-@pytest.fixture(autouse=True)
-def lists_are_stacks() -> Iterator[None]:
-    """TorchRL's own environments need this setting."""
-    with set_list_to_stack(True):
-        yield
 
 
 def collector(env: Any, turns: int | None = None, **settings: Any) -> LLMCollector:

@@ -61,7 +61,7 @@ def test_the_page_has_every_example():
     assert len(sections()) == 14 and set(NEEDS) <= set(sections())
 
 
-@pytest.mark.filterwarnings("ignore:LLMEnv keeps no turns:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:LLMEnv is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("title", sections())
 def test_an_example_runs(title: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     if not NEEDS.get(title, True):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Counting(TextEnv):
 
 
 def test_episodes_of_an_environment_are_conversations_with_rewards_and_are_closed():
-    with MLGymWrapper(Counting, batch_size=(2,), system_prompt="s") as env:
+    with closing(MLGymWrapper(Counting, batch_size=(2,), system_prompt="s")) as env:
         root = env.reset()
         assert [message["content"] for message in messages_of(root[0]["history"].prompt)] == ["s", "begin"]
         root["text_response"] = ["a", "bcd"]
@@ -48,7 +49,7 @@ def test_episodes_of_an_environment_are_conversations_with_rewards_and_are_close
 
 
 def test_an_episode_that_is_over_takes_no_step():
-    with MLGymWrapper(Counting) as env:
+    with closing(MLGymWrapper(Counting)) as env:
         root = env.reset(TensorDict(query=["go"], batch_size=[1]))
         for _ in range(2):
             root["text_response"] = ["a"]
@@ -72,7 +73,7 @@ def server() -> Iterator[WebServer]:
 
 
 def test_tasks_of_a_server_come_in_turn_and_only_a_single_block_of_code_is_run(server: WebServer):
-    with make_mlgym(tasks=["one", "two"], base_url=server.url, num_envs=2, reward_wrong_format=-1.0) as env:
+    with closing(make_mlgym(tasks=["one", "two"], base_url=server.url, num_envs=2, reward_wrong_format=-1.0)) as env:
         root = env.reset()
         opening = [messages_of(row["history"].prompt)[-1]["content"] for row in root.unbind(0)]
         assert opening == ["task one", "task two"]

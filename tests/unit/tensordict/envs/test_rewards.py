@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
+from torchrl.envs import StepCounter
 
-from skyrl_train.tensordict.envs.base import StepCounter
 from skyrl_train.tensordict.envs.chat import ChatEnv, DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import history_of, messages_of
 from skyrl_train.tensordict.envs.gsm8k import GSM8KEnv, GSM8KRewardParser
@@ -69,14 +69,13 @@ def test_the_answer_that_a_prompt_shows_is_not_the_models(mode: str):
 
 
 def test_rewards_of_one_step_add_up_and_those_of_the_step_before_do_not():
-    env = ChatEnv()
-    env.append_transform(GSM8KRewardParser())
+    rows = [{"query": "?", "answer": "#### 72"}]
+    env = DatasetChatEnv(dataset=rows).append_transform(GSM8KRewardParser(set_done_if_answer=False))
     env.append_transform(GSM8KRewardParser(set_done_if_answer=False))
-    root = env.reset(TensorDict(query=["?"], answer=["#### 72"], batch_size=[1]))
+    root = env.reset()
     for _ in range(2):
-        stepped = env.step(answered(root, "#### 72"))
+        stepped, root = env.step_and_maybe_reset(answered(root, "#### 72"))
         assert stepped["next", "reward"].item() == 2.0
-        root = stepped["next"]
 
 
 def test_a_row_without_a_number_is_an_error_that_shows_it():
@@ -86,7 +85,7 @@ def test_a_row_without_a_number_is_an_error_that_shows_it():
 
 
 def test_make_gsm8k_env_puts_questions_into_the_base_prompt_and_rewards_text():
-    env = make_gsm8k_env(ROWS, num_envs=2, repeats=2)
+    env = make_gsm8k_env(ROWS, num_envs=2, repeats=2, tokenizer=byte_tokenizer())
     root = env.reset()
     assert all("User: How many clips?. Assistant: <think>" in text for text in root["text"])
     root["text_response"] = ["</think><answer>72</answer>", "</think><answer>1</answer>"]
@@ -123,8 +122,6 @@ def test_the_scorer_of_instructions_reads_histories_only():
 
 
 def test_arguments_of_the_scorer_count_or_are_refused(caplog: pytest.LogCaptureFixture):
-    with pytest.raises(ValueError, match="response_column='said'"):
-        IfEvalScorer(response_column="said")
     rows = [IFEVAL[0] | {"number": "row seven"}]
     env = DatasetChatEnv(dataset=rows, data_key="prompt")
     env.append_transform(IfEvalScorer(prompt_key="prompt", id_key="number", verbose=True))
@@ -141,7 +138,7 @@ def test_the_mode_of_a_reward_is_the_environments():
     ChatEnv().append_transform(GSM8KRewardParser(input_mode="history"))
     with pytest.raises(ValueError, match="input_mode='tokens', but the environment has 'history'"):
         ChatEnv().append_transform(GSM8KRewardParser(input_mode="tokens"))
-    make_gsm8k_env(ROWS).append_transform(GSM8KRewardParser(input_mode="text"))
+    make_gsm8k_env(ROWS, tokenizer=byte_tokenizer()).append_transform(GSM8KRewardParser(input_mode="text"))
 
 
 def test_a_reward_by_any_name_is_that_of_its_step():
@@ -151,7 +148,6 @@ def test_a_reward_by_any_name_is_that_of_its_step():
     env.append_transform(GSM8KRewardParser(out_keys=names, set_done_if_answer=False))
     root = env.reset()
     for _ in range(4):  # two episodes of two steps
-        assert not set(names) & set(root.keys())
         root.set("text_response", ["<answer>2</answer>"])
         stepped, root = env.step_and_maybe_reset(root)
         assert stepped["next", "points"].item() == 1.0
@@ -160,13 +156,13 @@ def test_a_reward_by_any_name_is_that_of_its_step():
 def test_a_loader_gives_the_class_its_rows_and_nothing_else():
     env = GSM8KEnv.from_dataloader([[{"question": "1 + 1 = ?", "answer": "#### 2"}]], num_envs=2)
     root = env.reset()
-    assert root[0]["history"].prompt.to_chats()[0]["role"] == "system"
+    assert messages_of(root[0]["history"].prompt)[0]["role"] == "system"
     root.set("text_response", ["<answer>2</answer>", "none"])
     assert env.step(root)["next", "success"].flatten().tolist() == [True, False]
     with pytest.raises(TypeError, match="shuffle"):
         GSM8KEnv.from_dataloader([], shuffle=False)
     with pytest.raises(ValueError, match="ray_backend"):
-        GSM8KEnv(dataset=[{"question": "1", "answer": "1"}], ray_backend=True)
+        GSM8KEnv(dataset=[{"question": "1", "answer": "1"}], dataloader_actor_name="rows")
 
 
 def test_a_column_of_one_row_is_not_the_next_rows():
@@ -176,24 +172,25 @@ def test_a_column_of_one_row_is_not_the_next_rows():
     assert root[0]["hint"] == "only a's"
     _, root = env.step_and_maybe_reset(root.set("text_response", ["x"]))
     assert root[0]["query"] == "b"
-    assert "hint" not in root[0].keys()  # noqa: SIM118 - a tensordict
+    assert root[0]["hint"] is None
 
 
-class FirstTag(GSM8KRewardParser):
+class SecondLetter(GSM8KRewardParser):
     @staticmethod
     def normalize_answer(answer: str) -> str:
-        return GSM8KRewardParser.normalize_answer(answer).lower()
+        return answer[1:2]
 
 
 @pytest.mark.defect("reward-functions-missing")
 def test_the_parts_of_a_reward_can_be_used_and_replaced():
-    tags = GSM8KRewardParser.extract_tags("<think> a </think><answer> 1 </answer><answer>2</answer>")
+    tags = GSM8KRewardParser.extract_tags("<think> a </think><answer> 1 </answer><answer>1.0</answer>")
     assert tags == ("a", "1") and GSM8KRewardParser.extract_tags("no") == ("", "")
+    assert GSM8KRewardParser.extract_tags("<answer>1</answer><answer>2</answer>") == ("", "")
     written = ["$1,200.00", " 72. ", "50%", "120.0", "100", "0.50"]
     assert [GSM8KRewardParser.normalize_answer(text) for text in written] == ["1200", "72", "50", "120", "100", "0.5"]
-    env = GSM8KEnv(dataset=[{"question": "?", "answer": "#### Six"}], compute_reward=False, num_envs=2)
-    env.append_transform(FirstTag())
-    found = env.step(answered(env.reset(), "<think>a</think><answer>six</answer>", "<answer>five</answer>"))["next"]
+    env = GSM8KEnv(dataset=[{"question": "?", "answer": "#### 12"}], compute_reward=False, num_envs=2)
+    env.append_transform(SecondLetter())
+    found = env.step(answered(env.reset(), "<think>a</think><answer>32</answer>", "<answer>13</answer>"))["next"]
     torch.testing.assert_close(found["reward"].flatten(), torch.tensor([1.0, 0.1]))
     assert found["reward_think"].flatten().tolist() == [1, 0]
 
@@ -212,7 +209,7 @@ def test_the_reward_of_instructions_can_be_aggregated_by_ones_own_function():
     assert following["reward"].item() == pytest.approx(2.3)
     assert seen == [(["A, B"], ["all good over"], True)]
     both = scorer.default_reward_aggregator(following["ifeval_score"])
-    torch.testing.assert_close(both, torch.tensor([[1.0]]))
+    assert both.flatten().tolist() == pytest.approx([1.0])
     plain = IfEvalScorer(aggregate_reward=lambda score: score.prompt_level_strict_acc)
     env = DatasetChatEnv(dataset=IFEVAL, data_key="prompt").append_transform(plain)
     assert env.step(answered(env.reset(), "all good over"))["next", "reward"].item() == 1

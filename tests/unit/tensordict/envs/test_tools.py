@@ -35,6 +35,7 @@ from skyrl_train.tensordict import (
     ToolRegistry,
     XMLBlockParser,
 )
+from skyrl_train.tensordict.envs import tools
 from tests.support.chat_answers import answered, chats
 from tests.support.web_server import Response, web_server
 
@@ -256,6 +257,21 @@ def test_partial_reset_ends_only_the_sessions_of_its_rows():
     copied.close()  # has no sessions of the original
     assert talk.say("none", blocks("print(x)"))[1][0].endswith("\n2")
     talk.env.close()
+
+
+@needs_bubblewrap
+def test_blocks_run_in_a_registered_service(monkeypatch: pytest.MonkeyPatch):
+    async def execute(code: str) -> dict[str, Any]:
+        return PythonExecutorService(timeout=60.0).execute(code)
+
+    actor = SimpleNamespace(execute=SimpleNamespace(remote=execute))
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(tools, "get_services", lambda **given: asked.append(given) or {"mine": actor})
+    talk = Talk(PythonInterpreter(services="ray", service_name="mine"), rows=2)
+    worked, failed = talk.say(blocks("print(6 * 7)", "pass"), blocks("1 / 0"))
+    assert worked == ["Code block 1 executed successfully:\n42", "Code block 2 executed successfully:\n[no output]"]
+    assert failed[0].startswith("Code block 1 failed:\nTraceback") and "ZeroDivisionError" in failed[0]
+    assert asked == [{"backend": "ray"}]  # TorchRL registers services in a namespace of its own
 
 
 @needs_bubblewrap

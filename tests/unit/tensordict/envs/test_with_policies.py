@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import Transform
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.engines.base import SampleRequest
-from skyrl_train.tensordict.envs.base import Transform
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, messages_of
 from skyrl_train.tensordict.envs.gsm8k import GSM8KEnv
 from skyrl_train.tensordict.envs.kl import KLRewardTransform, RetrieveLogProb
-from skyrl_train.tensordict.envs.llm_env import LLMEnv, make_gsm8k_env
 from skyrl_train.tensordict.losses.grpo import GRPOLoss
 from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
@@ -52,18 +51,17 @@ def test_a_wrapper_answers_a_dataset_and_is_rewarded(padded: bool):
 class Echo(Transform):
     """A tool that answers every message."""
 
-    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        for row in following.unbind(0):
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for row in next_tensordict.unbind(0):
             result = {"role": "tool", "content": "4"}
             row.set("history", conversation([*messages_of(row["history"].prompt), result]))
-        return following
+        return next_tensordict
 
 
 @pytest.mark.defect("D29")
 def test_a_policy_that_prefers_tokens_reads_what_tools_said():
     asked: list[list[int]] = []
-    env = ChatEnv(tokenizer=TOKENIZER, with_tokenizer=True)
-    env.append_transform(Echo())
+    env = ChatEnv(tokenizer=TOKENIZER, with_tokenizer=True).append_transform(Echo())
     model = policy(lambda text: "four" if "tool" in text else "call", asked, prefer_tokens=True)
     played = env.rollout(2, model, tensordict=TensorDict(query=["2 + 2?"], batch_size=[1]))
     first, second = played[0].unbind(0)
@@ -162,21 +160,6 @@ def test_data_that_is_no_lazy_stack_gets_its_log_probs_as_well(transform: Any):
     alone = scores(whole[:, 0].exclude(("next", key[0])))["next"].get(key)
     assert torch.equal(alone, found[:, 0])
     assert found.any()
-
-
-def test_a_wrapper_acts_where_there_are_no_turns():
-    rows = [{"question": "1 + 1?", "answer": "#### 2"}]
-    wrapper = policy(lambda text: " 2</think><answer>2</answer>", input_mode="text")
-    played = make_gsm8k_env(rows, num_envs=2).rollout(1, wrapper)
-    assert played["next", "success"].all()
-    with pytest.warns(DeprecationWarning, match="ChatEnv"):
-        env = LLMEnv(from_text=False, batch_size=(2,))
-    given = TensorDict(tokens=torch.tensor([[50, 51], [60, 61]]), batch_size=(2,))
-    said = [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id]
-    for padded in (False, True):
-        root = policy(lambda text: "ab", input_mode="tokens", pad_output=padded)(env.reset(given.clone()))
-        found = [row["tokens"].tolist() for row in env.step(root)["next"].unbind(0)]
-        assert found == [[50, 51, *said], [60, 61, *said]]
 
 
 def test_advantages_find_the_question_of_every_environment_over_a_dataset():
