@@ -68,6 +68,7 @@ class _StepScores(Transform):  # type: ignore[misc]
         raise NotImplementedError
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Return the spec of rewards with the keys that the transform adds; it may change the one given."""
         for key, shape in self.scores:
             spec = Unbounded(shape=(*reward_spec.shape, *shape), device=reward_spec.device)
             add_spec(reward_spec, key, spec, LogProbs)

@@ -59,6 +59,7 @@ class Tokenizer(_Tokenizer):  # type: ignore[misc]
         return tensordict
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Return the spec of observations with the keys that the transform adds; it may change the one given."""
         spec = super().transform_observation_spec(observation_spec)
         for key in self.out_keys:
             spec[key] = _ids_spec(self.tokenizer, spec)

@@ -15,8 +15,9 @@ from torchrl.objectives.llm.grpo import MCAdvantage as TorchRLMCAdvantage
 from skyrl_train.tensordict.ragged import Key, rows_of, stacked
 
 log = logging.getLogger(__name__)
-EPISODE: Key = "episode"
-"""Key of the episode's number; steps with different numbers belong to different trajectories."""
+EPISODES: tuple[Key, ...] = ("episode", ("collector", "traj_ids"))
+"""Keys of numbers that differ between the steps of different trajectories."""
+STEP_COUNT: Key = ("next", "step_count")
 COUNTERS = (
     "completed_trajectories",
     "completed_decisions",
@@ -102,8 +103,9 @@ class GroupTransform:
         """Add complete trajectories [T] or [B, T] to their groups; return the steps [N] of completed groups, or None.
 
         A trajectory ends with a step that is done. Raises RuntimeError, before storing anything, if the last step
-        is not done, or if another "episode" begins (in a collector's concatenated rows) before the step that is done;
-        KeyError for a missing entry, TypeError for a prompt that is neither text nor tensor.
+        is not done, or if another trajectory begins (in a collector's concatenated rows) before the step that is done,
+        as the count of a StepCounter shows; KeyError for a missing entry, TypeError for a prompt that is neither text
+        nor tensor.
         """
         kept: Rows = []
         with self._state_lock:
@@ -158,7 +160,7 @@ class GroupTransform:
             return
         steps: list[TensorDictBase] = []
         for step in rows_of(tensordict):
-            if steps and _number(step.get(EPISODE, None)) != _number(steps[0].get(EPISODE, None)):
+            if steps and not self._continues(steps[-1], step):
                 break
             steps.append(step)
             if bool(_entry(step, self.done_key).any()):
@@ -171,6 +173,15 @@ class GroupTransform:
                 f"The last {len(steps)} steps are not done at {self.done_key!r}. Write complete trajectories "
                 "(yield_completed_trajectories=True in a collector)."
             )
+
+    def _continues(self, before: TensorDictBase, step: TensorDictBase) -> bool:
+        """True unless `step` belongs to another trajectory than the step before it."""
+        if any(_number(step.get(key, None)) != _number(before.get(key, None)) for key in EPISODES):
+            return False
+        last, count = _number(before.get(STEP_COUNT, None)), _number(step.get(STEP_COUNT, None))
+        if last is None or count is None:
+            return True
+        return count == last + 1 and self._prompt(step) == self._prompt(before)
 
     def _prompt(self, step: TensorDictBase) -> Hashable:
         value = step.get(self.prompt_key, None)

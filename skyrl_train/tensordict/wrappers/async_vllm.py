@@ -12,17 +12,13 @@ from torchrl.modules.llm.backends import RLvLLMEngine
 
 from skyrl_train.aio import gather_all
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.data.chat import decode_response, encode_prompt
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.sampling_params import check_supported
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.tensordict.wrappers.engine_view import EngineView
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.parameters import read_generate_kwargs
 from skyrl_train.tensordict.wrappers.ray_engine import engine_in_actor
-from skyrl_train.tensordict.wrappers.requests import sample_requests
 from skyrl_train.tensordict.wrappers.vllm_workers import KIND
 
 _SAMPLING = (
@@ -140,15 +136,6 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
         """The engines of the replicas. Raises RuntimeError before `launch` and after `shutdown`."""
         return self.actors if self.engine is not None else []
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, which is loaded at first use."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.model_path)
-        return self._tokenizer
-
-    _tokenizer: Any = None
-
     def generate(
         self,
         prompts: Any = None,
@@ -182,26 +169,25 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
             raise ConfigError("generate needs exactly one of prompts and prompt_token_ids.")
         given = prompts if prompt_token_ids is None else prompt_token_ids
         single = isinstance(given, str | Mapping) or all(isinstance(one, int) for one in given)
-        prompts = [self._prompt(one) for one in ([given] if single else given)]
+        prompts = [_plain(one) for one in ([given] if single else given)]
         wanted = {"max_tokens": 16, "skip_special_tokens": True, **_parameters(sampling_params)}
         shown = {name: wanted.pop(name, None) for name in _OF_OUTPUT}
         generation = read_generate_kwargs(wanted, None)
         engine = self.engine if actor_index is None else self.actors[actor_index]
-        check_supported(generation.sampling, engine.capabilities)
-        rows = [ids for _, ids in prompts]
-        requests, limit = sample_requests(rows, generation, engine.capabilities), timeout_seconds or self.timeout
-        done = call(engine.generate(requests), f"{self.model_path}: generate", limit)
+        rows = [self._ids(prompt) for prompt in prompts]
+        requests, done, texts = self._sample(rows, generation, timeout_seconds, engine)
         read: list[Any] = [None] * len(rows)
         if shown["prompt_logprobs"] is not None:
-            read = call(engine.score(rows), f"{self.model_path}: score", limit)
+            read = call(engine.score(rows), f"{self.model_path}: score", timeout_seconds or self.timeout)
         from skyrl_train.engines.vllm.llm import to_request_output
 
         count, outputs = generation.num_samples or 1, []
-        for number, (text, _) in enumerate(prompts):
-            mine = done[number * count : (number + 1) * count]
-            texts = [self._text(one.token_ids.tolist(), generation.skip_special_tokens) for one in mine]
-            request, wants = requests[number * count], shown["logprobs"] is not None
-            outputs.append(to_request_output(request, text, read[number], mine, texts, logprobs=wants))
+        for number, prompt in enumerate(prompts):
+            mine = slice(number * count, (number + 1) * count)
+            text, wants = prompt if isinstance(prompt, str) else None, shown["logprobs"] is not None
+            outputs.append(
+                to_request_output(requests[mine][0], text, read[number], done[mine], texts[mine], logprobs=wants)
+            )
         return outputs[0] if single else outputs
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
@@ -219,18 +205,6 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
             self.actors = []
 
     shutdown = close
-
-    def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        text = prompt if isinstance(prompt, str) else None
-        ids = encode_prompt(self.tokenizer, prompt) if text is not None else [int(one) for one in prompt]
-        if not ids:
-            raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
-        return text, ids
-
-    def _text(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return decode_response(self.tokenizer, ids) if skip_special_tokens else str(self.tokenizer.decode(ids))
 
 
 def make_async_vllm_engine(*, model_name: str, **options: Any) -> AsyncVLLM:
@@ -265,6 +239,13 @@ class Replicas:
     async def close(self) -> None:
         """Close all replicas."""
         await self._client.close()
+
+
+def _plain(prompt: Any) -> Any:
+    """The text or the ids of a prompt, which may be a mapping with one of them."""
+    if isinstance(prompt, Mapping):
+        return prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    return prompt
 
 
 def _changed(engine_args: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -11,11 +11,15 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from skyrl_train.cluster.addresses import free_address
-from skyrl_train.engines.base import InferenceEngine
+from skyrl_train.data.chat import decode_response, encode_prompt
+from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
+from skyrl_train.engines.sampling_params import check_supported
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_causal_lm, load_meta_model
+from skyrl_train.models.loading import load_causal_lm, load_meta_model, load_tokenizer
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.tensordict.wrappers.parameters import Generation
+from skyrl_train.tensordict.wrappers.requests import sample_requests
 from skyrl_train.tensordict.wrappers.stateless_group import StatelessGroup, stateless_init_process_group
 from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, weights_of
 from skyrl_train.weight_sync.protocol import dtype_of
@@ -36,6 +40,7 @@ class EngineView:
         dtype: str = "float32",
         timeout: float = 600.0,
         closing: Callable[[], None] | None = None,
+        tokenizer: Any = None,
     ):
         """View an engine.
 
@@ -45,10 +50,11 @@ class EngineView:
             dtype: Data type in which weights are sent.
             timeout: Seconds for a weight sync.
             closing: Called after the engine is closed, to free its resources.
+            tokenizer: A tokenizer or its path; the model's by default.
         """
         self._engine = engine
         self.model_path, self.dtype, self.timeout = model, dtype, timeout
-        self._closing = closing
+        self._closing, self._tokenizer = closing, tokenizer
         self._pusher: WeightPusher | None = None
         self._group: StatelessGroup | None = None
         self._port: int | None = None
@@ -70,6 +76,13 @@ class EngineView:
         """The engines that receive every weight update."""
         return [self.engine]
 
+    @property
+    def tokenizer(self) -> Any:
+        """The given tokenizer, or the model's, which is loaded at first use."""
+        if self._tokenizer is None or isinstance(self._tokenizer, str):
+            self._tokenizer = load_tokenizer(self._tokenizer or self.model_path)
+        return self._tokenizer
+
     def get_tp_size(self) -> int:
         """Return the number of ranks of one engine."""
         return self.engines[0].capabilities.weight_ranks
@@ -87,6 +100,25 @@ class EngineView:
         """Clear the prefix cache. A weight update does this, too."""
         for engine in self.engines:
             call(engine.reset_prefix_cache(), f"{self.model_path}: reset_prefix_cache", self.timeout)
+
+    def _ids(self, prompt: str | Iterable[Any]) -> list[int]:
+        """The token ids of a prompt: a text, or ids. Raises ConfigError if there are none."""
+        ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
+        if not ids:
+            raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
+        return ids
+
+    def _sample(
+        self, rows: list[list[int]], generation: Generation, timeout: float | None, engine: InferenceEngine
+    ) -> tuple[list[SampleRequest], list[Completion], list[str]]:
+        """Requests, completions and their texts; the samples of a row are next to each other."""
+        if not rows:
+            raise ConfigError("There is no prompt. Give at least one.")
+        check_supported(generation.sampling, engine.capabilities)
+        requests = sample_requests(rows, generation, engine.capabilities)
+        done = call(engine.generate(requests), f"{self.model_path}: generate", timeout or self.timeout)
+        decode = partial(decode_response, self.tokenizer) if generation.skip_special_tokens else self.tokenizer.decode
+        return requests, done, [decode(one.token_ids.tolist()) for one in done]
 
     # -- weight updates ---------------------------------------------------------------------------------------------
 

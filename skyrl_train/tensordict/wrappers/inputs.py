@@ -19,7 +19,6 @@ from skyrl_train.data.messages import continues_last_message
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.history import History, pad_id, rendered_form, template_options
 
-HISTORIES = (History, TorchRLHistory)
 MODES = ("history", "text", "tokens")
 
 
@@ -89,7 +88,7 @@ class Reader:
 
     def _history(self, row: TensorDictBase) -> EngineInput:
         history = self._value(row)
-        if not isinstance(history, HISTORIES):
+        if not isinstance(history, TorchRLHistory):
             raise TypeError(f"Expected History object at {self.key}, got {type(history).__name__}.")
         if history.device is not None:  # messages are text: new ones are appended on any device
             history = history.copy().clear_device_()
@@ -199,11 +198,11 @@ def lookup(row: TensorDictBase, key: tuple[str, ...], bare: bool = True) -> Any:
 
 
 def _is_container(value: Any) -> bool:
-    return hasattr(value, "get") and not isinstance(value, (*HISTORIES, NonTensorData))
+    return hasattr(value, "get") and not isinstance(value, TorchRLHistory | NonTensorData)
 
 
 def _names(value: Any) -> set[str]:
-    if isinstance(value, (*HISTORIES, NonTensorData, Tensor)):
+    if isinstance(value, TorchRLHistory | NonTensorData | Tensor):
         return set()
     return set(value.keys())
 

@@ -14,20 +14,17 @@ from torch import Tensor
 from torchrl.modules.llm.backends import RLSGLangEngine
 
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.data.chat import decode_response, encode_prompt
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.native_servers import SGLangServer
-from skyrl_train.engines.sampling_params import check_supported
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
 from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.registry import load_object
 from skyrl_train.tensordict.wrappers.engine_view import EngineView
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.tensordict.wrappers.parameters import Generation, read_generate_kwargs
-from skyrl_train.tensordict.wrappers.requests import sample_requests
+from skyrl_train.tensordict.wrappers.parameters import read_generate_kwargs
 
 
 class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
@@ -100,8 +97,7 @@ class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
             )
         else:
             raise ConfigError("AsyncSGLang needs server_url (a running server) or model_path (a model to start).")
-        super().__init__(engine, model_path, dtype=dtype, timeout=timeout, closing=closing)
-        self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        super().__init__(engine, model_path, dtype=dtype, timeout=timeout, closing=closing, tokenizer=tokenizer)
 
     @classmethod
     def connect(cls, server_url: str, **options: Any) -> AsyncSGLang:
@@ -122,13 +118,6 @@ class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
             ConfigError: `dp_size` is not 1, or SGLang does not start.
         """
         return cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **options)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The given tokenizer, or the model's, which is loaded at first use."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.model_path)
-        return self._tokenizer
 
     def generate(
         self,
@@ -166,21 +155,11 @@ class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
             raise ConfigError("Must provide either prompts or input_ids.")
         if prompts is not None and input_ids is not None:
             raise ConfigError("Cannot provide both prompts and input_ids. Leave one of them out.")
-        rows, one = self._rows(prompts, input_ids)
-        if not rows or not all(rows):
-            raise ConfigError("A prompt has no tokens. Give prompts that are not empty.")
-        given = {**(sampling_params or {}), **more_sampling_params}
-        generation = read_generate_kwargs({"skip_special_tokens": True, **given}, None)
-        check_supported(generation.sampling, self.engine.capabilities)
-        requests = sample_requests(rows, generation, self.engine.capabilities)
-        done = call(self.engine.generate(requests), f"{self.model_path}: generate", timeout or self.timeout)
-        answers = [
-            self._answer(request, completion, generation, return_logprobs)
-            for request, completion in zip(requests, done, strict=True)
-        ]
-        if not return_text:
-            for answer in answers:
-                del answer["text"]
+        rows, one = _rows(prompts if input_ids is None else input_ids)
+        given = {"skip_special_tokens": True, **(sampling_params or {}), **more_sampling_params}
+        generation = read_generate_kwargs(given, None)
+        requests, done, texts = self._sample([self._ids(row) for row in rows], generation, timeout, self.engine)
+        answers = [_answer(*each, return_logprobs, return_text) for each in zip(requests, done, texts, strict=True)]
         return answers[0] if one and generation.num_samples is None else answers
 
     def generate_batch(
@@ -198,36 +177,34 @@ class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
         """Return 1: an AsyncSGLang is one replica."""
         return 1
 
-    def _rows(self, prompts: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether there was a single one outside a list."""
-        if prompts is not None:
-            texts = [prompts] if isinstance(prompts, str) else list(prompts)
-            return [encode_prompt(self.tokenizer, text) for text in texts], isinstance(prompts, str)
-        given = input_ids.tolist() if isinstance(input_ids, Tensor) else list(input_ids)
-        given = [one.tolist() if isinstance(one, Tensor) else one for one in given]
-        if given and all(isinstance(one, int) for one in given):
-            return [given], True
-        return [list(row) for row in given], False
 
-    def _answer(
-        self, request: SampleRequest, done: Completion, generation: Generation, logprobs: bool
-    ) -> dict[str, Any]:
-        reason: dict[str, Any] = {"type": done.stop_reason}
-        if done.stop_text is not None:
-            reason["matched"] = done.stop_text
-        meta = {
-            "id": request.request_id,
-            "finish_reason": reason,
-            "prompt_tokens": len(request.token_ids),
-            "completion_tokens": len(done.token_ids),
-            "weight_version": str(done.versions[-1].version) if done.versions else None,
-        }
-        if logprobs:
-            pairs = zip(done.full_logprobs.tolist(), done.token_ids.tolist(), strict=True)
-            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
-        ids = done.token_ids.tolist()
-        text = decode_response(self.tokenizer, ids) if generation.skip_special_tokens else self.tokenizer.decode(ids)
-        return {"text": text, "output_ids": ids, "meta_info": meta}
+def _rows(given: Any) -> tuple[list[Any], bool]:
+    """The prompts, texts or ids, and whether there was a single one outside a list."""
+    if isinstance(given, str):
+        return [given], True
+    rows = given.tolist() if isinstance(given, Tensor) else list(given)
+    single = bool(rows) and all(isinstance(one, int) for one in rows)
+    return ([rows], True) if single else (rows, False)
+
+
+def _answer(request: SampleRequest, done: Completion, text: str, logprobs: bool, with_text: bool) -> dict[str, Any]:
+    reason: dict[str, Any] = {"type": done.stop_reason}
+    if done.stop_text is not None:
+        reason["matched"] = done.stop_text
+    meta = {
+        "id": request.request_id,
+        "finish_reason": reason,
+        "prompt_tokens": len(request.token_ids),
+        "completion_tokens": len(done.token_ids),
+        "weight_version": str(done.versions[-1].version) if done.versions else None,
+    }
+    ids = done.token_ids.tolist()
+    if logprobs:
+        meta["output_token_logprobs"] = [
+            (nats, i, None) for nats, i in zip(done.full_logprobs.tolist(), ids, strict=True)
+        ]
+    answer = {"output_ids": ids, "meta_info": meta}
+    return {"text": text, **answer} if with_text else answer
 
 
 def _reach(

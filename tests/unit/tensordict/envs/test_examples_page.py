@@ -62,6 +62,7 @@ def test_the_page_has_every_example():
 
 
 @pytest.mark.filterwarnings("ignore:LLMEnv is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:eos_token_id is missing:UserWarning")
 @pytest.mark.parametrize("title", sections())
 def test_an_example_runs(title: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     if not NEEDS.get(title, True):

@@ -22,7 +22,7 @@ def test_ragged_rows_are_nested_or_padded():
 def test_loader_without_rows_is_refused():
     cases: list[dict[str, Any]] = [{}, {"dataloader": [], "dataloader_factory": list}]
     for settings in cases:
-        with pytest.raises(ValueError, match="exactly one|Cannot provide both"):
+        with pytest.raises(ValueError, match=r"exactly one|Cannot provide both"):
             DataLoadingPrimer(**settings)
     with pytest.raises(TypeError, match="int"):
         DataLoadingPrimer([1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import (
     AsyncEnvPool,
     Compose,
@@ -16,6 +16,7 @@ from torchrl.envs import (
     SerialEnv,
     StepCounter,
     TrajCounter,
+    Transform,
     check_env_specs,
 )
 from torchrl.envs.llm import chat, datasets, reward
@@ -80,6 +81,33 @@ def test_specs_of_hashes_match():
     env = LLMHashingEnv(vocab_size=10)
     root = env.reset(TensorDict(observation=torch.zeros(2, 3, dtype=torch.int64), batch_size=[2]))
     assert env.rollout(3, tensordict=root, auto_reset=False)["hashing"].shape == (2, 3, 1)
+
+
+class Counts(Transform):
+    """Counts messages, and the letters of the answer."""
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        turns = [len(row["history"].prompt) for row in next_tensordict.unbind(0)]
+        return next_tensordict.set("turns", torch.tensor(turns))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._call(tensordict_reset)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        letters = [len(row["history"].full[-1].content) for row in tensordict.unbind(0)]
+        return self._call(next_tensordict).set("letters", torch.tensor(letters))
+
+
+@pytest.mark.defect("transform-hooks-not-called")
+def test_hooks_of_custom_transform_are_called():
+    env = DatasetChatEnv(dataset=GSM8K, data_key="question", num_envs=2).append_transform(Counts())
+    env.append_transform(lambda tensordict: tensordict.set("seen", tensordict["turns"] + 1))
+    root = env.reset()
+    assert root["turns"].tolist() == [1, 1]
+    root["text_response"] = ["a", "bcd"]
+    following = env.step(root)["next"]
+    assert following["turns"].tolist() == [2, 2] and following["letters"].tolist() == [1, 3]
+    assert following["seen"].tolist() == [3, 3]
 
 
 def test_classes_are_subclasses_of_torchrl():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torchrl.envs import StepCounter, Transform
 
 from skyrl_train.algorithms.advantages import AdvantageCalculator, grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
@@ -17,7 +18,6 @@ from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
-from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.losses.grpo import GRPOLoss
 from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
@@ -170,11 +170,11 @@ def test_a_collector_that_cuts_trajectories_is_refused_by_groups_and_one_that_do
     dataset = [{"query": f"{2 * (place % 2) + 1} turns {place // 2}"} for place in range(4)]
 
     class Ends(Transform):
-        def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-            turns = torch.tensor([[int(row["query"][0])] for row in root.unbind(0)])
-            following.set("reward", turns.unsqueeze(-1).float())
-            over = following["step_count"] >= turns
-            return following.set("terminated", over).set("done", over)
+        def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+            turns = torch.tensor([[int(row["query"][0])] for row in tensordict.unbind(0)])
+            next_tensordict.set("reward", turns.unsqueeze(-1).float())
+            over = next_tensordict["step_count"] >= turns
+            return next_tensordict.set("terminated", over).set("done", over)
 
     def says_ok(tensordict: TensorDictBase) -> TensorDictBase:
         tensordict["text_response"] = ["ok"] * len(tensordict)
