@@ -152,6 +152,7 @@ class EngineUpdater(WeightUpdaterBase):
         ]
 
     def all_worker_ids(self) -> Sequence[int]:
+        """Return the indices of the engines."""
         return range(len(self.engines))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the transforms that reward answers have in common; rewards have TorchRL's shape [B, 1, 1]."""
+"""The common base of transforms that reward answers; rewards have TorchRL's shape [B, 1, 1]."""
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ class AnswerRewards:
         raise NotImplementedError
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Return the spec of rewards with the keys that the parser adds; it may change the one given."""
         shape = (*reward_spec.shape, 1, 1)
         for name, key in zip(REWARD_KEYS, self.out_keys, strict=True):
             dtype = torch.bool if name == "success" else torch.float32
