@@ -137,7 +137,8 @@ class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]
         _check(clip_value is None, "clip_value", clip_value, "None, because GRPO has no critic")
         _check(samples_mc_entropy >= 1, "samples_mc_entropy", samples_mc_entropy, "at least 1")
         check_actor(actor_network)
-        super().__init__(
+        torchrl_grpo.GRPOLoss.__init__(  # super() of a subclass is TorchRL's DAPO, with another signature in 0.14.0
+            self,
             actor_network,
             clip_epsilon=(0.0, 0.0),
             kl_mask_threshold=kl_mask_threshold,
