@@ -187,6 +187,10 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     r"skyrl-train (train --config-dir|export) runs/quickstart": (
         covered_by("tests/integration/quickstart/test_recipes.py"),
     ),
+    "python examples/torchrl/": (
+        files_and_options,
+        covered_by("tests/integration/tensordict/test_torchrl_scripts.py"),
+    ),
     "python examples/tensordict_grpo/": (
         files_and_options,
         same_program_as("tests/integration/tensordict/test_grpo_example.py", "its train(), as its main calls it"),

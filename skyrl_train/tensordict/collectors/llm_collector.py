@@ -126,6 +126,8 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         self._acted_at: dict[tuple[int, int], int] = {}
         """Row -> number of updates before its latest turn."""
         self._ended: list[tuple[int, list[TensorDictBase]]] = []
+        self._running = 0
+        """Number of environments of an AsyncEnvPool that run a step."""
         self.weight_updater = WeightUpdaterBase.made(weight_updater, self.policy)
 
     @property
@@ -207,7 +209,7 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
 
         An error ends the current episodes; the next batch begins new ones.
         """
-        if self._stopping.is_set() or self._frames >= self.total_frames:
+        if self._stopping.is_set() or (self._frames >= self.total_frames and not self._running and not self._ended):
             return None
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -241,31 +243,34 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         return flattened(batch) if self.flatten_data else batch
 
     def _complete_trajectories(self) -> TensorDictBase | None:
-        count = 1 if self.async_envs else self.dialog_turns_per_batch
-        rows: list[TensorDictBase] = []
-        while len(rows) < count and not self._stopping.is_set():
+        while not (rows := self._complete_rows()) and not self._stopping.is_set():
             if self._root is None:
                 self._root = self._room(None, self.env.reset())
-                if self.async_envs:
-                    self.env.async_step_and_maybe_reset_send(self._act(self._root))
-            if self.async_envs:
-                step, following = self.env.async_step_and_maybe_reset_recv()
-            else:
+            if not self.async_envs:
                 step, following = self.env.step_and_maybe_reset(self._act(self._root))
+            else:
+                # The last turns are those that run already, unless no conversation has ended with them.
+                if self._frames < self.total_frames or not self._running:
+                    self._running += self._root.shape[0]
+                    self.env.async_step_and_maybe_reset_send(self._act(self._root))
+                step, following = self.env.async_step_and_maybe_reset_recv()
+                self._running -= step.shape[0]
             self._root = self._observed(step, following).copy()
             for place, row in zip(self._places(step), rows_of(step), strict=True):
                 self._trajectories.setdefault(place, (self._acted_at[place], []))[1].append(row)
                 if bool(row["next", "done"].any()):
                     self._ended.append(self._trajectories.pop(place))
-            if self.async_envs:
-                self.env.async_step_and_maybe_reset_send(self._act(self._root))
-            self._ended = self._recent(self._ended)  # also those that ended earlier: there may have been updates since
-            taken = self._ended[:1] if self.async_envs else self._ended
-            rows = [row for _, steps in taken for row in (steps[-1:] if self.yield_only_last_steps else steps)]
-        if not rows:
-            return None
+        return lazy_stack(rows) if rows else None
+
+    def _complete_rows(self) -> list[TensorDictBase]:
+        """Remove and return a batch of complete trajectories, or an empty list if there are too few."""
+        self._ended = self._recent(self._ended)  # also those that ended earlier: there may have been updates since
+        taken = self._ended[:1] if self.async_envs else self._ended
+        rows = [row for _, steps in taken for row in (steps[-1:] if self.yield_only_last_steps else steps)]
+        if len(rows) < (1 if self.async_envs else self.dialog_turns_per_batch):
+            return []
         self._ended = self._ended[len(taken) :]
-        return lazy_stack(rows)
+        return rows
 
     def _recent(self, ended: list[tuple[int, list[TensorDictBase]]]) -> list[tuple[int, list[TensorDictBase]]]:
         """Remove trajectories that are too old by now; each is paired with the updates before its first turn."""
@@ -349,8 +354,9 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         """Discard the current episodes: the next turn begins new ones."""
         self._root = None
         self._trajectories, self._ended = {}, []
-        if self.async_envs and (busy := self.env._current_step_reset):
-            self.env.async_step_and_maybe_reset_recv(min_get=busy)
+        if self._running:
+            self.env.async_step_and_maybe_reset_recv(min_get=self._running)
+            self._running = 0
 
     def _updates(self) -> int:
         return len(self.policy_version_tracker.version_history) - 1

@@ -42,17 +42,6 @@ def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
     return [{**message, "content": join_text_parts(message["content"])} for message in messages]
 
 
-def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> None:
-    """Write a string under `key` for every row of a tensordict [B], in place.
-
-    Args:
-        tensordict: The tensordict.
-        key: Key of the strings.
-        texts: One string for each row.
-    """
-    tensordict.set(key, NonTensorStack(*(NonTensorData(text) for text in texts)))
-
-
 def value_of(given: TensorDictBase, key: Any) -> Any:
     """Return a row's value under `key` as plain Python data, or None if it is missing."""
     value = given.get(key, None)

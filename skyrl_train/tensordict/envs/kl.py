@@ -105,7 +105,7 @@ class RetrieveLogProb(_StepScores):
         tokenizer: Any = None,
         padding_side: str = "left",
     ):
-        check_scores(model, "RetrieveLogProb")
+        check_scores(model, type(self).__name__)
         mode = getattr(model, "input_mode", "history")
         if assistant_only and mode != "history":
             raise ValueError(
@@ -127,14 +127,15 @@ class RetrieveLogProb(_StepScores):
         """
         sampled = all(_has_tokens(row) for row in before)
         model, mode = (self._of_tokens(), "tokens") if sampled else (self.model, self.mode)
-        scored = scored_by(model, before, mode, with_gradient=not self.detach)
+        given = LazyStackedTensorDict(*(row.select(mode, "masks", strict=False).copy() for row in before), stack_dim=0)
+        with torch.set_grad_enabled(not self.detach):
+            scored = model(given).unbind(0)
         for row, ref, out in zip(before, scored, following, strict=True):
             values = ref.get(self.source)
-            mask = ref.get(("masks", "all_assistant_mask"), None) if self.assistant_only else None
-            if sampled:
+            if mode == "tokens":
                 values = _placed(row, _unpadded(ref, values))
-                mask = row.get(("masks", "all_assistant_mask")) if self.assistant_only else None
-            if mask is not None:
+            if self.assistant_only:
+                mask = (row if sampled else ref).get(("masks", "all_assistant_mask"))
                 values = values.masked_fill(~mask.to(values.device, torch.bool), 0.0)
             if not self.detach and not values.requires_grad:
                 raise ValueError(
@@ -142,7 +143,9 @@ class RetrieveLogProb(_StepScores):
                     "loss."
                 )
             values = values.detach() if self.detach else values
-            _set_log_probs(out, self.log_probs_full_key, values if self.device is None else values.to(self.device))
+            container = out.get(self.log_probs_full_key[0], None)
+            out.set(self.log_probs_full_key[0], LogProbs(batch_size=[]) if container is None else container.copy())
+            out.set(self.log_probs_full_key, values if self.device is None else values.to(self.device))
 
     def _of_tokens(self) -> Any:
         renewed = getattr(self.model, "get_new_version", None)
@@ -151,22 +154,6 @@ class RetrieveLogProb(_StepScores):
         if "tokens_model" not in self.__dict__:
             self.__dict__["tokens_model"] = renewed(input_mode="tokens", input_key=("tokens", "full"))
         return self.__dict__["tokens_model"]
-
-
-def scored_by(
-    model: Any, rows: Sequence[TensorDictBase], mode: str, *, with_gradient: bool = False
-) -> Sequence[TensorDictBase]:
-    """Return the outputs of a model that scores the sequences of rows, which are not changed.
-
-    Args:
-        model: A wrapper with generate=False.
-        rows: The rows; the model gets their entries `mode` and "masks".
-        mode: Key of the sequences: "tokens", "text" or "history".
-        with_gradient: True to compute gradients.
-    """
-    given = LazyStackedTensorDict(*(row.select(mode, "masks", strict=False).copy() for row in rows), stack_dim=0)
-    with torch.set_grad_enabled(with_gradient):
-        return list(model(given).unbind(0))
 
 
 class KLComputation(_StepScores):
@@ -225,14 +212,10 @@ class KLComputation(_StepScores):
                     f"The policy has log-probs of shape {tuple(gen.shape)}, the reference of {tuple(ref.shape)}. Give "
                     "both models the same tokenizer, chat template and pad_output."
                 )
-            kl = (gen - ref.to(gen.device)).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-            if sampled:
-                kl = kl.masked_fill(~_counted(row, len(kl), assistant_only=True).to(kl.device), 0.0)
-            out.set(self.kl_key, kl)
-            reward = out.get("reward", None) if self.add_to_reward else None
-            if reward is not None:
-                penalty = self.coeff * kl.unsqueeze(-1)
-                out.set("reward", _by_token(reward.reshape(-1, 1), penalty, _attention(row)) - penalty)
+            mask = _counted(row, len(ref), assistant_only=True) if sampled else None
+            out.set(self.kl_key, kl := _estimates(gen, ref, mask))
+            if self.add_to_reward and (reward := out.get("reward", None)) is not None:
+                out.set("reward", _penalized(row, reward, self.coeff * kl))
 
 
 class RetrieveKL(Compose):  # type: ignore[misc]
@@ -274,11 +257,11 @@ class RetrieveKL(Compose):  # type: ignore[misc]
         coeff: float = 1.0,
         use_ray_service: bool = False,
     ):
-        _no_ray_service(use_ray_service)
         sampled = isinstance(gen_model, str) and gen_model_factory is None
         if gen_model_factory is not None:
-            gen_model = _made(None if isinstance(gen_model, str) else gen_model, gen_model_factory, "gen_model")
-        ref_model = _made(ref_model, ref_model_factory, "ref_model")
+            gen_model = None if isinstance(gen_model, str) else gen_model
+            gen_model = _made(gen_model, gen_model_factory, "gen_model", False)
+        ref_model = _made(ref_model, ref_model_factory, "ref_model", use_ray_service)
         if not sampled:
             padded = [getattr(model, "pad_output", None) for model in (gen_model, ref_model)]
             if padded[0] != padded[1]:
@@ -302,7 +285,7 @@ class RetrieveKL(Compose):  # type: ignore[misc]
         super().__init__(*scores, kl)
 
 
-class KLRewardTransform(_StepScores):
+class KLRewardTransform(RetrieveLogProb):
     """A transform that subtracts `coef` × KL(policy ‖ reference) from the reward, token by token.
 
     A step's reward is assigned to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long
@@ -315,8 +298,8 @@ class KLRewardTransform(_StepScores):
     ("ref_log_probs", "full").
 
     Args:
-        ref_model, ref_model_factory: A policy wrapper in tokens mode with generate=False, or a function that makes one
-            at the first use; exactly one of them.
+        ref_model, ref_model_factory: A policy wrapper in tokens mode with generate=False, or a function that makes one;
+            exactly one of them.
         in_keys: Key of the reward.
         out_keys: Keys of reward, penalty and container of the log-probs; or only the reward's.
         log_prob_key: The policy's log-probs: (container, "full").
@@ -344,11 +327,6 @@ class KLRewardTransform(_StepScores):
         padding_side: str = "left",
         use_ray_service: bool = False,
     ):
-        _no_ray_service(use_ray_service)
-        if (ref_model is None) == (ref_model_factory is None):
-            raise ValueError(
-                "KLRewardTransform needs exactly one of ref_model and ref_model_factory. Give one of them."
-            )
         inputs = list(in_keys or ("reward",))
         outputs = list(out_keys or inputs)
         outputs = [*outputs, "kl_penalty", "ref_log_probs"] if len(outputs) == 1 else outputs
@@ -357,22 +335,18 @@ class KLRewardTransform(_StepScores):
                 f"in_keys={in_keys!r} must name the reward, and out_keys={out_keys!r} reward, penalty and reference "
                 "log-probs."
             )
-        super().__init__(inputs, [outputs[0], outputs[1], (outputs[2], "full")])
-        self.reward_key, self.reward_out, self.penalty_key, self.ref_key = inputs[0], *outputs
-        self.__dict__["_made"], self._factory = None if ref_model is None else _checked(ref_model), ref_model_factory
-        self.coef, self.device, self.log_prob_key = coef, device, log_prob_key
-        self.add_to_reward, self.assistant_only = add_to_reward, assistant_only
-        self.scores = [(self.penalty_key, (-1, 1)), ((self.ref_key, "full"), (-1,))]
-        if add_to_reward:
-            self.scores = [(self.reward_out, (-1, 1)), *self.scores]
-
-    @property
-    def ref_model(self) -> Any:
-        """The reference model, which the factory makes at first use. Raises ValueError for an unsuitable model."""
-        if self.__dict__["_made"] is None:
-            assert self._factory is not None
-            self.__dict__["_made"] = _checked(self._factory())
-        return self.__dict__["_made"]
+        model = _made(ref_model, ref_model_factory, "ref_model", use_ray_service)
+        mode = getattr(model, "input_mode", "tokens")
+        if mode != "tokens":
+            raise ValueError(
+                f"KLRewardTransform needs a model with input_mode='tokens', got {mode!r}. Use "
+                "model.get_new_version(input_mode='tokens')."
+            )
+        super().__init__(model, log_probs_full_key=(outputs[2], "full"), assistant_only=False, device=device)
+        self.in_keys, self.out_keys = inputs, [*outputs[:2], self.log_probs_full_key]
+        self.coef, self.log_prob_key, self.add_to_reward = coef, log_prob_key, add_to_reward
+        self.only_assistant = assistant_only
+        self.scores = [*self.scores, (outputs[1], (-1, 1)), *([(outputs[0], (-1, 1))] if add_to_reward else [])]
 
     def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
         """Add the KL penalty and the reference model's log-probs to `following`, and subtract the penalty from the
@@ -382,43 +356,48 @@ class KLRewardTransform(_StepScores):
             KeyError: The reward or the policy's log-probs are missing.
             ValueError: The reward or the reference's log-probs do not fit the tokens.
         """
-        model = self.ref_model
-        source = (getattr(model, "log_probs_key", "log_probs"), "full")
-        for row, ref, out in zip(before, scored_by(model, before, "tokens"), following, strict=True):
-            reference = _placed(row, _unpadded(ref, ref.get(source)))
-            kl = self._kl(row, reference)
-            reference = reference.to(kl.device if self.device is None else self.device)
-            out.set(self.penalty_key, kl)
-            out.set(self.ref_key, LogProbs(full=reference, batch_size=[]))
+        super()._score(before, following)
+        for row, out in zip(before, following, strict=True):
+            reference, own = out.get(self.log_probs_full_key), row.get(self.log_prob_key, None)
+            own = row.get((self.log_prob_key[0], "response"), None) if own is None else own
+            reward = out.get(self.in_keys[0], None)
+            if own is None or (self.add_to_reward and reward is None):
+                key = self.log_prob_key if own is None else self.in_keys[0]
+                raise KeyError(
+                    f"KLRewardTransform: the key {key!r} is missing. Use a policy with return_log_probs=True, and "
+                    "append the transform after the one that writes the reward."
+                )
+            before_own = len(reference) - len(own)
+            if before_own < 0:
+                raise ValueError(
+                    f"The policy has {len(own)} log-probs, but the reference model scored only {len(reference)} "
+                    "tokens. Give both models the same tokenizer and chat template."
+                )
+            mask = _counted(row, len(reference), self.only_assistant)
+            mask[:before_own] = False
+            kl = _estimates(torch.nn.functional.pad(own, (before_own, 0)), reference, mask)
+            out.set(self.out_keys[1], kl.unsqueeze(-1))
             if self.add_to_reward:
-                reward = out.get(self.reward_key, None)
-                if reward is None:
-                    raise KeyError(
-                        f"KLRewardTransform: the key {self.reward_key!r} is missing. Append it after the transform "
-                        "that writes the reward."
-                    )
-                out.set(self.reward_out, _by_token(reward.reshape(-1, 1), kl, _attention(row)) - self.coef * kl)
+                out.set(self.out_keys[0], _penalized(row, reward, self.coef * kl))
 
-    def _kl(self, row: TensorDictBase, reference: torch.Tensor) -> torch.Tensor:
-        """[L, 1], 0 outside the mask."""
-        own = row.get(self.log_prob_key, None)
-        if own is None:
-            own = row.get((self.log_prob_key[0], "response"), None)
-        if own is None:
-            raise KeyError(
-                f"KLRewardTransform: the policy wrote no log-probs under {self.log_prob_key}. Use a policy with "
-                "return_log_probs=True, or set log_prob_key."
-            )
-        if len(own) > len(reference):
-            raise ValueError(
-                f"The policy has {len(own)} log-probs, but the reference model scored only {len(reference)} tokens. "
-                "Give both models the same tokenizer and chat template."
-            )
-        reference, mask = reference.to(own.device), _counted(row, len(reference), self.assistant_only).to(own.device)
-        mask[: len(reference) - len(own)] = False
-        kl = torch.zeros_like(reference)
-        kl[mask] = (own - reference[len(reference) - len(own) :])[mask[len(reference) - len(own) :]]
-        return kl.unsqueeze(-1)
+
+def _estimates(own: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """[L]: own - reference; 0 outside the mask and where one of them is NaN."""
+    kl = (own - reference.to(own.device)).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    return kl if mask is None else kl.masked_fill(~mask.to(kl.device), 0.0)
+
+
+def _penalized(row: TensorDictBase, reward: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """[L, 1]: the reward minus the penalty [L]. A single reward is assigned to the last token that is not padding."""
+    values = reward.reshape(-1)
+    if len(values) not in (1, len(penalty)):
+        raise ValueError(f"The reward has {len(values)} values for {len(penalty)} tokens. Give 1, or 1 per token.")
+    if len(values) != len(penalty):
+        attention = _attention(row)
+        last = -1 if attention is None or len(attention) != len(penalty) else int(attention.nonzero()[-1])
+        single, values = values[0], torch.zeros_like(penalty)
+        values[last] = single
+    return (values - penalty).unsqueeze(-1)
 
 
 def _counted(row: TensorDictBase, length: int, assistant_only: bool) -> torch.Tensor:
@@ -466,23 +445,6 @@ def _placed(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(len(attention)).masked_scatter(attention.to(values.device), values)
 
 
-def _by_token(reward: torch.Tensor, kl: torch.Tensor, attention: torch.Tensor | None) -> torch.Tensor:
-    """[1, 1] is assigned to the last of L tokens that is not padding; [L, 1] is returned unchanged."""
-    if len(reward) == len(kl):
-        return reward
-    if len(reward) != 1:
-        raise ValueError(f"The reward has {len(reward)} values for {len(kl)} tokens. Give 1, or 1 per token.")
-    spread = torch.zeros_like(kl)
-    spread[-1 if attention is None or len(attention) != len(kl) else int(attention.nonzero()[-1])] = reward[0]
-    return spread
-
-
-def _set_log_probs(row: TensorDictBase, key: FullKey, values: torch.Tensor) -> None:
-    container = row.get(key[0], None)
-    row.set(key[0], LogProbs(batch_size=[]) if container is None else container.copy())
-    row.set(key, values)
-
-
 def _first(key: NestedKey) -> str:
     return key if isinstance(key, str) else str(key[0])
 
@@ -501,25 +463,11 @@ def _update(tensordict: TensorDictBase, values: TensorDictBase, keys: set[str]) 
             tensordict.set(key, values.get(key, as_nested_tensor=True, layout=torch.jagged))
 
 
-def _no_ray_service(wanted: bool) -> None:
-    if wanted:
+def _made(model: Any, factory: Callable[[], Any] | None, name: str, use_ray_service: bool) -> Any:
+    if use_ray_service:
         raise ValueError(
             "use_ray_service=True is not supported. Let ref_model_factory return a remote wrapper instead."
         )
-
-
-def _made(model: Any, factory: Callable[[], Any] | None, name: str) -> Any:
     if (model is None) == (factory is None):
-        raise ValueError(f"RetrieveKL needs exactly one of {name} and {name}_factory. Give one of them.")
+        raise ValueError(f"Give exactly one of {name} and {name}_factory.")
     return factory() if factory is not None else model
-
-
-def _checked(model: Any) -> Any:
-    check_scores(model, "KLRewardTransform")
-    mode = getattr(model, "input_mode", "tokens")
-    if mode != "tokens":
-        raise ValueError(
-            f"KLRewardTransform needs a model with input_mode='tokens', got {mode!r}. Use "
-            "model.get_new_version(input_mode='tokens')."
-        )
-    return model

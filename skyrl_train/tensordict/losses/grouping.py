@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import NonTensorData, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 from torchrl.objectives.llm.grpo import MCAdvantage as TorchRLMCAdvantage
 
@@ -125,7 +125,7 @@ class GroupTransform:
                 if self.verbose:
                     log.info("selected %d of a group of %d trajectories", len(chosen), len(group))
                 kept += [step for steps in chosen for step in steps]
-        return TorchRLMCAdvantage._concrete_if_possible(stacked(kept)) if kept else None
+        return _packed(kept) if kept else None
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return `tensordict` unchanged: reading needs no transform."""
@@ -164,9 +164,9 @@ class GroupTransform:
                 break
             steps.append(step)
             if bool(_entry(step, self.done_key).any()):
-                copies = stacked(steps)
-                self.rewards_of(copies)
-                yield self._prompt(steps[0]), TorchRLMCAdvantage._concrete_if_possible(copies)
+                trajectory = _packed(steps)
+                self.rewards_of(trajectory)
+                yield self._prompt(steps[0]), trajectory
                 steps = []
         if steps:
             raise RuntimeError(
@@ -228,6 +228,14 @@ class GroupTransform:
     def _prompts(self) -> list[Hashable]:
         """Return the prompts of waiting groups; TorchRL's shared queues hold them in a dict of a manager process."""
         return list(getattr(self.queues, "_queues", self.queues).keys())
+
+
+def _packed(rows: Rows) -> TensorDictBase:
+    """Stack copies of rows: densely if they have tensors of equal shapes and nothing else, else lazily."""
+    stack = stacked(rows)
+    entries = rows[0].values(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+    plain = all(isinstance(entry, Tensor) for entry in entries)
+    return TorchRLMCAdvantage._concrete_if_possible(stack) if plain else stack  # type: ignore[no-any-return]
 
 
 def _entry(step: TensorDictBase, key: Key) -> Tensor:

@@ -140,7 +140,7 @@ class MCAdvantage(GroupTransform, TorchRLMCAdvantage):  # type: ignore[misc]
         ids, valid = torch.zeros(len(group), dtype=torch.int64), torch.ones(len(group), dtype=torch.bool)
         result = []
         for trajectory, advantage in zip(group, grpo(returns, ids, valid, grpo_norm_by_std=True), strict=True):
-            steps = [step.copy() for step in trajectory.unbind(0)]
+            steps = list(trajectory.unbind(0))
             for step in steps:
                 reward = step.get(self.rewards_key)
                 step.set(self.advantage_key, torch.full_like(reward, float(advantage), dtype=torch.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
@@ -249,14 +249,13 @@ def _plain(prompt: Any) -> Any:
 
 
 def _changed(engine_args: Any) -> dict[str, Any]:
-    """The arguments of vLLM's dataclass that differ from its defaults."""
-    default = type(engine_args)()
-    names = (field.name for field in fields(engine_args))
-    return {
-        name: getattr(engine_args, name)
-        for name in names
-        if name == "model" or getattr(engine_args, name) != getattr(default, name)
-    }
+    """The model, and the arguments of vLLM's dataclass that differ from its defaults."""
+    found = {"model": engine_args.model}
+    for field in fields(engine_args):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if (value := getattr(engine_args, field.name)) != default:
+            found[field.name] = value
+    return found
 
 
 def _parameters(given: Any) -> dict[str, Any]:

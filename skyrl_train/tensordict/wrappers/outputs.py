@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,16 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.nested import nested_tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from skyrl_train.data.chat import decode_response
 from skyrl_train.data.messages import text_content
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
 from skyrl_train.tensordict.wrappers.inputs import EngineInput, as_tensor
+
+Fields = Mapping[str, Tensor | tuple[Tensor, Tensor]]
+"""Fields of a container for one row: values of the whole sequence, or of its prompt and its response."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,10 @@ def generated(
         at: Shape and form of the containers.
     """
     fields = [_generated_fields(row, answer) for row, answer in zip(rows, answers, strict=True)]
-    out = {"tokens": _generated(Tokens, [f[0] for f in fields], at, at.pad)}
+    out = {"tokens": _container(Tokens, [f[0] for f in fields], at, at.pad)}
     if at.log_probs:
-        out["log_probs"] = _generated(LogProbs, [f[1] for f in fields], at, 0.0)
-    out["masks"] = _generated(Masks, [f[2] for f in fields], at, False)
-    if at.padded:
-        _spread_full(out, rows, fields, at)
+        out["log_probs"] = _container(LogProbs, [f[1] for f in fields], at, 0.0)
+    out["masks"] = _container(Masks, [f[2] for f in fields], at, False)
     if tokenizer is None:
         return out
     prompts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
@@ -91,14 +93,13 @@ def scored(
         }
         for row in rows
     ]
-    left = dict.fromkeys(("full", "all_attention_mask", "all_assistant_mask"), "left")
     out = {
-        "tokens": _container(Tokens, tokens, at, at.pad, left),
-        "masks": _container(Masks, masks, at, False, left),
+        "tokens": _container(Tokens, tokens, at, at.pad),
+        "masks": _container(Masks, masks, at, False),
     }
     if logprobs is not None:
         values = [{"full": torch.cat([torch.zeros(1), torch.as_tensor(row)])} for row in logprobs]
-        out["log_probs"] = _container(LogProbs, values, at, 0.0, left)
+        out["log_probs"] = _container(LogProbs, values, at, 0.0)
     if tokenizer is not None:
         texts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
         out["text"] = text_container({"full": texts}, at.shape)
@@ -130,7 +131,7 @@ def in_layout_of(
     if attention is None:
         return values, counts
     rows = [row.to(values.device) for row in attention]
-    present = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=False, padding_side="left")
+    present = pad_sequence(rows, batch_first=True, padding_value=False, padding_side="left")
     places = torch.arange(values.shape[1], device=values.device)
     filled = places >= len(places) - present.sum(1, keepdim=True)
     if torch.equal(filled, present):
@@ -154,62 +155,39 @@ def text_container(columns: dict[str, list[str]], shape: tuple[int, ...]) -> Tex
     return Text(**fields, batch_size=shape)
 
 
-def _generated_fields(
-    row: EngineInput, answer: Answer
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def _generated_fields(row: EngineInput, answer: Answer) -> tuple[Fields, Fields, Fields]:
     prompt, response = as_tensor(row.ids), as_tensor(answer.ids)
     logprobs = torch.tensor(answer.logprobs, dtype=torch.float32)
-    full = torch.cat([torch.zeros(len(prompt)), logprobs])
-    tokens = {"prompt": prompt, "response": response, "full": torch.cat([prompt, response])}
-    assistant = torch.zeros(len(full), dtype=torch.bool)
-    assistant[len(prompt) :] = True
+    before, after = torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)
     return (
-        tokens,
-        {"response": logprobs, "full": full},
-        {"all_attention_mask": torch.ones(len(full), dtype=torch.bool), "all_assistant_mask": assistant},
+        {"prompt": prompt, "response": response, "full": (prompt, response)},
+        {"response": logprobs, "full": (torch.zeros(len(prompt)), logprobs)},
+        {"all_attention_mask": (~before, after), "all_assistant_mask": (before, after)},
     )
 
 
-def _generated(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any) -> Any:
-    """If padded, `full` is the padded prompt followed by the padded response: it can be split where `prompt` ends."""
-    return _container(kind, rows, at, fill, {"prompt": "left", "response": "right"})
-
-
-def _container(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any, sides: dict[str, str]) -> Any:
+def _container(kind: type, rows: Sequence[Fields], at: Layout, fill: Any) -> Any:
+    if at.padded:
+        columns = {name: _padded([row[name] for row in rows], fill, name) for name in rows[0]}
+        shaped = {name: value.reshape(*at.shape, value.shape[-1]) for name, value in columns.items()}
+        return kind(**shaped, padded=True, batch_size=at.shape)
+    joined = [{k: torch.cat(v) if isinstance(v, tuple) else v for k, v in row.items()} for row in rows]
     if at.jagged:
         if len(at.shape) != 1:
             raise ConfigError(f"layout=torch.jagged needs one batch dimension, got {list(at.shape)}.")
-        nested = {name: nested_tensor([row[name] for row in rows], layout=torch.jagged) for name in rows[0]}
+        nested = {name: nested_tensor([row[name] for row in joined], layout=torch.jagged) for name in rows[0]}
         return kind(**nested, padded=False, batch_size=at.shape)
-    if not at.padded:
-        out = ragged(kind, rows, at.shape)
-        out.padded = False
-        return out
-    columns = {name: _padded([row[name] for row in rows], fill, sides.get(name, "right")) for name in rows[0]}
-    return kind(**{k: v.reshape(*at.shape, v.shape[-1]) for k, v in columns.items()}, padded=True, batch_size=at.shape)
+    out = ragged(kind, joined, at.shape)
+    out.padded = False
+    return out
 
 
-def _padded(rows: list[Tensor], fill: Any, side: str) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
-
-
-def _spread_full(out: dict[str, Any], rows: Sequence[EngineInput], fields: Sequence[Any], at: Layout) -> None:
-    """Lay out the fields that are as long as `full`, so that all prompts end at the same position."""
-    before = max(len(row.ids) for row in rows)
-    length = before + max(len(tokens["response"]) for tokens, _, _ in fields)
-
-    def spread(values: Sequence[Tensor], fill: Any) -> Tensor:
-        whole = torch.full((len(rows), length), fill, dtype=values[0].dtype)
-        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-            start = before - len(row.ids)
-            whole[place, start : start + len(value)] = value
-        return whole.reshape(*at.shape, length)
-
-    out["tokens"].full = spread([f[0]["full"] for f in fields], at.pad)
-    if at.log_probs:
-        out["log_probs"].full = spread([f[1]["full"] for f in fields], 0.0)
-    for name in ("all_attention_mask", "all_assistant_mask"):
-        setattr(out["masks"], name, spread([f[2][name] for f in fields], False))
+def _padded(values: Sequence[Any], fill: Any, name: str) -> Tensor:
+    if isinstance(values[0], tuple):  # so that it can be split where the prompts end
+        prompts, responses = zip(*values, strict=True)
+        return torch.cat([_padded(prompts, fill, "prompt"), _padded(responses, fill, "response")], -1)
+    side = "right" if name == "response" else "left"
+    return pad_sequence(list(values), batch_first=True, padding_value=fill, padding_side=side)
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int], at: Layout) -> str:

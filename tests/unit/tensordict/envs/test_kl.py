@@ -138,7 +138,7 @@ def test_reward_per_token_keeps_its_place():
 @pytest.mark.parametrize(
     ("change", "reward", "error", "words"),
     [
-        (lambda row: row.set("log_probs", LogProbs(batch_size=[])), True, KeyError, "no log-probs under"),
+        (lambda row: row.set("log_probs", LogProbs(batch_size=[])), True, KeyError, "'full'.* is missing"),
         (lambda row: row["tokens"].set("prompt", None), True, KeyError, "all_assistant_mask"),
         (lambda row: None, False, KeyError, "'reward' is missing"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import (
     AsyncEnvPool,
     Compose,
@@ -29,6 +30,8 @@ from skyrl_train.tensordict.envs.ifeval import IFEvalEnv, IfEvalScorer
 from skyrl_train.tensordict.envs.llm_env import LLMHashingEnv, make_gsm8k_env
 from skyrl_train.tensordict.envs.math import MATHEnv, MATHRewardParser
 from skyrl_train.tensordict.envs.mlgym import MLGymWrapper
+from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
+from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -146,3 +149,16 @@ def test_pool_of_environments_steps_asynchronously():
         counts.append(stepped["next", "step_count"].flatten().tolist())
     assert counts == [[1, 1], [2, 2], [1, 1]]
     pool.close()
+
+
+@pytest.mark.filterwarnings("ignore:The env passed to LLMCollector:FutureWarning")
+def test_collectors_of_torchrl_take_several_environments():
+    engine = ScriptedEngine(lambda request: [*TOKENIZER("hm")["input_ids"], TOKENIZER.eos_token_id])
+    makers = [lambda: GSM8KEnv(dataset=GSM8K, max_steps=2, tokenizer=TOKENIZER)] * 2
+    pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
+    for env, settings in ((SerialEnv(2, makers), {}), (pool, {"yield_completed_trajectories": True})):
+        policy = LLMWrapperBase(engine, tokenizer=TOKENIZER)
+        collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=8, **settings)
+        turns = [batch["next", "step_count"].flatten().tolist() for batch in collector]
+        assert sum(map(len, turns)) == 8 and all(counts == [1, 2] * (len(counts) // 2) for counts in turns)
+        collector.shutdown()

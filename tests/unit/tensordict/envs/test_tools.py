@@ -266,7 +266,12 @@ def test_blocks_run_in_a_registered_service(monkeypatch: pytest.MonkeyPatch):
 
     actor = SimpleNamespace(execute=SimpleNamespace(remote=execute))
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(tools, "get_services", lambda **given: asked.append(given) or {"mine": actor})
+
+    def services(**given: Any) -> dict[str, Any]:
+        asked.append(given)
+        return {"mine": actor}
+
+    monkeypatch.setattr(tools, "get_services", services)
     talk = Talk(PythonInterpreter(services="ray", service_name="mine"), rows=2)
     worked, failed = talk.say(blocks("print(6 * 7)", "pass"), blocks("1 / 0"))
     assert worked == ["Code block 1 executed successfully:\n42", "Code block 2 executed successfully:\n[no output]"]
