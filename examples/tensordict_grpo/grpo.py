@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from warm_up import problems, warm_up
 
-from skyrl_train.tensordict import (
-    GRPOLoss,
-    GSM8KEnv,
-    LazyStackStorage,
-    LLMCollector,
-    MCAdvantage,
-    ReplayBuffer,
-    SamplerWithoutReplacement,
-    TransformersWrapper,
-)
+from skyrl_train.tensordict import GRPOLoss, GSM8KEnv, LLMCollector, MCAdvantage, TransformersWrapper
 
 PROMPTS, SAMPLES, RATE, SEED = 16, 8, 5e-4, 0
 SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}
@@ -39,12 +31,8 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False))
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(rows),
-        sampler=SamplerWithoutReplacement(),
-        transform=MCAdvantage(SAMPLES, prompt_key="question"),
-        batch_size=rows // 2,
-    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(rows), sampler=SamplerWithoutReplacement(), batch_size=rows // 2)
+    buffer.append_transform(MCAdvantage(SAMPLES, prompt_key="question"))
     data: dict[str, Any] = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": start}
     with LLMCollector(
         GSM8KEnv(dataset=problems(4_000, SEED + 1, "train"), **data),
@@ -76,8 +64,8 @@ def accuracy(policy: Any) -> float:
     """Return the fraction of held-out problems that greedy decoding answers correctly."""
     held_out = problems(128, SEED + 2, "validation")
     greedy = policy.get_new_version(generate_kwargs={**SAMPLING, "temperature": 0.0})
-    with GSM8KEnv(dataset=held_out, shuffle=False, system_prompt=None, num_envs=len(held_out)) as env:
-        return float(env.rollout(1, greedy)["next", "success"].float().mean())
+    env = GSM8KEnv(dataset=held_out, shuffle=False, system_prompt=None, num_envs=len(held_out))
+    return float(env.rollout(1, greedy)["next", "success"].float().mean())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
 
     primers: Composite
     expand_specs: bool | None
+    batch_size: Any
 
     def __init__(self, dataloader: Iterable[Any] | None = None, *, question_key: str | None = None, **settings: Any):
         if (settings.get("repeats") or 0) < 0:

@@ -213,33 +213,19 @@ class TemplateTransform(_TemplateTransform):  # type: ignore[misc]
     Args:
         tokenizer: Tokenizer whose chat template renders messages; None writes Llama 3's headers.
         chat_template: A template instead of the tokenizer's own.
-        in_keys, out_keys: Keys of messages, and of their rendered texts.
-        in_keys_inv, out_keys_inv: Keys of replies for the environment, and of the policy's texts.
-        role: Role of the messages.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any = None,
-        chat_template: str | None = None,
-        *,
-        in_keys: Sequence[str] = ("message",),
-        out_keys: Sequence[str] = ("message",),
-        in_keys_inv: Sequence[str] = ("action",),
-        out_keys_inv: Sequence[str] = ("action",),
-        role: str = "user",
-    ):
-        Transform.__init__(self, list(in_keys), list(out_keys), list(in_keys_inv), list(out_keys_inv))
-        self.tokenizer, self.role, self.chat_template = tokenizer, role, chat_template
+    def __init__(self, tokenizer: Any = None, chat_template: str | None = None):
+        Transform.__init__(self, ["message"], ["message"], ["action"], ["action"])
+        self.tokenizer, self.chat_template = tokenizer, chat_template
 
     def wrapped(self, text: str) -> str:
-        """Return `text` as a turn of `role`, followed by the header of the assistant's answer."""
+        """Return `text` as a turn of the user, followed by the header of the assistant's answer."""
         if self.tokenizer is not None:
             options = {"chat_template": self.chat_template} if self.chat_template else {}
-            messages = [{"role": self.role, "content": text}]
-            return render_text(self.tokenizer, messages, options)
+            return render_text(self.tokenizer, [{"role": "user", "content": text}], options)
         start, end, stop = HEADER
-        return f"{start}{self.role}{end}\n\n{text}{stop}{start}assistant{end}\n\n"
+        return f"{start}user{end}\n\n{text}{stop}{start}assistant{end}\n\n"
 
     def unwrapped(self, text: str) -> str:
         """Return the text of a reply without its header and end token."""
