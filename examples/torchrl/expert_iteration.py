@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+from typing import Any
 
 import torch
 from letters import make_env
-from tensordict import set_list_to_stack
+from tensordict import TensorDictBase, set_list_to_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +39,7 @@ set_list_to_stack(True).set()
 
 tokenizer = AutoTokenizer.from_pretrained(arguments.model)
 model = AutoModelForCausalLM.from_pretrained(arguments.model)
-scoring = {"tokenizer": tokenizer, "input_mode": "history", "generate": False, "return_log_probs": True}
+scoring: dict[str, Any] = {"tokenizer": tokenizer, "input_mode": "history", "generate": False, "return_log_probs": True}
 policy_training = TransformersWrapper(model, **scoring)
 reference = TransformersWrapper(copy.deepcopy(model), log_probs_key="ref_log_probs", **scoring)
 if arguments.engine == "vllm":
@@ -55,7 +56,14 @@ replay_buffer = ReplayBuffer(
     transform=TopKRewardSelector(total_dialog_turns=REPEATS, topk_size=BEST, prompt_key="query"),
     batch_size=ROWS // REPEATS * BEST // 2,
 )
-rewards = []
+rewards: list[torch.Tensor] = []
+
+
+def record_reward(batch: TensorDictBase) -> TensorDictBase:
+    rewards.append(torch.as_tensor(batch["next", "reward"]).mean())
+    return batch
+
+
 env = make_env(tokenizer, ROWS, REPEATS)
 env = env.append_transform(
     RetrieveLogProb(reference, assistant_only=True, log_probs_full_key=("ref_log_probs", "full"))
@@ -66,7 +74,7 @@ collector = LLMCollector(
     dialog_turns_per_batch=ROWS,
     total_dialog_turns=ROWS * arguments.steps,
     replay_buffer=replay_buffer,
-    postproc=lambda batch: rewards.append(torch.as_tensor(batch["next", "reward"]).mean()) or batch,
+    postproc=record_reward,
 )
 loss_fn = SFTLoss(policy_training, tokenizer=tokenizer, kl_to_ref_coeff=0.001)
 optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

@@ -69,7 +69,10 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         completed = _check(settings, sync_iter)
         if replay_buffer is not None and not completed:
             settings.setdefault("flatten_data", True)
-        self._settings, self.sync_iter = settings, sync_iter
+        total = settings.get("total_dialog_turns", -1)
+        self.total_frames: float = float("inf") if total < 0 else total
+        self.requested_frames_per_batch: int = settings["dialog_turns_per_batch"]
+        self.sync_iter = sync_iter
         self._pushes = 0
         options = {"num_cpus": 1, "num_gpus": 0} | dict(remote_config or {})
         options |= {
@@ -86,13 +89,12 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
     @property
     def dialog_turns_per_batch(self) -> int:
         """Number of turns of a batch, as it was given; the actor's collector may round it up."""
-        return self._settings["dialog_turns_per_batch"]  # type: ignore[no-any-return]
+        return self.requested_frames_per_batch
 
     @property
     def total_dialog_turns(self) -> float:
         """Number of turns after which no batch begins."""
-        total = self._settings.get("total_dialog_turns", -1)
-        return float("inf") if total < 0 else total
+        return self.total_frames
 
     # -- policy and versions ----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.on_demand, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_replicas_sample_and_load_verified_weights(tmp_path: Path):
     vllm = pytest.importorskip("vllm", reason="scripts/cpu_engines installs vllm")
     model, trained = save_tiny_model(tmp_path, "qwen3"), tiny_model("qwen3", seed=3)
-    options = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2, "threads": 1}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2, "threads": 1}
     args = vllm.AsyncEngineArgs(model=model, max_model_len=64, enforce_eager=True)
     with Cluster(), AsyncVLLM.from_pretrained(model, num_replicas=2, compile=False, **options) as service:
         params = vllm.SamplingParams(max_tokens=3, logprobs=1, ignore_eos=True)
