@@ -33,7 +33,7 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
     loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False))
     buffer = ReplayBuffer(storage=LazyStackStorage(rows), sampler=SamplerWithoutReplacement(), batch_size=rows // 2)
     buffer.append_transform(MCAdvantage(SAMPLES, prompt_key="question"))
-    data: dict[str, Any] = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": start}
+    data: dict[str, Any] = {"system_prompt": "", "num_envs": rows, "repeats": SAMPLES, "seed": start}
     with LLMCollector(
         GSM8KEnv(dataset=problems(4_000, SEED + 1, "train"), **data),
         policy_factory=lambda: TransformersWrapper(copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=SAMPLING),
@@ -64,7 +64,7 @@ def accuracy(policy: Any) -> float:
     """Return the fraction of held-out problems that greedy decoding answers correctly."""
     held_out = problems(128, SEED + 2, "validation")
     greedy = policy.get_new_version(generate_kwargs={**SAMPLING, "temperature": 0.0})
-    env = GSM8KEnv(dataset=held_out, shuffle=False, system_prompt=None, num_envs=len(held_out))
+    env = GSM8KEnv(dataset=held_out, shuffle=False, system_prompt="", num_envs=len(held_out))
     return float(env.rollout(1, greedy)["next", "success"].float().mean())
 
 

@@ -189,7 +189,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     ),
     "python examples/torchrl/": (
         files_and_options,
-        covered_by("tests/integration/tensordict/test_torchrl_scripts.py"),
+        same_program_as("tests/integration/tensordict/test_torchrl_scripts.py", "with fewer steps"),
     ),
     "python examples/tensordict_grpo/": (
         files_and_options,
@@ -328,7 +328,7 @@ def test_python_pages_are_executed_by_tests():
 
 def test_fenced_languages_are_known():
     found = {language for page in ("",) for language in _languages()}
-    assert found <= {"bash", "python", "yaml", "json", "text"}, (
+    assert found <= {"bash", "diff", "python", "yaml", "json", "text"}, (
         "check blocks of this language here, or mark them as text"
     )
 

@@ -70,7 +70,7 @@ def test_llm_collector_runs_several_workers(made: Callable[..., EnvBase]):
     ) as collector:
         assert set(collector) == {None}
     rows = buffer.sample()
-    assert len(buffer) == 8 and rows["policy_version"].tolist() == [0] * 4
+    assert 8 <= len(buffer) < 8 + 2 and rows["policy_version"].tolist() == [0] * 4
     assert all(row["history"].full.content[-1] == "ok" for row in rows.unbind(0))
 
 
