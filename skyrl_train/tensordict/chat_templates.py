@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchrl.data.llm.history import (
@@ -20,31 +20,24 @@ Messages = list[dict[str, Any]]
 Parser = Callable[[str, Any], Messages]
 """Function (text, tokenizer or None) that parses a rendered text; the list is empty if no turn is recognized."""
 
-_LLAMA4 = (
-    TEMPLATES["llama3"]
-    .replace("<|start_header_id|>", "<|header_start|>")
-    .replace("<|end_header_id|>", "<|header_end|>")
-    .replace("<|eot_id|>", "<|eot|>")
-)
-_USER_AND_SYSTEM = (
+_FALCON = (
+    "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] | trim + '\n\n' }}"
     "{% elif message['role'] == 'system' %}{{ message['content'] | trim + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] | trim + END }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 NAMED_TEMPLATES = {
     **TEMPLATES,
     "chatml_format": TEMPLATES["chatml"],
     "qwen": "{% if messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}" + TEMPLATES["chatml"],
-    "llama4": _LLAMA4,
+    "llama4": re.sub(r"(start|end)_header_id", r"header_\1", TEMPLATES["llama3"]).replace("eot_id", "eot"),
     "dialogpt": "{% for message in messages %}{% if message['role'] != ('assistant' if loop.index0 % 2 else 'user') %}"
     "{{ raise_exception('DialoGPT knows only turns of user and assistant, in turn') }}{% endif %}"
     "{{ message['content'] + eos_token }}{% endfor %}",
-    "falcon": "{% for message in messages %}" + _USER_AND_SYSTEM + "{% elif message['role'] == 'assistant' %}"
-    "{{ 'Assistant: ' + message['content'] | trim + '\n\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
-    "deepseek": "{{ bos_token or '' }}{% for message in messages %}" + _USER_AND_SYSTEM + ""
-    "{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] | trim + eos_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+    "falcon": _FALCON.replace("END", "'\n\n'"),
+    "deepseek": "{{ bos_token or '' }}" + _FALCON.replace("END", "eos_token"),
 }
 """Templates by name. "llama" is the Llama 4 or the Llama 3 template, depending on the tokenizer's control tokens."""
 
@@ -68,9 +61,7 @@ def add_chat_template(
         ConfigError: The name already has another template.
     """
     if template_name in {*NAMED_TEMPLATES, "llama"} or (ADDED_TEMPLATES.get(template_name, template) != template):
-        raise ConfigError(
-            f"template_name={template_name!r} is already the name of another template. Choose a new name."
-        )
+        raise ConfigError(f"template_name={template_name!r} is the name of another template. Choose a new name.")
     ADDED_TEMPLATES[template_name] = template
     if inverse_parser is not None:
         ADDED_PARSERS[template_name] = inverse_parser
@@ -101,7 +92,7 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
         )
         name = "chatml"
     if name == "llama":
-        name = "llama4" if _has_token(tokenizer, "<|header_start|>") else "llama3"
+        name = "llama4" if "<|header_start|>" in tokenizer.get_vocab() else "llama3"
     known = {**ADDED_TEMPLATES, **NAMED_TEMPLATES}
     if name not in known:
         raise ConfigError(f"chat_template_name={name!r} is not one of {sorted(known)}; see add_chat_template.")
@@ -117,10 +108,7 @@ def name_from_keywords(tokenizer: Any) -> str | None:
 
 
 def parse_text(text: str, name: str | None, tokenizer: Any) -> Any:
-    """Parse a rendered text into messages with "is_complete", or a History from a user's parser.
-
-    See `History.from_text`.
-    """
+    """Parse a rendered text into messages, or a History from a user's parser; see `History.from_text`."""
     name = name or name_from_keywords(tokenizer)
     if name is None:
         messages = PARSERS["chatml"](text, tokenizer) or PARSERS["llama"](text, tokenizer)
@@ -133,10 +121,6 @@ def parse_text(text: str, name: str | None, tokenizer: Any) -> Any:
     if messages is None or not len(messages):
         raise RuntimeError(f"No turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
     return messages
-
-
-def _has_token(tokenizer: Any, token: str) -> bool:
-    return token in tokenizer.get_vocab()
 
 
 def _message(role: str, content: str, is_complete: bool) -> dict[str, Any]:
@@ -166,20 +150,18 @@ def _parse_dialogpt(text: str, tokenizer: Any) -> Messages:
 _SPEAKER = re.compile(r"(?:\A|(?<=\n\n))(User|Assistant):")
 
 
-def _paragraphs(text: str, end: str) -> Iterator[dict[str, Any]]:
-    """Yield the turns of a text in which "User:" or "Assistant:" begins a turn; text before the first is the system's.
+def _paragraphs(text: str, tokenizer: Any = None) -> Messages:
+    """Return the turns of a text in which "User:" or "Assistant:" begins a turn; text before the first is the system's.
 
     A paragraph of a message that begins with one of these words cannot be told from a turn.
     """
     pieces = _SPEAKER.split(text)
-    named = [("system", pieces[0]), *zip((role.lower() for role in pieces[1::2]), pieces[2::2], strict=True)]
-    for role, content in named:
-        if role != "system" or content:
-            yield _message(role, content.removesuffix(end).removeprefix(" "), content.endswith(end))
-
-
-def _parse_falcon(text: str, tokenizer: Any) -> Messages:
-    return list(_paragraphs(text, "\n\n"))
+    named = zip(("system", *map(str.lower, pieces[1::2])), pieces[::2], strict=True)
+    return [
+        _message(role, content.removesuffix("\n\n").removeprefix(" "), content.endswith("\n\n"))
+        for role, content in named
+        if role != "system" or content
+    ]
 
 
 def _parse_deepseek(text: str, tokenizer: Any) -> Messages:
@@ -187,7 +169,7 @@ def _parse_deepseek(text: str, tokenizer: Any) -> Messages:
     *ended, rest = _end_of_text(tokenizer).split(text)
     messages = []
     for part, has_end in [*((part, True) for part in ended), (rest, False)]:
-        for message in _paragraphs(part, "\n\n") if part else ():
+        for message in _paragraphs(part):
             answers = message["role"] == "assistant"
             messages.append({**message, "is_complete": has_end} if answers else message)
     return messages
@@ -200,6 +182,6 @@ PARSERS: dict[str, Parser] = {
     "llama4": _delimited(r"<\|header_start\|>(\w+)<\|header_end\|>\n\n(.*?)(<\|eot\|>|\Z)"),
     "llama": lambda text, tokenizer: PARSERS["llama3"](text, tokenizer) or PARSERS["llama4"](text, tokenizer),
     "dialogpt": _parse_dialogpt,
-    "falcon": _parse_falcon,
+    "falcon": _paragraphs,
     "deepseek": _parse_deepseek,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,15 +85,9 @@ class History(TorchRLHistory):  # type: ignore[misc]
         return chat
 
     def append(self, history: History, inplace: bool = True, dim: int = -1) -> History:
-        """Append one message to every conversation and return the result.
+        """Append one message to every conversation; otherwise like `extend`.
 
-        Args:
-            history: The messages, with one dimension fewer than `self`.
-            inplace: True changes `self` and returns it; False leaves it unchanged.
-            dim: Dimension of the turns; -1 is the last one.
-
-        Raises:
-            RuntimeError: `history` does not have exactly one dimension fewer than `self`.
+        Raises RuntimeError if `history` does not have exactly one dimension fewer than `self`.
         """
         if history.ndim != self.ndim - 1:
             raise RuntimeError(
@@ -102,15 +97,9 @@ class History(TorchRLHistory):  # type: ignore[misc]
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
-        """Append the messages of another History and return the result.
+        """Append the turns (dimension `dim`) of a History of this class or of TorchRL's, and return the result.
 
-        Args:
-            history: A History of this class or of TorchRL's, with the same number of dimensions as `self`.
-            inplace: True changes `self` and returns it; False leaves it unchanged.
-            dim: Dimension of the turns.
-
-        Raises:
-            RuntimeError: The numbers of dimensions differ, or are 0.
+        With `inplace`, it is `self`, changed. Raises RuntimeError if the numbers of dimensions differ, or are 0.
         """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(
@@ -170,9 +159,7 @@ class History(TorchRLHistory):  # type: ignore[misc]
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
         chats, shape = [rendered_form(one.to_chats()) for one in _conversations(self)], self.batch_size[:-1]
         if return_tensors not in (None, "pt"):
-            raise ConfigError(
-                f"return_tensors={return_tensors!r} is not supported. Use 'pt' or None: ids are torch tensors."
-            )
+            raise ConfigError(f"return_tensors={return_tensors!r} is not 'pt' or None: ids are torch tensors.")
         if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
             mode = "continue" if continue_final_message else "open" if add_generation_prompt else "closed"
             return _nested([render_text(tokenizer, chat, options, mode=mode) for chat in chats], shape, list)
@@ -183,11 +170,13 @@ class History(TorchRLHistory):  # type: ignore[misc]
                 "continue_final_message=True cannot be combined with return_assistant_tokens_mask=True: a message to "
                 "be continued has no mask. Leave one of them out."
             )
-        if continue_final_message:
-            continued = (render_prompt(tokenizer, chat, options, continue_final_message=True) for chat in chats)
-            rows: list[tuple[list[int], list[bool]]] = [(ids, []) for ids in continued]
+        if return_assistant_tokens_mask:
+            rows = [_with_mask(tokenizer, chat, options, add_generation_prompt) for chat in chats]
+        elif continue_final_message or add_generation_prompt:
+            opened = partial(render_prompt, tokenizer, continue_final_message=continue_final_message)
+            rows = [(opened(chat, options), []) for chat in chats]
         else:
-            rows = [_encoded(tokenizer, c, options, add_generation_prompt, return_assistant_tokens_mask) for c in chats]
+            rows = [(render_messages(tokenizer, chat, options), []) for chat in chats]
         found = _tensors(rows, tokenizer, padding, return_assistant_tokens_mask)
         if return_dict or return_assistant_tokens_mask:
             return _nested(found, shape, lazy_stack)
@@ -262,16 +251,10 @@ def _nested(items: list[Any], shape: Sequence[int], stack: Callable[[list[Any]],
     return stack([_nested(items[i * step : (i + 1) * step], shape[1:], stack) for i in range(shape[0])])
 
 
-def _encoded(
-    tokenizer: Any, messages: list[Any], options: dict[str, Any], add_generation_prompt: bool, masked: bool
-) -> tuple[list[int], list[bool]]:
-    if not masked and add_generation_prompt:
-        return render_prompt(tokenizer, messages, options, continue_final_message=False), []
-    if not masked:
-        return render_messages(tokenizer, messages, options), []
+def _with_mask(tokenizer: Any, messages: list[Any], options: dict[str, Any], header: bool) -> Any:
     ids, mask = render_conversation(tokenizer, messages, options)
-    header = render_generation_prompt(tokenizer, messages, options) if add_generation_prompt else []
-    return ids + header, mask + [False] * len(header)
+    end = render_generation_prompt(tokenizer, messages, options) if header else []
+    return ids + end, mask + [False] * len(end)
 
 
 def _tensors(rows: Any, tokenizer: Any, padding: bool, masked: bool) -> list[TensorDict]:

@@ -9,7 +9,6 @@ Legend: B sequences, L positions of the widest row, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,14 +61,9 @@ class TokenLayout:
 
     @classmethod
     def of(cls, tokens: Column, attention: Column | None) -> TokenLayout:
-        """Make the layout of tokens.
+        """Make the layout of a rectangle [B, L] or of rows; without `attention` (of the same form), all tokens count.
 
-        Args:
-            tokens: Tokens as a rectangle [B, T] or as rows of different lengths.
-            attention: Attention mask of the same form; None if all tokens count.
-
-        Raises:
-            ValueError: The mask has another shape than the tokens.
+        Raises ValueError if the mask has another shape than the tokens.
         """
         rows = list(tokens)
         widths = tuple(len(row) for row in rows)
@@ -93,8 +87,8 @@ class TokenLayout:
         ids = self.sequence_ids
         return torch.cat([ids.new_ones(1), ids.diff()])[: len(ids)].bool()
 
-    def rectangle(self, values: Column, name: Key, fill: float = 0) -> Tensor:
-        """Return token-level values as a rectangle [B, L], with `fill` in padding; drop a trailing dimension of 1.
+    def rectangle(self, values: Column, name: Key) -> Tensor:
+        """Return token-level values as a rectangle [B, L], with 0 in padding; drop a trailing dimension of 1.
 
         A row must have either all positions of its tokens' row, or only those that are not padding. Raises ValueError,
         naming `name`, for any other shape.
@@ -107,27 +101,19 @@ class TokenLayout:
             raise ValueError(f"{name!r} has shape {list(values.shape)}; tokens have {list(self.present.shape)}.")
         if len(values) != len(self.widths):
             raise ValueError(f"{name!r} has {len(values)} rows; tokens have {len(self.widths)}.")
-        rows = [self._row(index, row.reshape(-1), name, fill) for index, row in enumerate(values)]
+        rows = [self._row(index, row.reshape(-1), name) for index, row in enumerate(values)]
         return torch.stack(rows) if rows else self.present.new_zeros(self.present.shape)
 
-    def _row(self, index: int, row: Tensor, name: Key, fill: float) -> Tensor:
+    def _row(self, index: int, row: Tensor, name: Key) -> Tensor:
         if len(row) == self.widths[index]:
-            return pad(row, (self.present.shape[1] - len(row), 0), value=fill)
+            return pad(row, (self.present.shape[1] - len(row), 0))
         present = self.present[index]
         if len(row) == int(present.sum()):
-            return torch.full_like(present, fill, dtype=row.dtype).index_put((present,), row)
+            return torch.zeros_like(present, dtype=row.dtype).index_put((present,), row)
         raise ValueError(f"{name!r} has {len(row)} values in row {index}; its tokens have {self.widths[index]}.")
 
     def flat(self, values: Column, name: Key) -> Tensor:
-        """Return token-level values as a flat tensor [T].
-
-        Args:
-            values: The values as a rectangle [B, L] or as rows of different lengths.
-            name: Key of the values, for errors.
-
-        Raises:
-            ValueError: The values have other lengths than the tokens.
-        """
+        """Return token-level values as a flat tensor [T]. Raises like `rectangle`."""
         return self.rectangle(values, name)[self.present]
 
     def spread(self, values: Column, name: Key) -> Tensor:
@@ -166,8 +152,3 @@ class TokenLayout:
                     "Give the assistant mask and masking_strategy='rlhf'."
                 )
         return result[self.present]
-
-
-def stacked(rows: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Stack rows into one tensordict [B], which shares their tensors; entries written into it do not reach the rows."""
-    return lazy_stack([row.copy() for row in rows])

@@ -6,15 +6,16 @@ import logging
 import queue as queues
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
+from skyrl_train.tensordict.wrappers.weight_sync import Source
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ class Buffer(Protocol):
     def extend(self, tensordict: TensorDictBase, /) -> Any: ...
 
 
-class Delivery:
-    """A mixin for collectors that delivers their batches: yielded, or to a `replay_buffer` or `queue`.
+class Delivery(TorchRLCollector):  # type: ignore[misc]
+    """A base class of collectors that delivers their batches: yielded, or to a `replay_buffer` or `queue`.
 
     Iterating yields batches until there are no more, or None for each batch that is delivered elsewhere.
 
@@ -40,18 +41,15 @@ class Delivery:
 
     The thread waits at most `timeout` seconds for an update or for room in the queue; then DeadlineExceeded ends it.
     However it ends, the queue gets a None after the last row.
+
+    Subclasses define `rollout`, `_updates()` (number of the policy's updates so far), `_push(weights, worker_ids)` and
+    `_release(close_env)`, which closes what the collector made.
     """
 
     postproc: Postproc | None
-    post_collect_hook: Any
 
     def deliver_to(self, replay_buffer: Buffer | None, queue: Any, max_staleness: int | None, timeout: float) -> None:
-        """Set where batches go; called once, by the constructor.
-
-        Raises:
-            RuntimeError: Both a buffer and a queue are given.
-            ConfigError: `max_staleness` or `timeout` is out of range.
-        """
+        """Set where batches go. Raises RuntimeError for both a buffer and a queue, ConfigError for a wrong number."""
         if replay_buffer is not None and queue is not None:
             raise RuntimeError("A collector got both a replay_buffer and a queue. Give only one of them.")
         if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
@@ -67,28 +65,12 @@ class Delivery:
         self._failure: BaseException | None = None
         self.closed = False
 
-    def rollout(self) -> TensorDictBase | None:
-        """Collect one batch without delivering it; None after the last one, or if stopped."""
-        raise NotImplementedError
-
-    def _updates(self) -> int:
-        """Return the number of updates of the policy so far."""
-        raise NotImplementedError
-
-    def _release(self, close_env: bool) -> None:
-        """Close the resources that the collector made."""
-        raise NotImplementedError
-
     def _interrupt(self) -> None:
         """Make the thread's current rollout end soon."""
         self._stopping.set()
 
     def set_postproc(self, postproc: Postproc) -> None:
-        """Set the function that is applied to every batch before the collector delivers it.
-
-        Raises:
-            RuntimeError: The collector already has such a function.
-        """
+        """Set the function that is applied to every batch first. Raises RuntimeError if there is one."""
         if self.postproc is not None:
             raise RuntimeError("The collector already has a postproc. Make another collector.")
         self.postproc = postproc
@@ -97,13 +79,7 @@ class Delivery:
         return self.iterator()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Iterate over batches until the last one or `shutdown`.
-
-        It yields None for a batch that went into the buffer or queue.
-
-        Raises:
-            RuntimeError: The thread of `start` is running, or the collector was shut down.
-        """
+        """Iterate as the class says. Raises RuntimeError after `shutdown`, or while the thread of `start` runs."""
         while True:
             self._check_usable()
             batch = self.rollout()
@@ -120,8 +96,50 @@ class Delivery:
         """Return the next batch; None if it was delivered elsewhere, or if there is none."""
         return next(self.iterator(), None)
 
+    def is_initialized(self) -> bool:
+        """True: the constructor has waited for everything."""
+        return True
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Source | None = None,
+        *,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights: Source | None = None,
+        policy: Source | None = None,
+        weights_dict: Mapping[str, Source] | None = None,
+    ) -> None:
+        """Push weights to the policy. Blocks until the current turn ends and the weights have arrived.
+
+        Give a module, a wrapper, or tensors by name in at most one of four ways: `policy_or_weights`, `weights`,
+        `policy`, or `weights_dict={"policy": ...}`. Without any, the updater pushes those of its own source. Without an
+        updater, weights are copied into a policy that is a module.
+
+        Args:
+            policy_or_weights, weights, policy, weights_dict: The weights.
+            worker_ids: Engines that get the weights, for the updater; None for all.
+            model_id: Only "policy" or None, because a collector has one model.
+
+        Raises:
+            ConfigError: There is no updater, or the weights are given twice or for another model.
+            Exception: The error that ended the thread of `start`.
+        """
+        self._check_open()
+        if model_id not in (None, "policy"):
+            raise ConfigError(f"model_id={model_id!r} is unknown; a collector has one model, 'policy'.")
+        if weights_dict is not None and set(weights_dict) != {"policy"}:
+            raise ConfigError(f"weights_dict has keys {sorted(weights_dict)}; a collector has one model, 'policy'.")
+        nested = None if weights_dict is None else weights_dict["policy"]
+        given = [one for one in (policy_or_weights, weights, policy, nested) if one is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                "Weights were given more than once. Use one of policy_or_weights, weights=, policy= or weights_dict=."
+            )
+        self._push(given[0] if given else None, worker_ids)
+
     def start(self) -> None:
-        """Collect in a thread, into the replay buffer or the queue, until there are no more batches or `shutdown`.
+        """Collect in a thread, until there are no more batches or `shutdown`.
 
         Raises RuntimeError without a replay buffer or queue, if the thread already runs, or after `shutdown`.
         """
@@ -166,22 +184,13 @@ class Delivery:
                 self._release(close_env)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the thread, as `shutdown` does; this is TorchRL's name for it after `start`.
-
-        Args:
-            timeout: Seconds to wait for the thread; None for the collector's `timeout`.
-            close_env: False keeps the environment open.
-
-        Raises:
-            DeadlineExceeded: The thread did not end in time.
-            Exception: The error that ended the thread earlier.
-        """
+        """Call `shutdown`; this is TorchRL's name for it after `start`."""
         self.shutdown(timeout, close_env)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.shutdown()
 
     def __del__(self) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
-from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 from torchrl.envs import AsyncEnvPool, Compose, EnvBase, TransformedEnv
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
-from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
+from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc, TorchRLCollector
 from skyrl_train.tensordict.collectors.weight_updaters import WeightUpdaterBase
-from skyrl_train.tensordict.envs.versions import PolicyVersion, Version
+from skyrl_train.tensordict.envs.versions import PolicyVersion
 from skyrl_train.tensordict.ragged import flattened, rows_of
 from skyrl_train.tensordict.wrappers.weight_sync import Source
 
@@ -28,7 +27,7 @@ MAX_TOO_LONG = 100
 """Number of consecutive times that first prompts beyond the model's context are replaced before an error."""
 
 
-class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
+class LLMCollector(Delivery):
     """A collector of batches of turns: the observation, the policy's answer, "next", and the version that answered.
 
     - default: [B, T], the environment's rows and the number of steps that gives `dialog_turns_per_batch` turns; a row
@@ -86,32 +85,21 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         max_staleness: int | None = None,
         timeout: float = 600.0,
     ):
-        completed = check_yields(
-            dialog_turns_per_batch,
-            total_dialog_turns,
-            completed=yield_completed_trajectories,
-            only_last=yield_only_last_steps,
-            flatten_data=flatten_data,
-            reset_at_each_iter=reset_at_each_iter,
-        )
-        if (policy is None) == (policy_factory is None):
-            raise ConfigError("LLMCollector needs exactly one of policy and policy_factory.")
+        settings: dict[str, Any] = {
+            "policy": policy,
+            "policy_factory": policy_factory,
+            "dialog_turns_per_batch": dialog_turns_per_batch,
+            "total_dialog_turns": total_dialog_turns,
+            "yield_only_last_steps": yield_only_last_steps,
+            "yield_completed_trajectories": yield_completed_trajectories,
+            "flatten_data": flatten_data,
+            "reset_at_each_iter": reset_at_each_iter,
+        }
+        check_settings(settings)
         self.deliver_to(replay_buffer, queue, max_staleness, timeout)
         super().__init__(
-            env,
-            policy=policy,
-            policy_factory=policy_factory,
-            dialog_turns_per_batch=dialog_turns_per_batch or 1,
-            yield_only_last_steps=yield_only_last_steps,
-            yield_completed_trajectories=completed,
-            postproc=postproc,
-            total_dialog_turns=total_dialog_turns,
-            async_envs=async_envs,
-            reset_at_each_iter=reset_at_each_iter,
-            verbose=verbose,
+            env, postproc=postproc, async_envs=async_envs, replay_buffer=replay_buffer, verbose=verbose, **settings
         )
-        self.replay_buffer = replay_buffer
-        self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.track_traj_ids = False
         self.records_version = bool(track_policy_version)
         self.policy_version_tracker = self._version_tracker(track_policy_version)
@@ -126,6 +114,10 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         self._acted_at: dict[tuple[int, int], int] = {}
         """Row -> number of updates before its latest turn."""
         self._ended: list[tuple[int, list[TensorDictBase]]] = []
+        self._trajectory_ids: dict[tuple[int, int], int] = {}
+        """Row -> number of the trajectory that it runs, which batches have under ("collector", "traj_ids")."""
+        self._begun = 0
+        """Number of trajectories that have begun."""
         self._running = 0
         """Number of environments of an AsyncEnvPool that run a step."""
         self.weight_updater = WeightUpdaterBase.made(weight_updater, self.policy)
@@ -137,52 +129,17 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
 
     # -- policy and versions ----------------------------------------------------------------------------------------
 
-    @property
-    def policy_version(self) -> Version:
-        """Version of the policy: the number of updates, or a uuid if its PolicyVersion uses uuids."""
-        return self.policy_version_tracker.version  # type: ignore[no-any-return]
-
     def increment_version(self) -> None:
         """Record that the policy has new weights; an updater calls it itself."""
         with self.no_sampling():
             self.policy_version_tracker.increment_version()
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Source | None = None,
-        *,
-        worker_ids: Any = None,
-        model_id: str | None = None,
-        weights: Source | None = None,
-        policy: Source | None = None,
-        weights_dict: Mapping[str, Source] | None = None,
-    ) -> None:
-        """Push weights to the policy. Blocks until the current turn ends and the weights have arrived.
-
-        Give the weights in at most one of four ways. Without any, the updater pushes those of its own source. Without
-        an updater, weights are copied into a policy that is a module.
-
-        Args:
-            policy_or_weights: Module, wrapper, or tensors by name.
-            worker_ids: Engines that get the weights, for the updater; None for all.
-            model_id: Only "policy" or None, because a collector has one model.
-            weights: The same as `policy_or_weights`.
-            policy: The same as `policy_or_weights`.
-            weights_dict: {"policy": weights}.
-
-        Raises:
-            ConfigError: There is no updater, or the weights are given twice or for another model.
-            Exception: The error that ended the thread of `start`.
-        """
-        self._check_open()
-        chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
+    def _push(self, weights: Source | None, worker_ids: Any) -> None:
         if self.weight_updater is not None:
-            self.weight_updater.push_weights(chosen, worker_ids)
+            self.weight_updater.push_weights(weights, worker_ids)
         elif isinstance(self.policy, nn.Module) and next(self.policy.parameters(), None) is not None:
             with self.no_sampling():
-                super().update_policy_weights_(
-                    TensorDict.from_module(chosen) if isinstance(chosen, nn.Module) else chosen
-                )
+                TorchRLCollector.update_policy_weights_(self, _as_tensordict(weights))
         else:
             raise ConfigError(
                 f"No weight updater is known for {type(self.policy).__name__}. Give the collector a weight_updater."
@@ -253,7 +210,7 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
                 if self._frames < self.total_frames or not self._running:
                     self._running += self._root.shape[0]
                     self.env.async_step_and_maybe_reset_send(self._act(self._root))
-                step, following = self.env.async_step_and_maybe_reset_recv()
+                step, following = self._received(self.env.async_step_and_maybe_reset_recv, 1)
                 self._running -= step.shape[0]
             self._root = self._observed(step, following).copy()
             for place, row in zip(self._places(step), rows_of(step), strict=True):
@@ -296,13 +253,27 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
                 self._acted_at |= dict.fromkeys(self._places(root), self._updates())
             acted = _merged(root, self.policy(root))
         self._frames += root.numel()
-        return _with_version(acted, version) if self.records_version else acted
+        if self.records_version:
+            size = acted.batch_size
+            value = torch.full(size, version) if isinstance(version, int) else NonTensorData(version).expand(size)
+            acted.set("policy_version", value)
+        return acted
 
     def _observed(self, step: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         """Complete the record of a step; return the next observations, all of which leave the model room."""
         if self.records_version:
             step.set(("next", "policy_version"), step.get("policy_version"))
-        return self._room(step, following)
+        places = self._places(step)
+        for place in places:
+            if place not in self._trajectory_ids:
+                self._trajectory_ids[place], self._begun = self._begun, self._begun + 1
+        ids = torch.tensor([self._trajectory_ids[place] for place in places])
+        step.set(("collector", "traj_ids"), ids.reshape(step.batch_size))
+        observations = self._room(step, following)
+        for place, done in zip(places, step["next", "done"].reshape(len(places), -1).any(-1), strict=True):
+            if done:
+                del self._trajectory_ids[place]
+        return observations
 
     def _room(self, step: TensorDictBase | None, roots: TensorDictBase) -> TensorDictBase:
         """Begin other episodes in rows whose prompt leaves the model no room, and return their observations, too.
@@ -338,7 +309,7 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
         for index in chosen:
             envs[index].set("_reset", places[index].reshape(envs[index]["done"].shape))
         self.env.async_reset_send(lazy_stack([envs[index] for index in chosen]))
-        begun = self.env.async_reset_recv(min_get=len(chosen))
+        begun = self._received(self.env.async_reset_recv, len(chosen))
         for index, env in zip(chosen, begun.unbind(0), strict=True):  # both are in the order of the environments
             envs[index] = env
         return lazy_stack(envs)
@@ -353,10 +324,17 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
     def _forget(self) -> None:
         """Discard the current episodes: the next turn begins new ones."""
         self._root = None
-        self._trajectories, self._ended = {}, []
-        if self._running:
-            self.env.async_step_and_maybe_reset_recv(min_get=self._running)
-            self._running = 0
+        self._trajectories, self._trajectory_ids, self._ended = {}, {}, []
+        running, self._running = self._running, 0
+        if running:
+            self._received(self.env.async_step_and_maybe_reset_recv, running)
+
+    def _received(self, receive: Callable[..., Any], count: int) -> Any:
+        """Return what at least `count` environments of a pool send. Raises DeadlineExceeded after `timeout` seconds."""
+        try:
+            return receive(min_get=count, timeout=self.timeout)
+        except TimeoutError:
+            raise DeadlineExceeded("an environment of the AsyncEnvPool", self.timeout) from None
 
     def _updates(self) -> int:
         return len(self.policy_version_tracker.version_history) - 1
@@ -398,63 +376,40 @@ class LLMCollector(Delivery, TorchRLCollector):  # type: ignore[misc]
                 closing.callback(self.weight_updater.close)
 
 
-def check_yields(
-    turns: int | None,
-    total: int,
-    *,
-    completed: bool | None,
-    only_last: bool | None,
-    flatten_data: bool | None,
-    reset_at_each_iter: bool,
-) -> bool:
-    """Return True if complete trajectories are yielded.
+def _as_tensordict(weights: Source | None) -> TensorDictBase:
+    """Return the weights of a module, or tensors by name, in the form of TensorDict.from_module."""
+    if weights is None:
+        raise ConfigError("Give update_policy_weights_ a model or its tensors: the policy has no weight updater.")
+    if isinstance(weights, nn.Module):
+        return TensorDict.from_module(weights)
+    return weights if isinstance(weights, TensorDictBase) else TensorDict(dict(weights)).unflatten_keys(".")
 
-    Raises TypeError for settings that contradict each other, ConfigError for wrong numbers of turns (`turns` per batch,
-    `total`).
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Set whether complete trajectories are yielded.
+
+    Raises TypeError for settings that contradict each other, ConfigError for wrong numbers of turns or of policies.
     """
+    completed, only_last = settings["yield_completed_trajectories"], settings["yield_only_last_steps"]
+    flatten_data, turns = settings["flatten_data"], settings["dialog_turns_per_batch"]
+    total = settings["total_dialog_turns"]
+    if (settings["policy"] is None) == (settings["policy_factory"] is None):
+        raise ConfigError("A collector needs exactly one of policy and policy_factory.")
     if only_last and completed is False:
-        raise TypeError(
-            "yield_only_last_steps=True needs completed trajectories. Leave yield_completed_trajectories=False out."
-        )
+        raise TypeError("yield_only_last_steps=True needs completed trajectories: omit yield_completed_trajectories.")
     if only_last and flatten_data is not None:
         raise TypeError(f"flatten_data={flatten_data} cannot be used with yield_only_last_steps=True: rows are flat.")
-    if only_last and reset_at_each_iter:
-        raise TypeError(
-            "reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for. Set one of "
-            "them to False."
-        )
-    completed = bool(completed or only_last)
+    if only_last and settings["reset_at_each_iter"]:
+        raise TypeError("reset_at_each_iter=True would end the trajectories that yield_only_last_steps=True waits for.")
+    settings["yield_completed_trajectories"] = completed = bool(completed or only_last)
     if completed and flatten_data is False:
-        raise TypeError(
-            "flatten_data=False cannot be used with complete trajectories, which differ in length. Leave it out."
-        )
+        raise TypeError("Omit flatten_data=False: complete trajectories, which differ in length, are always flat.")
     if turns is None and not completed:
         raise ConfigError("dialog_turns_per_batch is required, except with yield_completed_trajectories=True.")
     if turns is not None and (type(turns) is not int or turns < 1):
         raise ConfigError(f"dialog_turns_per_batch={turns!r}: give an integer of at least 1.")
     if type(total) is not int or (total < 1 and total != -1):
         raise ConfigError(f"total_dialog_turns={total!r}: give an integer of at least 1, or -1 for no limit.")
-    return completed
-
-
-def one_source(
-    policy_or_weights: Any, weights: Any, policy: Any, weights_dict: Mapping[str, Any] | None, model_id: str | None
-) -> Any:
-    """Return the weights that a call gave in one of four ways, or None.
-
-    Raises ConfigError if they are given more than once, or for another model than "policy".
-    """
-    if model_id not in (None, "policy"):
-        raise ConfigError(f"model_id={model_id!r} is unknown; a collector has one model, 'policy'.")
-    if weights_dict is not None and set(weights_dict) != {"policy"}:
-        raise ConfigError(f"weights_dict has the keys {sorted(weights_dict)}, but a collector has one model, 'policy'.")
-    nested = None if weights_dict is None else weights_dict["policy"]
-    given = [one for one in (policy_or_weights, weights, policy, nested) if one is not None]
-    if len(given) > 1:
-        raise ConfigError(
-            "Weights were given more than once. Use one of policy_or_weights, weights=, policy= or weights_dict=."
-        )
-    return given[0] if given else None
 
 
 def _merged(root: TensorDictBase, answer: TensorDictBase | None) -> TensorDictBase:
@@ -472,9 +427,3 @@ def _merged(root: TensorDictBase, answer: TensorDictBase | None) -> TensorDictBa
         return root.copy().update(answer)
     rows = zip(root.unbind(0), answer.unbind(0), strict=True)
     return lazy_stack([row.copy().update(added) for row, added in rows])
-
-
-def _with_version(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
-    size = tensordict.batch_size
-    value = torch.full(size, version) if isinstance(version, int) else NonTensorData(version).expand(size)
-    return tensordict.set("policy_version", value)

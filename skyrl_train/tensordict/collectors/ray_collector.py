@@ -14,8 +14,8 @@ from torchrl.collectors.llm import RayLLMCollector as TorchRLRayCollector
 from skyrl_train.cluster.actors import ActorProxy, spawn_unpinned
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.errors import ConfigError, SkyRLError
-from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
-from skyrl_train.tensordict.collectors.llm_collector import LLMCollector, Policy, check_yields, one_source
+from skyrl_train.tensordict.collectors.delivery import Delivery, TorchRLCollector
+from skyrl_train.tensordict.collectors.llm_collector import LLMCollector, check_settings
 from skyrl_train.tensordict.envs.versions import Version
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.weight_sync import Source, weights_of
@@ -41,43 +41,37 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         self,
         env: Callable[[], Any],
         *,
-        policy: Policy | None = None,
-        policy_factory: Callable[[], Policy] | None = None,
-        dialog_turns_per_batch: int | None = None,
-        postproc: Postproc | None = None,
-        replay_buffer: Buffer | None = None,
-        queue: Any = None,
-        max_staleness: int | None = None,
-        timeout: float = 600.0,
+        sync_iter: bool = True,
         ray_init_config: Mapping[str, Any] | None = None,
         remote_config: Mapping[str, Any] | None = None,
-        sync_iter: bool = True,
         num_cpus: float | None = None,
         num_gpus: float | None = None,
         **settings: Any,
     ):
-        self.deliver_to(replay_buffer, queue, max_staleness, timeout)
-        self.postproc, self._pre_collect_hook, self._post_collect_hook = postproc, None, None
-        settings |= {
-            "env": env,
-            "policy": policy,
-            "policy_factory": policy_factory,
-            "dialog_turns_per_batch": dialog_turns_per_batch,
-            "max_staleness": max_staleness,
-            "timeout": timeout,
-        }
-        completed = _check(settings, sync_iter)
-        if replay_buffer is not None and not completed:
-            settings.setdefault("flatten_data", True)
-        total = settings.get("total_dialog_turns", -1)
+        bound = inspect.signature(LLMCollector).bind(env, **settings)  # TypeError for an unknown argument
+        bound.apply_defaults()
+        settings, self.postproc = bound.arguments, bound.arguments.pop("postproc")
+        buffer, queue = settings.pop("replay_buffer"), settings.pop("queue")
+        self.deliver_to(buffer, queue, settings["max_staleness"], settings["timeout"])
+        check_settings(settings)
+        if hasattr(env, "reset") or not callable(env):
+            raise ConfigError(
+                f"RayLLMCollector makes its environment in the actor: env must be a function, not {env!r:.80}."
+            )
+        if settings["dialog_turns_per_batch"] is None:
+            raise ConfigError("RayLLMCollector needs dialog_turns_per_batch, an integer of at least 1.")
+        if self.max_staleness == 0 and not sync_iter:
+            raise ConfigError("sync_iter=False collects one batch ahead: max_staleness must be at least 1.")
+        if settings["flatten_data"] is None and not settings["yield_completed_trajectories"]:
+            settings["flatten_data"] = buffer is not None
+        total = settings["total_dialog_turns"]
         self.total_frames: float = float("inf") if total < 0 else total
         self.requested_frames_per_batch: int = settings["dialog_turns_per_batch"]
         self.sync_iter = sync_iter
         self._pushes = 0
-        options = {"num_cpus": 1, "num_gpus": 0} | dict(remote_config or {})
-        options |= {
-            name: value for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if value is not None
-        }
+        options = {"num_cpus": 1, "num_gpus": 0, **(remote_config or {})}
+        given = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        options |= {name: value for name, value in given.items() if value is not None}
         self._cluster = Cluster(settings=ray_init_config)
         self._cluster.connect()
         try:
@@ -86,15 +80,8 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
             self._cluster.__exit__(None, None, None)
             raise
 
-    @property
-    def dialog_turns_per_batch(self) -> int:
-        """Number of turns of a batch, as it was given; the actor's collector may round it up."""
-        return self.requested_frames_per_batch
-
-    @property
-    def total_dialog_turns(self) -> float:
-        """Number of turns after which no batch begins."""
-        return self.total_frames
+    dialog_turns_per_batch = TorchRLCollector.dialog_turns_per_batch  # as given; the actor's may be rounded up
+    total_dialog_turns = TorchRLCollector.total_dialog_turns
 
     # -- policy and versions ----------------------------------------------------------------------------------------
 
@@ -105,14 +92,6 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         version: Version = self._ask("policy_version")
         return version
 
-    def get_policy_version(self) -> Version:
-        """Return `policy_version`."""
-        return self.policy_version
-
-    def is_initialized(self) -> bool:
-        """True: the constructor waits for the actor."""
-        return True
-
     @property
     def weight_updater(self) -> Any:
         """None: the updater is in the actor, which takes it from the argument `weight_updater`."""
@@ -121,34 +100,16 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
     def init_updater(self, *args: Any, **options: Any) -> None:
         """Call the updater's `init` in the actor."""
         self._check_open()
-        self._ask("init_updater", args, options)
+        self._ask("init_updater", *args, **options)
 
     def increment_version(self) -> None:
         """Record that the policy has new weights; an updater calls it itself."""
         self._check_open()
         self._pushes = self._ask("increment_version")
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Source | None = None,
-        *,
-        worker_ids: Any = None,
-        model_id: str | None = None,
-        weights: Source | None = None,
-        policy: Source | None = None,
-        weights_dict: Mapping[str, Source] | None = None,
-    ) -> None:
-        """Push weights to the engines: send a copy to the actor, whose updater pushes it.
-
-        The arguments are those of `LLMCollector.update_policy_weights_`.
-
-        Raises:
-            ConfigError: The weights are given twice or for another model, or the actor's collector has no updater.
-        """
-        self._check_open()
-        chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
-        tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
-        self._pushes = self._ask("update", tensors, worker_ids)
+    def _push(self, weights: Source | None, worker_ids: Any) -> None:
+        tensors = None if weights is None else {name: tensor.cpu() for name, tensor in weights_of(weights).items()}
+        self._pushes = self._ask("update_policy_weights_", tensors, worker_ids=worker_ids)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -157,6 +118,8 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
 
         Raises DeadlineExceeded if the actor takes longer than `timeout`, WorkerDied if it has died.
         """
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
         ahead = not self.sync_iter and not self.is_running()  # the thread of `start` already works ahead
         batch: TensorDictBase | None = self._ask("take", ahead, self._ahead)
         return batch
@@ -173,13 +136,9 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
     def _start_actor(self, settings: dict[str, Any], options: dict[str, Any]) -> ActorProxy:
         target = f"{_Hosted.__module__}:{_Hosted.__name__}"
         try:
+            name, arguments = "the collector's actor", {"settings": settings}
             actor = spawn_unpinned(
-                self._cluster,
-                target,
-                {"settings": settings},
-                options=options,
-                name="the collector's actor",
-                deadline_s=self.timeout,
+                self._cluster, target, arguments, options=options, name=name, deadline_s=self.timeout
             )
         except TypeError as error:  # Ray's, with a long text about what cannot be pickled
             raise ConfigError(
@@ -189,18 +148,19 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         call(actor.get_attribute("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)
         return actor
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        return call(getattr(self._actor, method)(*args), f"the collector's actor ({method})", self.timeout + 5.0)
+    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
+        work = getattr(self._actor, method)(*args, **options)
+        return call(work, f"the collector's actor ({method})", self.timeout + 5.0)
 
     def _end(self, method: str, *args: Any) -> None:
         """Call a method of the actor at the end; ignore an actor that is gone or hangs."""
         with suppress(SkyRLError):
-            call(getattr(self._actor, method)(*args), method, self.timeout + 5.0)
+            self._ask(method, *args)
 
     def _release(self, close_env: bool) -> None:
         with ExitStack() as ending:  # runs all of them, even if one raises
             ending.callback(self._cluster.__exit__, None, None, None)
-            self._end("shutdown", close_env)
+            self._end("shutdown", None, close_env)
 
 
 class _Hosted:
@@ -230,17 +190,14 @@ class _Hosted:
         self._collector._ahead = trained_at
         return asyncio.ensure_future(asyncio.to_thread(self._collector.rollout))
 
-    async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> int:
-        """Push weights and return the number of updates so far."""
-        await asyncio.to_thread(self._collector.update_policy_weights_, weights, worker_ids=worker_ids)
-        return self._collector._updates()
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return a method of the collector that runs in a thread and returns the number of updates so far."""
 
-    async def increment_version(self) -> int:
-        await asyncio.to_thread(self._collector.increment_version)
-        return self._collector._updates()
+        async def run(*args: Any, **options: Any) -> int:
+            await asyncio.to_thread(getattr(self._collector, method), *args, **options)
+            return self._collector._updates()
 
-    async def init_updater(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._collector.init_updater, *args, **options)
+        return run
 
     def policy_version(self) -> Version:
         return self._collector.policy_version
@@ -250,31 +207,3 @@ class _Hosted:
         self._collector._interrupt()
         if self._next is not None:
             await asyncio.wait([self._next])
-
-    async def shutdown(self, close_env: bool) -> None:
-        await asyncio.to_thread(self._collector.shutdown, None, close_env)
-
-
-def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
-    """Return True if complete trajectories are yielded. Raises for settings that are not supported."""
-    env, turns = settings["env"], settings["dialog_turns_per_batch"]
-    inspect.signature(LLMCollector).bind(**settings)  # TypeError for an unknown argument
-    completed = check_yields(
-        turns,
-        settings.get("total_dialog_turns", -1),
-        completed=settings.get("yield_completed_trajectories"),
-        only_last=settings.get("yield_only_last_steps"),
-        flatten_data=settings.get("flatten_data"),
-        reset_at_each_iter=settings.get("reset_at_each_iter", False),
-    )
-    if hasattr(env, "reset") or not callable(env):
-        raise ConfigError(
-            f"RayLLMCollector makes its environment in the actor: env must be a function, not {env!r:.80}."
-        )
-    if (settings["policy"] is None) == (settings["policy_factory"] is None):
-        raise ConfigError("RayLLMCollector needs exactly one of policy and policy_factory.")
-    if turns is None:
-        raise ConfigError("RayLLMCollector needs dialog_turns_per_batch, an integer of at least 1.")
-    if settings["max_staleness"] == 0 and not sync_iter:
-        raise ConfigError("sync_iter=False collects one batch ahead: max_staleness must be at least 1.")
-    return completed

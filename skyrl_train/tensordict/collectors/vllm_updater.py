@@ -1,8 +1,7 @@
 """TorchRL's vLLMUpdater, which sends the policy's weights to the engine that samples, and verifies their arrival.
 
 Version 1 sends over a process group at an address (NCCL or gloo), to the engine of the collector's policy; version 2
-is an EngineUpdater. LoRA adapters are merged in what is sent, without changing the policy. A push is one new version,
-however many tensors and engines there are.
+is an EngineUpdater. LoRA adapters are merged in what is sent, without changing the policy. A push is one new version.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase, engines_of
+from skyrl_train.tensordict.collectors.weight_updaters import EngineUpdater, engines_of
 from skyrl_train.tensordict.wrappers.weight_sync import (
     Metadata,
     Source,
@@ -45,14 +44,11 @@ class vLLMUpdaterV2(EngineUpdater):
         self.model_metadata: Metadata = given[0].get_model_metadata() if hasattr(given[0], "get_model_metadata") else {}
         """Name -> (dtype, shape) of the engine's tensors, if it knows them. A push does not need it."""
 
+    get_model_metadata = staticmethod(get_model_metadata)
+
     def get_tp_size(self) -> int:
         """Return the number of ranks of an engine."""
         return self.vllm_tp_size
-
-    @staticmethod
-    def get_model_metadata(model: Source) -> Metadata:
-        """Return (dtype, shape) of every tensor that a push of the model sends; see `get_model_metadata`."""
-        return get_model_metadata(model)
 
     def init(self, model_metadata: Metadata | None = None) -> None:
         """Set `model_metadata`, if it is given; there is no connection to open."""
@@ -63,34 +59,26 @@ class vLLMUpdaterV2(EngineUpdater):
         self.push_weights(transformers_model)
 
     def push_weights_from_transformers_optimized(self, transformers_model: Source, batch_size: int = 50) -> None:
-        """Push the weights of a transformers model, as `push_weights` does; this is TorchRL's name for batched
-        transfers.
-
-        Tensors are always sent in buckets, as one version.
-        """
+        """Do the same; tensors are always sent in buckets, as one version."""
         self.push_weights(transformers_model)
 
 
-class vLLMUpdater(WeightUpdaterBase):
-    """An updater that sends the policy's weights over a process group.
+class vLLMUpdater(EngineUpdater):
+    """An updater that sends the policy's weights over a process group: register a collector and call `init` first.
 
-    It is made by vLLMUpdater(master_address, master_port, model_metadata, vllm_tp_size); vLLMUpdater(v2=True,
-    vllm_engine=...) makes a vLLMUpdaterV2. With the first form, call `register_collector` and `init` before
-    `push_weights`.
+    vLLMUpdater(v2=True, vllm_engine=...) makes a vLLMUpdaterV2 instead.
     """
+
+    get_model_metadata = staticmethod(get_model_metadata)
 
     def __new__(cls, *args: Any, v2: bool = False, vllm_engine: Any = None, **options: Any) -> Any:
         """Create an updater of version 1 or 2. Raises TypeError if arguments of both versions are mixed."""
         old = {"master_address", "master_port", "model_metadata", "vllm_tp_size"}
-        if not v2:
-            if vllm_engine is not None:
-                raise TypeError("vllm_engine needs v2=True: vLLMUpdater(v2=True, vllm_engine=...).")
-            return super().__new__(cls)
-        if args or old & set(options):
-            raise TypeError(f"vLLMUpdater(v2=True) takes vllm_engine, but none of {sorted(old)}.")
-        if vllm_engine is None:
-            raise TypeError("vLLMUpdater(v2=True) needs vllm_engine.")
-        return vLLMUpdaterV2(vllm_engine, **options)
+        if v2 and (vllm_engine is None or args or old & set(options)):
+            raise TypeError(f"vLLMUpdater(v2=True) needs vllm_engine, and takes none of {sorted(old)}.")
+        if vllm_engine is not None and not v2:
+            raise TypeError("vllm_engine needs v2=True: vLLMUpdater(v2=True, vllm_engine=...).")
+        return vLLMUpdaterV2(vllm_engine, **options) if v2 else super().__new__(cls)
 
     def __init__(
         self,
@@ -117,11 +105,10 @@ class vLLMUpdater(WeightUpdaterBase):
             dtype: Data type of the sent tensors.
             timeout: Seconds for a sync.
         """
-        super().__init__()
         self.master_address, self.master_port = master_address or "localhost", master_port
         self.model_metadata, self.vllm_tp_size = model_metadata, vllm_tp_size
         self.dtype, self.timeout = dtype, timeout
-        self._pusher: WeightPusher | None = None
+        self.engines, self._pushers = [], []
 
     def init(self, model_metadata: Metadata | None = None) -> None:
         """Prepare to send to the engine of the collector's policy.
@@ -132,43 +119,32 @@ class vLLMUpdater(WeightUpdaterBase):
         if self.collector is None or self.model_metadata is None:
             missing = "a collector (register_collector)" if self.collector is None else "model_metadata"
             raise RuntimeError(f"vLLMUpdater.init needs {missing} first.")
-        (engine,) = engines_of(self.collector.policy)
-        ranks = engine.capabilities.weight_ranks
-        if self.vllm_tp_size not in (None, ranks):
-            raise ConfigError(f"vllm_tp_size={self.vllm_tp_size}, but {engine.capabilities.name!r} has {ranks} ranks.")
+        self.engines = engines_of(self.collector.policy)
+        has = self.engines[0].capabilities
+        if self.vllm_tp_size not in (None, has.weight_ranks):
+            raise ConfigError(f"vllm_tp_size={self.vllm_tp_size}, but {has.name!r} has {has.weight_ranks} ranks.")
         self.close_group()
+        options: dict[str, Any] = {"wire_dtype": self.dtype, "timeout": self.timeout}
         address = (self.master_address, self.master_port)
-        self._pusher = WeightPusher(
-            [engine], route="broadcast", address=address, wire_dtype=self.dtype, timeout=self.timeout
-        )
+        self._pushers = [WeightPusher(self.engines, route="broadcast", address=address, **options)]
 
     def maybe_init_group(self) -> None:
         """Do what `init` does, unless it has been done; this is TorchRL's name for it."""
-        if self._pusher is None:
+        if not self._pushers:
             self.init()
-
-    @staticmethod
-    def get_model_metadata(model: Source) -> Metadata:
-        """Return (dtype, shape) of every tensor that a push of the model sends; see `get_model_metadata`."""
-        return get_model_metadata(model)
 
     def close_group(self) -> None:
         """Leave the process group, on this side and the engine's; does nothing before `init`."""
-        pusher, self._pusher = self._pusher, None
-        if pusher is not None:
-            pusher.close()
+        while self._pushers:
+            self._pushers.pop().close()
 
     def close(self) -> None:
-        super().close()
         self.close_group()
+        super().close()
 
     def _maybe_map_weights(self, server_weights: Source) -> Mapping[str, Tensor]:
-        if self._pusher is None or self.model_metadata is None:
+        if not self._pushers or self.model_metadata is None:
             raise RuntimeError("vLLMUpdater has no process group yet: call init(model_metadata) before push_weights.")
         weights = weights_of(server_weights)
         check_metadata(weights, self.model_metadata)
         return weights
-
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Mapping[str, Tensor]) -> None:
-        assert self._pusher is not None
-        self._pusher.push(server_weights, self.next_version())

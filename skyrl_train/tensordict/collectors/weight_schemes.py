@@ -7,7 +7,6 @@ connection itself: the addresses, ranks and devices of a scheme are accepted, bu
 from __future__ import annotations
 
 import uuid
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,9 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.weight_update import llm
 
-from skyrl_train.tensordict.collectors.weight_updaters import EngineUpdater, engines_of, has_engine
+from skyrl_train.tensordict.collectors.weight_updaters import EngineUpdater, engines_of, find_engines
 from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
-from skyrl_train.tensordict.wrappers.weight_sync import (
-    Metadata,
-    Source,
-    check_metadata,
-    get_model_metadata as get_model_metadata,
-    weights_of,
-)
+from skyrl_train.tensordict.wrappers.weight_sync import Metadata, Source, check_metadata, get_model_metadata, weights_of
 
 get_sglang_model_metadata = get_model_metadata
 
@@ -36,12 +29,8 @@ class _VerifiedSender:
 
     _collectors: list[Any]
     _updater: EngineUpdater | None = None
-    _model_ref: Any = None
-    _model_metadata: Metadata | None = None
-
-    def register_model(self, model: Any) -> None:
-        """Register the model whose weights are sent; it is held weakly."""
-        self._model_ref = weakref.ref(model)
+    _model_ref: Any
+    _model_metadata: Metadata | None
 
     def register_collector(self, collector: Any) -> None:
         """Register a collector, which does not sample during an update and counts it as a version."""
@@ -50,10 +39,7 @@ class _VerifiedSender:
             self._updater.register_collector(collector)
 
     def update_weights(self, weights: Source | None = None) -> None:
-        """Send weights to the engine; blocks until they have arrived.
-
-        Args:
-            weights: Module, wrapper or tensors by name; None for the registered model.
+        """Send weights, by default the registered model's, to the engine; blocks until they have arrived.
 
         Raises:
             RuntimeError: `init_all_workers_group` was not called, or there is no model.
@@ -62,7 +48,11 @@ class _VerifiedSender:
         """
         if self._updater is None:
             raise RuntimeError("Transport not initialized. Call init_all_workers_group first.")
-        tensors = weights_of(self._source(weights))
+        if weights is None and self._model_ref is not None:
+            weights = self._model_ref()
+        if weights is None:
+            raise RuntimeError("No model registered and no weights provided. Call register_model first.")
+        tensors = weights_of(weights)
         if self._model_metadata:
             check_metadata(tensors, self._model_metadata)
         self._updater.push_weights(tensors)
@@ -80,25 +70,29 @@ class _VerifiedSender:
         for collector in self._collectors:
             self._updater.register_collector(collector)
 
-    def _source(self, weights: Source | None) -> Source:
-        source = weights if weights is not None or self._model_ref is None else self._model_ref()
-        if source is None:
-            raise RuntimeError("No model registered and no weights provided. Call register_model first.")
-        return source  # type: ignore[no-any-return]
+
+class _Scheme:
+    """The part of a scheme that makes its ends."""
+
+    sender: type
+    receiver: type
+
+    def create_sender(self) -> Any:
+        """Return a sender for the process that trains."""
+        return self.sender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> Any:
+        """Return the engine's end."""
+        return self.receiver(self, vllm_engine)
 
 
 class VLLMWeightSender(_VerifiedSender, llm.VLLMWeightSender):  # type: ignore[misc]
     """A sender of a model's weights to an engine."""
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None, vllm_engine: Any = None) -> None:
-        """Set the engine that gets the weights.
+        """Set the engine (or wrapper, worker, AsyncVLLM) that gets the weights, which must fit the metadata if given.
 
-        Args:
-            model_metadata: What `get_model_metadata` returns for the model; updates are checked against it.
-            vllm_engine: An engine, wrapper, worker or AsyncVLLM.
-
-        Raises:
-            ConfigError: There is no engine, or it cannot receive weights in this process.
+        Raises ConfigError if there is no engine, or it cannot receive weights in this process.
         """
         self._connect(vllm_engine, model_metadata)
 
@@ -114,16 +108,10 @@ class VLLMWeightReceiver(llm.VLLMWeightReceiver):  # type: ignore[misc]
         EngineUpdater(engines_of(self._vllm_engine)).push_weights(weights)
 
 
-class VLLMWeightSyncScheme(llm.VLLMWeightSyncScheme):  # type: ignore[misc]
+class VLLMWeightSyncScheme(_Scheme, llm.VLLMWeightSyncScheme):  # type: ignore[misc]
     """A scheme that sends a model's weights to an engine of this project."""
 
-    def create_sender(self) -> VLLMWeightSender:
-        """Return a sender for the process that trains."""
-        return VLLMWeightSender(self)
-
-    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """Return the engine's end."""
-        return VLLMWeightReceiver(self, vllm_engine)
+    sender, receiver = VLLMWeightSender, VLLMWeightReceiver
 
 
 class SGLangWeightSender(_VerifiedSender, llm.SGLangWeightSender):  # type: ignore[misc]
@@ -196,30 +184,24 @@ class VLLMDoubleBufferWeightReceiver(llm.VLLMDoubleBufferWeightReceiver):  # typ
 
     def apply_weights(self, weights: Mapping[str, Tensor], inplace: bool = True) -> None:
         """Load weights into the engine. Raises WeightSyncError if they do not arrive intact."""
-        if has_engine(self._vllm_engine):
-            EngineUpdater(engines_of(self._vllm_engine)).push_weights(weights)
+        if engines := find_engines(self._vllm_engine):
+            EngineUpdater(engines).push_weights(weights)
         else:  # an engine of TorchRL or vLLM itself
             super().apply_weights(weights, inplace)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Load the folder's weights if they are new; return True if they were."""
-        weights = self._transport.receive_weights()
-        if weights is not None:
-            self.apply_weights(weights)
-        return weights is not None
+        if (weights := self._transport.receive_weights()) is None:
+            return False
+        self.apply_weights(weights)
+        return True
 
 
-class VLLMDoubleBufferSyncScheme(llm.VLLMDoubleBufferSyncScheme):  # type: ignore[misc]
+class VLLMDoubleBufferSyncScheme(_Scheme, llm.VLLMDoubleBufferSyncScheme):  # type: ignore[misc]
     """A scheme that passes weights through a folder which the trainer and the engine share."""
+
+    sender, receiver = VLLMDoubleBufferWeightSender, VLLMDoubleBufferWeightReceiver
 
     def create_transport(self, **_: Any) -> VLLMDoubleBufferTransport:
         """Return the transport of one end."""
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, self.num_threads)
-
-    def create_sender(self) -> VLLMDoubleBufferWeightSender:
-        """Return a sender for the process that trains."""
-        return VLLMDoubleBufferWeightSender(self)
-
-    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """Return a receiver for the process of the engine."""
-        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)

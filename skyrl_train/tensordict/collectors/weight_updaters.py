@@ -31,10 +31,13 @@ class WeightUpdaterBase(_Updater):
     then failed at a later one, is a new version of the policy, so that different weights never have the same number.
     """
 
+    source: Source | None = None
+    """Source whose current weights are sent by a push without weights."""
+
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
         """Return an EngineUpdater if the policy is a wrapper that samples from an engine in this process, else None."""
-        engines = engines_of(policy) if isinstance(policy, LLMWrapperBase) and policy.generate else []
+        engines = find_engines(policy) if isinstance(policy, LLMWrapperBase) and policy.generate else []
         takes = all("in_process" in engine.capabilities.weight_routes for engine in engines)
         return EngineUpdater(engines) if engines and takes else None
 
@@ -50,8 +53,7 @@ class WeightUpdaterBase(_Updater):
     def push_weights(self, policy_or_weights: Source | None = None, worker_ids: Any = None) -> None:
         """Send weights to all workers, or to those in `worker_ids`; blocks until they have arrived.
 
-        By default, the updater's own source is sent. If a worker was reached, the collectors' versions are incremented,
-        even if the push then fails. Raises ConfigError for unknown ids or without weights.
+        By default, the updater's own source is sent. Raises ConfigError for unknown ids or without weights.
         """
         given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         weights = self._maybe_map_weights(given)
@@ -76,8 +78,6 @@ class WeightUpdaterBase(_Updater):
         for hook in self.post_hooks:
             hook()
 
-    __call__ = push_weights
-
     def close(self) -> None:
         """Close the connections that `init` opened, and forget the hooks."""
         self.post_hooks.clear()
@@ -90,7 +90,9 @@ class WeightUpdaterBase(_Updater):
 
     def _get_server_weights(self) -> Any:
         """Return the weights to push if none are given."""
-        raise ConfigError(f"{type(self).__name__} has no source of weights. Give push_weights a model or its tensors.")
+        if self.source is None:
+            raise ConfigError(f"{type(self).__name__} has no source=. Give push_weights a model or its tensors.")
+        return self.source
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         """Convert the given weights to those that the workers need."""
@@ -133,37 +135,29 @@ class EngineUpdater(WeightUpdaterBase):
         Raises:
             ConfigError: For an unknown route, one that an engine does not have, or a missing folder.
         """
-        super().__init__()
         if route not in ("in_process", "checkpoint"):
             raise ConfigError(f"route={route!r} is not one of ['checkpoint', 'in_process'].")
         if route == "checkpoint" and not folder:
             raise ConfigError("route='checkpoint' needs folder=, a folder that the engines see under the same path.")
-        self.engines: list[InferenceEngine] = list(engines) if isinstance(engines, Sequence) else [engines]
+        self.source, self.engines = source, list(engines) if isinstance(engines, Sequence) else [engines]
         for engine in self.engines:
             if route not in engine.capabilities.weight_routes:
                 allowed = sorted(engine.capabilities.weight_routes)
                 raise ConfigError(
                     f"engine {engine.capabilities.name!r} has no weight route {route!r}; it has {allowed}."
                 )
-        self.source = source
         options: dict[str, Any] = {"folder": folder, "wire_dtype": wire_dtype, "timeout": timeout}
-        self._pushers = [
-            WeightPusher([engine], route=route, bucket_bytes=bucket_bytes, **options) for engine in self.engines
-        ]
+        options |= {"route": route, "bucket_bytes": bucket_bytes}
+        self._pushers = [WeightPusher([engine], **options) for engine in self.engines]
 
     def all_worker_ids(self) -> Sequence[int]:
         """Return the indices of the engines."""
-        return range(len(self.engines))
+        return range(len(self._pushers))
 
     def close(self) -> None:
         super().close()
         for pusher in self._pushers:
             pusher.close()
-
-    def _get_server_weights(self) -> Source:
-        if self.source is None:
-            raise ConfigError("EngineUpdater has no source=. Give push_weights a model or its tensors.")
-        return self.source
 
     def _maybe_map_weights(self, server_weights: Source) -> Mapping[str, Tensor]:
         return weights_of(server_weights)
@@ -172,23 +166,18 @@ class EngineUpdater(WeightUpdaterBase):
         self._pushers[worker_id].push(server_weights, self.next_version())
 
 
-def has_engine(model: Any) -> bool:
-    """True if `model` is an engine of this project, or a wrapper, worker or server of one or several."""
-    return all(hasattr(one, "capabilities") and hasattr(one, "begin_weights") for one in _engines(model))
+def find_engines(model: Any) -> list[InferenceEngine]:
+    """Return the engines of a wrapper, worker or server, or `model` if it is one; an empty list for others."""
+    held = (getattr(holder, "engines", None) for holder in (getattr(model, "model", None), model))
+    found = next(filter(None, held), [getattr(model, "engine", model)])  # a wrapper's model may have several
+    return list(found) if all(hasattr(one, "begin_weights") for one in found) else []
 
 
 def engines_of(model: Any) -> list[InferenceEngine]:
-    """Return the engines of a wrapper, worker or server, or `model` if it is one. Raises ConfigError for others."""
-    if not has_engine(model):
-        raise ConfigError(
-            f"{type(model).__name__} has no inference engine to send weights to. Use a model that samples with an "
-            "engine, such as vLLMWrapper."
-        )
-    return _engines(model)
-
-
-def _engines(model: Any) -> list[Any]:
-    for holder in (getattr(model, "model", None), model):  # a wrapper's model may have several
-        if engines := getattr(holder, "engines", None):
-            return list(engines)
-    return [getattr(model, "engine", model)]
+    """Return what `find_engines` does. Raises ConfigError if there is none."""
+    if engines := find_engines(model):
+        return engines
+    raise ConfigError(
+        f"{type(model).__name__} has no inference engine to send weights to. Use a model that samples with an "
+        "engine, such as vLLMWrapper."
+    )

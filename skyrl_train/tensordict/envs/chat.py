@@ -19,7 +19,6 @@ from skyrl_train.data.messages import Message, continues_last_message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.conversation import (
     INPUT_MODES,
-    conversation,
     full_messages,
     history_of,
     is_continued,
@@ -29,7 +28,7 @@ from skyrl_train.tensordict.envs.conversation import (
     text_of,
     unpadded,
 )
-from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer, batches
+from skyrl_train.tensordict.envs.primer import Batches, DataLoadingPrimer, RayDataLoadingPrimer
 from skyrl_train.tensordict.history import History, rendered_form
 
 QUESTION_KEYS = ("query", "text")
@@ -87,22 +86,14 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
             raise ValueError('input_mode="tokens" needs a tokenizer. Pass tokenizer=.')
         if not isinstance(batch_size, int) and batch_size is not None:
             batch_size = torch.Size(batch_size)
+        variables = dict(template_kwargs or {})
         super().__init__(
-            input_mode=input_mode,
-            batch_size=batch_size,
-            tokenizer=tokenizer,
-            template_kwargs=dict(template_kwargs or {}),
-            **settings,
+            input_mode=input_mode, batch_size=batch_size, tokenizer=tokenizer, template_kwargs=variables, **settings
         )
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[Any], **settings: Any) -> DatasetChatEnv:
-        """Make a DatasetChatEnv over a loader of rows, which is repeated endlessly.
-
-        Args:
-            dataloader: Loader of mappings, lists of them, or batched mappings.
-            **settings: Arguments of `DatasetChatEnv.from_dataloader`, which also names the errors.
-        """
+        """Make a DatasetChatEnv over a loader of rows; see `DatasetChatEnv.from_dataloader`."""
         return DatasetChatEnv.from_dataloader(dataloader, **settings)
 
     def opening(self, question: str | Sequence[Message]) -> list[Message]:
@@ -110,9 +101,8 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
 
         A last message of the policy's role is marked as incomplete, for the policy to continue it.
         """
-        asked: list[Message] = (
-            [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
-        )
+        question = [{"role": self.user_role, "content": question}] if isinstance(question, str) else question
+        asked: list[Message] = list(question)
         if continues_last_message(asked, self.policy_role):
             asked[-1] = {**asked[-1], "is_complete": False}
         return [{"role": self.system_role, "content": self.system_prompt}, *asked] if self.system_prompt else asked
@@ -169,66 +159,53 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
         row = given.exclude("text")  # policies write a container there
         if key == "text":
             row.set(QUESTION_KEYS[0], NonTensorData(question))
-        return row.set(self.input_mode, self._prompt(self.opening(question)))
+        return row.set(self.input_mode, self._container(self._prompt(self.opening(question))))
+
+    def _container(self, prompt: Any) -> Any:
+        if self.input_mode == "tokens":
+            return Tokens(prompt=prompt, padded=False, batch_size=[])
+        return (Text if self.input_mode == "text" else ChatHistory)(prompt=prompt, batch_size=[])
 
     def _prompt(self, messages: list[Message]) -> Any:
         if self.input_mode == "history":
-            return conversation(messages)
+            return history_of(messages)
         if self.input_mode == "tokens":
-            ids = torch.tensor(render_prompt(self.tokenizer, rendered_form(messages), self.template_kwargs))
-            return Tokens(prompt=ids, padded=False, batch_size=[])
+            return torch.tensor(render_prompt(self.tokenizer, rendered_form(messages), self.template_kwargs))
         if self.tokenizer is None:
-            return Text(prompt="\n\n".join(str(message["content"]) for message in messages), batch_size=[])
+            return "\n\n".join(str(message["content"]) for message in messages)
         way = "continue" if is_continued(messages, self.policy_role) else "open"
-        text = render_text(self.tokenizer, rendered_form(messages), self.template_kwargs, mode=way)
-        return Text(prompt=text, batch_size=[])
+        return render_text(self.tokenizer, rendered_form(messages), self.template_kwargs, mode=way)
 
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
         """Return the next observation of one episode, batch []."""
-        following = {"history": self._after_history, "text": self._after_text, "tokens": self._after_tokens}
-        container = following[self.input_mode](root)
-        if container is None:
+        prompt = self._following(root)
+        if prompt is None:
             mode, old = self.input_mode, "tokens_response" if self.input_mode == "tokens" else "text_response"
             raise ValueError(
                 f"ChatEnv.step found no action: a policy writes ({mode!r}, 'full'), ({mode!r}, 'response') or {old!r}; "
                 f"got the keys {sorted(map(str, root.keys()))}."
             )
-        return TensorDict({}, batch_size=[]).set(self.input_mode, container)
+        return TensorDict({}, batch_size=[]).set(self.input_mode, self._container(prompt))
 
-    def _after_history(self, root: TensorDictBase) -> ChatHistory | None:
-        full = part(root, "history", "full")
-        if full is None:
-            messages = full_messages(root, self.policy_role)
-            full = None if messages is None else history_of(messages)
-            if full is not None:
-                root["history"].full = full  # transforms read it there
-        return None if full is None else ChatHistory(prompt=self._next_prompt(full), batch_size=[])
-
-    def _next_prompt(self, full: History) -> History:
-        """Return the conversation for the next answer, which does not go on with a truncated one."""
-        if full[-1].is_complete:
-            return full
-        *before, answer = messages_of(full)
-        return history_of([*before, {**answer, "is_complete": True}])
-
-    def _after_text(self, root: TensorDictBase) -> Text | None:
-        full = part(root, "text", "full")
-        if not isinstance(full, str):
-            response = part(root, "text", "response")
+    def _following(self, root: TensorDictBase) -> Any:
+        """Return the prompt that follows the action of one episode, or None without an action."""
+        full, response = part(root, self.input_mode, "full"), part(root, self.input_mode, "response")
+        if self.input_mode == "history":
+            if full is None and (messages := full_messages(root, self.policy_role)) is not None:
+                full = root["history"].full = history_of(messages)  # transforms read it there
+            if full is None or full[-1].is_complete:
+                return full
+            *before, answer = messages_of(full)  # the next answer does not go on with a truncated one
+            return history_of([*before, {**answer, "is_complete": True}])
+        if self.input_mode == "text":
+            if isinstance(full, str):
+                return full
             response = response if isinstance(response, str) else text_of(root, "text_response")
-            full = None if response is None else part(root, "text", "prompt") + response
-        return None if full is None else Text(prompt=full, batch_size=[])
-
-    def _after_tokens(self, root: TensorDictBase) -> Tokens | None:
-        full = part(root, "tokens", "full")
+            return None if response is None else part(root, "text", "prompt") + response
         if full is not None:
-            return Tokens(prompt=unpadded(root, full, response=False), padded=False, batch_size=[])
-        response = part(root, "tokens", "response")
+            return unpadded(root, full, response=False)
         response = response if response is not None else root.get("tokens_response", None)
-        if response is None:
-            return None
-        ids = torch.cat([root["tokens"].prompt, torch.as_tensor(response)])
-        return Tokens(prompt=ids, padded=False, batch_size=[])
+        return None if response is None else torch.cat([root["tokens"].prompt, torch.as_tensor(response)])
 
 
 class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
@@ -282,22 +259,17 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
             self._dataloader_factory, dataset, name, split, seed, batch_size_dl, shuffle, collate_fn
         )
         kind = functools.partial(RayDataLoadingPrimer, actor_name=dataloader_actor_name) if ray_backend else None
+        both: dict[str, Any] = {"batch_size": (num_envs,), "device": device}
         primer = (kind or DataLoadingPrimer)(
-            dataloader_factory=source,
-            question_key=data_key,
-            batch_size=(num_envs,),
-            repeats=repeats,
-            primers=primers,
-            device=device,
+            dataloader_factory=source, question_key=data_key, repeats=repeats, primers=primers, **both
         )
         env = ChatEnv(
             input_mode=input_mode,
-            batch_size=(num_envs,),
             tokenizer=tokenizer,
             template_kwargs=template_kwargs,
             data_key=data_key if data_key in set(primer.primers.keys()) else None,
             system_prompt=self.SYSTEM_PROMPT if system_prompt is None else system_prompt,
-            device=device,
+            **both,
             **chat,
         )
         TransformedEnv.__init__(self, env, primer)
@@ -306,19 +278,13 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
 
     @staticmethod
     def _dataloader_factory(
-        dataset: Any,
-        name: str | None,
-        split: str | None,
-        seed: int | None,
-        batch_size_dl: int,
-        shuffle: bool,
-        collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None,
+        dataset: Any, name: Any, split: Any, seed: int | None, batch_size_dl: int, shuffle: bool, collate_fn: Any
     ) -> Iterable[Any]:
         if isinstance(dataset, Rows):
             return dataset.batches
         seed = int(torch.randint(2**62, ())) if seed is None else seed
         rows = read_dataset(dataset, name, split)
-        return batches(rows, batch_size_dl, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
+        return Batches(rows, batch_size_dl, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
 
     @classmethod
     def from_dataloader(
@@ -348,27 +314,42 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
             if len(size) != 1:
                 raise ValueError(f"batch_size={tuple(size)} must have one dimension, e.g. (1,).")
             num_envs = size[0]
-        if of_rows := sorted(
-            {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"} & set(settings)
-        ):
+        read = {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"}
+        if of_rows := sorted(read & set(settings)):
             raise TypeError(
                 f"{cls.__name__}.from_dataloader does not take {of_rows}, because the loader determines how rows are "
                 "read. Leave them out."
             )
         return cls(dataset=Rows(dataloader), num_envs=num_envs or 1, **settings)
 
-    def add_rewards(self, max_steps: int, parser: Transform | None) -> None:
-        """Append what the environments of tasks have: a limit of steps (0 for none), and a reward."""
-        if max_steps:
-            self.append_transform(StepCounter(max_steps=max_steps))
-        if parser is not None:
-            self.append_transform(parser)
-
     def reset_dataloader(self) -> Self:
         """Start again with the first row of the dataset; pending repeats are dropped."""
         first = self.transform[0] if hasattr(self.transform, "__getitem__") else self.transform
         first.reset_dataloader()
         return self
+
+
+class TaskEnv(DatasetChatEnv):
+    """A base of DatasetChatEnvs with a task's dataset and reward.
+
+    Args:
+        compute_reward: False for no reward.
+        max_steps: Number of turns of an episode; 0 for no limit.
+        **settings: Arguments of DatasetChatEnv; the default of `dataset` is the task's on the hub.
+    """
+
+    HUB: Mapping[str, str] = {}
+    DATA_KEY: str | None = None
+    REWARD: Callable[[Any], Transform]
+
+    def __init__(self, *, compute_reward: bool = True, max_steps: int = 1, **settings: Any):
+        name = self.HUB.get("dataset")
+        hub = self.HUB if settings.get("dataset", name) == name else {}
+        super().__init__(**{"data_key": self.DATA_KEY, **hub, **settings})
+        if max_steps:
+            self.append_transform(StepCounter(max_steps=max_steps))
+        if compute_reward:
+            self.append_transform(self.REWARD(settings.get("tokenizer")))
 
 
 @dataclass(frozen=True)

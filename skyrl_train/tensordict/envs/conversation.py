@@ -36,8 +36,7 @@ def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
     messages = [messages] if isinstance(messages, Mapping) else messages
     if not isinstance(messages, list | tuple) or not messages:
         return None
-    fit = all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
-    if not fit:
+    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
         return None
     return [{**message, "content": join_text_parts(message["content"])} for message in messages]
 
@@ -65,20 +64,6 @@ def is_continued(messages: Sequence[Message], role: str = "assistant") -> bool:
     return continues_last_message(messages, role) and not messages[-1].get("is_complete", True)
 
 
-def with_response(prompt: Sequence[Message], response: Sequence[Message], role: str = "assistant") -> list[Message]:
-    """Return a conversation followed by the model's messages.
-
-    Args:
-        prompt: The conversation. If its last message has the role `role`, the first message of `response` continues it.
-        response: The model's messages.
-        role: Role of the model.
-    """
-    if not is_continued(prompt, role) or not response:
-        return [*prompt, *response]
-    first = {**response[0], "content": get_message_text(prompt[-1]) + get_message_text(response[0])}
-    return [*prompt[:-1], first, *response[1:]]
-
-
 def conversation(prompt: Sequence[Message]) -> ChatHistory:
     """Return a row's ChatHistory with only the prompt set."""
     return ChatHistory(prompt=history_of(prompt), batch_size=[])
@@ -96,19 +81,22 @@ def part(row: TensorDictBase, mode: str, name: str) -> Any:
 def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[Message] | None:
     """Return a row's conversation including its action; None outside history mode or without an action.
 
-    An action is ("history", "full"), else ("history", "response") or a string "text_response" after the prompt.
+    An action is ("history", "full"), else ("history", "response") or a string "text_response" after the prompt, or
+    continuing its last message.
     """
     full = part(row, "history", "full")
     if full is not None:
         return messages_of(full)
     prompt, response = part(row, "history", "prompt"), part(row, "history", "response")
-    if prompt is None:
-        return None
-    if response is not None:
-        return with_response(messages_of(prompt), messages_of(response), policy_role)
     text = text_of(row, "text_response")
-    answer = {"role": policy_role, "content": text}
-    return None if text is None else with_response(messages_of(prompt), [answer], policy_role)
+    if prompt is None or (response is None and text is None):
+        return None
+    asked = messages_of(prompt)
+    said = [{"role": policy_role, "content": text}] if response is None else messages_of(response)
+    if not said or not is_continued(asked, policy_role):
+        return [*asked, *said]
+    first = {**said[0], "content": get_message_text(asked[-1]) + get_message_text(said[0])}
+    return [*asked[:-1], first, *said[1:]]
 
 
 def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
@@ -161,14 +149,11 @@ def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:
-    """Return a row's ids without padding, according to ("masks", "all_attention_mask").
+    """Return a row's ids without padding, according to ("masks", "all_attention_mask"); without it, there is none.
 
-    The mask is as long as ("tokens", "full").
-
-    A prompt uses the beginning of the mask, a response its end. Without a mask, there is no padding.
+    The mask is as long as ("tokens", "full"): a prompt uses its beginning, a response its end.
     """
-    masks = row.get("masks", None)
-    mask = None if masks is None else masks.get("all_attention_mask", None)
+    mask = part(row, "masks", "all_attention_mask")
     if mask is None or len(mask) < len(tokens):
         return tokens
     return tokens[mask[len(mask) - len(tokens) :] if response else mask[: len(tokens)]]

@@ -11,7 +11,7 @@ from torchrl.envs.llm import datasets, reward
 
 from skyrl_train.environments.graders.numbers import parse_number
 from skyrl_train.environments.tasks.gsm8k import extract_strict_answer
-from skyrl_train.tensordict.envs.chat import DatasetChatEnv
+from skyrl_train.tensordict.envs.chat import TaskEnv
 from skyrl_train.tensordict.envs.conversation import text_of
 from skyrl_train.tensordict.envs.rewards import AnswerRewards, answers_in, single_thought
 from skyrl_train.tensordict.ragged import rows_of
@@ -60,12 +60,11 @@ class GSM8KRewardParser(AnswerRewards, reward.GSM8KRewardParser):  # type: ignor
     answer, `format_reward` for another one, else 0. The arguments are TorchRL's.
     """
 
-    def _rewarded(self, answer: str, said: str, thought: str) -> TensorDictBase:
-        return self._single_correctness_reward(true_answer(answer), said, thought)
+    def _expected(self, answer: str) -> tuple[str]:
+        return (true_answer(answer),)
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """Return the only block of reasoning and the answer after it; "" for a missing or ambiguous one."""
         return single_thought(text), given_answer(text) or ""
 
     @staticmethod
@@ -74,25 +73,12 @@ class GSM8KRewardParser(AnswerRewards, reward.GSM8KRewardParser):  # type: ignor
         return _number(answer) or reward.GSM8KRewardParser.normalize_answer(answer)
 
 
-class GSM8KEnv(DatasetChatEnv, datasets.GSM8KEnv):  # type: ignore[misc]
-    """A ChatEnv with a question of GSM8K in every row; an episode has one turn by default (`max_steps`).
+class GSM8KEnv(TaskEnv, datasets.GSM8KEnv):  # type: ignore[misc]
+    """A TaskEnv with a question of GSM8K in every row: "question" and "answer" ("... #### 72")."""
 
-    Rows have "question" and "answer" ("... #### 72"); the arguments are DatasetChatEnv's.
-    """
-
-    def __init__(
-        self,
-        *,
-        dataset: Source = "openai/gsm8k",
-        compute_reward: bool = True,
-        max_steps: int = 1,
-        **settings: Any,
-    ):
-        if dataset == "openai/gsm8k":
-            settings = {"name": "main", "split": "train", **settings}
-        super().__init__(dataset=dataset, **{"data_key": "question", **settings})
-        parser = GSM8KRewardParser(tokenizer=settings.get("tokenizer")) if compute_reward else None
-        self.add_rewards(max_steps, parser)
+    HUB = {"dataset": "openai/gsm8k", "name": "main", "split": "train"}  # noqa: RUF012
+    DATA_KEY = "question"
+    REWARD = GSM8KRewardParser
 
 
 class GSM8KPrepareQuestion(datasets.GSM8KPrepareQuestion):  # type: ignore[misc]

@@ -15,19 +15,15 @@ from torchrl.envs.llm import IFEvalData as IFEvalData, IFEvalScoreData as IFEval
 
 from skyrl_train.data.reasoning import reasoning_blocks
 from skyrl_train.environments.tasks.ifeval import score
-from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, DatasetChatEnv
-from skyrl_train.tensordict.envs.conversation import full_messages, last_response, text_of, value_of
-from skyrl_train.tensordict.envs.gsm8k import Source
-from skyrl_train.tensordict.envs.rewards import answers_in, end
+from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, TaskEnv
+from skyrl_train.tensordict.envs.conversation import full_messages, text_of, value_of
+from skyrl_train.tensordict.envs.rewards import add_reward, answers_in, end, response_of
 from skyrl_train.tensordict.ragged import rows_of
 
 log = logging.getLogger(__name__)
 ACCURACIES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
 Aggregate = Callable[..., Any]
-"""Function from one row's scores to a reward.
-
-It may also take think_blocks=, answer_blocks= (list[str]) and complete= (bool).
-"""
+"""Function of one row's scores, and perhaps think_blocks=, answer_blocks= (list[str]) and complete= (bool)."""
 
 
 class IfEvalScorer(reward.IfEvalScorer):  # type: ignore[misc]
@@ -87,28 +83,23 @@ class IfEvalScorer(reward.IfEvalScorer):  # type: ignore[misc]
             ValueError: The history does not end with the model's answer, or a row lacks the columns that scoring needs.
         """
         scores, rewards, answered = [], [], []
-        parent = self.parent
-        role = getattr(parent, "policy_role", None) or "assistant"
         for row in rows_of(tensordict):
-            text = last_response(row, getattr(parent, "tokenizer", None), role)
+            text = response_of(self, row)
             if text is None:
                 raise ValueError(
                     "IfEvalScorer: the history does not end with an answer of the model. Append the policy's answer "
                     "before the step."
                 )
             blocks = answers_in(text)
-            found = self._score(row, blocks[0] if len(blocks) == 1 else text)
-            scores.append(found)
+            scores.append(self._score(row, blocks[0] if len(blocks) == 1 else text))
             answered.append(len(blocks) == 1)
-            rewards.append(self._reward(row, found, reasoning_blocks(text), blocks))
+            rewards.append(self._reward(row, scores[-1], reasoning_blocks(text), blocks))
             if self.verbose:
                 log.info("row %s: reward %.3f", value_of(row, self.id_key), rewards[-1])
-        size, device = next_tensordict.batch_size, next_tensordict.device
-        next_tensordict.set(self.score_key, torch.stack(scores).reshape(size).to(device))
+        found = torch.stack(scores).reshape(next_tensordict.batch_size)
+        next_tensordict.set(self.score_key, found.to(next_tensordict.device))
         if self.aggregate_reward is not False:
-            values = torch.tensor(rewards, device=device).reshape(*size, 1, 1)
-            before = next_tensordict.get("reward", None)
-            next_tensordict.set("reward", values if before is None else values + before.reshape(values.shape))
+            add_reward(next_tensordict, "reward", torch.tensor(rewards))
         if self.set_done_if_answer:
             end(next_tensordict, answered)
         return next_tensordict
@@ -152,19 +143,9 @@ class IfEvalScorer(reward.IfEvalScorer):  # type: ignore[misc]
         return observation_spec
 
 
-class IFEvalEnv(DatasetChatEnv, datasets.IFEvalEnv):  # type: ignore[misc]
-    """A ChatEnv with a prompt of IFEval in every row; an episode has one turn by default (`max_steps`).
+class IFEvalEnv(TaskEnv, datasets.IFEvalEnv):  # type: ignore[misc]
+    """A TaskEnv with a prompt of IFEval in every row: "prompt", "instruction_id_list" and "kwargs"."""
 
-    Rows have "prompt", "instruction_id_list" and "kwargs"; the arguments are DatasetChatEnv's.
-    """
-
-    def __init__(
-        self,
-        *,
-        dataset: Source = "google/IFEval",
-        compute_reward: bool = True,
-        max_steps: int = 1,
-        **settings: Any,
-    ):
-        super().__init__(dataset=dataset, **{"data_key": "prompt", **settings})
-        self.add_rewards(max_steps, IfEvalScorer(prompt_key="prompt") if compute_reward else None)
+    HUB = {"dataset": "google/IFEval"}  # noqa: RUF012
+    DATA_KEY = "prompt"
+    REWARD = staticmethod(lambda tokenizer: IfEvalScorer(prompt_key="prompt"))

@@ -12,12 +12,13 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
 from skyrl_train.tensordict.containers import LogProbs
+from skyrl_train.tensordict.envs.conversation import part
 from skyrl_train.tensordict.envs.rows import add_spec, rows_of, stacked_like
 
 FullKey = tuple[str, str]
 
 
-def check_scores(model: Any, what: str) -> None:
+def _check_scores(model: Any, what: str) -> None:
     """Raise ValueError for a model that generates, or that returns no log-probs."""
     if getattr(model, "generate", False) is not False:
         raise ValueError(
@@ -33,8 +34,7 @@ def check_scores(model: Any, what: str) -> None:
 class _StepScores(Transform):  # type: ignore[misc]
     """A base of transforms that write values of one step's tokens, [L] per row, into "next".
 
-    In the specs they belong to the rewards, as TorchRL does with other scores: they exist only in "next", and the next
-    observation does not have them.
+    In the specs they belong to the rewards: the next observation does not have them.
     """
 
     scores: Sequence[tuple[NestedKey, tuple[int, ...]]] = ()
@@ -45,8 +45,7 @@ class _StepScores(Transform):  # type: ignore[misc]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the values into data of any batch size, in place: into "next" or, without "next", beside the tokens.
 
-        Raises:
-            KeyError: There is no "next", but the transform changes the reward there.
+        Raises KeyError if there is no "next", but the transform changes the reward there.
         """
         following = tensordict.get("next", None)
         if following is not None:
@@ -55,7 +54,8 @@ class _StepScores(Transform):  # type: ignore[misc]
             raise KeyError(
                 f"{type(self).__name__} changes rewards, but the tensordict has no 'next'. Pass data of steps."
             )
-        _update(tensordict, self._step(tensordict, tensordict), {_first(key) for key, _ in self.scores})
+        names = {key if isinstance(key, str) else key[0] for key, _ in self.scores}
+        _update(tensordict, self._step(tensordict, tensordict), names)
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -68,7 +68,6 @@ class _StepScores(Transform):  # type: ignore[misc]
         raise NotImplementedError
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Return the spec of rewards with the keys that the transform adds; it may change the one given."""
         for key, shape in self.scores:
             spec = Unbounded(shape=(*reward_spec.shape, *shape), device=reward_spec.device)
             add_spec(reward_spec, key, spec, LogProbs)
@@ -76,9 +75,7 @@ class _StepScores(Transform):  # type: ignore[misc]
 
 
 class RetrieveLogProb(_StepScores):
-    """A transform that writes `model`'s log-probs of every step into "next", [L] per row, in nats.
-
-    The key is `log_probs_full_key`.
+    """A transform that writes `model`'s log-probs of every step, [L] per row in nats, into "next".
 
     If the policy wrote ("tokens", "full") and masks, these tokens are scored, and each value is at its token's
     position. Otherwise, a model in history mode renders the conversation, and the values belong to the ids that it
@@ -89,8 +86,7 @@ class RetrieveLogProb(_StepScores):
         log_probs_full_key: (container, "full"); the model's own by default.
         detach: Detach the log-probs; with detach=False the model's log-probs must have a gradient, else ValueError.
         device: The result's device; the model's by default.
-        tokenizer_kwargs, tokenizer, padding_side: Accepted without effect, for compatibility with TorchRL: the model
-            has its own tokenizer, and rows are not padded.
+        tokenizer_kwargs, tokenizer, padding_side: Accepted without effect, for compatibility with TorchRL.
     """
 
     def __init__(
@@ -105,7 +101,7 @@ class RetrieveLogProb(_StepScores):
         tokenizer: Any = None,
         padding_side: str = "left",
     ):
-        check_scores(model, type(self).__name__)
+        _check_scores(model, type(self).__name__)
         mode = getattr(model, "input_mode", "history")
         if assistant_only and mode != "history":
             raise ValueError(
@@ -120,11 +116,6 @@ class RetrieveLogProb(_StepScores):
         self.mode, self.assistant_only, self.detach, self.device = mode, assistant_only, detach, device
 
     def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
-        """Add the model's log-probs of the tokens of `before` to `following`.
-
-        Raises:
-            ValueError: `detach` is False, but the model's log-probs have no gradient.
-        """
         sampled = all(_has_tokens(row) for row in before)
         model, mode = (self._of_tokens(), "tokens") if sampled else (self.model, self.mode)
         given = LazyStackedTensorDict(*(row.select(mode, "masks", strict=False).copy() for row in before), stack_dim=0)
@@ -133,7 +124,7 @@ class RetrieveLogProb(_StepScores):
         for row, ref, out in zip(before, scored, following, strict=True):
             values = ref.get(self.source)
             if mode == "tokens":
-                values = _placed(row, _unpadded(ref, values))
+                values = _placed(row, ref, values)
             if self.assistant_only:
                 mask = (row if sampled else ref).get(("masks", "all_assistant_mask"))
                 values = values.masked_fill(~mask.to(values.device, torch.bool), 0.0)
@@ -143,8 +134,8 @@ class RetrieveLogProb(_StepScores):
                     "loss."
                 )
             values = values.detach() if self.detach else values
-            container = out.get(self.log_probs_full_key[0], None)
-            out.set(self.log_probs_full_key[0], LogProbs(batch_size=[]) if container is None else container.copy())
+            name = self.log_probs_full_key[0]
+            out.set(name, out.get(name).copy() if name in out.keys() else LogProbs(batch_size=[]))  # noqa: SIM118
             out.set(self.log_probs_full_key, values if self.device is None else values.to(self.device))
 
     def _of_tokens(self) -> Any:
@@ -172,7 +163,7 @@ class KLComputation(_StepScores):
         kl_key: Key of the estimates.
         add_to_reward: False leaves the reward unchanged.
         coeff: Coefficient of the KL in the reward.
-        padding_side: Accepted without effect, for compatibility with TorchRL: padding is identified by the masks.
+        padding_side: Accepted without effect, for compatibility with TorchRL.
     """
 
     def __init__(
@@ -192,11 +183,6 @@ class KLComputation(_StepScores):
         self.scores = [(kl_key, (-1,)), *([("reward", (-1, 1))] if add_to_reward else [])]
 
     def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
-        """Write the KL of every row, and the reward.
-
-        Raises:
-            ValueError: Log-probs are missing, or do not have one value per token.
-        """
         for row, out in zip(before, following, strict=True):
             gen, ref = out.get(self.gen_log_probs_full_key, None), out.get(self.ref_log_probs_full_key, None)
             sampled = gen is None
@@ -219,9 +205,7 @@ class KLComputation(_StepScores):
 
 
 class RetrieveKL(Compose):  # type: ignore[misc]
-    """A composition that writes a policy's and a reference's log-probs and the KL between them into "next".
-
-    It consists of a `RetrieveLogProb` for each model, and of `KLComputation`.
+    """A composition of a `RetrieveLogProb` for a policy and for a reference, and a `KLComputation`.
 
     Args:
         gen_model: A wrapper of the policy with generate=False, or "from_collector" for the log-probs that the policy
@@ -259,8 +243,7 @@ class RetrieveKL(Compose):  # type: ignore[misc]
     ):
         sampled = isinstance(gen_model, str) and gen_model_factory is None
         if gen_model_factory is not None:
-            gen_model = None if isinstance(gen_model, str) else gen_model
-            gen_model = _made(gen_model, gen_model_factory, "gen_model", False)
+            gen_model = _made(None if isinstance(gen_model, str) else gen_model, gen_model_factory, "gen_model", False)
         ref_model = _made(ref_model, ref_model_factory, "ref_model", use_ray_service)
         if not sampled:
             padded = [getattr(model, "pad_output", None) for model in (gen_model, ref_model)]
@@ -286,16 +269,12 @@ class RetrieveKL(Compose):  # type: ignore[misc]
 
 
 class KLRewardTransform(RetrieveLogProb):
-    """A transform that subtracts `coef` × KL(policy ‖ reference) from the reward, token by token.
+    """A transform that subtracts `coef` × KL(policy ‖ reference) from the reward, token by token, as `KLComputation`.
 
-    A step's reward is assigned to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long
-    the sequence is. A reward that already has one value per token keeps its values. The padding of a policy with
-    `pad_output=True` is identified by its masks, and gets 0.
-
-    The estimate for a token is log π(token) − log π_ref(token), on the tokens of the assistant (`assistant_only`) or on
-    all tokens after the prompt, and 0 elsewhere. Writes into "next", [L, 1] per row over the tokens of
-    ("tokens", "full"): "kl_penalty", and the reward minus coef × kl; also the reference's log-probs [L] under
-    ("ref_log_probs", "full").
+    The estimate counts the tokens of the assistant (`assistant_only`) or all tokens after the prompt, and is 0
+    elsewhere. A reward that already has one value per token keeps its values. Writes into "next", [L, 1] per row over
+    ("tokens", "full"): "kl_penalty", and the reward minus coef × kl; also the reference's log-probs [L]
+    under ("ref_log_probs", "full").
 
     Args:
         ref_model, ref_model_factory: A policy wrapper in tokens mode with generate=False, or a function that makes one;
@@ -305,7 +284,7 @@ class KLRewardTransform(RetrieveLogProb):
         log_prob_key: The policy's log-probs: (container, "full").
         device: Device of the reference's log-probs; the policy's by default.
         add_to_reward: False leaves the reward unchanged.
-        tokenizer, padding_side: Accepted without effect, for compatibility with TorchRL: rows are not padded.
+        tokenizer, padding_side: Accepted without effect, for compatibility with TorchRL.
         use_ray_service: Only False: let `ref_model_factory` return a remote wrapper instead.
     """
 
@@ -349,13 +328,6 @@ class KLRewardTransform(RetrieveLogProb):
         self.scores = [*self.scores, (outputs[1], (-1, 1)), *([(outputs[0], (-1, 1))] if add_to_reward else [])]
 
     def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
-        """Add the KL penalty and the reference model's log-probs to `following`, and subtract the penalty from the
-        reward.
-
-        Raises:
-            KeyError: The reward or the policy's log-probs are missing.
-            ValueError: The reward or the reference's log-probs do not fit the tokens.
-        """
         super()._score(before, following)
         for row, out in zip(before, following, strict=True):
             reference, own = out.get(self.log_probs_full_key), row.get(self.log_prob_key, None)
@@ -402,8 +374,7 @@ def _penalized(row: TensorDictBase, reward: torch.Tensor, penalty: torch.Tensor)
 
 def _counted(row: TensorDictBase, length: int, assistant_only: bool) -> torch.Tensor:
     """[L] bool: the assistant's tokens, or all tokens after the prompt. Raises KeyError if neither can be found."""
-    masks = row.get("masks", None)
-    assistant = None if masks is None else masks.get("all_assistant_mask", None)
+    assistant = part(row, "masks", "all_assistant_mask")
     if assistant_only and assistant is not None:
         return assistant.clone()
     prompt = row.get(("tokens", "prompt"), None)
@@ -421,32 +392,23 @@ def _counted(row: TensorDictBase, length: int, assistant_only: bool) -> torch.Te
 def _has_tokens(row: TensorDictBase) -> bool:
     """True if a row has tokens and both masks."""
     wanted = (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
-    return all(key[0] in row.keys() and row.get(key, None) is not None for key in wanted)  # noqa: SIM118 - a tensordict
+    return all(part(row, *key) is not None for key in wanted)
 
 
 def _attention(row: TensorDictBase) -> torch.Tensor | None:
     """[L] bool over ("tokens", "full"): True for tokens, False for padding; None if the row has no mask."""
-    masks = row.get("masks", None)
-    attention = None if masks is None else masks.get("all_attention_mask", None)
+    attention = part(row, "masks", "all_attention_mask")
     return None if attention is None else attention.bool()
 
 
-def _unpadded(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
-    """A model's values over its tokens, without its own padding."""
-    attention = _attention(row)
-    return values if attention is None or len(attention) != len(values) else values[attention.to(values.device)]
-
-
-def _placed(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
-    """The values of the row's tokens at the positions of the policy's padded tokens; 0 in padding."""
-    attention = _attention(row)
+def _placed(row: TensorDictBase, scored: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
+    """The model's values, without its own padding, at the positions of the policy's padded tokens; 0 in padding."""
+    padded, attention = _attention(scored), _attention(row)
+    if padded is not None and len(padded) == len(values):
+        values = values[padded.to(values.device)]
     if attention is None or len(values) != int(attention.sum()):
         return values
     return values.new_zeros(len(attention)).masked_scatter(attention.to(values.device), values)
-
-
-def _first(key: NestedKey) -> str:
-    return key if isinstance(key, str) else str(key[0])
 
 
 def _update(tensordict: TensorDictBase, values: TensorDictBase, keys: set[str]) -> None:

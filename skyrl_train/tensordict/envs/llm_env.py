@@ -14,7 +14,7 @@ from torchrl.envs.llm import LLMEnv as LLMEnv, envs
 
 from skyrl_train.tensordict.envs.chat import read_dataset
 from skyrl_train.tensordict.envs.gsm8k import GSM8KPrepareQuestion, GSM8KRewardParser, Source
-from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
+from skyrl_train.tensordict.envs.primer import Batches, DataLoadingPrimer
 
 
 def make_gsm8k_env(
@@ -31,21 +31,13 @@ def make_gsm8k_env(
     An episode is one step. TorchRL has deprecated this function in favor of `GSM8KEnv`, which keeps turns.
 
     Args:
-        dataset: Rows with "question" and "answer", or a source of them as in `data.dataset.read_rows`.
-        num_envs: Number of rows of the environment, B.
-        repeats: Number of consecutive episodes with the same question; None for one.
-        batch_size_dl: Number of rows that are read at a time.
-        seed: Seed of the order of the rows; None for a random order.
+        dataset, num_envs, repeats, batch_size_dl, seed: As in `GSM8KEnv`.
         group_repeats: True multiplies the batch size by `repeats`.
         tokenizer: Tokenizer of the policy. Without one, the environment gives no reward, as in TorchRL.
-
-    Raises:
-        DataError: The dataset cannot be read.
-        ValueError: `batch_size_dl` or `repeats` is invalid.
     """
     hub = ("main", "train") if dataset == "openai/gsm8k" else (None, None)
     rows = [{"query": row["question"], "answer": row["answer"]} for row in read_dataset(dataset, *hub)]
-    loader = batches(rows, batch_size_dl, shuffle=True, seed=seed)
+    loader = Batches(rows, batch_size_dl, shuffle=True, seed=seed)
     primer = DataLoadingPrimer(loader, repeats=repeats, group_repeats=group_repeats, batch_size=(num_envs,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # LLMEnv is deprecated, and would rather have eos_token_id

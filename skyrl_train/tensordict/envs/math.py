@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import TensorDictBase
 from torchrl.envs.llm import datasets, reward
 
 from skyrl_train.environments.graders import math_grader
 from skyrl_train.environments.graders.boxed import extract_boxed_answer
-from skyrl_train.tensordict.envs.chat import DatasetChatEnv
-from skyrl_train.tensordict.envs.gsm8k import Source
+from skyrl_train.tensordict.envs.chat import TaskEnv
 from skyrl_train.tensordict.envs.rewards import AnswerRewards, single_answer, single_thought
 
 SECONDS_PER_COMPARISON = 5.0
@@ -32,12 +30,11 @@ class MATHRewardParser(AnswerRewards, reward.MATHRewardParser):  # type: ignore[
         math_grader.check_installed()
         super().__init__(*args, **settings)
 
-    def _rewarded(self, answer: str, said: str, thought: str) -> TensorDictBase:
-        return self._single_correctness_reward(self.extract_boxed(answer), said, thought)
+    def _expected(self, answer: str) -> tuple[str]:
+        return (self.extract_boxed(answer),)
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """Return the only block of reasoning and the answer after it; "" for a missing or ambiguous one."""
         return single_thought(text), single_answer(text) or extract_boxed_answer(text) or ""
 
     @staticmethod
@@ -47,20 +44,9 @@ class MATHRewardParser(AnswerRewards, reward.MATHRewardParser):  # type: ignore[
         return math_grader.get_grader(SECONDS_PER_COMPARISON).grade(answer, reference)[0]
 
 
-class MATHEnv(DatasetChatEnv, datasets.MATHEnv):  # type: ignore[misc]
-    """A ChatEnv with a problem of MATH in every row; an episode has one turn by default (`max_steps`).
+class MATHEnv(TaskEnv, datasets.MATHEnv):  # type: ignore[misc]
+    """A TaskEnv with a problem of MATH in every row: "problem" and "solution"."""
 
-    Rows have "problem" and "solution"; the arguments are DatasetChatEnv's.
-    """
-
-    def __init__(
-        self,
-        *,
-        dataset: Source = "DigitalLearningGmbH/MATH-lighteval",
-        compute_reward: bool = True,
-        max_steps: int = 1,
-        **settings: Any,
-    ):
-        super().__init__(dataset=dataset, **{"data_key": "problem", "split": "train", **settings})
-        parser = MATHRewardParser(tokenizer=settings.get("tokenizer")) if compute_reward else None
-        self.add_rewards(max_steps, parser)
+    HUB = {"dataset": "DigitalLearningGmbH/MATH-lighteval", "split": "train"}  # noqa: RUF012
+    DATA_KEY = "problem"
+    REWARD = MATHRewardParser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -12,21 +12,14 @@ from torchrl.data import Composite, Unbounded
 
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.environments.base import StepOutput, validate_messages, validate_step_output
+from skyrl_train.environments.base import StepOutput, TextEnv, validate_messages, validate_step_output
 from skyrl_train.environments.fenced_blocks import find_fenced_blocks
 from skyrl_train.environments.integrations.openenv import OpenEnvEnv
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response, question_of
+from skyrl_train.tensordict.envs.rows import reset_rows
 
 WRONG_FORMAT = "Your answer must hold exactly one block of code between ``` and ```; nothing was run."
-
-
-class TextEnvLike(Protocol):
-    """The methods of a TextEnv that MLGymWrapper calls."""
-
-    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]: ...
-    def step(self, action: str) -> Any: ...
-    def close(self) -> None: ...
 
 
 class MLGymWrapper(ChatEnv):
@@ -34,7 +27,7 @@ class MLGymWrapper(ChatEnv):
 
     Args:
         env: A function that makes a new episode: `environments.make(...)`, an OpenEnv server's (`make_mlgym`) or your
-            own. Or an object with `init`, `step` and `close`, for a batch of one row.
+            own object with `init`, `step` and `close`. Or such an object, for a batch of one row.
         reward_wrong_format: If given, the action is the single fenced block of the final answer
             (`reasoning.final_answer`); an answer without a block, or with several, gets this reward and is not passed
             to the environment. Otherwise, the action is the model's whole text with its reasoning.
@@ -43,7 +36,7 @@ class MLGymWrapper(ChatEnv):
 
     def __init__(
         self,
-        env: Callable[[], TextEnvLike] | TextEnvLike,
+        env: Callable[[], TextEnv] | TextEnv,
         *,
         reward_wrong_format: float | None = None,
         **settings: Any,
@@ -55,9 +48,9 @@ class MLGymWrapper(ChatEnv):
                 f"batch_size={tuple(self.batch_size)} needs several environments. Give a function that makes them, not "
                 "an object."
             )
-        self._make = cast(Callable[[], TextEnvLike], (lambda: env) if single else env)
+        self._make = cast(Callable[[], TextEnv], (lambda: env) if single else env)
         self.reward_wrong_format = reward_wrong_format
-        self._running: list[TextEnvLike | None] = [None] * self.batch_size[0]
+        self._running: list[TextEnv | None] = [None] * self.batch_size[0]
 
     def _make_specs(self) -> None:
         super()._make_specs()
@@ -66,9 +59,7 @@ class MLGymWrapper(ChatEnv):
         self.full_reward_spec = Composite(reward=Unbounded((*size, 1)), shape=size).to(self.device)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
-        mask = None if tensordict is None else tensordict.get("_reset", None)
-        size = self.batch_size[0]
-        chosen = [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
+        chosen = reset_rows(tensordict, self.batch_size[0])
         given = None if tensordict is None else tensordict.exclude("_reset", "next").unbind(0)
         rows = [self._begin(place, given and given[place]) if reset else None for place, reset in enumerate(chosen)]
         placeholder = next(row for row in rows if row is not None)  # `reset` discards it
@@ -106,14 +97,13 @@ class MLGymWrapper(ChatEnv):
         output = self._answered(episode, text)
         said = full_messages(root, self.policy_role) or []
         row.set("history", conversation([*said, *output.observations]))
-        row.set("reward", torch.tensor([float(output.reward)]))
-        row.set("terminated", torch.tensor([output.done]))
-        row.set("done", torch.tensor([output.done]))
+        for key, value in (("reward", float(output.reward)), ("terminated", output.done), ("done", output.done)):
+            row.set(key, torch.tensor([value]))
         if output.done:
             self._end(place)
         return row
 
-    def _answered(self, episode: TextEnvLike, text: str) -> StepOutput:
+    def _answered(self, episode: TextEnv, text: str) -> StepOutput:
         if self.reward_wrong_format is None:
             return validate_step_output(episode.step(text))
         blocks = [fence.body for fence in find_fenced_blocks(final_answer(text)) if fence.is_closed]
@@ -138,13 +128,10 @@ def make_mlgym(
     *,
     task: str | None = None,
     tasks: Sequence[str] | None = None,
-    tokenizer: Any = None,
-    device: torch.device | str = "cpu",
-    reward_wrong_format: float | None = None,
     base_url: str | None = None,
     settings: Mapping[str, Any] | None = None,
     num_envs: int = 1,
-    system_prompt: str | None = None,
+    **wrapper: Any,
 ) -> MLGymWrapper:
     """Make a ChatEnv of research tasks on an OpenEnv server: every reset starts `task`, or the next of `tasks`.
 
@@ -154,15 +141,10 @@ def make_mlgym(
     Args:
         task: Name of the only task. Give either this or `tasks`.
         tasks: Names of tasks, which resets start in turn.
-        tokenizer: Tokenizer of the environment; None for text without one.
-        device: Device of the environment's tensors.
-        reward_wrong_format: Reward of an answer without exactly one block of code; None sends complete answers to the
-            server.
         base_url: The server's URL.
-        settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key. None: the
-            defaults.
+        settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key.
         num_envs: Number of episodes in the batch.
-        system_prompt: System message of every conversation; None for no system message.
+        **wrapper: Arguments of MLGymWrapper: `tokenizer`, `system_prompt`, `reward_wrong_format`, `device` ("cpu").
 
     Raises:
         ValueError: Both or none of `task` and `tasks` are given, or `tasks` is empty.
@@ -178,9 +160,6 @@ def make_mlgym(
     turn = itertools.cycle(names)
     return MLGymWrapper(
         lambda: OpenEnvEnv(chosen, {"reset": {"task": next(turn)}}),
-        system_prompt=system_prompt,
-        tokenizer=tokenizer,
         batch_size=(num_envs,),
-        device=device,
-        reward_wrong_format=reward_wrong_format,
+        **{"device": "cpu", **wrapper},
     )

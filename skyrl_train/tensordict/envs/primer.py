@@ -12,13 +12,14 @@ from torchrl.data import Composite, NonTensor
 from torchrl.envs.llm import transforms as torchrl_transforms
 from torchrl.envs.llm.transforms import as_nested_tensor as as_nested_tensor, as_padded_tensor as as_padded_tensor
 
+from skyrl_train.tensordict.envs.rows import reset_rows
+
 
 class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[misc]
     """TorchRL's primer, which gives every reset the next rows of a loader that is repeated endlessly.
 
-    It differs from TorchRL's in three ways. A loader may also yield lists of mappings, or rows with different columns.
-    Values other than tensors are kept unchanged, and "text" is renamed to "query" because policies write their own
-    "text". A loader without rows raises ValueError instead of waiting for ever.
+    Unlike TorchRL's, it also takes lists of mappings and rows with different columns, keeps values other than tensors
+    unchanged, renames "text" to "query" (policies write their own "text"), and raises ValueError for no rows.
 
     Args:
         dataloader: Loader of mappings (one row, or the columns of a batch), lists of mappings, or tensordicts.
@@ -46,11 +47,10 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
     @classmethod
     def _endless_iter(cls, obj: Iterable[Any]) -> Iterator[Any]:
         while True:
-            empty = True
+            batch = None
             for batch in obj:
-                empty = False
                 yield batch
-            if empty:
+            if batch is None:
                 raise ValueError("The dataloader yields no rows. Give one with at least one row.")
 
     def _load_from_dataloader(self, reset: torch.Tensor | None = None) -> TensorDictBase:
@@ -66,8 +66,7 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
         """Give the rows that are reset their next data; the others get a placeholder, which `reset` discards."""
         if not tensordict.ndim:
             return tensordict_reset.update(self._load_from_dataloader())
-        mask = tensordict.get(self.reset_key, None)
-        chosen = [True] * len(tensordict) if mask is None else mask.reshape(len(mask), -1).any(-1).tolist()
+        chosen = reset_rows(tensordict, len(tensordict))
         if not any(chosen):
             return tensordict_reset
         fresh = [self._load_from_dataloader() if reset else None for reset in chosen]
@@ -120,44 +119,38 @@ class RayDataLoadingPrimer(torchrl_transforms.RayDataLoadingPrimer):  # type: ig
 DataLoadingPrimer._RayServiceClass = RayDataLoadingPrimer
 
 
-def batches(
-    rows: Sequence[Mapping[str, Any]],
-    size: int,
-    *,
-    shuffle: bool,
-    seed: int | None,
-    collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None = None,
-) -> Iterable[Any]:
-    """Return a loader over `rows` that can be iterated repeatedly; columns that a row lacks are None.
+class Batches:
+    """A loader over rows that can be iterated repeatedly; columns that a row lacks are None.
 
     Args:
         rows: The rows.
-        size: Number of rows of a batch.
+        size: Number of rows of a batch; ValueError below 1.
         shuffle: True for a new order in every pass.
         seed: Seed of the orders; None for random ones.
         collate_fn: Function that converts a list of rows to a batch; None yields the lists.
-
-    Raises:
-        ValueError: `size` is below 1.
     """
-    if size < 1:
-        raise ValueError(f"batch_size_dl={size} must be at least 1.")
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    complete = [{column: row.get(column) for column in columns} for row in rows]
-    return _Batches(complete, size, shuffle, random.Random(seed), collate_fn)
 
-
-class _Batches:
-    def __init__(self, rows: Sequence[Any], size: int, shuffle: bool, order: random.Random, collate: Any):
-        self._rows, self._size, self._shuffle, self._random, self._collate = rows, size, shuffle, order, collate
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        size: int,
+        *,
+        shuffle: bool,
+        seed: int | None,
+        collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None = None,
+    ):
+        if size < 1:
+            raise ValueError(f"batch_size_dl={size} must be at least 1.")
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        self.rows = [{column: row.get(column) for column in columns} for row in rows]
+        self.size, self.shuffle, self.random, self.collate_fn = size, shuffle, random.Random(seed), collate_fn or list
 
     def __iter__(self) -> Iterator[Any]:
-        places = list(range(len(self._rows)))
-        if self._shuffle:
-            self._random.shuffle(places)
-        for start in range(0, len(places), self._size):
-            batch = [self._rows[place] for place in places[start : start + self._size]]
-            yield batch if self._collate is None else self._collate(batch)
+        places = list(range(len(self.rows)))
+        if self.shuffle:
+            self.random.shuffle(places)
+        for start in range(0, len(places), self.size):
+            yield self.collate_fn([self.rows[place] for place in places[start : start + self.size]])
 
 
 def _columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -172,7 +165,7 @@ def _columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _row(values: Mapping[str, Any]) -> TensorDictBase:
-    row = TensorDict({}, batch_size=[])
-    for key, value in values.items():
-        row.set(key, value if isinstance(value, torch.Tensor | TensorDictBase) else NonTensorData(value))
-    return row
+    kept = (torch.Tensor, TensorDictBase)
+    return TensorDict(
+        {key: value if isinstance(value, kept) else NonTensorData(value) for key, value in values.items()}
+    )

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
 
 from skyrl_train.data.reasoning import final_answer, reasoning_blocks
 from skyrl_train.tensordict.envs.conversation import last_response, text_of
@@ -35,6 +37,20 @@ def single_thought(text: str) -> str:
     return blocks[0].strip() if len(blocks) == 1 else ""
 
 
+def response_of(transform: Transform, row: TensorDictBase, tokenizer: Any = None) -> str | None:
+    """Return `last_response` of a row with the tokenizer (unless given) and the role of the transform's environment."""
+    parent = transform.parent
+    role = getattr(parent, "policy_role", None) or "assistant"
+    return last_response(row, tokenizer or getattr(parent, "tokenizer", None), role)
+
+
+def add_reward(following: TensorDictBase, key: NestedKey, values: torch.Tensor) -> None:
+    """Add rewards, one per row, to those that other transforms wrote in this step; write them as [B, 1, 1]."""
+    values = values.reshape(*following.batch_size, 1, 1).to(following.device)
+    before = following.get(key, None)
+    following.set(key, values if before is None else values + before.reshape(values.shape))
+
+
 def end(following: TensorDictBase, over: Sequence[bool]) -> None:
     """Mark the rows for which `over` is True as terminated and done."""
     for key in ("terminated", "done"):
@@ -42,8 +58,8 @@ def end(following: TensorDictBase, over: Sequence[bool]) -> None:
         following.set(key, flags | torch.tensor(over, device=flags.device).reshape(flags.shape))
 
 
-class AnswerRewards:
-    """A mixin for TorchRL's reward parsers that reads the policy's text of this step, and nothing of the prompt.
+class AnswerRewards(Transform):  # type: ignore[misc]
+    """A base of TorchRL's reward parsers that reads the policy's text of this step, and nothing of the prompt.
 
     TorchRL's parsers take the first <answer> in prompt and response. This one calls `extract_tags` with the response,
     which may have reasoning, and `_single_correctness_reward` with what it finds. The rewards are written under
@@ -53,17 +69,11 @@ class AnswerRewards:
     """
 
     ANSWER_KEYS: tuple[str, ...] = ("answer",)
-
-    tokenizer: Any
-    eos_token: str | None
-    in_keys: list[Any]
-    out_keys: list[Any]
-    set_done_if_answer: bool
-    parent: Any
+    _input_mode: str | None = None
 
     def set_container(self, container: Any) -> None:
         """Attach the transform. Raises ValueError if its `input_mode` is not the environment's."""
-        super().set_container(container)  # type: ignore[misc]
+        super().set_container(container)
         wanted, mode = self._input_mode, getattr(self.parent, "input_mode", None)
         if wanted is not None and mode is not None and wanted != mode:
             raise ValueError(
@@ -71,31 +81,25 @@ class AnswerRewards:
                 "input_mode."
             )
 
-    _input_mode: str | None = None
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Add the rewards of the step's responses to `next_tensordict`.
 
         Raises:
             ValueError: A row lacks the policy's response or the expected answer.
         """
-        parent = self.parent
-        tokenizer = self.tokenizer or getattr(parent, "tokenizer", None)
-        role = getattr(parent, "policy_role", None) or "assistant"
-        found = [self._scored(row, tokenizer, role) for row in rows_of(tensordict)]
-        shape = (*next_tensordict.batch_size, 1, 1)
+        found: Any = torch.stack([self._scored(row) for row in rows_of(tensordict)])
         for name, key in zip(REWARD_KEYS, self.out_keys, strict=True):
-            values = torch.stack([score[name] for score in found]).reshape(shape).to(next_tensordict.device)
-            before = next_tensordict.get(key, None) if name == "reward" else None
-            next_tensordict.set(key, values if before is None else values + before.reshape(shape))
+            if name != "reward":
+                next_tensordict.pop(key, None)
+            add_reward(next_tensordict, key, found[name])
         if self.set_done_if_answer:
-            end(next_tensordict, [bool(score["reward_answer"] > 0) for score in found])
+            end(next_tensordict, (found["reward_answer"] > 0).tolist())
         return next_tensordict
 
-    def _scored(self, row: TensorDictBase, tokenizer: Any, role: str) -> TensorDictBase:
+    def _scored(self, row: TensorDictBase) -> TensorDictBase:
         keys = [*self.in_keys[-1:], *self.ANSWER_KEYS]
         answer = next((found for key in keys if (found := text_of(row, key)) is not None), None)
-        text = last_response(row, tokenizer, role)
+        text = response_of(self, row, self.tokenizer)
         if text is None or answer is None:
             missing = "the model's response" if text is None else f"the row's {keys[0]!r}"
             raise ValueError(
@@ -103,12 +107,14 @@ class AnswerRewards:
                 "The reward needs both the response and the answer."
             )
         text = text.removesuffix(self.eos_token) if self.eos_token else text
-        thought, said = self.extract_tags(text)  # type: ignore[attr-defined]
-        return self._rewarded(answer, said, thought)
+        thought, said = self.extract_tags(text)
+        rewards: TensorDictBase = self._single_correctness_reward(*self._expected(answer), said, thought)
+        return rewards
 
-    def _rewarded(self, answer: str, said: str, thought: str) -> TensorDictBase:
-        """Return the rewards of an extracted answer, given the row's expected answer."""
-        raise NotImplementedError
+    @staticmethod
+    def extract_tags(text: str) -> tuple[str, str]:
+        """Return the only block of reasoning and the answer after it; "" for a missing or ambiguous one."""
+        return single_thought(text), single_answer(text)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Return the spec of rewards with the keys that the parser adds; it may change the one given."""

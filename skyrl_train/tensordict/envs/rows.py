@@ -11,6 +11,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.envs import Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
+from skyrl_train.tensordict import ragged
 from skyrl_train.tensordict.containers import nested_stack
 
 
@@ -31,9 +32,13 @@ def chat_setting(transform: Transform, name: str, default: Any) -> Any:
 
 def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
     """Return shallow copies of the rows of a tensordict of any batch size, in row-major order."""
-    if not tensordict.batch_dims:
-        return [tensordict.copy()]
-    return [row for part in tensordict.unbind(0) for row in rows_of(part)]
+    return [row.copy() for row in ragged.rows_of(tensordict)]
+
+
+def reset_rows(tensordict: TensorDictBase | None, size: int) -> list[bool]:
+    """Return which of `size` rows a reset begins: those of its mask "_reset", or all without a mask."""
+    mask = None if tensordict is None else tensordict.get("_reset", None)
+    return [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
 
 
 def stacked_like(rows: Sequence[TensorDictBase], tensordict: TensorDictBase) -> TensorDictBase:

@@ -100,13 +100,8 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
             raise ValueError(
                 "add_generation_prompt=False is not supported: the next answer follows ('tokens', 'prompt')."
             )
-        super().__init__(
-            tokenizer,
-            history_key=history_key,
-            tokens_key=tokens_key,
-            chat_template_name=chat_template_name,
-            chat_template=chat_template,
-        )
+        template = {"chat_template_name": chat_template_name, "chat_template": chat_template}
+        super().__init__(tokenizer, history_key=history_key, tokens_key=tokens_key, **template)
         self.template_kwargs = {
             **template_options(tokenizer, chat_template, chat_template_name),
             **(template_kwargs or {}),
@@ -149,23 +144,16 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
     def _ids(self, before: TensorDictBase, after: TensorDictBase) -> list[int]:
         written = messages_of(after.get(self.history_key))
         messages, role = rendered_form(written), self._role()
-        full = before.get((*self._ids_container(), "full"), None)
+        key = unravel_key(self.tokens_key)
+        full = before.get((*(key[:-1] if isinstance(key, tuple) else (key,)), "full"), None)
         answered = rendered_form(full_messages(before, role) or [])
         if full is not None and answered and messages[: len(answered)] == answered:
             ids = unpadded(before, full, response=False).tolist()
             places = [place for place, message in enumerate(messages) if message["role"] in (role, "assistant")]
-            continuation = (
-                render_continuation(self.tokenizer, messages, places, self.template_kwargs) if places else None
-            )
-            if continuation is not None:
-                if (
-                    continuation
-                    and ids
-                    and is_control_token(self.tokenizer, continuation[0])
-                    and ids[-1] == continuation[0]
-                ):
-                    continuation = continuation[1:]  # the model already ended its turn
-                return ids + continuation
+            more = render_continuation(self.tokenizer, messages, places, self.template_kwargs) if places else None
+            if more is not None:
+                ended = more and more[:1] == ids[-1:] and is_control_token(self.tokenizer, more[0])
+                return ids + (more[1:] if ended else more)  # the model may have ended its turn itself
         return self._rendered(written)
 
     def _rendered(self, messages: Sequence[Message]) -> list[int]:
@@ -173,13 +161,8 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
         messages = rendered_form(messages)
         return render_prompt(self.tokenizer, messages, self.template_kwargs, continue_final_message=goes_on)
 
-    def _role(self) -> str:
-        role: str = chat_setting(self, "policy_role", "assistant")
-        return role
-
-    def _ids_container(self) -> tuple[str, ...]:
-        key = unravel_key(self.tokens_key)
-        return key[:-1] if isinstance(key, tuple) else (key,)
+    def _role(self) -> Any:
+        return chat_setting(self, "policy_role", "assistant")
 
     def _in_tokens(self, key: NestedKey) -> bool:
         """True if the key's container is of class Tokens."""
@@ -196,9 +179,8 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
         key, spec = unravel_key(self.tokens_key), _ids_spec(self.tokenizer, observation_spec)
         if self._in_tokens(key):
             add_spec(observation_spec, key, spec, Tokens)
-            add_spec(
-                observation_spec, (key[0], "padded"), NonTensor(observation_spec.shape, example_data=False), Tokens
-            )
+            padded = NonTensor(observation_spec.shape, example_data=False)
+            add_spec(observation_spec, (key[0], "padded"), padded, Tokens)
         else:
             observation_spec[key] = spec
         return observation_spec

@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import Compose, EnvBase
 from torchrl.envs.llm.transforms import JSONCallParser as _JSONCallParser, ToolCall, ToolRegistry
 from torchrl.envs.llm.transforms.tools import LLMToolParser, ParseResult, ToolTransformBase
 from torchrl.services import get_services
 
-from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.fenced_blocks import PYTHON_LANGUAGES, extract_blocks
 from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult, sanitize, truncate_middle
@@ -29,12 +27,10 @@ from skyrl_train.environments.tools.parsers import MAX_CALLS
 from skyrl_train.environments.tools.python import PythonTool
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, SandboxResult
 from skyrl_train.tensordict.envs.conversation import last_response, part, value_of
-from skyrl_train.tensordict.envs.rows import chat_setting, rows_of, stacked_like
+from skyrl_train.tensordict.envs.rows import chat_setting, reset_rows, rows_of, stacked_like
 
 MAX_WORKERS = 16
 """Maximum number of rows whose tools run concurrently."""
-SERVICE_NAME = "python_executor"
-"""TorchRL's default."""
 TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n((?:(?!<tool>).)*?)</tool>", re.DOTALL)
 
 
@@ -104,26 +100,25 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         rows = rows_of(tensordict_reset)
-        mask = tensordict.get("_reset", None)
-        begun = [True] * len(rows) if mask is None else mask.reshape(len(rows), -1).any(-1).tolist()
+        begun = reset_rows(tensordict, len(rows))
         self._close([place for place, reset in enumerate(begun) if reset])
         words = self.described()
         if words is None:
             return tensordict_reset
         for row, reset in zip(rows, begun, strict=True):
             if reset and (prompt := part(row, "history", "prompt")) is not None:
-                _set_prompt(row, _with_system(prompt, words))
+                first, *rest = prompt.unbind(0)
+                begin, rest = (f"{first.content}\n\n", rest) if first.role == "system" else ("", [first, *rest])
+                _set_prompt(row, [type(prompt)(role="system", content=begin + words), *rest])
         return stacked_like(rows, tensordict_reset)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = rows_of(next_tensordict)
         role, tokenizer = chat_setting(self, "policy_role", "assistant"), chat_setting(self, "tokenizer", None)
-        work: list[tuple[int, TensorDictBase, list[ParsedCall]]] = []
+        work = []
         for place, (before, row) in enumerate(zip(rows_of(tensordict), rows, strict=True)):
             done = row.get("done", None)
-            if done is not None and bool(done.any()):
-                continue
-            text = last_response(before, tokenizer, role)
+            text = None if done is not None and bool(done.any()) else last_response(before, tokenizer, role)
             if found := self.parse_calls(final_answer(text)) if text else []:
                 work.append((place, before, found))
         if not work:
@@ -132,19 +127,18 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
             answers = list(pool.map(lambda item: self._answers(*item), work))
         for (place, _, _), texts in zip(work, answers, strict=True):
             prompt = part(rows[place], "history", "prompt")
-            _set_prompt(rows[place], _extended(prompt, [{"role": self.tool_role, "content": text} for text in texts]))
+            results = [type(prompt)(role=self.tool_role, content=text) for text in texts]
+            _set_prompt(rows[place], [*prompt.unbind(0), *results])
         return stacked_like(rows, next_tensordict)
 
     def _answers(self, place: int, before: TensorDictBase, calls: Sequence[ParsedCall]) -> list[str]:
         """Run the calls of one row, and return the texts of their messages."""
         texts = []
         for call in calls[:MAX_CALLS]:
-            if call.wrong is not None:
-                result = ToolResult(call.wrong, "bad_arguments")
-            else:
-                if place not in self._boxes:
-                    self._boxes[place] = ToolBox(self.make_tools())
-                result = self._boxes[place].call(call.name, dict(call.arguments or {}))
+            if call.wrong is None and place not in self._boxes:
+                self._boxes[place] = ToolBox(self.make_tools())
+            wrong = None if call.wrong is None else ToolResult(call.wrong, "bad_arguments")
+            result = wrong or self._boxes[place].call(call.name, dict(call.arguments or {}))
             texts.append(self.format_result(call, result))
         return [*texts, *_surplus(calls)]
 
@@ -157,15 +151,13 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
 class PythonInterpreter(ToolTransform):
     """A tool transform that runs each closed ```python block of the last answer in a sandbox.
 
-    Every block runs in a new session or, with `persistent`, in the row's session.
-
     The messages are "Code block 1 executed successfully:" or "Code block 1 failed:", followed by the block's output. A
     block fails if it raises, exits with a status other than 0, or exceeds a limit; a warning on stderr is just output.
 
     Args:
-        tokenizer: Accepted without effect, for compatibility with TorchRL: blocks are read from the conversation.
+        tokenizer: Accepted without effect, as in TorchRL.
         tool_name: Role of the messages.
-        persistent: True to keep variables from block to block until the row is reset.
+        persistent: True to keep variables until the row is reset; otherwise every block runs in a new session.
         timeout: Seconds for one block.
         services: "ray" to run blocks in a `PythonExecutorService` that is registered with
             `torchrl.services.get_services`; its limits and sandbox apply.
@@ -181,7 +173,7 @@ class PythonInterpreter(ToolTransform):
         persistent: bool = False,
         timeout: float = 10.0,
         services: str | None = None,
-        service_name: str = SERVICE_NAME,
+        service_name: str = "python_executor",
         namespace: str | None = None,
         sandbox: Mapping[str, Any] | None = None,
     ):
@@ -267,8 +259,11 @@ class _ServiceBlocks(Tool):
 class _CallTransform(ToolTransform):
     """A tool transform for calls with a name and JSON arguments.
 
-    Without a parser, a call is written as <tool>name, a line break, the arguments as JSON, </tool>.
+    Without a parser, a call is written as <tool>name, a line break, the arguments as JSON, </tool>. With `describe`,
+    the system message explains it, followed by `description`.
     """
+
+    describe, description = False, ""
 
     def __init__(self, tool_name: str, pattern: str | re.Pattern[str] | None, parser: LLMToolParser | None = None):
         super().__init__(tool_name)
@@ -282,9 +277,12 @@ class _CallTransform(ToolTransform):
             return [self.to_call(call.tool, call.args) for call in self.parser(text)["calls"]]
         return [self._parsed(*match.group(1, 2)) for match in self.pattern.finditer(text)]
 
-    @abstractmethod
     def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         """Return the tool call for a call's name and arguments."""
+        return ParsedCall(name, name, arguments)
+
+    def described(self) -> str | None:
+        return f"{_HOW}\n\n{self.description}" if self.describe else None
 
     def format_result(self, call: ParsedCall, result: ToolResult) -> str:
         return f"Tool {call.shown_as} {_outcome(result)}:\n{result.text}"
@@ -327,9 +325,6 @@ class SimpleToolTransform(_CallTransform):
     def make_tools(self) -> list[Tool]:
         return [_Function(name, function, self.timeout) for name, function in self.tools.items()]
 
-    def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
-        return ParsedCall(name, name, arguments)
-
 
 class _Function(Tool):
     description = ""
@@ -364,21 +359,17 @@ class ExecuteToolsInOrder(_CallTransform):
         self.registry, self.stop_on_error, self.pass_state_to_tools = registry, stop_on_error, pass_state_to_tools
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
-        calls = self.parser(text)["calls"]  # type: ignore[misc]
-        shown = [
-            f"{call.tool} (call {number}){f' [{call.tag}]' if call.tag else ''}" for number, call in enumerate(calls, 1)
-        ]
-        return [ParsedCall(show, call.tool, call.args) for show, call in zip(shown, calls, strict=True)]
-
-    def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
-        return ParsedCall(name, name, arguments)
+        calls = []
+        for number, call in enumerate(self.parser(text)["calls"], 1):  # type: ignore[misc]
+            tag = f" [{call.tag}]" if call.tag else ""
+            calls.append(ParsedCall(f"{call.tool} (call {number}){tag}", call.tool, call.args))
+        return calls
 
     def _answers(self, place: int, before: TensorDictBase, calls: Sequence[ParsedCall]) -> list[str]:
-        state = {}
+        lines, state = [], {}
         if self.pass_state_to_tools:
-            plain = {key: before.get(key) for key in before.keys() if key != "_reset"}  # noqa: SIM118 - a tensordict
-            state = {"_state": {key: value_of(before, key) for key, value in plain.items() if _is_column(value)}}
-        lines = []
+            plain = {key for key, value in before.items() if isinstance(value, str) or hasattr(value, "tolist")}
+            state = {"_state": {key: value_of(before, key) for key in plain - {"_reset"}}}
         for call in calls[:MAX_CALLS]:
             try:
                 result = self.registry.get(call.name)(**dict(call.arguments or {}), **state)
@@ -408,12 +399,11 @@ class JSONCallParser(_JSONCallParser):  # type: ignore[misc]
         if not isinstance(given, dict):
             return ParseResult(text=response, calls=[], meta={"count": 0})
         entries = given.get("tools")
+        entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
         calls = [
             ToolCall(entry["tool"], entry.get("args") or {}, entry.get("tag"))
-            for entry in (entries if isinstance(entries, list) else [])
-            if isinstance(entry, dict)
-            and isinstance(entry.get("tool"), str)
-            and isinstance(entry.get("args", {}), dict)
+            for entry in entries
+            if isinstance(entry.get("tool"), str) and isinstance(entry.get("args", {}), dict)
         ]
         return ParseResult(text=given.get("message", ""), calls=calls, meta={"count": len(calls)})
 
@@ -446,7 +436,7 @@ class MCPToolTransform(_CallTransform):
             for name, entry in servers.items()
         }
         self.timeout, self.describe = timeout, describe
-        self._description = self.make_tools()[0].description
+        self.description = self.make_tools()[0].description
 
     def make_tools(self) -> list[Tool]:
         return [McpTool(self.servers, self.timeout)]
@@ -455,14 +445,9 @@ class MCPToolTransform(_CallTransform):
         full = name if name.partition(".")[0] in self.servers else f"{next(iter(self.servers))}.{name}"
         return ParsedCall(full, "mcp", {"tool": full, "arguments": arguments})
 
-    def described(self) -> str | None:
-        return f"{_HOW}\n\n{self._description}" if self.describe else None
-
 
 class BrowserTransform(_CallTransform):
-    """A tool transform with a browser for every row.
-
-    The call is <tool>browser, a line break, {"action": ..., ...}, </tool>.
+    """A tool transform with a browser for every row, called as <tool>browser, a line break, {"action": ...}, </tool>.
 
     The actions are BrowserTool's: goto (also "navigate") with "url", click and type with "element" (its number in the
     page's listing), read (also "extract" and "scroll", because the whole page is read), back. There are no selectors.
@@ -473,10 +458,11 @@ class BrowserTransform(_CallTransform):
             `allow_private`.
         headless: Only True.
         timeout: Seconds for a call.
-        tokenizer: Accepted without effect, for compatibility with TorchRL: calls are read from the conversation.
+        tokenizer: Accepted without effect, as in TorchRL.
     """
 
     ALIASES: Mapping[str, str] = {"navigate": "goto", "extract": "read", "scroll": "read"}
+    description = f"- browser: {BrowserTool.description} Arguments: {json.dumps(BrowserTool.parameters)}"
 
     def __init__(
         self,
@@ -505,12 +491,7 @@ class BrowserTransform(_CallTransform):
         if isinstance(action, str) and action in self.ALIASES:
             kept = {key: value for key, value in arguments.items() if key == "url"}
             arguments = {**kept, "action": self.ALIASES[action]}
-        return ParsedCall(name, name, arguments)
-
-    def described(self) -> str | None:
-        if not self.describe:
-            return None
-        return f"{_HOW}\n\n- browser: {BrowserTool.description} Arguments: {json.dumps(BrowserTool.parameters)}"
+        return super().to_call(name, arguments)
 
 
 _HOW = """You can call tools. To call one, write its name, a line break, and its arguments as JSON:
@@ -528,29 +509,11 @@ def _outcome(result: ToolResult) -> str:
 
 
 def _surplus(calls: Sequence[ParsedCall]) -> list[str]:
-    over = len(calls) > MAX_CALLS
-    return [f"More than {MAX_CALLS} calls in one message: the others were not run."] if over else []
+    words = f"More than {MAX_CALLS} calls in one message: the others were not run."
+    return [words] if len(calls) > MAX_CALLS else []
 
 
-def _is_column(value: Any) -> bool:
-    """True if a row's entry is a plain value, not a container such as the history."""
-    return isinstance(value, str | torch.Tensor) or hasattr(value, "tolist")
-
-
-def _extended(history: Any, messages: Sequence[Message]) -> Any:
-    """Return a history [turns] of any class of histories, followed by messages."""
-    turns = [type(history)(role=message["role"], content=message["content"]) for message in messages]
-    return lazy_stack([*history.unbind(0), *turns])
-
-
-def _with_system(history: Any, words: str) -> Any:
-    first, *rest = history.unbind(0)
-    if first.role != "system":
-        return lazy_stack([type(history)(role="system", content=words), first, *rest])
-    return lazy_stack([type(history)(role="system", content=f"{first.content}\n\n{words}"), *rest])
-
-
-def _set_prompt(row: TensorDictBase, prompt: Any) -> None:
+def _set_prompt(row: TensorDictBase, turns: Sequence[Any]) -> None:
     container = row.get("history").copy()
-    container.prompt = prompt
+    container.prompt = lazy_stack(list(turns))
     row.set("history", container)

@@ -2,67 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.objectives import LossModule
 
-from skyrl_train.tensordict.losses.scoring import ASSISTANT, ATTENTION, Scored, check_actor, read, score
-from skyrl_train.tensordict.ragged import Key, TokenLayout, column, flattened
+from skyrl_train.tensordict.losses.scoring import ASSISTANT, ATTENTION, Scored, check_actor, check_choice, read, score
+from skyrl_train.tensordict.ragged import TokenLayout, column, flattened
 
-
-@dataclass
-class ConversationKeys:
-    """Keys of a conversation. Without `tokens`, they are made from `history`."""
-
-    history: Key = ("history", "full")
-    tokens: Key = ("tokens", "full")
-    log_probs: Key = ("log_probs", "full")
-    """Key at which a policy without distributions writes its log-probs."""
+REDUCTIONS = ("mean", "sum", "none")
 
 
-class ConversationLoss:
+class ConversationLoss(LossModule):  # type: ignore[misc]
     """A mixin of losses on conversations. For actors see scoring.py.
 
     Tokens and masks are read if the tensordict has them. Otherwise the history is tokenized with `tokenizer` or,
     without one, with the actor's tokenizer and template, or by the actor's forward.
     """
 
-    actor_network: Any
-    tokenizer: Any
-    tokenizer_kwargs: dict[str, Any]
-    tensor_keys: Any
+    def _configure(self, settings: dict[str, Any]) -> None:
+        """Store a constructor's arguments; TorchRL's constructors would require a tokenizer and choose its settings."""
+        LossModule.__init__(self)
+        del settings["self"], settings["device"]
+        check_choice("reduction", settings["reduction"], REDUCTIONS)
+        check_actor(settings["actor_network"])
+        for name, value in settings.items():
+            setattr(self, name, value)
+        self.tokenizer_kwargs = dict(settings["tokenizer_kwargs"] or {})
+        self._set_in_keys()
 
-    def _set_actor(self, actor_network: Any, tokenizer: Any, tokenizer_kwargs: Mapping[str, Any] | None) -> None:
-        check_actor(actor_network)
-        self.actor_network, self.tokenizer, self.tokenizer_kwargs = (
-            actor_network,
-            tokenizer,
-            dict(tokenizer_kwargs or {}),
-        )
+    def _scored(self, tensordict: TensorDictBase, strategy: str = "rlhf") -> tuple[TensorDictBase, Scored]:
+        """Return the conversations [B] of a tensordict of any batch size, and their scores.
 
-    def _rows(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the rows of a tensordict of any batch size, with tokens and masks where the loss can make them.
-
-        Raises ValueError for a missing actor.
+        `strategy` is `scoring.token_mask`'s. Raises ValueError for a missing actor, different shapes or a conversation
+        without tokens that count, KeyError if the actor writes no log-probs.
         """
         if self.actor_network is None:
             raise ValueError("The loss has no actor_network. Create the loss with the policy to train.")
-        rows = flattened(tensordict)
-        return rows if column(rows, self.tensor_keys.tokens) is not None else self._tokenized(rows)
-
-    def _scored(self, rows: TensorDictBase, strategy: str = "rlhf") -> Scored:
-        """Score conversations [B]; `strategy` is `scoring.token_mask`'s.
-
-        Raises ValueError for different shapes or a conversation without tokens that count, KeyError if the actor writes
-        no log-probs.
-        """
-        keys = self.tensor_keys
+        rows, keys = flattened(tensordict), self.tensor_keys
+        if column(rows, keys.tokens) is None:
+            rows = self._tokenized(rows)
         if column(rows, keys.tokens) is not None:
-            found = score(self.actor_network, rows, keys.tokens, strategy, entropy=False, log_probs=keys.log_probs)
+            found = score(self.actor_network, rows, keys.tokens, strategy, entropy=0, log_probs=keys.log_probs)
         else:
             found = self._scored_by_actor(rows.copy(), strategy)
         silent = (token_counts(found) == 0).nonzero()[:, 0].tolist()
@@ -71,7 +54,7 @@ class ConversationLoss:
                 f"Some sequences have no tokens of the assistant to train on: rows {', '.join(map(str, silent))}. "
                 "Leave them out, or use a chat template that marks the assistant's tokens with {% generation %}."
             )
-        return found
+        return rows, found
 
     def _scored_by_actor(self, rows: TensorDictBase, strategy: str) -> Scored:
         """Score with an actor that makes the tokens itself, or with masks that come with the conversations."""

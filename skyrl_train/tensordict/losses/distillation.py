@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.objectives import LossModule
 from torchrl.objectives.llm import distillation as torchrl_distillation
 from torchrl.objectives.llm.distillation import (
     DistillationLossOutput as DistillationLossOutput,
     k3_kl_token_estimate as k3_kl_token_estimate,
 )
 
-from skyrl_train.tensordict.losses.conversations import ConversationKeys, ConversationLoss, token_counts
-from skyrl_train.tensordict.losses.scoring import ASSISTANT, Actor, Scored, read
+from skyrl_train.tensordict.losses.conversations import ConversationLoss, token_counts
+from skyrl_train.tensordict.losses.scoring import ASSISTANT, check_choice, read
 from skyrl_train.tensordict.ragged import Key, column
 
 DIRECTIONS = ("reverse", "forward")
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class DistillationLoss(ConversationLoss, torchrl_distillation.DistillationLoss):  # type: ignore[misc]
@@ -34,14 +32,14 @@ class DistillationLoss(ConversationLoss, torchrl_distillation.DistillationLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(ConversationKeys):
-        teacher_log_prob: Key = ("next", "teacher_log_probs", "full")
+    class _AcceptedKeys(torchrl_distillation.DistillationLoss._AcceptedKeys):  # type: ignore[misc]
+        tokens: Key = ("tokens", "full")
 
     default_keys = _AcceptedKeys
 
     def __init__(
         self,
-        actor_network: Actor | None,
+        actor_network: Any,
         tokenizer: Any = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         kl_direction: str = "reverse",
@@ -65,14 +63,9 @@ class DistillationLoss(ConversationLoss, torchrl_distillation.DistillationLoss):
         Raises:
             ValueError: For another direction or reduction, or an actor with generate=True.
         """
-        LossModule.__init__(self)
-        for name, value, allowed in (("kl_direction", kl_direction, DIRECTIONS), ("reduction", reduction, REDUCTIONS)):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}.")
-        self._set_actor(actor_network, tokenizer, tokenizer_kwargs)
-        self.kl_direction, self.reduction = kl_direction, reduction
-        self.normalize_by_seq_length, self.assistant_only = normalize_by_seq_length, assistant_only
-        self._set_in_keys()
+        settings = dict(locals())
+        check_choice("kl_direction", kl_direction, DIRECTIONS)
+        self._configure(settings)
 
     def _set_in_keys(self) -> None:
         self.in_keys = [self.tensor_keys.history, self.tensor_keys.teacher_log_prob]
@@ -84,13 +77,19 @@ class DistillationLoss(ConversationLoss, torchrl_distillation.DistillationLoss):
         Raises ValueError for a conversation without tokens that count or for different shapes, KeyError for missing
         log-probs, RuntimeError if the teacher's log-probs cover the assistant's tokens only, but all tokens count.
         """
-        rows, key = self._rows(tensordict), self.tensor_keys.teacher_log_prob
-        scored = self._scored(rows, "rlhf" if self.assistant_only else "generic")
+        rows, scored = self._scored(tensordict, "rlhf" if self.assistant_only else "generic")
+        key, assistant = self.tensor_keys.teacher_log_prob, column(rows, ASSISTANT)
         source = "Append RetrieveLogProb(teacher, log_probs_full_key=('teacher_log_probs', 'full')) to the environment"
         values = read(rows, key, "Teacher log-probs", KeyError, source=source)
         teacher = scored.layout.flat(values, key).detach()
-        if not self.assistant_only:
-            self._check_teacher(rows, scored, teacher)
+        if not self.assistant_only and assistant is not None:
+            others = scored.mask & ~scored.layout.flat(assistant, ASSISTANT).bool()
+            if bool(others.any()) and not bool(teacher[others].any()):
+                raise RuntimeError(
+                    "The teacher's log-probs are 0 on all tokens that are not the assistant's, as "
+                    "RetrieveLogProb(assistant_only=True) writes them, but the loss has assistant_only=False. Use the "
+                    "same value for both."
+                )
         mask, ids = scored.mask, scored.layout.sequence_ids
         student, teacher = (torch.where(mask, one, 0.0) for one in (scored.logprobs, teacher))
         pair = (teacher, student) if self.kl_direction == "reverse" else (student, teacher)
@@ -100,15 +99,3 @@ class DistillationLoss(ConversationLoss, torchrl_distillation.DistillationLoss):
             sums = sums / token_counts(scored)
         reduced: Tensor = {"mean": sums.mean(), "sum": sums.sum(), "none": sums}[self.reduction]
         return DistillationLossOutput(loss_distill=reduced, kl_to_teacher=sums.detach().mean(), batch_size=[])
-
-    def _check_teacher(self, rows: TensorDictBase, scored: Scored, teacher: Tensor) -> None:
-        assistant = column(rows, ASSISTANT)
-        if assistant is None:
-            return
-        others = scored.mask & ~scored.layout.flat(assistant, ASSISTANT).bool()
-        if bool(others.any()) and not bool(teacher[others].any()):
-            raise RuntimeError(
-                "The teacher's log-probs are 0 on all tokens that are not the assistant's, as "
-                "RetrieveLogProb(assistant_only=True) writes them, but the loss has assistant_only=False. Use the same "
-                "value for both."
-            )

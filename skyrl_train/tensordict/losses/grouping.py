@@ -8,34 +8,22 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from tensordict import NonTensorData, TensorDictBase, is_leaf_nontensor
+from tensordict import NonTensorData, TensorDictBase, is_leaf_nontensor, lazy_stack
 from torch import Tensor
-from torchrl.objectives.llm.grpo import MCAdvantage as TorchRLMCAdvantage
+from torchrl.envs import Transform
+from torchrl.objectives.llm.grpo import _MCADVANTAGE_STATS, MCAdvantage as TorchRLMCAdvantage
 
-from skyrl_train.tensordict.ragged import Key, rows_of, stacked
+from skyrl_train.tensordict.ragged import Key, rows_of
 
 log = logging.getLogger(__name__)
 EPISODES: tuple[Key, ...] = ("episode", ("collector", "traj_ids"))
 """Keys of numbers that differ between the steps of different trajectories."""
 STEP_COUNT: Key = ("next", "step_count")
-COUNTERS = (
-    "completed_trajectories",
-    "completed_decisions",
-    "trajectory_return_sum",
-    "trajectory_return_max",
-    "successful_trajectories",
-    "completed_groups",
-    "written_groups",
-    "dropped_groups",
-    "rescued_groups",
-    "selected_trajectories",
-    "unselected_trajectories",
-    "abandoned",
-)
+COUNTERS = (*_MCADVANTAGE_STATS, "abandoned")
 Rows = list[TensorDictBase]
 
 
-class GroupTransform:
+class GroupTransform(Transform):  # type: ignore[misc]
     """A mixin of TorchRL's buffer transforms that holds trajectories back until their prompt's group is complete.
 
     Trajectories may be at most `max_staleness` versions behind the newest one seen: an older one is dropped on arrival,
@@ -44,26 +32,18 @@ class GroupTransform:
     collector), nothing is stale.
     """
 
-    prompt_key: Key
-    rewards_key: Key
-    done_key: Key
-    verbose: bool
-    queues: Any
-    """Waiting groups by prompt, the one that has waited longest first; a group is a sequence of trajectories [T]."""
-    version_key: Key = "policy_version"
-    max_staleness: int = 1
-    max_pending: int = 65536
     group_size: int
     """Largest number of trajectories in a group."""
-    _state_lock: Any = nullcontext()
+    queues: Any
     _stats: dict[str, Any]
-
+    _state_lock = nullcontext()
     # What is not the same in TorchRL's transforms comes from its MCAdvantage, which can share its state.
     queued_groups = TorchRLMCAdvantage.queued_groups
     queued_trajectories = TorchRLMCAdvantage.queued_trajectories
     max_queued_trajectories_per_group = TorchRLMCAdvantage.max_queued_trajectories_per_group
     _queue_append = TorchRLMCAdvantage._queue_append
     _queue_list = TorchRLMCAdvantage._queue_list
+    _get_stat = TorchRLMCAdvantage._get_stat
 
     def reset_stats(self) -> None:
         """Set the counters of `get_stats` to 0, and the largest return to -inf; waiting groups stay."""
@@ -77,9 +57,7 @@ class GroupTransform:
         completed when it is written or dropped, and rescued if its first trajectories alone would have been dropped.
         Abandoned trajectories are too old, or in a group that was never completed.
         """
-        with self._state_lock:
-            waiting = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
-            return {name: self._stats[name] for name in COUNTERS} | {name: getattr(self, name) for name in waiting}
+        return {**TorchRLMCAdvantage.get_stats(self), "abandoned": self.abandoned}
 
     @property
     def abandoned(self) -> int:
@@ -126,10 +104,6 @@ class GroupTransform:
                     log.info("selected %d of a group of %d trajectories", len(chosen), len(group))
                 kept += [step for steps in chosen for step in steps]
         return _packed(kept) if kept else None
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return `tensordict` unchanged: reading needs no transform."""
-        return tensordict
 
     def flush(self) -> int:
         """Drop all waiting groups and forget the newest version; return how many trajectories were dropped."""
@@ -232,7 +206,7 @@ class GroupTransform:
 
 def _packed(rows: Rows) -> TensorDictBase:
     """Stack copies of rows: densely if they have tensors of equal shapes and nothing else, else lazily."""
-    stack = stacked(rows)
+    stack = lazy_stack([row.copy() for row in rows])
     entries = rows[0].values(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     plain = all(isinstance(entry, Tensor) for entry in entries)
     return TorchRLMCAdvantage._concrete_if_possible(stack) if plain else stack  # type: ignore[no-any-return]

@@ -17,11 +17,10 @@ from skyrl_train.algorithms.reductions import sequence_mean, token_mean
 from skyrl_train.tensordict.losses.scoring import (
     ASSISTANT,
     ATTENTION,
-    MASKING_STRATEGIES,
     PROMPT,
-    Actor,
     Scored,
     check_actor,
+    check_choice,
     read,
     score,
 )
@@ -30,6 +29,8 @@ from skyrl_train.tensordict.ragged import Key, flattened
 AGGREGATIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
 """TorchRL's names; its `prompt_mean` gives every sequence the same weight, like the trainer's `sequence_mean`."""
 REDUCTIONS = (None, "mean", "sum", "none")
+MASKS = {"sft": [PROMPT, ATTENTION], "rlhf": [ASSISTANT], "generic": [ATTENTION]}
+"""The entries that each masking strategy reads."""
 ADVANTAGE_SOURCE = "Use a replay buffer with the transform MCAdvantage"
 REFERENCE_SOURCE = (
     "Append KLRewardTransform(add_to_reward=False), or RetrieveLogProb(log_probs_full_key=('ref_log_probs', 'full')), "
@@ -43,12 +44,11 @@ def _total(self: Any) -> Tensor:
 
 
 class GRPOLossOutput(torchrl_grpo.GRPOLossOutput):  # type: ignore[misc]
-    """Losses and statistics as float64 scalars; None if their term is disabled.
+    """Losses and statistics over the tokens that count, as float64 scalars; None if their term is disabled.
 
-    Means are over the tokens that count. `clip_fraction` is the share of tokens that were clipped, `kl_approx` the mean
-    of sample_log_prob - log_prob in nats, and `ESS` the effective sample size of the importance ratios, divided by the
-    number of tokens (1 if on-policy). With aggregation or reduction "none", the loss_* are rectangles [B, L], 0 on
-    tokens that do not count.
+    `clip_fraction` is the share of clipped tokens, `kl_approx` the mean of sample_log_prob - log_prob in nats, `ESS`
+    the effective sample size of the importance ratios, divided by the number of tokens (1 if on-policy). With
+    aggregation or reduction "none", the loss_* are rectangles [B, L], 0 on tokens that do not count.
     """
 
     loss = property(_total)
@@ -82,7 +82,7 @@ class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]
 
     def __init__(
         self,
-        actor_network: Actor | None = None,
+        actor_network: Any = None,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         kl_mask_threshold: float | None = None,
@@ -123,35 +123,18 @@ class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]
         Raises:
             ValueError: For a value that is not allowed, or an actor with generate=True.
         """
+        settings = {**locals(), "clip_epsilon": (0.0, 0.0)}
         low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
         _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, of at least 0")
-        _one_of("aggregation", aggregation, (*AGGREGATIONS, "none"))
-        _one_of("reduction", reduction, REDUCTIONS)
-        _one_of("masking_strategy", masking_strategy, MASKING_STRATEGIES)
-        _check(
-            gamma is None,
-            "gamma",
-            gamma,
-            "None, because GRPO does not discount: compute discounted advantages beforehand",
-        )
+        check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
+        check_choice("reduction", reduction, REDUCTIONS)
+        check_choice("masking_strategy", masking_strategy, MASKS)
+        _check(gamma is None, "gamma", gamma, "None, because GRPO does not discount: discount advantages beforehand")
         _check(clip_value is None, "clip_value", clip_value, "None, because GRPO has no critic")
         _check(samples_mc_entropy >= 1, "samples_mc_entropy", samples_mc_entropy, "at least 1")
         check_actor(actor_network)
-        torchrl_grpo.GRPOLoss.__init__(  # super() of a subclass is TorchRL's DAPO, with another signature in 0.14.0
-            self,
-            actor_network,
-            clip_epsilon=(0.0, 0.0),
-            kl_mask_threshold=kl_mask_threshold,
-            aggregation=aggregation,
-            entropy_bonus=entropy_bonus,
-            samples_mc_entropy=samples_mc_entropy,
-            entropy_coeff=entropy_coeff,
-            reduction=reduction,
-            kl_to_ref_coeff=kl_to_ref_coeff,
-            kl_to_inference_coeff=kl_to_inference_coeff,
-            device=device,
-            masking_strategy=masking_strategy,
-        )
+        # super() of a subclass is TorchRL's DAPO, with another signature in 0.14.0
+        torchrl_grpo.GRPOLoss.__init__(**settings)
         for name, value in (("low", low), ("high", high)):  # float32, as in TorchRL, would round them
             bound = torch.tensor(value, dtype=torch.float64, device=self.clip_epsilon_low.device)
             self.register_buffer(f"clip_epsilon_{name}", bound)
@@ -166,10 +149,9 @@ class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]
         return float(self.clip_epsilon_low), float(self.clip_epsilon_high)
 
     def _set_in_keys(self) -> None:
-        masks = {"sft": [PROMPT, ATTENTION], "rlhf": [ASSISTANT], "generic": [ATTENTION]}[self.masking_strategy]
         names = self.tensor_keys
         reference = [names.ref_log_probs] if getattr(self, "kl_to_ref_coeff", None) else []
-        self.in_keys = [names.action, names.sample_log_prob, names.advantage, *reference, *masks]
+        self.in_keys = [names.action, names.sample_log_prob, names.advantage, *reference, *MASKS[self.masking_strategy]]
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens' losses and a mask of those that were clipped, both [T]; variants of GRPO override this.
@@ -190,14 +172,8 @@ class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]
         advantages = read(rows, names.advantage, "advantage", source=ADVANTAGE_SOURCE)
         read(rows, names.action, "action")
         old = read(rows, names.sample_log_prob, "log-prob of sampling", KeyError)
-        scored = score(
-            self.actor_network,
-            rows,
-            names.action,
-            self.masking_strategy,
-            entropy=self.entropy_bonus,
-            mc_samples=self.samples_mc_entropy,
-        )
+        samples = self.samples_mc_entropy if self.entropy_bonus else 0
+        scored = score(self.actor_network, rows, names.action, self.masking_strategy, entropy=samples)
         layout = scored.layout
         advantage = layout.spread(advantages, names.advantage).to(scored.logprobs.device)
         inference = constant(layout.flat(old, names.sample_log_prob), names.sample_log_prob)
@@ -251,7 +227,7 @@ class DAPO(GRPOLoss, torchrl_grpo.DAPO):  # type: ignore[misc]
 
     def __init__(
         self,
-        actor_network: Actor | None = None,
+        actor_network: Any = None,
         *,
         clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
         **settings: Any,
@@ -268,16 +244,8 @@ class CISPO(GRPOLoss, torchrl_grpo.CISPOLoss):  # type: ignore[misc]
     output_type: Any = CISPOLossOutput
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = self.clip_epsilon
-        return cispo(
-            logprobs,
-            advantages,
-            mask,
-            old_logprobs=old,
-            frozen_logprobs=logprobs.detach(),
-            cispo_eps_clip_low=low,
-            cispo_eps_clip_high=high,
-        )
+        clip = {"cispo_eps_clip_low": self.clip_epsilon[0], "cispo_eps_clip_high": self.clip_epsilon[1]}
+        return cispo(logprobs, advantages, mask, old_logprobs=old, frozen_logprobs=logprobs.detach(), **clip)
 
 
 CISPOLoss = CISPO
@@ -294,10 +262,6 @@ def constant(values: Tensor, key: Key) -> Tensor:
     if values.requires_grad:
         raise RuntimeError(f"{key!r} requires a gradient; log-probs of another policy are constants, so detach them.")
     return values
-
-
-def _one_of(name: str, value: Any, allowed: Any) -> None:
-    _check(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
 
 
 def _check(good: bool, name: str, value: Any, allowed: str) -> None:

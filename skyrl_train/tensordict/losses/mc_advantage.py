@@ -19,6 +19,7 @@ from skyrl_train.algorithms.advantages import grpo
 from skyrl_train.tensordict.losses.grouping import GroupTransform, Rows
 from skyrl_train.tensordict.ragged import Key
 
+LIMITS = ("version_key", "max_staleness", "max_pending")
 RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
     "max": max,
@@ -32,11 +33,9 @@ Selector = Callable[[Tensor, int], Sequence[int] | None]
 class MCAdvantage(GroupTransform, TorchRLMCAdvantage):  # type: ignore[misc]
     """A buffer transform that writes GRPO's advantages, (R - mean(R)) / (std(R) + 1e-6), to every step of a trajectory.
 
-    R is the trajectory's return; mean and std are over the prompt's group.
-
-    The standard deviation is unbiased. The values equal the trainer's (`advantage_estimator=grpo`): a group of equal
-    returns, or of one trajectory, gets 0. Nothing is stored until `grpo_size` trajectories of a prompt have arrived.
-    TorchRL's class normalizes the rewards of steps by default, and never drops old or incomplete groups.
+    R is the trajectory's return; mean and unbiased std are over the prompt's group, of which nothing is stored until it
+    is complete. The values equal the trainer's (`advantage_estimator=grpo`): a group of equal returns, or of one
+    trajectory, gets 0. TorchRL's class normalizes the rewards of steps by default, and never drops old groups.
     """
 
     def __init__(
@@ -81,21 +80,12 @@ class MCAdvantage(GroupTransform, TorchRLMCAdvantage):  # type: ignore[misc]
         Raises:
             ValueError: For a value that is not allowed.
         """
+        settings = {name: value for name, value in locals().items() if name not in LIMITS}
         if grpo_size < 1:
             raise ValueError(f"grpo_size={grpo_size} must be at least 1.")
-        super().__init__(
-            grpo_size,
-            prompt_key,
-            rewards_key,
-            advantage_key,
-            done_key,
-            verbose,
-            trajectory_return=trajectory_return,
-            keep_return_bounds=keep_return_bounds,
-            candidate_group_size=candidate_group_size,
-            candidate_selection_min_size=candidate_selection_min_size,
-            candidate_selector=_selector(candidate_selector),
-        )
+        if not isinstance(candidate_selector, MCAdvantageSelector | None):
+            settings["candidate_selector"] = _FunctionSelector(candidate_selector)
+        TorchRLMCAdvantage.__init__(**settings)
         self.trajectory_return = trajectory_return or "sum"
         self.group_size = self.candidate_group_size
         self.version_key, self.max_staleness, self.max_pending = version_key, max_staleness, max_pending
@@ -152,19 +142,14 @@ class RayMCAdvantage(TorchRLRayMCAdvantage):  # type: ignore[misc]
     """An `MCAdvantage` whose waiting groups are in a Ray actor, for several processes that write to buffers."""
 
     def __init__(self, grpo_size: int, *arguments: Any, **settings: Any):
-        """Start or find the actor.
+        """Start or find the actor, with MCAdvantage's arguments and TorchRL's for Ray; raise like MCAdvantage.
 
         Args:
             grpo_size: Number of trajectories per group.
-            *arguments: Further positional arguments of `MCAdvantage`.
-            **settings: Its keyword arguments, and TorchRL's `ray_init_config`, `remote_config` and `actor_name`.
-
-        Raises:
-            ValueError: For a value that `MCAdvantage` does not allow.
+            *arguments: Positional arguments of `MCAdvantage`.
+            **settings: Keyword arguments of it, and `ray_init_config`, `remote_config` and `actor_name`.
         """
-        ours = {
-            name: settings.pop(name) for name in ("version_key", "max_staleness", "max_pending") if name in settings
-        }
+        ours = {name: settings.pop(name) for name in LIMITS if name in settings}
         options = {name: settings.pop(name, None) for name in ("ray_init_config", "remote_config", "actor_name")}
         _Actor(grpo_size, *arguments, **settings, **ours)  # raises here rather than in the Ray actor
         self.__dict__["_limits"] = ours
@@ -190,19 +175,13 @@ class _FunctionSelector(MCAdvantageSelector):  # type: ignore[misc]
     """A selector that calls a function of the returns."""
 
     def __init__(self, function: Selector):
+        if not callable(function):
+            raise ValueError(
+                f"candidate_selector={function!r:.80} must be an MCAdvantageSelector, or a function: (returns, "
+                "group_size) -> indices."
+            )
         super().__init__()
         self.function = function
 
     def select(self, candidates: TensorDictBase, *, group_size: int, keep_return_bounds: Any = None) -> Any:
         return self.function(candidates["return"], group_size)
-
-
-def _selector(selector: MCAdvantageSelector | Selector | None) -> MCAdvantageSelector | None:
-    if selector is None or isinstance(selector, MCAdvantageSelector):
-        return selector
-    if not callable(selector):
-        raise ValueError(
-            f"candidate_selector={selector!r:.80} must be an MCAdvantageSelector, or a function: (returns, group_size) "
-            "-> indices."
-        )
-    return _FunctionSelector(selector)

@@ -1,9 +1,16 @@
-"""Log-probs of given tokens under a policy for losses on tensordicts, and entropy if it has a distribution."""
+"""Log-probs of given tokens under a policy for losses on tensordicts, and entropy if it has a distribution.
+
+An actor has `get_dist(tensordict)`, or is called and returns a tensordict with ("log_probs", "full"), with a gradient
+if one is needed; the same if `get_dist` raises NotImplementedError. A distribution has `log_prob(ids)` (nats) and
+`entropy()` for [B, L] positions; rows are padded on the left to the longest. The rows of a call are as given, or padded
+in any way, with ("tokens", "full") and an attention mask that identify the tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -15,37 +22,6 @@ ATTENTION: Key = ("masks", "all_attention_mask")
 ASSISTANT: Key = ("masks", "all_assistant_mask")
 PROMPT: Key = ("tokens", "prompt")
 LOG_PROBS: Key = ("log_probs", "full")
-MASKING_STRATEGIES = ("sft", "rlhf", "generic")
-
-
-class TokenDistribution(Protocol):
-    """A distribution over the vocabulary at [B, L] positions; rows are padded on the left to the longest."""
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Return log-probs [B, L] (nats) of ids [B, L]; arbitrary at a row's first token and in padding."""
-        ...
-
-    def entropy(self) -> Tensor:
-        """Return the entropy [B, L] in nats. Raises NotImplementedError if only log-probs are known."""
-        ...
-
-
-class DistributionPolicy(Protocol):
-    """An actor with distributions. If `get_dist` raises NotImplementedError, it is treated as a ScoringPolicy."""
-
-    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution: ...
-
-
-class ScoringPolicy(Protocol):
-    """An actor whose call returns a tensordict with ("log_probs", "full"), with a gradient if one is needed.
-
-    Its rows are as given, or padded in any way, with ("tokens", "full") and an attention mask that identify the tokens.
-    """
-
-    def __call__(self, tensordict: TensorDictBase, /) -> TensorDictBase: ...
-
-
-Actor = DistributionPolicy | ScoringPolicy
 
 
 @dataclass(frozen=True)
@@ -69,28 +45,24 @@ def check_actor(actor: Any) -> None:
         )
 
 
+def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ValueError for a setting that is not one of the allowed values."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}.")
+
+
 def read(
-    tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError, *, source: str | None = None
+    tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError, *, source: str = ""
 ) -> Column:
-    """Return a required entry of a tensordict.
+    """Return a required entry of a tensordict [B].
 
-    Args:
-        tensordict: The tensordict [B].
-        key: Key of the entry.
-        what: Description of the entry for the error message, such as "log-prob of sampling".
-        error: Type of the error.
-        source: Instruction for the error message: how to get the entry.
-
-    Raises:
-        error: The entry is missing.
+    If it is missing, raises `error` with its description `what` and `source`, an instruction for how to get it.
     """
     value = column(tensordict, key)
     if value is None:
-        found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
-        advice = (
-            "Name another key with set_keys." if source is None else f"{source}, or name another key with set_keys."
-        )
-        raise error(f"Couldn't find the {what} {key!r} in the input data; entries are {', '.join(found)}. {advice}")
+        found = ", ".join(sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True))))
+        advice = f"{source}, or name another key with set_keys." if source else "Name another key with set_keys."
+        raise error(f"Couldn't find the {what} {key!r} in the input data; entries are {found}. {advice}")
     return value
 
 
@@ -100,15 +72,14 @@ def score(
     action: Key,
     strategy: str,
     *,
-    entropy: bool,
-    mc_samples: int = 1,
+    entropy: int,
     log_probs: Key = LOG_PROBS,
 ) -> Scored:
     """Score the tokens at `action` of a tensordict [B] with `actor`, which gets a copy without padding.
 
-    The result is on the batch's device, wherever the policy computes. `strategy` is `token_mask`'s. With `entropy`, the
-    result has the entropy, estimated from `mc_samples` samples if there is no closed form. A policy without
-    distributions writes `log_probs`.
+    The result is on the batch's device, wherever the policy computes. `strategy` is `token_mask`'s. Unless it is 0,
+    `entropy` is the number of samples that estimate an entropy without a closed form. A policy without distributions
+    writes `log_probs`.
 
     Raises ValueError for a missing actor, tokens or masks, for different shapes, or if entropy is requested from a
     policy that only has log-probs.
@@ -128,22 +99,15 @@ def score(
     theirs, device = TokenLayout.of(ids, None), layout.present.device
     found = distribution.log_prob(theirs.rectangle(ids, action)).to(device)
     logprobs = theirs.flat(found, "log-probs of the policy")
-    spread = theirs.flat(_entropy(distribution, mc_samples).to(device), "entropy of the policy") if entropy else None
+    spread = theirs.flat(_entropy(distribution, entropy).to(device), "entropy of the policy") if entropy else None
     return Scored(layout, mask, logprobs, spread)
 
 
 def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, strategy: str) -> Tensor:
     """Return the mask [T] of tokens that count. It never includes a row's first token, which has no log-prob.
 
-    Args:
-        tensordict: The batch, with masks or prompts.
-        tokens: The tokens of the batch.
-        layout: The layout of `tokens`.
-        strategy: "rlhf": the assistant's tokens, in all turns. "sft": the tokens after the prompt (the assistant's if
-            the prompt is not known). "generic": all tokens.
-
-    Raises:
-        ValueError: The masks that the strategy needs are missing.
+    The strategy "rlhf" counts the assistant's tokens, in all turns, "sft" those after the prompt (the assistant's if
+    the prompt is not known), "generic" all. Raises ValueError if the masks that it needs are missing.
     """
     assistant, prompts = column(tensordict, ASSISTANT), column(tensordict, PROMPT)
     if strategy == "rlhf" or (strategy == "sft" and prompts is None):
@@ -186,51 +150,42 @@ def _reader_of(actor: Any, action: Key) -> Any:
     return actor.get_new_version(input_mode="tokens", input_key=key)
 
 
-def _distribution(actor: Any, tensordict: TensorDictBase) -> TokenDistribution | None:
+def _distribution(actor: Any, tensordict: TensorDictBase) -> Any:
     # TorchRL's `get_dist` masks with the wrong shape; its `_get_generic_dist` is what its own loss calls.
     for name in ("_get_generic_dist", "get_dist"):
         ask = getattr(actor, name, None)
         if ask is not None:
             try:
-                found: TokenDistribution = ask(tensordict)
+                return ask(tensordict)
             except NotImplementedError:
                 return None
-            return found
     return None
 
 
 def _entropy(distribution: Any, samples: int) -> Tensor:
     """[B, L]; estimated from samples if there is no closed form."""
     try:
-        exact: Tensor = distribution.entropy()
+        return distribution.entropy()  # type: ignore[no-any-return]
     except NotImplementedError:
-        try:
-            drawn = distribution.sample((samples,))
-        except NotImplementedError:
-            raise ValueError(
-                "The policy's distribution has no entropy and cannot be sampled. Use entropy_bonus=False."
-            ) from None
-        sampled: Tensor = -distribution.log_prob(drawn).mean(0)
-        return sampled
-    return exact
+        pass
+    try:
+        return -distribution.log_prob(distribution.sample((samples,))).mean(0)  # type: ignore[no-any-return]
+    except NotImplementedError:
+        raise ValueError(
+            "The policy's distribution has no entropy and cannot be sampled. Use entropy_bonus=False."
+        ) from None
 
 
 def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key, log_probs: Key) -> Tensor:
-    """Return the log-probs [T] from a call of a ScoringPolicy."""
-    result, device = actor(tensordict), ids[0].device
-    values = _moved(read(result, log_probs, "policy's log-probs", KeyError), device)
-    theirs = column(result, action)
+    """Return the log-probs [T] from a call of an actor without distributions."""
+    result = actor(tensordict).to(ids[0].device)
+    values, theirs = read(result, log_probs, "policy's log-probs", KeyError), column(result, action)
     if theirs is None:
         return TokenLayout.of(ids, None).flat(values, log_probs)
-    theirs, attention = _moved(theirs, device), column(result, ATTENTION)
-    layout = TokenLayout.of(theirs, None if attention is None else _moved(attention, device))
+    layout = TokenLayout.of(theirs, column(result, ATTENTION))
     if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
         raise ValueError(
             "The policy scored other tokens than those that were sampled, because it rendered the text again. Use "
             'input_mode="tokens".'
         )
     return layout.flat(values, log_probs)
-
-
-def _moved(values: Column, device: torch.device) -> Column:
-    return values.to(device) if isinstance(values, Tensor) else [row.to(device) for row in values]

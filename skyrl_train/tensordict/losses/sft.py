@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.objectives import LossModule
 from torchrl.objectives.llm import sft as torchrl_sft
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.reductions import seq_mean_token_sum_norm, sequence_mean, token_mean
 from skyrl_train.algorithms.sft import minor_sft, sft
-from skyrl_train.tensordict.losses.conversations import ConversationKeys, ConversationLoss, token_counts
+from skyrl_train.tensordict.losses.conversations import ConversationLoss, token_counts
 from skyrl_train.tensordict.losses.grpo import constant, mean_over
-from skyrl_train.tensordict.losses.scoring import Actor, Scored, read
+from skyrl_train.tensordict.losses.scoring import Scored, check_choice, read
 from skyrl_train.tensordict.ragged import Key
 
 LOSS_FUNCTIONS = ("sft", "minor_sft")
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class SFTLossOutput(torchrl_sft.SFTLossOutput):  # type: ignore[misc]
@@ -32,7 +30,7 @@ class SFTLossOutput(torchrl_sft.SFTLossOutput):  # type: ignore[misc]
 
     @property
     def loss(self) -> Tensor:
-        """The sum of `loss_sft` and, if enabled, `loss_kl_to_ref`. Call `backward` on it."""
+        """The sum of all loss_*, on which to call `backward`."""
         return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref  # type: ignore[no-any-return]
 
 
@@ -42,19 +40,18 @@ class SFTLoss(ConversationLoss, torchrl_sft.SFTLoss):  # type: ignore[misc]
     "sft"         -sum of a sequence's log-probs
     "minor_sft"   -log sigmoid(beta (sum of log-probs - sum of the reference's)) (arXiv:2408.10642)
 
-    With `normalize_by_seq_length`, sums are replaced by means. Tokens and masks are read if the tensordict has them;
-    otherwise the history is tokenized with `tokenizer` or, without one, by the actor.
+    With `normalize_by_seq_length`, sums are replaced by means. For tokens see ConversationLoss.
     """
 
     @dataclass
-    class _AcceptedKeys(ConversationKeys):
-        ref_log_prob: Key = ("next", "ref_log_probs", "full")
+    class _AcceptedKeys(torchrl_sft.SFTLoss._AcceptedKeys):  # type: ignore[misc]
+        tokens: Key = ("tokens", "full")
 
     default_keys = _AcceptedKeys
 
     def __init__(
         self,
-        actor_network: Actor | None,
+        actor_network: Any,
         tokenizer: Any = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         reduction: str = "mean",
@@ -80,18 +77,9 @@ class SFTLoss(ConversationLoss, torchrl_sft.SFTLoss):  # type: ignore[misc]
         Raises:
             ValueError: For another reduction, an unknown loss, or an actor with generate=True.
         """
-        LossModule.__init__(self)  # TorchRL's class would require a tokenizer
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}.")
-        if loss_function not in LOSS_FUNCTIONS:
-            raise ValueError(f"loss_function={loss_function!r} must be one of {', '.join(LOSS_FUNCTIONS)}.")
-        self._set_actor(actor_network, tokenizer, tokenizer_kwargs)
-        self.reduction = reduction
-        self.normalize_by_seq_length = normalize_by_seq_length
-        self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.loss_function = loss_function
-        self.beta = beta
-        self._set_in_keys()
+        settings = dict(locals())
+        check_choice("loss_function", loss_function, LOSS_FUNCTIONS)
+        self._configure(settings)
 
     @property
     def reads_reference(self) -> bool:
@@ -108,8 +96,7 @@ class SFTLoss(ConversationLoss, torchrl_sft.SFTLoss):  # type: ignore[misc]
         Raises ValueError for a conversation without tokens of the assistant or for different shapes, KeyError for
         missing log-probs, RuntimeError if the reference's log-probs require a gradient.
         """
-        rows, key = self._rows(tensordict), self.tensor_keys.ref_log_prob
-        scored, reference = self._scored(rows), None
+        (rows, scored), key, reference = self._scored(tensordict), self.tensor_keys.ref_log_prob, None
         logprobs, mask, ids = scored.logprobs, scored.mask, scored.layout.sequence_ids
         if self.reads_reference:
             values = read(rows, key, "ref log-prob", KeyError)
@@ -126,9 +113,8 @@ class SFTLoss(ConversationLoss, torchrl_sft.SFTLoss):  # type: ignore[misc]
         if self.loss_function == "minor_sft":
             assert reference is not None
             share = 1 / lengths[ids].double() if self.normalize_by_seq_length else torch.ones_like(logprobs)
-            values = minor_sft(
-                logprobs * share, mask, ref_logprobs=reference * share, sequence_ids=ids, minor_beta=self.beta
-            )
+            settings = {"ref_logprobs": reference * share, "sequence_ids": ids}
+            values = minor_sft(logprobs * share, mask, **settings, minor_beta=self.beta)
         else:
             values = sft(logprobs, mask)
         means = self.loss_function == "minor_sft" or self.normalize_by_seq_length  # minor_sft: one value on all tokens

@@ -14,9 +14,8 @@ from skyrl_train.tensordict.ragged import Key
 class TopKRewardSelector(GroupTransform, TorchRLTopKRewardSelector):  # type: ignore[misc]
     """A buffer transform that selects the `topk_size` trajectories of a prompt with the largest returns.
 
-    It selects among `total_dialog_turns` trajectories; a return is the sum of rewards. Trajectories stay complete, the
-    best first; if returns tie, earlier ones are kept. A group of equal returns contains no information and is dropped.
-    TorchRL only keeps returns above the median.
+    A return is the sum of rewards. Trajectories stay complete, the best first; if returns tie, earlier ones are kept. A
+    group of equal returns contains no information and is dropped. TorchRL only keeps returns above the median.
     """
 
     def __init__(

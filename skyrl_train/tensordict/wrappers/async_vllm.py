@@ -12,7 +12,7 @@ from torchrl.modules.llm.backends import RLvLLMEngine
 
 from skyrl_train.aio import gather_all
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
+from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.wrappers.engine_view import EngineView
@@ -34,8 +34,8 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
     """Replicas of vLLM, each in its own Ray actor with its own accelerators. Ray is started if necessary.
 
     Requests go to the replica with the least load; the samples of a prompt stay together. A weight update reaches all
-    replicas as one version, and is verified. Wrappers, collectors and Ray actors accept the object, which stays usable
-    in other processes; `shutdown` in the process that started it ends the replicas.
+    replicas as one version. Wrappers, collectors and Ray actors accept the object, which stays usable in other
+    processes; `shutdown` in the process that started it ends the replicas.
     """
 
     def __init__(
@@ -76,16 +76,12 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
         """
         service = cls(engine_args, num_replicas, **options)
         ranks = service._options.get("tensor_parallel_size", 1)
+        resources: dict[str, Any] = {"ranks": ranks, "start_ray": True, "deadline_s": service.timeout}
         with ExitStack() as stack:
+            stack.callback(service.actors.clear)
             for number in range(num_replicas):
-                engine, closing = engine_in_actor(
-                    ENGINES[KIND],
-                    service._options,
-                    name=f"{KIND} replica {number}",
-                    ranks=ranks,
-                    start_ray=True,
-                    deadline_s=service.timeout,
-                )
+                name = f"{KIND} replica {number}"
+                engine, closing = engine_in_actor(ENGINES[KIND], service._options, name=name, **resources)
                 stack.callback(closing)
                 service.actors.append(engine)
             several: Any = Replicas(service.actors, service.timeout)
@@ -169,7 +165,10 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
             raise ConfigError("generate needs exactly one of prompts and prompt_token_ids.")
         given = prompts if prompt_token_ids is None else prompt_token_ids
         single = isinstance(given, str | Mapping) or all(isinstance(one, int) for one in given)
-        prompts = [_plain(one) for one in ([given] if single else given)]
+        prompts = [
+            one["prompt_token_ids" if "prompt_token_ids" in one else "prompt"] if isinstance(one, Mapping) else one
+            for one in ([given] if single else given)
+        ]
         wanted = {"max_tokens": 16, "skip_special_tokens": True, **_parameters(sampling_params)}
         shown = {name: wanted.pop(name, None) for name in _OF_OUTPUT}
         generation = read_generate_kwargs(wanted, None)
@@ -181,13 +180,11 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
             read = call(engine.score(rows), f"{self.model_path}: score", timeout_seconds or self.timeout)
         from skyrl_train.engines.vllm.llm import to_request_output
 
-        count, outputs = generation.num_samples or 1, []
+        count, outputs, wants = generation.num_samples or 1, [], shown["logprobs"] is not None
         for number, prompt in enumerate(prompts):
             mine = slice(number * count, (number + 1) * count)
-            text, wants = prompt if isinstance(prompt, str) else None, shown["logprobs"] is not None
-            outputs.append(
-                to_request_output(requests[mine][0], text, read[number], done[mine], texts[mine], logprobs=wants)
-            )
+            made = requests[mine][0], prompt if isinstance(prompt, str) else None, read[number]
+            outputs.append(to_request_output(*made, done[mine], texts[mine], logprobs=wants))
         return outputs[0] if single else outputs
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
@@ -196,15 +193,6 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
         healths = [call(engine.health(), f"{self.model_path}: health", self.timeout) for engine in chosen]
         counts = [health.running + health.queued for health in healths]
         return counts if actor_index is None else counts[0]
-
-    def close(self) -> None:
-        """End the replicas. Safe to call twice."""
-        try:
-            super().close()
-        finally:
-            self.actors = []
-
-    shutdown = close
 
 
 def make_async_vllm_engine(*, model_name: str, **options: Any) -> AsyncVLLM:
@@ -220,13 +208,10 @@ class Replicas:
         self._engines, self._deadline_s = list(engines), deadline_s
         self.capabilities = engines[0].capabilities
         self._client = EngineClient(self._engines, deadline_s=deadline_s)
+        self.generate, self.close = self._client.generate, self._client.close
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Replicas, (self._engines, self._deadline_s)
-
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Sample a completion for each request; see EngineClient.generate."""
-        return await self._client.generate(requests)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Return the log-probs of all tokens but the first of each sequence; every replica scores its share."""
@@ -235,17 +220,6 @@ class Replicas:
             [engine.score(token_ids[i :: len(engines)], temperature) for i, engine in enumerate(engines)]
         )
         return [parts[i % len(engines)][i // len(engines)] for i in range(len(token_ids))]
-
-    async def close(self) -> None:
-        """Close all replicas."""
-        await self._client.close()
-
-
-def _plain(prompt: Any) -> Any:
-    """The text or the ids of a prompt, which may be a mapping with one of them."""
-    if isinstance(prompt, Mapping):
-        return prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-    return prompt
 
 
 def _changed(engine_args: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,28 +12,27 @@ from torch import Tensor, nn
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_config, load_tokenizer
+from skyrl_train.models.loading import load_causal_lm, load_config, load_tokenizer
 from skyrl_train.tensordict.wrappers.base import SETTINGS, LLMWrapperBase
 from skyrl_train.tensordict.wrappers.engine_view import EngineView
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer, check_shared, load_module, sharing_weights
+from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer, check_shared, sharing_weights
 from skyrl_train.tensordict.wrappers.inputs import EngineInput
 from skyrl_train.tensordict.wrappers.parameters import Generation
+from skyrl_train.weight_sync.protocol import dtype_of
 
 
+@dataclass(eq=False)
 class _Owned:
     """An engine that a wrapper made and shares with its versions; closed once."""
 
-    def __init__(
-        self,
-        engine: Any,
-        tokenizer: Any,
-        closing: Callable[[], None] | None = None,
-        shared: tuple[nn.Module, nn.Module] | None = None,
-    ):
-        """`closing` releases the resources on which the engine runs; `shared`: the user's module, and the engine's."""
-        self.engine, self.tokenizer, self.closing, self.shared = engine, tokenizer, closing, shared
-        self.closed = False
+    engine: Any
+    tokenizer: Any
+    closing: Callable[[], None] | None = None
+    """Releases the resources on which the engine runs."""
+    shared: tuple[nn.Module, nn.Module] | None = None
+    """The user's module and the engine's, which has the same weights."""
+    closed: bool = False
 
     def close(self) -> None:
         if not self.closed:
@@ -51,33 +51,27 @@ class _MadeWrapper(LLMWrapperBase):
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any):
-        settings = {name: value for name, value in options.items() if name in SETTINGS}
-        rest = {name: value for name, value in options.items() if name not in SETTINGS}
-        view = model if isinstance(model, EngineView) else getattr(model, "_view", None)
-        self_made = model if isinstance(model, _Owned) else None
-        if self_made is None:
-            model = _engine_of(model)
-        if self_made is None and not _is_engine(model):
-            if isinstance(tokenizer, str):
-                tokenizer = load_tokenizer(tokenizer)
-            self_made = self._made(model, tokenizer, rest)
-        elif rest:
+        settings = {name: options.pop(name) for name in SETTINGS & set(options)}
+        self_made = None
+        engine = model.engine if isinstance(model, EngineView | LLMWrapperBase) else model
+        if not hasattr(engine, "capabilities"):
+            tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+            self_made = self._made(model, tokenizer, options)
+            engine, tokenizer = self_made.engine, self_made.tokenizer
+        elif options:
             raise TypeError(
-                f"{type(self).__name__} has no settings {sorted(rest)}; keywords of an engine are only "
+                f"{type(self).__name__} has no settings {sorted(options)}; keywords of an engine are only "
                 "allowed with a model's path."
             )
-        engine = model if self_made is None else self_made.engine
-        if tokenizer is None and self_made is not None:
-            tokenizer = self_made.tokenizer
         try:
             super().__init__(engine, tokenizer=tokenizer, **settings)
         except BaseException:
-            if self_made is not None and self_made is not model:
+            if self_made is not None:
                 self_made.close()
             raise
-        self._owned, self._view = self_made, view
-        if view is not None:
-            self.model = view  # as in TorchRL, whose weight updaters ask the policy for it
+        self._owned, self._view = self_made, model if isinstance(model, EngineView) else getattr(model, "_view", None)
+        if self._view is not None:
+            self.model = self._view  # as in TorchRL, whose weight updaters ask the policy for it
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if not isinstance(model, str):
@@ -89,8 +83,10 @@ class _MadeWrapper(LLMWrapperBase):
         """Return a new engine. Not abstract, because a subclass may override `_made` instead."""
         raise NotImplementedError(f"{type(self).__name__} overrides neither _made nor _start. Override one of them.")
 
-    def _model_of_versions(self) -> Any:
-        return self._view or self._owned or self._engine
+    def get_new_version(self, **changes: Any) -> Any:
+        new = super().get_new_version(**changes)
+        new._owned = new._owned or self._owned
+        return new
 
     def close(self) -> None:
         if self._owned is not None:
@@ -125,18 +121,21 @@ class TransformersWrapper(_MadeWrapper):
         if isinstance(model, str):
             options["tokenizer"] = options.get("tokenizer") or load_tokenizer(model)
             loading = {name: options.pop(name) for name in _OF_LOADING & set(options)}
-            model = load_module(model, options.get("device"), **loading)
-        elif isinstance(model, nn.Module) and not isinstance(model, LLMWrapperBase):
-            if given := sorted(_OF_LOADING & set(options)):
-                raise ConfigError(
-                    f"{given} only apply when a model is loaded from a path. Leave them out for a loaded model."
-                )
-            model = model if generate else ModuleScorer(model)
-        module, model = _module_of(model), _engine_of(model)
+            if isinstance(dtype := loading.pop("dtype", "float32"), str):
+                dtype = dtype_of(dtype)
+            model = load_causal_lm(model, dtype=dtype, device=options.get("device") or "cpu", key="model", **loading)
+        wrapped = isinstance(model, LLMWrapperBase)
+        if isinstance(model, nn.Module) and not wrapped and (given := sorted(_OF_LOADING & set(options))):
+            raise ConfigError(
+                f"{given} only apply when a model is loaded from a path. Leave them out for a loaded model."
+            )
+        module = model.model if wrapped else model
+        if wrapped and isinstance(model.engine, ModuleScorer):
+            model = module  # its engine cannot sample
+        if isinstance(module, nn.Module) and model is module and not generate:
+            model = ModuleScorer(module)
         super().__init__(model, generate=generate, pad_model_input=pad_model_input, **options)
-        if module is None and self._owned is not None and self._owned.shared is not None:
-            module = self._owned.shared[0]
-        if module is not None:
+        if isinstance(module, nn.Module):
             self.model = module  # makes its parameters this module's
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
@@ -147,9 +146,6 @@ class TransformersWrapper(_MadeWrapper):
         own = sharing_weights(model)
         device = next(model.parameters()).device
         return _Owned(TransformersEngine(own, tokenizer, device=device, **options), tokenizer, None, (model, own))
-
-    def _model_of_versions(self) -> Any:
-        return self.model if isinstance(self._engine, ModuleScorer) else super()._model_of_versions()
 
     def _answer(self, rows: Sequence[EngineInput], generation: Generation) -> list[Any]:
         if isinstance(self._engine, ModuleScorer):
@@ -212,9 +208,6 @@ class RemoteWrapper(_MadeWrapper):
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if not isinstance(model, str):
             raise ConfigError(f"RemoteWrapper takes a URL or an engine, got {type(model).__name__}.")
-        return _Owned(self._start(model, tokenizer, options), tokenizer)
-
-    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.http.remote import RemoteEngine
 
         token, deadline_s = options.pop("token", ""), options.pop("connect_timeout", 60.0)
@@ -222,7 +215,7 @@ class RemoteWrapper(_MadeWrapper):
         async def connected() -> InferenceEngine:
             return await RemoteEngine(model, token, **options).connect(deadline_s)
 
-        return call(connected(), f"connecting to {model}", deadline_s + 5.0)
+        return _Owned(call(connected(), f"connecting to {model}", deadline_s + 5.0), tokenizer)
 
 
 class RemoteTransformersWrapper(_MadeWrapper):
@@ -255,7 +248,7 @@ class RemoteTransformersWrapper(_MadeWrapper):
         Raises:
             ConfigError: For wrong values, an unreadable model, or if Ray lacks the resources.
         """
-        if not isinstance(model, _Owned):  # otherwise a version of a wrapper, which already has its actor
+        if not isinstance(model, LLMWrapperBase):  # a version of a wrapper already has its actor
             options |= {"max_concurrency": max_concurrency, "validate_model": validate_model}
             options |= {"actor_name": actor_name, "num_gpus": num_gpus, "num_cpus": num_cpus}
         super().__init__(model, **options)
@@ -285,23 +278,3 @@ class RemoteTransformersWrapper(_MadeWrapper):
 
 
 _OF_LOADING = frozenset({"dtype", "rope_scaling", "rope_theta"})
-
-
-def _is_engine(model: Any) -> bool:
-    return hasattr(model, "capabilities") and (hasattr(model, "score") or isinstance(model, ModuleScorer))
-
-
-def _engine_of(model: Any) -> Any:
-    """The engine of a worker, a server or another wrapper; anything else is returned unchanged."""
-    if _is_engine(model) or not isinstance(model, EngineView | LLMWrapperBase):
-        return model
-    return model.engine
-
-
-def _module_of(model: Any) -> nn.Module | None:
-    """The Hugging Face model of a wrapper or a scorer, or `model` if it is one."""
-    if isinstance(model, LLMWrapperBase):
-        model = model.model
-    elif isinstance(model, ModuleScorer):
-        model = model.module
-    return model if isinstance(model, nn.Module) else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -27,6 +28,8 @@ from skyrl_train.tensordict.wrappers.inputs import MODES, EngineInput, Reader, l
 from skyrl_train.tensordict.wrappers.outputs import Answer, Layout, generated, in_layout_of, scored, stacked_logits
 from skyrl_train.tensordict.wrappers.parameters import Generation, common_names, overridden, read_generate_kwargs
 from skyrl_train.tensordict.wrappers.requests import numbered, sample_requests
+
+_CONTAINERS = ("text", "masks", "tokens", "log_probs", "history")
 
 
 class _Setting:
@@ -69,14 +72,12 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
 
     _reads_rectangles = False
     _dispatcher: Dispatcher | None = None
-    generate_kwargs, tokenizer_kwargs, prefer_tokens, attention_mask_key = (
-        _Setting(),
-        _Setting(),
-        _Setting(),
-        _Setting(),
-    )
-    return_text, return_tokens, return_masks, return_history = _Setting(), _Setting(), _Setting(), _Setting()
-    min_batch_size, max_batch_size, batching_timeout = _Setting(), _Setting(), _Setting()
+    input_mode, generate, generate_kwargs, tokenizer_kwargs, chat_template = (_Setting() for _ in range(5))
+    history_key, text_key, tokens_key, masks_key, log_probs_key = (_Setting() for _ in range(5))
+    attention_mask_key, chat_template_name, prefer_tokens = (_Setting() for _ in range(3))
+    return_text, return_tokens, return_masks, return_history = (_Setting() for _ in range(4))
+    min_batch_size, max_batch_size, batching_timeout = (_Setting() for _ in range(3))
+    dist_params_keys: ClassVar = ["logits"]
 
     def __init__(
         self,
@@ -114,27 +115,27 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         prefer_tokens: bool = False,
         timeout: float = 600.0,
     ):
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "model")}
+        given = {name: value for name, value in locals().items() if name in SETTINGS}
         super().__init__()
         given |= {"generate_kwargs": common_names(generate_kwargs), "tokenizer_kwargs": dict(tokenizer_kwargs or {})}
         self._given = given
-        self._engine = self.model = model
-        self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
-        self.masks_key, self.log_probs_key = masks_key, log_probs_key
+        self.model: Any = model.engine if isinstance(model, LLMWrapperBase) else model
+        self._engine = self.model
         self.device = None if device is None else torch.device(device)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.input_mode, self.generate, self.pad_output, self.timeout = input_mode, generate, pad_output, timeout
-        self.pad_model_input = pad_model_input
+        self.pad_output, self.pad_model_input, self.timeout = pad_output, pad_model_input, timeout
         self.layout = torch.strided if layout is None and not pad_output else layout
-        self.chat_template, self.chat_template_name = chat_template, chat_template_name
         self.generation = read_generate_kwargs(generate_kwargs, num_samples)
         self.num_samples = self.generation.num_samples
         self.inplace = (self.num_samples is None) if inplace is None else inplace
-        self._refuse(return_log_probs, batching, min_batch_size, max_batch_size)
-        self.return_log_probs = not generate or return_log_probs is not False
-        self._reader = self._make_reader(given, input_mode)
+        self.return_log_probs = return_log_probs is not False
+        self._refuse()
+        self._reader = self._make_reader(input_mode, input_key)
         self.in_keys = [self._reader.key]
-        self.out_keys = self._written(given)
+        missing = {"text": self.tokenizer is None, "history": input_mode != "history"}
+        written = [name for name in _CONTAINERS if given[f"return_{name}"] is not False and not missing.get(name)]
+        self.out_keys = [given[f"{name}_key"] for name in written]
+        self.log_prob_keys = [(log_probs_key, "response"), (log_probs_key, "full")]
         if (min_batch_size, max_batch_size) != (None, None) if batching is None else batching:
             self._dispatcher = Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout)
 
@@ -162,14 +163,10 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
 
         Args:
             tensordict: Input of any batch size.
-            tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses. None: `inplace`
-                chooses.
+            tensordict_out: Tensordict to write into, instead of the one that `inplace` chooses.
             logits_only: True writes "logits" instead of log-probs, [B, T, V] or ragged rows; [b, t] predicts token t.
                 Needs generate=False and a module.
             generate_kwargs: Override the wrapper's for this call.
-
-        Returns:
-            The tensordict with the output containers; with `num_samples`, its last batch dimension is the samples.
 
         Raises:
             ConfigError: For missing inputs, empty rows or unsupported parameters.
@@ -179,23 +176,20 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         """
         rows = self._reader.read(rows_of(tensordict))
         generation = self._generation(generate_kwargs)
-        shape = tuple(tensordict.batch_size)
-        if logits_only:
-            layout = Layout(shape, self.pad_output, pad_id(self.tokenizer), False, False)
-            containers = scored(rows, None, self.tokenizer, layout)
-            containers["logits"] = stacked_logits(self._scaled_logits(rows), [len(row.ids) for row in rows], layout)
-            return self._place(tensordict, tensordict_out, containers, ())
-        if generation.seed is not None:  # here, because a batch also has rows of other calls
-            copies = numbered([row.ids for row in rows])
-            rows = [replace(row, copy=copy) for row, copy in zip(rows, copies, strict=True)]
-        answers = (
-            self._dispatcher.submit(rows, generation, self.timeout)
-            if self._dispatcher is not None
-            else self._answer(rows, generation)
+        count = generation.num_samples if self.generate and not logits_only else None
+        layout = Layout(
+            tuple(tensordict.batch_size) + (() if count is None else (count,)),
+            self.pad_output,
+            pad_id(self.tokenizer),
+            self.return_log_probs,
+            generation.skip_special_tokens,
+            self.layout is torch.jagged,
         )
-        containers = self._containers(rows, answers, generation, shape)
-        samples = () if generation.num_samples is None or not self.generate else (generation.num_samples,)
-        return self._place(tensordict, tensordict_out, containers, samples)
+        if not logits_only:
+            return self._place(tensordict, tensordict_out, self._containers(rows, generation, layout), layout.shape)
+        containers = scored(rows, None, self.tokenizer, layout)
+        containers["logits"] = stacked_logits(self._scaled_logits(rows), [len(row.ids) for row in rows], layout)
+        return self._place(tensordict, tensordict_out, containers, layout.shape)
 
     def fits(self, tensordict: TensorDictBase) -> list[bool]:
         """Return, per row, True if the model's context has room for another token, or its limit is unknown."""
@@ -222,19 +216,19 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         answers = [Answer(c.token_ids.tolist(), c.full_logprobs.tolist(), c.stop_reason == "stop") for c in done]
         return [answers[start : start + count] for start in range(0, len(answers), count)]
 
-    def _containers(
-        self, rows: list[EngineInput], answers: list[Any], generation: Generation, shape: tuple[int, ...]
-    ) -> dict[str, Any]:
-        padded, pad = self.pad_output, pad_id(self.tokenizer)
-        skip, jagged = generation.skip_special_tokens, self.layout is torch.jagged
+    def _containers(self, rows: list[EngineInput], generation: Generation, layout: Layout) -> dict[str, Any]:
+        if generation.seed is not None:  # here, because a batch also has rows of other calls
+            copies = numbered([row.ids for row in rows])
+            rows = [replace(row, copy=copy) for row, copy in zip(rows, copies, strict=True)]
+        if self._dispatcher is None:
+            answers = self._answer(rows, generation)
+        else:
+            answers = self._dispatcher.submit(rows, generation, self.timeout)
         if not self.generate:
-            return scored(rows, answers, self.tokenizer, Layout(shape, padded, pad, True, skip, jagged=jagged))  # type: ignore[no-any-return]
-        if generation.num_samples is not None:
-            shape = (*shape, generation.num_samples)
-            rows = [row for row in rows for _ in range(generation.num_samples)]
-        layout = Layout(shape, padded, pad, self.return_log_probs, skip, jagged=jagged)
+            return scored(rows, answers, self.tokenizer, layout)
+        rows = [row for row, samples in zip(rows, answers, strict=True) for _ in samples]
         flat = [answer for samples in answers for answer in samples]
-        return generated(rows, flat, self.tokenizer, self._ends(flat), layout)  # type: ignore[no-any-return]
+        return generated(rows, flat, self.tokenizer, self._ends(flat), layout)
 
     def _ends(self, answers: Sequence[Answer]) -> frozenset[int]:
         """Ids that end a turn: the tokenizer's own, and control tokens at which an answer stopped."""
@@ -243,24 +237,21 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         return get_eos_tokens(self.tokenizer) | controls
 
     def _place(
-        self, given: TensorDictBase, out: TensorDictBase | None, containers: dict[str, Any], samples: tuple[int, ...]
+        self, given: TensorDictBase, out: TensorDictBase | None, containers: dict[str, Any], shape: tuple[int, ...]
     ) -> TensorDictBase:
         if out is None:
-            if samples and self.inplace is not False:
+            if self.inplace is not False and shape != given.batch_size:
                 raise ConfigError(
                     f"num_samples adds a dimension to the output: inplace={self.inplace!r} must be False."
                 )
-            if self.inplace is True:
-                out = given
-            elif self.inplace == "empty":
-                out = given.empty()
+            if self.inplace is False:
+                out = TensorDict(batch_size=shape, device=given.device)
             else:
-                out = TensorDict(batch_size=(*given.batch_size, *samples), device=given.device)
-        names = {"text": self.text_key, "tokens": self.tokens_key, "masks": self.masks_key}
-        names |= {"log_probs": self.log_probs_key, "history": self.history_key, "logits": "logits"}
+                out = given if self.inplace is True else given.empty()
         for name, container in containers.items():
-            if name == "logits" or names[name] in self.out_keys:
-                out.set(names[name], container if self.device is None else container.to(self.device))
+            key = self._given.get(f"{name}_key", name)
+            if name == "logits" or key in self.out_keys:
+                out.set(key, container if self.device is None else container.to(self.device))
         return out
 
     # -- distributions ---------------------------------------------------------------------------------------------
@@ -270,9 +261,8 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
     ) -> LLMMaskedCategorical:
         """Return the token distributions of whole sequences [B, T]; `mask` selects the positions that count.
 
-        The positions are those of `(tokens, "full")` in the batch: a rectangle with a mask stays as it is. Rows of
-        different lengths are padded on the left. If the batch has the tokens that a policy sampled, they are scored in
-        all input modes; a conversation is not rendered again.
+        The positions are those of `(tokens, "full")` in the batch: a rectangle with a mask stays as it is, other rows
+        are padded on the left. Tokens that a policy sampled are scored in all input modes, if the batch has them.
 
         Args:
             tensordict: The sequences [B].
@@ -303,7 +293,7 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         for place, (record, row) in enumerate(zip(records, rows, strict=True)):
             own = [True] * len(row.ids)
             if mask != "generic":
-                own = row.assistant if mask == "rlhf" else reader.response(record, row)
+                own = row.assistant if mask == "rlhf" else reader.response(record, row.ids, row.assistant)
             counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
         return LLMMaskedCategorical(*in_layout_of(self._attention(tensordict, rows), logits, counts))
 
@@ -311,33 +301,22 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         """The reader of the tokens that the policy sampled, if all rows have them, else the wrapper's own."""
         keys = ((self.tokens_key, "full"), (self.masks_key, "all_assistant_mask"))
         if all(isinstance(lookup(row, key, bare=False), torch.Tensor) for row in records for key in keys):
-            return self._make_reader({**self._given, "input_key": keys[0]}, "tokens")
+            return self._make_reader("tokens", keys[0])
         return self._reader
 
     def _attention(self, tensordict: TensorDictBase, rows: Sequence[EngineInput]) -> list[torch.Tensor] | None:
         """The attention masks of the batch's tokens, or None if it has none of these rows."""
-        for key in ((self.masks_key, "all_attention_mask"), self._given["attention_mask_key"]):
+        for key in ((self.masks_key, "all_attention_mask"), self.attention_mask_key):
             found = None if key is None else column(tensordict, key)
             if found is not None and [int(one.sum()) for one in found] == [len(row.ids) for row in rows]:
                 return [one.bool() for one in found]
         return None
 
-    def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
-        return self.get_dist(tensordict, "sft")
-
-    def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
-        return self.get_dist(tensordict, "rlhf")
-
-    def _get_generic_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
-        return self.get_dist(tensordict, "generic")
-
     # TorchRL's losses call them by these names.
-    _get_dist_with_prompt_mask = _get_sft_dist
-    _get_dist_with_assistant_mask = _get_rlhf_dist
-    _get_dist_with_attention_mask = _get_generic_dist
-
-    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> LLMMaskedCategorical:
-        return self.get_dist(tensordict, mask)
+    _get_dist_with_prompt_mask = partialmethod(get_dist, mask="sft")
+    _get_dist_with_assistant_mask = partialmethod(get_dist, mask="rlhf")
+    _get_dist_with_attention_mask = partialmethod(get_dist, mask="generic")
+    _get_dist_with_custom_mask = get_dist
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return the log-probs [B, T] (nats) of a batch's tokens, in the layout of `get_dist`; raises like it."""
@@ -346,11 +325,6 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         ids = torch.tensor([[0] * (length - len(row.ids)) + row.ids for row in rows])
         ids = in_layout_of(self._attention(tensordict, rows), ids, None)[0]
         return self.get_dist(tensordict).log_prob(ids)
-
-    @property
-    def dist_params_keys(self) -> list[str]:
-        """Key of the logits in the output of a call with `logits_only=True`."""
-        return ["logits"]
 
     @property
     def dist_sample_keys(self) -> list[tuple[str, str]]:
@@ -370,14 +344,10 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
     # -- versions, batching ----------------------------------------------------------------------------------------
 
     def get_new_version(self, **changes: Any) -> LLMWrapperBase:
-        """Return a wrapper over the same engine with some settings changed. This wrapper does not change.
+        """Return a wrapper over the same engine with some settings of the constructor changed.
 
-        All other settings keep their values, with two exceptions: changing `generate` or `input_mode` resets
-        `input_key`, and `generate=False` resets `return_log_probs`, to the default for the new mode, unless they are
-        also given.
-
-        Args:
-            **changes: Settings of the constructor.
+        Changing `generate` or `input_mode` resets `input_key`, and `generate=False` resets `return_log_probs`, to the
+        default for the new mode, unless they are also given.
 
         Raises:
             TypeError: A setting is unknown.
@@ -391,10 +361,7 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
             given["input_key"] = None
             if changes.get("generate") is False:  # the new version only gives log-probs
                 given["return_log_probs"] = None
-        return type(self)(self._model_of_versions(), **{**given, "tokenizer": self.tokenizer, **changes})
-
-    def _model_of_versions(self) -> Any:
-        return self._engine
+        return type(self)(self, **{**given, "tokenizer": self.tokenizer, **changes})
 
     @property
     def batching(self) -> bool:
@@ -402,13 +369,11 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         return self._dispatcher is not None
 
     def cleanup_batching(self, flush: bool = False) -> None:
-        """Empty the queue of calls that wait for a batch, which accepts new calls afterwards.
-
-        Does nothing without batching.
+        """Empty the queue of calls that wait for a batch; new ones are accepted. Does nothing without batching.
 
         Args:
-            flush: True runs the waiting calls now without waiting for more items, and blocks until they are answered,
-                for at most 60 seconds. False cancels them: their callers get `concurrent.futures.CancelledError`.
+            flush: True answers the waiting calls without waiting for more, blocking for at most 60 seconds. False
+                raises `concurrent.futures.CancelledError` in their callers.
         """
         if self._dispatcher is not None:
             self._dispatcher.cleanup(flush)
@@ -419,27 +384,21 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
             return {"batching_enabled": False}
         return {"batching_enabled": True, **self._dispatcher.state()}
 
-    @property
-    def log_prob_keys(self) -> list[tuple[str, str]]:
-        """Keys of the log-probs in the output: of the responses, and of the full sequences."""
-        return [(self.log_probs_key, "response"), (self.log_probs_key, "full")]
-
     # -- settings ---------------------------------------------------------------------------------------------------
 
-    def _refuse(
-        self, log_probs: bool | None, batching: bool | None, min_size: int | None, max_size: int | None
-    ) -> None:
+    def _refuse(self) -> None:
+        sizes = self.min_batch_size, self.max_batch_size
         if self.input_mode not in MODES:
             raise ConfigError(f"input_mode must be one of {list(MODES)}, got {self.input_mode!r}.")
         if self.inplace not in (True, False, "empty"):
             raise ConfigError(f"inplace={self.inplace!r} is not True, False or 'empty'.")
         if self.num_samples is not None and self.inplace is not False:
             raise ConfigError(f"num_samples={self.num_samples} needs inplace=False, got {self.inplace!r}.")
-        if not self.generate and log_probs is False:
+        if not self.generate and not self.return_log_probs:
             raise ConfigError("return_log_probs must be True with generate=False, which computes nothing else.")
-        if batching is False and (min_size is not None or max_size is not None):
+        if self._given["batching"] is False and sizes != (None, None):
             raise ConfigError(
-                f"batching=False contradicts min_batch_size={min_size}, max_batch_size={max_size}. Leave them out."
+                f"batching=False contradicts min_batch_size={sizes[0]}, max_batch_size={sizes[1]}. Leave them out."
             )
         scores_histories = self.input_mode == "history" and not self.generate  # a loss reads only their tokens
         if self.tokenizer is None and self.input_mode != "tokens" and not scores_histories:
@@ -452,35 +411,10 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout}: give seconds above 0.")
 
-    def _written(self, given: dict[str, Any]) -> list[str]:
-        """Keys of the containers in the output."""
-        outputs = [
-            (self.text_key, given["return_text"] and self.tokenizer is not None),
-            (self.masks_key, given["return_masks"]),
-            (self.tokens_key, given["return_tokens"]),
-            (self.log_probs_key, self.return_log_probs),
-            (self.history_key, given["return_history"] and self.input_mode == "history"),
-        ]
-        return [key for key, wanted in outputs if wanted]
-
-    def _make_reader(self, given: dict[str, Any], mode: str) -> Reader:
-        key = given["input_key"]
-        if key is None:
-            container = {"history": self.history_key, "text": self.text_key, "tokens": self.tokens_key}[mode]
-            key = (container, "prompt" if self.generate else "full")
-        return Reader(
-            mode,
-            (key,) if isinstance(key, str) else tuple(key),
-            self.tokenizer,
-            self.masks_key,
-            given["attention_mask_key"],
-            self.tokens_key,
-            given["chat_template"],
-            given["chat_template_name"],
-            given["tokenizer_kwargs"],
-            given["prefer_tokens"],
-            whole=not self.generate,
-        )
+    def _make_reader(self, mode: str, key: str | tuple[str, ...] | None) -> Reader:
+        key = key or (self._given[f"{mode}_key"], "prompt" if self.generate else "full")
+        key = (key,) if isinstance(key, str) else tuple(key)
+        return Reader(mode, key, self.tokenizer, self._given, whole=not self.generate)
 
 
 SETTINGS = frozenset(inspect.signature(LLMWrapperBase.__init__).parameters) - {"self", "model"}

@@ -10,10 +10,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.ragged import column
+from skyrl_train.tensordict.ragged import Key, column
 from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
-
-Key = str | tuple[str, ...]
 
 
 class CategoricalSequential(TensorDictModuleBase):

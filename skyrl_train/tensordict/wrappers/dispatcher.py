@@ -52,14 +52,8 @@ class Dispatcher:
     def __init__(self, run: Run, min_size: int | None = None, max_size: int | None = None, wait_s: float = 10.0):
         """Create a dispatcher without a thread of its own.
 
-        Args:
-            run: Function (items, parameters) that returns one answer per item, in order.
-            min_size: Number of items that make a batch ready; 1 by default.
-            max_size: Maximum number of items of a batch; None for no limit.
-            wait_s: Seconds after which the oldest item makes a smaller batch ready.
-
-        Raises:
-            ConfigError: For sizes below 1, min_size > max_size or a negative wait.
+        `min_size` is 1 by default, `max_size` limits a batch, and `wait_s` is in seconds. Raises ConfigError for sizes
+        below 1, min_size > max_size or a negative wait.
         """
         self.min_size, self.max_size, self.wait_s = 1 if min_size is None else min_size, max_size, wait_s
         if self.min_size < 1 or (max_size is not None and max_size < self.min_size):
@@ -77,7 +71,7 @@ class Dispatcher:
         """Number of threads in `submit`."""
 
     def submit(self, items: Sequence[Any], parameters: Hashable, deadline_s: float) -> list[Any]:
-        """Return the answers to `items`, one for each in the same order; blocks until all are answered.
+        """Return the answers to `items`, in order; blocks until all are answered.
 
         Only items with equal `parameters` share a batch. Raises what `run` raised for the items, DeadlineExceeded after
         `deadline_s` seconds, or CancelledError if `cleanup` empties the queue.
@@ -185,16 +179,16 @@ class Dispatcher:
                             submission.changed.notify()
 
     def _outcomes(self, batch: list[Item], parameters: Any) -> list[tuple[list[Item], Sequence[Any] | BaseException]]:
-        error = self._try(batch, parameters)
-        if not isinstance(error, Exception):
-            return [(batch, error)]
+        outcome = self._try(batch, parameters)
+        if not isinstance(outcome, Exception):
+            return [(batch, outcome)]
         callers = list(dict.fromkeys(submission for submission, _ in batch))
         outcomes: list[tuple[list[Item], Sequence[Any] | BaseException]] = []
-        outcome: Sequence[Any] | Exception = error
         for submission in callers:
+            items = [item for item in batch if item[0] is submission]
             if len(callers) > 1 and not isinstance(outcome, TimeoutError):  # else each retry would take as long again
-                outcome = self._try([item for item in batch if item[0] is submission], parameters)
-            outcomes.append(([item for item in batch if item[0] is submission], outcome))
+                outcome = self._try(items, parameters)
+            outcomes.append((items, outcome))
         return outcomes
 
     def _try(self, batch: list[Item], parameters: Any) -> Sequence[Any] | Exception:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from skyrl_train.cluster.addresses import free_address
 from skyrl_train.data.chat import decode_response, encode_prompt
@@ -16,20 +15,18 @@ from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.sampling_params import check_supported
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_causal_lm, load_meta_model, load_tokenizer
-from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.parameters import Generation
 from skyrl_train.tensordict.wrappers.requests import sample_requests
 from skyrl_train.tensordict.wrappers.stateless_group import StatelessGroup, stateless_init_process_group
-from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, weights_of
+from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, get_model_metadata, weights_of
 from skyrl_train.weight_sync.protocol import dtype_of
 
 
 class EngineView:
     """An engine with synchronous calls. Wrappers accept it in place of the engine; close it when they are done.
 
-    However weights arrive, the engine gets them complete, checked and verified (weight_sync): a tensor that is missing,
-    altered or of another shape is rejected by name.
+    Weights arrive complete and verified (weight_sync): a missing or altered tensor is rejected by name.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class EngineView:
         self._closing, self._tokenizer = closing, tokenizer
         self._pusher: WeightPusher | None = None
         self._group: StatelessGroup | None = None
-        self._port: int | None = None
         self._arrived: dict[str, Tensor] = {}
         self._synced = False
 
@@ -89,8 +85,7 @@ class EngineView:
 
     @cached_property
     def _metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        parameters = load_meta_model(self.model_path, dtype_of(self.dtype)).named_parameters()
-        return {name: (one.dtype, one.shape) for name, one in parameters}
+        return get_model_metadata(load_meta_model(self.model_path, dtype_of(self.dtype)))
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return (dtype, shape) of every tensor that a sync sends, by checkpoint name; a tied head is not listed."""
@@ -127,11 +122,9 @@ class EngineView:
 
         Raises WeightSyncError naming the tensor, ConfigError for a source without weights.
         """
-        known = isinstance(weights, nn.Module | LLMWrapperBase | TensorDictBase | Mapping)
-        found: Any = weights if known or not isinstance(weights, Iterable) else dict(weights)
         if self._pusher is None:
             self._pusher = WeightPusher(self.engines, wire_dtype=self.dtype, timeout=self.timeout)
-        served = self._pusher.push(weights_of(found), version)
+        served = self._pusher.push(weights_of(weights), version)
         self._synced = True
         return served
 
@@ -150,23 +143,13 @@ class EngineView:
         return self._synced
 
     def update_weights_from_tensor(self, named_tensors: Source | Iterable[tuple[str, Tensor]]) -> int:
-        """Load tensors by name, as `update_weights` does; this is SGLang's name for it.
-
-        Returns:
-            The version that the engine now serves.
-
-        Raises:
-            WeightSyncError: A tensor is missing, unknown or of another shape. The message names it.
-            ConfigError: The source has no weights.
-        """
+        """Do what `update_weights` does; this is SGLang's name for it."""
         return self.update_weights(named_tensors)
 
     def update_weights_from_disk(self, model_path: str) -> int:
         """Load the weights in a Hugging Face folder of the same model, and return the version that is now served.
 
-        Raises:
-            ConfigError: The model in the folder cannot be loaded.
-            WeightSyncError: It does not fit the engine's model.
+        Raises ConfigError if the folder's model cannot be loaded, WeightSyncError if it does not fit the engine's.
         """
         return self.update_weights(load_causal_lm(model_path, dtype=dtype_of(self.dtype), key="model_path"))
 
@@ -178,9 +161,11 @@ class EngineView:
 
     def get_master_port(self) -> int:
         """Return the port at which a process group forms by default: a free one, which stays the same."""
-        if self._port is None:
-            self._port = free_address(self.get_master_address())[1]
         return self._port
+
+    @cached_property
+    def _port(self) -> int:
+        return free_address(self.get_master_address())[1]
 
     def init_weight_update_group(
         self,
@@ -195,9 +180,9 @@ class EngineView:
         Without an address, this process is the trainer: the group forms between it and the engines at the next
         `update_weights`, which sends over it. Without any group, `update_weights` sends through Ray or memory.
 
-        With an address, the engine joins the group of a trainer (`stateless_init_process_group`) whose rank 0 sends
-        tensors to `update_weights_from_distributed`. This blocks until all have joined. The whole engine is one member,
-        however many accelerators it uses. A group that was joined before is left first.
+        With the address of rank 0, the engine joins a trainer's group (`stateless_init_process_group`) whose rank 0
+        sends tensors to `update_weights_from_distributed`. This blocks until all have joined. The whole engine is one
+        member, however many accelerators it uses. A group that was joined before is left first.
 
         Args:
             master_address: Host of rank 0.
@@ -211,16 +196,14 @@ class EngineView:
             WeightSyncError: The group did not form in time.
         """
         self.destroy_weight_update_group()
+        port = self.get_master_port() if master_port is None else int(master_port)
         if master_address is not None:
-            port = self.get_master_port() if master_port is None else master_port
-            self._group = stateless_init_process_group(
-                master_address, port, rank_offset, world_size, device, self.timeout
-            )
+            join = stateless_init_process_group
+            self._group = join(master_address, port, rank_offset, world_size, device, self.timeout)
             return
-        address = (self.get_master_address(), self.get_master_port() if master_port is None else int(master_port))
-        self._pusher = WeightPusher(
-            self.engines, route="broadcast", address=address, wire_dtype=self.dtype, timeout=self.timeout
-        )
+        options: dict[str, Any] = {"wire_dtype": self.dtype, "timeout": self.timeout}
+        address = (self.get_master_address(), port)
+        self._pusher = WeightPusher(self.engines, route="broadcast", address=address, **options)
 
     def update_weights_from_distributed(
         self,
@@ -235,10 +218,7 @@ class EngineView:
             name: Checkpoint name of one tensor or, in the order in which rank 0 sends them, of all tensors.
             dtype: Data type of the tensor, or a list of data types.
             shape: Shape of the tensor, or a list of shapes.
-            version: Version of the weights, for all tensors; None for the engine's last one + 1.
-
-        Returns:
-            The version that is now served, if all tensors were given.
+            version: Version of the weights, for all tensors; None for the engine's last one + 1. It is returned.
 
         Raises:
             ConfigError: The lists differ in length, or the model has no such tensor.
@@ -255,12 +235,10 @@ class EngineView:
 
     def destroy_weight_update_group(self) -> None:
         """Leave the group, on both sides; does nothing if there is none."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-        pusher, self._pusher = self._pusher, None
-        if pusher is not None:
-            pusher.close()
+        joined, self._group, self._pusher = (self._group, self._pusher), None, None
+        for one in joined:
+            if one is not None:
+                one.close()
 
     def _received(self, dtype: Any, shape: Any) -> Tensor:
         if self._group is None:

@@ -19,15 +19,8 @@ _loop: asyncio.AbstractEventLoop | None = None
 def call(work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
     """Run a coroutine on the package's event loop, block until it ends, and return its result.
 
-    Args:
-        work: The coroutine.
-        what: Description of the call for errors.
-        timeout_s: Seconds after which the coroutine is cancelled.
-
-    Raises:
-        DeadlineExceeded: The coroutine did not end in time.
-        RuntimeError: This is the loop's own thread, which would block itself.
-        Exception: The error that the coroutine raises.
+    Raises DeadlineExceeded, with the description `what`, after `timeout_s` seconds, RuntimeError on the loop's own
+    thread, which would block itself, and the errors of the coroutine.
     """
     if threading.current_thread() is _thread:
         work.close()

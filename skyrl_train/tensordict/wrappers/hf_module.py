@@ -12,8 +12,6 @@ from torch.nn.functional import pad
 
 from skyrl_train.engines.base import Capabilities
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.weight_sync.protocol import dtype_of
 
 
 class ModuleScorer:
@@ -51,32 +49,12 @@ class ModuleScorer:
         Rows that are read alone need the memory for the logits of one row only, unless a gradient needs them all.
         """
         found = []
-        batches = [rows] if padded else [[row] for row in rows]
-        for batch in batches:
+        for batch in [rows] if padded else [[row] for row in rows]:
             for row, logits in zip(batch, self.logits(batch, True), strict=True):
                 logs = (logits[len(logits) - len(row) + 1 :] / temperature).log_softmax(-1)
                 chosen = torch.tensor(row[1:], dtype=torch.int64, device=logs.device)
                 found.append(logs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).cpu())
         return found
-
-
-def load_module(
-    path: str, device: torch.device | str | None, *, dtype: str | torch.dtype = "float32", **rope: Any
-) -> nn.Module:
-    """Load a causal language model.
-
-    Args:
-        path: Folder or hub name of the model.
-        device: Device of the model; None for the CPU.
-        dtype: Data type of the parameters.
-        **rope: `rope_scaling` and `rope_theta`; see `load_causal_lm`.
-
-    Raises:
-        ConfigError: The model cannot be loaded.
-    """
-    kind = dtype_of(dtype) if isinstance(dtype, str) else dtype
-    model: nn.Module = load_causal_lm(path, dtype=kind, device=device or "cpu", key="model", **rope)
-    return model
 
 
 def sharing_weights(module: nn.Module) -> Any:

@@ -43,13 +43,8 @@ class Reader:
     mode: str
     key: tuple[str, ...]
     tokenizer: Any
-    masks_key: str
-    attention_mask_key: str | None
-    tokens_key: str
-    template: str | None
-    template_name: str | None
-    tokenizer_kwargs: Mapping[str, Any]
-    prefer_tokens: bool
+    settings: Mapping[str, Any]
+    """The wrapper's, by name."""
     whole: bool
     """True if rows are scored: conversations are then rendered without the header of a next answer."""
 
@@ -67,14 +62,21 @@ class Reader:
                 raise ConfigError(f"row {place} at {self.key} has no tokens. Give a prompt that is not empty.")
         return found
 
+    @property
+    def template_options(self) -> Any:
+        """Settings of the chat template. Raises ConfigError if there is none."""
+        return template_options(self.tokenizer, self.settings["chat_template"], self.settings["chat_template_name"])
+
     @cached_property
     def end_of_turn(self) -> int | None:
         """Id of the token that ends an answer in the chat template. None without a template or outside history mode."""
         if self.mode == "history":
             with suppress(ConfigError):  # rows that hold tokens need no template
-                options = template_options(self.tokenizer, self.template, self.template_name)
-                return find_end_of_turn_token(self.tokenizer, options)
+                return find_end_of_turn_token(self.tokenizer, self.template_options)
         return None
+
+    def _field(self, row: TensorDictBase, container: str, name: str) -> Any:
+        return lookup(row, (self.settings[f"{container}_key"], name), bare=False)
 
     def _value(self, row: TensorDictBase) -> Any:
         value = lookup(row, self.key)
@@ -92,13 +94,12 @@ class Reader:
             raise TypeError(f"Expected History object at {self.key}, got {type(history).__name__}.")
         if history.device is not None:  # messages are text: new ones are appended on any device
             history = history.copy().clear_device_()
-        if self.prefer_tokens and not self.whole:
+        if self.settings["prefer_tokens"] and not self.whole:
             for name in ("prompt", "full"):
-                if isinstance(tokens := lookup(row, (self.tokens_key, name), bare=False), Tensor):
+                if isinstance(tokens := self._field(row, "tokens", name), Tensor):
                     return EngineInput(self._real(tokens, row, name == "full"), history=history)
         messages = History.to_chats(history)
-        options = template_options(self.tokenizer, self.template, self.template_name)
-        plain = rendered_form(messages)
+        options, plain = self.template_options, rendered_form(messages)
         if not self.whole:
             goes_on = continues_last_message(plain) and messages[-1].get("is_complete") is False
             ids = render_prompt(self.tokenizer, plain, options, continue_final_message=goes_on)
@@ -114,7 +115,9 @@ class Reader:
         text = self._value(row)
         if not isinstance(text, str):
             raise TypeError(f"{self.key} must hold a string, got {type(text).__name__}.")
-        ids = list(self.tokenizer(text, **{"add_special_tokens": False, **self.tokenizer_kwargs})["input_ids"])
+        ids = list(
+            self.tokenizer(text, **{"add_special_tokens": False, **self.settings["tokenizer_kwargs"]})["input_ids"]
+        )
         return EngineInput(ids, text=text, assistant=self._copied(row, ids))
 
     def _tokens(self, row: TensorDictBase) -> EngineInput:
@@ -128,34 +131,31 @@ class Reader:
         """The assistant's tokens according to the input: its mask, else the tokens after its prompt, else none."""
         if not self.whole:
             return []
-        mask = lookup(row, (self.masks_key, "all_assistant_mask"), bare=False)
-        attention = lookup(row, (self.masks_key, "all_attention_mask"), bare=False)
+        mask, attention = (self._field(row, "masks", f"all_{name}_mask") for name in ("assistant", "attention"))
         if isinstance(mask, Tensor):
             kept = mask[attention.bool()] if isinstance(attention, Tensor) else mask
             if len(kept) == len(ids):
                 return kept.bool().tolist()
-        prompt = lookup(row, (self.tokens_key, "prompt"), bare=False)
-        if isinstance(prompt, Tensor):
-            before = self._real(prompt, row, False)
-            if ids[: len(before)] == before:
-                return [False] * len(before) + [True] * (len(ids) - len(before))
-        return [False] * len(ids)
+        nothing = [False] * len(ids)
+        with suppress(ConfigError):
+            return self.response(row, ids, nothing)
+        return nothing
 
-    def response(self, record: TensorDictBase, row: EngineInput) -> list[bool]:
-        """Return a mask of the ids after the prompt of a whole sequence, or of the assistant's ids without a prompt.
+    def response(self, row: TensorDictBase, ids: list[int], assistant: list[bool]) -> list[bool]:
+        """Return a mask of the ids after the prompt of a whole sequence, or `assistant` without a prompt.
 
         Raises ConfigError if the sequence does not begin with the prompt.
         """
-        prompt = lookup(record, (self.tokens_key, "prompt"), bare=False)
+        prompt = self._field(row, "tokens", "prompt")
         if not isinstance(prompt, Tensor):
-            return row.assistant
-        before = self._real(prompt, record, False)
-        if row.ids[: len(before)] != before:
+            return assistant
+        before = self._real(prompt, row, False)
+        if ids[: len(before)] != before:
             raise ConfigError(
-                f"({self.tokens_key!r}, 'prompt') does not match the beginning of the sequence. Leave it out, or write "
-                "the prompt that the sequence begins with."
+                f"({self.settings['tokens_key']!r}, 'prompt') does not match the beginning of the sequence. Leave it "
+                "out, or write the prompt that the sequence begins with."
             )
-        return [False] * len(before) + [True] * (len(row.ids) - len(before))
+        return [False] * len(before) + [True] * (len(ids) - len(before))
 
     def _real(self, tokens: Tensor, row: TensorDictBase, both_sides: bool) -> list[int]:
         """Token ids without padding, by a mask that is as long as they are, or as the full sequence that they begin.
@@ -163,12 +163,12 @@ class Reader:
         Without a mask and without `padded=False`, a run of the pad id on the padded side is taken for padding; if the
         pad id is also the end of sequence, one is kept after a sequence: it may have been sampled.
         """
-        for key in ((self.masks_key, "all_attention_mask"), (self.attention_mask_key,)):
-            mask = lookup(row, key, bare=False) if key[0] else None  # type: ignore[arg-type]
+        for key in ((self.settings["masks_key"], "all_attention_mask"), (self.settings["attention_mask_key"],)):
+            mask = lookup(row, key, bare=False) if key[0] else None
             if isinstance(mask, Tensor) and (mask.shape == tokens.shape or self._begins(tokens, mask, row)):
                 return [int(one) for one in tokens[mask[: len(tokens)].bool()]]
         ids: list[int] = tokens.tolist()
-        padded = lookup(row, (self.tokens_key, "padded"), bare=False)
+        padded = self._field(row, "tokens", "padded")
         if (padded is not None and not padded) or self.tokenizer is None:
             return ids
         pad, start, end = pad_id(self.tokenizer), 0, len(ids)
@@ -181,7 +181,7 @@ class Reader:
 
     def _begins(self, tokens: Tensor, mask: Tensor, row: TensorDictBase) -> bool:
         """True if a mask belongs to a full sequence that begins with these tokens, not to an older sequence."""
-        full = lookup(row, (self.tokens_key, "full"), bare=False)
+        full = self._field(row, "tokens", "full")
         whole = isinstance(full, Tensor) and full.shape == mask.shape and len(full) > len(tokens)
         return whole and torch.equal(full[: len(tokens)], tokens)
 
@@ -190,23 +190,8 @@ def lookup(row: TensorDictBase, key: tuple[str, ...], bare: bool = True) -> Any:
     """Return the value at `key` of a row, or None; with `bare`, also a value directly under the key's first part."""
     value: Any = row.get(key[0], None)
     if len(key) > 1 and value is not None:
-        container = hasattr(value, "get") and key[1] in _names(value)
-        value = value.get(key[1], None) if container else value if bare and not _is_container(value) else None
-    if isinstance(value, NonTensorData):
-        value = value.data
-    return value
-
-
-def _is_container(value: Any) -> bool:
-    return hasattr(value, "get") and not isinstance(value, TorchRLHistory | NonTensorData)
-
-
-def _names(value: Any) -> set[str]:
-    if isinstance(value, TorchRLHistory | NonTensorData | Tensor):
-        return set()
-    return set(value.keys())
-
-
-def as_tensor(ids: list[int]) -> Tensor:
-    """Return token ids as an int64 tensor [L]."""
-    return torch.tensor(ids, dtype=torch.int64)
+        if not hasattr(value, "get") or isinstance(value, TorchRLHistory | NonTensorData):
+            value = value if bare else None
+        else:
+            value = value.get(key[1], None) if key[1] in value.keys() else None  # noqa: SIM118
+    return value.data if isinstance(value, NonTensorData) else value

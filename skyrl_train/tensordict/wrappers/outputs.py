@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 from torch import Tensor
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -16,7 +16,7 @@ from skyrl_train.data.chat import decode_response
 from skyrl_train.data.messages import text_content
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
-from skyrl_train.tensordict.wrappers.inputs import EngineInput, as_tensor
+from skyrl_train.tensordict.wrappers.inputs import EngineInput
 
 Fields = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 """Fields of a container for one row: values of the whole sequence, or of its prompt and its response."""
@@ -65,10 +65,10 @@ def generated(
     out["masks"] = _container(Masks, [f[2] for f in fields], at, False)
     if tokenizer is None:
         return out
-    prompts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
+    prompts = _texts(rows, tokenizer)
     texts = [_decoded(tokenizer, answer.ids, at) for answer in answers]
     full = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
-    out["text"] = text_container({"prompt": prompts, "response": texts, "full": full}, at.shape)
+    out["text"] = _text_container(at.shape, prompt=prompts, response=texts, full=full)
     if rows[0].history is not None:
         out["history"] = _histories(rows, answers, tokenizer, ends, at)
     return out
@@ -85,27 +85,19 @@ def scored(
         tokenizer: Tokenizer that decodes the texts; None leaves them out.
         at: Batch size and padding of the output.
     """
-    tokens = [{"full": as_tensor(row.ids)} for row in rows]
-    masks = [
-        {
-            "all_attention_mask": torch.ones(len(row.ids), dtype=torch.bool),
-            "all_assistant_mask": torch.tensor(row.assistant, dtype=torch.bool),
-        }
-        for row in rows
-    ]
-    out = {
-        "tokens": _container(Tokens, tokens, at, at.pad),
-        "masks": _container(Masks, masks, at, False),
-    }
+    tokens = [{"full": torch.tensor(row.ids)} for row in rows]
+    attention = [torch.ones(len(row.ids), dtype=torch.bool) for row in rows]
+    assistant = [torch.tensor(row.assistant, dtype=torch.bool) for row in rows]
+    pairs = zip(attention, assistant, strict=True)
+    masks = [{"all_attention_mask": one, "all_assistant_mask": other} for one, other in pairs]
+    out = {"tokens": _container(Tokens, tokens, at, at.pad), "masks": _container(Masks, masks, at, False)}
     if logprobs is not None:
         values = [{"full": torch.cat([torch.zeros(1), torch.as_tensor(row)])} for row in logprobs]
         out["log_probs"] = _container(LogProbs, values, at, 0.0)
     if tokenizer is not None:
-        texts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
-        out["text"] = text_container({"full": texts}, at.shape)
+        out["text"] = _text_container(at.shape, full=_texts(rows, tokenizer))
     if rows[0].history is not None:
-        histories = [{"full": row.history} for row in rows]
-        out["history"] = ragged(ChatHistory, histories, at.shape)
+        out["history"] = ragged(ChatHistory, [{"full": row.history} for row in rows], at.shape)
     return out
 
 
@@ -121,12 +113,9 @@ def stacked_logits(logits: Tensor, lengths: Sequence[int], at: Layout) -> Tensor
 def in_layout_of(
     attention: Sequence[Tensor] | None, values: Tensor, counts: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Move values [B, T, ...] of left-padded rows to the positions of an attention mask, which may be ragged.
+    """Move values [B, T, ...] of left-padded rows, and a mask [B, T], to the positions of an attention mask.
 
-    Args:
-        attention: Mask of each row, with as many positions as the row has tokens; None returns the arguments.
-        values: Values of rows that are padded on the left to the longest.
-        counts: A mask [B, T] of the same positions; None for no mask.
+    The attention mask may be ragged, with as many positions per row as the row has tokens; None returns the arguments.
     """
     if attention is None:
         return values, counts
@@ -140,23 +129,17 @@ def in_layout_of(
     return moved, None if counts is None else torch.zeros_like(present).index_put((present,), counts[filled])
 
 
-def text_container(columns: dict[str, list[str]], shape: tuple[int, ...]) -> Text:
-    """Return a Text of batch size `shape` from columns of texts in row-major order."""
+def _texts(rows: Sequence[EngineInput], tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
 
-    def nested(texts: list[str], shape: tuple[int, ...]) -> Any:
-        if not shape:
-            return texts[0]
-        if len(shape) == 1:
-            return NonTensorStack(*texts)
-        step = len(texts) // shape[0]
-        return NonTensorStack(*(nested(texts[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])))
 
-    fields = {name: nested(texts, shape) for name, texts in columns.items()}
+def _text_container(shape: tuple[int, ...], **columns: list[str]) -> Text:
+    fields = {name: nested_stack([NonTensorData(one) for one in texts], shape) for name, texts in columns.items()}
     return Text(**fields, batch_size=shape)
 
 
 def _generated_fields(row: EngineInput, answer: Answer) -> tuple[Fields, Fields, Fields]:
-    prompt, response = as_tensor(row.ids), as_tensor(answer.ids)
+    prompt, response = torch.tensor(row.ids), torch.tensor(answer.ids, dtype=torch.int64)
     logprobs = torch.tensor(answer.logprobs, dtype=torch.float32)
     before, after = torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)
     return (

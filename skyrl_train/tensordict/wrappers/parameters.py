@@ -49,13 +49,22 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
     for name, off in _ONLY_OFF.items():
         if (value := values.pop(name, None)) not in off:
             raise ConfigError(f"{key}.{name}={value!r} requests beam search, which no engine supports. Leave it out.")
-    samples = _samples(key, values.pop("num_return_sequences", None), num_samples)
+    asked = values.pop("num_return_sequences", None)
+    for name, value in (("num_samples", num_samples), (f"{key}['n']", asked)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name}={value!r}: give an integer of at least 1.")
+    if None not in (asked, num_samples) and asked != num_samples:
+        raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}. Give one of them.")
+    samples = num_samples if num_samples is not None or asked == 1 else asked
     seed, skip = values.pop("seed", None), values.pop("skip_special_tokens", False)
     if seed is not None and (type(seed) is not int or seed < 0):
         raise ConfigError(f"{key}.seed={seed!r} must be an integer of at least 0.")
-    if not isinstance(skip, bool):
-        raise ConfigError(f"{key}.skip_special_tokens={skip!r}: give true or false.")
-    _greedy(key, values)
+    sample = values.pop("do_sample", None)
+    for name, value in (("skip_special_tokens", skip), ("do_sample", sample)):
+        if value not in (None, True, False):
+            raise ConfigError(f"{key}.{name}={value!r}: give true or false.")
+    if sample is False and values.setdefault("temperature", 0.0) != 0:
+        raise ConfigError(f"{key}.do_sample=False is greedy: temperature={values['temperature']!r} must be 0.")
     values["max_tokens"] = values.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     return Generation(parse_sampling_params(values, key), samples, seed, skip)
 
@@ -79,13 +88,10 @@ def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return generate_kwargs of a call on top of those of its wrapper.
+    """Return generate_kwargs of a call on top of those of its wrapper, which are under common names.
 
-    A temperature of the call removes the wrapper's `do_sample`; `do_sample=False` removes the wrapper's temperature.
-
-    Args:
-        own: The wrapper's values, under common names.
-        given: The call's values. They take precedence.
+    A temperature of the call, which takes precedence, removes the wrapper's `do_sample`; `do_sample=False` removes the
+    wrapper's temperature.
     """
     gone = {_SAME.get(name, name) for name in given}
     if "temperature" in given:
@@ -93,25 +99,3 @@ def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     if given.get("do_sample") is False or (given.get("do_sample") and own.get("temperature") == 0):
         gone.add("temperature")
     return {**{name: value for name, value in own.items() if name not in gone}, **given}
-
-
-def _samples(key: str, asked: int | None, num_samples: int | None) -> int | None:
-    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-        raise ConfigError(f"num_samples={num_samples!r}: give an integer of at least 1.")
-    if asked is None:
-        return num_samples
-    if type(asked) is not int or asked < 1:
-        raise ConfigError(f"{key}['n']={asked!r}: give an integer of at least 1.")
-    if num_samples not in (None, asked):
-        raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}. Give one of them.")
-    return num_samples if num_samples is not None or asked == 1 else asked
-
-
-def _greedy(key: str, values: dict[str, Any]) -> None:
-    sample = values.pop("do_sample", None)
-    if sample not in (None, True, False):
-        raise ConfigError(f"{key}.do_sample={sample!r}: give true or false.")
-    if sample is False:
-        if values.get("temperature", 0) != 0:
-            raise ConfigError(f"{key}.do_sample=False is greedy: temperature={values['temperature']!r} must be 0.")
-        values["temperature"] = 0.0

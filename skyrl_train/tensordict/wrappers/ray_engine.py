@@ -31,8 +31,7 @@ def engine_in_actor(
         options: Arguments of the class. Without "device", the engine uses accelerators if Ray has any.
         name: Name of the engine in messages.
         ranks: Number of accelerators that the engine uses.
-        devices: Expected accelerators, as in CUDA_VISIBLE_DEVICES. Ray chooses them; this only checks its choice. None:
-            no check.
+        devices: Accelerators, as in CUDA_VISIBLE_DEVICES, that Ray's choice must equal. None: no check.
         start_ray: Start Ray if it is not running.
         deadline_s: Seconds for loading the model.
 
@@ -47,15 +46,9 @@ def engine_in_actor(
     try:
         device = options.get("device") or ("cuda" if cluster.num_gpus else "cpu")
         on_gpu = device != "cpu"
-        slots = reserve_pool(
-            cluster,
-            count=ranks if on_gpu else 1,
-            actors_per_slot=1,
-            device="cuda" if on_gpu else "cpu",
-            total_slots=ranks,
-            deadline_s=_PLACED_S,
-            key=name,
-        )
+        kind, count = ("cuda", ranks) if on_gpu else ("cpu", 1)
+        placing: dict[str, Any] = {"deadline_s": _PLACED_S, "key": name}
+        slots = reserve_pool(cluster, count=count, actors_per_slot=1, device=kind, total_slots=ranks, **placing)
         visible = None
         if on_gpu and (devices is not None or ranks > 1):
             places = call(locate_gpus(slots, range(ranks), _PLACED_S), "the engine's accelerators", _PLACED_S + 5.0)

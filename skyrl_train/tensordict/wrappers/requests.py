@@ -34,9 +34,9 @@ def sample_requests(
     requests, name = [], uuid.uuid4().hex[:12]
     for place, row in enumerate(rows):
         group = f"{name}-{place}"
-        text = str(place) if generation.seed is None else ",".join(map(str, row))
-        if generation.seed is not None and copies[place]:
-            text += f";{copies[place]}"
+        text = str(place)
+        if generation.seed is not None:
+            text = ",".join(map(str, row)) + (f";{copies[place]}" if copies[place] else "")
         ids = parse_token_ids(f"row {place}", row)
         for sample in range(generation.num_samples or 1):
             seed = request_seed(base, text, sample, 0, 0)

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,27 +75,21 @@ class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
         dtype = dtype or ("float32" if on_cpu else "bfloat16")
         device = server_kwargs.pop("device", "cpu" if on_cpu else "cuda")
         closing = None
-        engine: InferenceEngine
         if server_url is not None:
             if server_kwargs or tp_size != 1:
                 given = sorted(server_kwargs) or ["tp_size"]
                 raise ConfigError(f"{given} cannot be changed on a running server (server_url). Leave them out.")
             key = os.environ.get(API_KEY_ENV, "") if token is None else token
-            folder = weight_folder or tempfile.mkdtemp(prefix="skyrl-sglang-")
-            if weight_folder is None:
-                closing = _removing(folder)
-            try:
-                engine, model_path = _reach(server_url, key, model_path, dtype, device, folder, connect_timeout)
-            except BaseException:
-                if closing is not None:
-                    closing()
-                raise
+            with ExitStack() as stack:
+                if weight_folder is None:
+                    weight_folder = tempfile.mkdtemp(prefix="skyrl-sglang-")
+                    stack.callback(shutil.rmtree, weight_folder, ignore_errors=True)
+                engine, model_path = _reach(server_url, key, model_path, dtype, device, weight_folder, connect_timeout)
+                closing = stack.pop_all().close
         elif model_path is not None:
             tokenizer = load_tokenizer(tokenizer or model_path) if isinstance(tokenizer or "", str) else tokenizer
-            start = load_object(ENGINES["sglang"])
-            engine = start(
-                model_path, tokenizer, dtype=dtype, device=device, tensor_parallel_size=tp_size, **server_kwargs
-            )
+            server_kwargs |= {"dtype": dtype, "device": device, "tensor_parallel_size": tp_size}
+            engine = load_object(ENGINES["sglang"])(model_path, tokenizer, **server_kwargs)
         else:
             raise ConfigError("AsyncSGLang needs server_url (a running server) or model_path (a model to start).")
         super().__init__(engine, model_path, dtype=dtype, timeout=timeout, closing=closing, tokenizer=tokenizer)
@@ -106,17 +101,7 @@ class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **options: Any) -> AsyncSGLang:
-        """Start SGLang on this machine and return it.
-
-        Args:
-            model_name: Folder or hub name of the model.
-            tp_size: Number of accelerators.
-            dp_size: Must be 1, because an AsyncSGLang is a single replica.
-            **options: Other arguments of the constructor.
-
-        Raises:
-            ConfigError: `dp_size` is not 1, or SGLang does not start.
-        """
+        """Start SGLang on this machine; see the constructor."""
         return cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **options)
 
     def generate(
@@ -151,10 +136,8 @@ class AsyncSGLang(EngineView, RLSGLangEngine):  # type: ignore[misc]
             ConfigError: Not exactly one of `prompts` and `input_ids` is given, or a prompt is empty.
             DeadlineExceeded: The answers took longer than `timeout`.
         """
-        if prompts is None and input_ids is None:
-            raise ConfigError("Must provide either prompts or input_ids.")
-        if prompts is not None and input_ids is not None:
-            raise ConfigError("Cannot provide both prompts and input_ids. Leave one of them out.")
+        if (prompts is None) == (input_ids is None):
+            raise ConfigError("Must provide either prompts or input_ids. Cannot provide both.")
         rows, one = _rows(prompts if input_ids is None else input_ids)
         given = {"skip_special_tokens": True, **(sampling_params or {}), **more_sampling_params}
         generation = read_generate_kwargs(given, None)
@@ -188,21 +171,18 @@ def _rows(given: Any) -> tuple[list[Any], bool]:
 
 
 def _answer(request: SampleRequest, done: Completion, text: str, logprobs: bool, with_text: bool) -> dict[str, Any]:
-    reason: dict[str, Any] = {"type": done.stop_reason}
-    if done.stop_text is not None:
-        reason["matched"] = done.stop_text
-    meta = {
+    matched = {} if done.stop_text is None else {"matched": done.stop_text}
+    meta: dict[str, Any] = {
         "id": request.request_id,
-        "finish_reason": reason,
+        "finish_reason": {"type": done.stop_reason, **matched},
         "prompt_tokens": len(request.token_ids),
         "completion_tokens": len(done.token_ids),
         "weight_version": str(done.versions[-1].version) if done.versions else None,
     }
     ids = done.token_ids.tolist()
     if logprobs:
-        meta["output_token_logprobs"] = [
-            (nats, i, None) for nats, i in zip(done.full_logprobs.tolist(), ids, strict=True)
-        ]
+        pairs = zip(done.full_logprobs.tolist(), ids, strict=True)
+        meta["output_token_logprobs"] = [(nats, i, None) for nats, i in pairs]
     answer = {"output_ids": ids, "meta_info": meta}
     return {"text": text, **answer} if with_text else answer
 
@@ -247,7 +227,3 @@ async def _served(connection: Connection, deadline_s: float) -> str:
             f"/server_info returned HTTP status {status} without a model_path, so this is not an SGLang server."
         )
     return path
-
-
-def _removing(folder: str) -> Callable[[], None]:
-    return lambda: shutil.rmtree(folder, ignore_errors=True)

@@ -31,10 +31,7 @@ class StatelessGroup:
                 f"The tensor is on {tensor.device}, but the group on {self.device}. Move the tensor there first."
             )
         if not tensor.is_contiguous():
-            raise ConfigError(
-                "The tensor is not contiguous and cannot be filled in place. Use a contiguous one: "
-                "tensor = tensor.contiguous()."
-            )
+            raise ConfigError("The tensor cannot be filled in place. Make it contiguous: tensor = tensor.contiguous().")
         self._group.broadcast(tensor)
         return tensor
 

@@ -39,27 +39,17 @@ class LLMOnDevice(vLLMWorker):
         timeout: float = 600.0,
         **options: Any,
     ):
-        """Store the settings without loading the model.
+        """Store the settings without loading the model; see make_vllm_worker.
 
-        Args:
-            model: Path or hub name.
-            bundle_indices: Accelerators of this machine, one rank each; the first visible ones by default.
-            dtype: Data type of the model.
-            timeout: Seconds for a weight sync.
-            options: Arguments of VLLMEngine and vLLM.
-
-        Raises:
-            ConfigError: For accelerators that do not exist.
+        `bundle_indices` are accelerators of this machine, one rank each; the first visible ones by default. Raises
+        ConfigError for accelerators that do not exist.
         """
         super().__init__(None, model, dtype=dtype, timeout=timeout)
         self._indices = None if bundle_indices is None else check_devices(bundle_indices)
         self._options = options
 
     def initialize(self) -> None:
-        """Start the engine, and block until the model is loaded.
-
-        Raises ConfigError if torch already uses other accelerators.
-        """
+        """Start the engine, and return once its model is loaded; see `choose_devices` for errors."""
         if self._engine is not None:
             return
         options = {"device": "cuda" if torch.cuda.is_available() else "cpu", **self._options}
@@ -85,8 +75,7 @@ def make_vllm_worker(
 
     Args:
         model_name: Path or hub name.
-        devices: Accelerators visible to this process, by index; None for any `num_devices` ones. For an actor, Ray
-            chooses them; ConfigError is raised if it assigns others.
+        devices: Indices of accelerators visible to this process. For an actor, Ray chooses; others are a ConfigError.
         num_devices: Number of accelerators, wherever they are free; 1 by default. An alternative to `devices`.
         make_ray_worker: True for an actor, which needs a running Ray.
         enforce_eager: Do not use CUDA graphs.
@@ -102,10 +91,8 @@ def make_vllm_worker(
         ConfigError: (a ValueError) For missing devices or contradictory arguments.
         RuntimeError: If an actor is requested and Ray is not running.
     """
-    if devices is not None and num_devices is not None:
-        raise ConfigError(f"devices={list(devices)} and num_devices={num_devices}: give only one of them.")
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices} must be at least 1.")
+    if num_devices is not None and (num_devices < 1 or devices is not None):
+        raise ConfigError(f"num_devices={num_devices} must be at least 1, and cannot be given with devices={devices}.")
     if enable_fp32_output and dtype != "float32":
         raise ConfigError(f"enable_fp32_output=True needs dtype='float32', got dtype={dtype!r}.")
     indices = None if devices is None else check_devices(devices)
@@ -117,14 +104,10 @@ def make_vllm_worker(
         return local
     from skyrl_train.tensordict.wrappers.ray_engine import engine_in_actor
 
-    engine, closing = engine_in_actor(
-        ENGINES[KIND],
-        {"model": model_name, "dtype": dtype, **options},
-        name=f"{KIND} worker",
-        ranks=ranks,
-        devices=None if indices is None else [accelerators()[index] for index in indices],
-        deadline_s=timeout,
-    )
+    wanted = None if indices is None else [accelerators()[index] for index in indices]
+    resources: dict[str, Any] = {"ranks": ranks, "devices": wanted, "deadline_s": timeout}
+    options = {"model": model_name, "dtype": dtype, **options}
+    engine, closing = engine_in_actor(ENGINES[KIND], options, name=f"{KIND} worker", **resources)
     return vLLMWorker(engine, model_name, dtype=dtype, timeout=timeout, closing=closing)
 
 
@@ -148,10 +131,7 @@ def accelerators() -> tuple[str, ...]:
 
 
 def choose_devices(indices: Sequence[int]) -> None:
-    """Make only these accelerators visible, because vLLM uses the first visible ones.
-
-    Raises ConfigError if torch already uses other accelerators.
-    """
+    """Make only these accelerators visible. Raises ConfigError if torch already uses others."""
     wanted = [accelerators()[index] for index in indices]
     visible = [one.strip() for one in os.environ.get(VISIBLE, ",".join(accelerators())).split(",")]
     if visible[: len(wanted)] == wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -17,7 +17,6 @@ from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
 from skyrl_train.weight_sync.sender import WeightSender, WeightSenderMixin
 from skyrl_train.weight_sync.sync import WeightSync
 
@@ -64,7 +63,7 @@ class ModelWeights(Mapping[str, Tensor]):
         return len(self._read)
 
 
-def weights_of(source: Source) -> Mapping[str, Tensor]:
+def weights_of(source: Source | Iterable[tuple[str, Tensor]]) -> Mapping[str, Tensor]:
     """Return a source's tensors by checkpoint name; a tensor with two names (a tied head) is included once.
 
     Raises ConfigError for a source without weights.
@@ -75,6 +74,8 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
         leaves = dict(source.flatten_keys(".").items())
         source = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter)} or leaves  # no buffers
     found: Any = ModelWeights(source) if isinstance(source, nn.Module) else source
+    if isinstance(found, Iterable) and not isinstance(found, Mapping | str):
+        found = dict(found)
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
             f"{type(source).__name__} has no weights: give a module with parameters, a wrapper over one "
@@ -99,26 +100,16 @@ def get_model_metadata(source: Source) -> dict[str, tuple[torch.dtype, torch.Siz
 
 def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
     """Raise ConfigError naming the first tensor that differs from the announced metadata."""
-    if absent := sorted(set(metadata) - set(weights)):
-        raise ConfigError(
-            f"{absent[0]} is in model_metadata, but the policy has no such tensor. Take model_metadata from the same "
-            "model."
-        )
-    shapes = weights.shapes if isinstance(weights, ModelWeights) else {name: one.shape for name, one in weights.items()}
-    for name, shape in shapes.items():
-        if name not in metadata:
-            raise ConfigError(
-                f"{name} is a tensor of the policy, but is not in model_metadata. Take model_metadata from the same "
-                "model."
-            )
-        if tuple(metadata[name][1]) != tuple(shape):
-            raise ConfigError(
-                f"{name!r} has shape {list(shape)}, but model_metadata has {list(metadata[name][1])}. Take "
-                "model_metadata from the same model."
-            )
+    sent = weights.shapes if isinstance(weights, ModelWeights) else {name: one.shape for name, one in weights.items()}
+    expected = {name: shape for name, (_, shape) in metadata.items()}
+    for name in expected | sent:
+        has, wants = (f"shape {list(some[name])}" if name in some else "no such tensor" for some in (sent, expected))
+        if has != wants:
+            advice = "Take model_metadata from the same model."
+            raise ConfigError(f"{name}: the policy has {has}, but model_metadata has {wants}. {advice}")
 
 
-class WeightPusher:
+class WeightPusher(WeightSenderMixin):
     """Complete, verified syncs (weight_sync/sync.py) of tensors in this process to some engines.
 
     A failed sync leaves the engine partially loaded: it serves no requests until a sync succeeds.
@@ -145,15 +136,13 @@ class WeightPusher:
             wire_dtype: Data type of the sent tensors.
             bucket_bytes: Size of the buckets in which tensors are sent.
             timeout: Seconds for a sync.
-
-        Raises:
-            ConfigError: For an unknown route.
         """
-        if route not in WEIGHT_ROUTES:
-            raise ConfigError(f"route={route!r} is not one of {sorted(WEIGHT_ROUTES)}.")
-        self._engines, self._timeout, self._route = list(engines), timeout, route
-        self._rank = _Rank(address, wire_dtype, bucket_bytes)
-        self._sync = WeightSync(self._rank, lambda: self._engines, route=route, deadline_s=timeout, folder=folder)
+        self._engines, self._timeout, self._route, self._address = list(engines), timeout, route, address
+        self._weights: Mapping[str, Tensor] = {}
+        self.sender = WeightSender(
+            lambda: iter(self._weights.items()), wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0
+        )
+        self._sync = WeightSync(self, lambda: self._engines, route=route, deadline_s=timeout, folder=folder)
         self._lock = threading.Lock()
 
     def push(self, weights: Mapping[str, Tensor], version: int | None = None) -> int:
@@ -177,33 +166,22 @@ class WeightPusher:
             return chosen
 
         with self._lock:
-            self._rank.weights = weights
+            self._weights = weights
             try:
                 return call(sync(), "a sync of weights", self._timeout + 5.0)
             finally:
-                self._rank.weights = {}
+                self._weights = {}
 
     def close(self) -> None:
         """Leave the process group on both sides; otherwise an engine would keep listening for it."""
-        self._rank.disconnect_weights()
+        self.disconnect_weights()
         if self._route == "broadcast":
             for engine in self._engines:
                 with suppress(SkyRLError):  # an engine that is gone has left anyway
                     call(engine.connect_weights("in_process", "", 1, 2, _LEAVING_S), "leaving a group", _LEAVING_S)
 
-
-class _Rank(WeightSenderMixin):
-    """The only rank of a trainer: its own `TrainerRanks`."""
-
-    def __init__(self, address: tuple[str, int | None], wire_dtype: str, bucket_bytes: int):
-        self.weights: Mapping[str, Tensor] = {}
-        self._address = address
-        self.sender = WeightSender(self._parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights.items()
-
     async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of this trainer's only rank, which the pusher itself is."""
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:

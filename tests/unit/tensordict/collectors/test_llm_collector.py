@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import queue as queues
+import time
 from contextlib import closing
 from typing import Any
 
@@ -13,9 +14,11 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, SerialEnv, Transform
+from torchrl.envs.llm import ChatEnv
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
+from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from tests.support.conversations import answer, conversations, questions
@@ -54,6 +57,56 @@ def test_policy_may_edit_history_in_place():
     said = [len(step["history"].full.content) for step in batch[0].unbind(0)]
     following = [len(step["next", "history"].prompt.content) for step in batch[0].unbind(0)]
     assert said == following == [2, 3, 4, 2, 3, 4]
+
+
+def test_batches_number_their_trajectories():
+    batch = next(iter(collector(conversations(1, 3, 1), 6)))
+    assert batch is not None
+    assert questions(batch) == [["q0", "q2", "q0"], ["q1", "q1", "q1"]]
+    assert batch["collector", "traj_ids"].tolist() == [[0, 2, 3], [1, 1, 1]]
+
+
+def test_buffer_refuses_unfinished_trajectories():
+    class Ends(Transform):
+        """The second row ends after its first turn, without a step counter."""
+
+        def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+            done = torch.tensor([[False], [True]])
+            next_tensordict.set("reward", torch.tensor([[[1.0]], [[2.0]]]))
+            return next_tensordict.set("terminated", done).set("done", done)
+
+    env = ChatEnv.from_dataloader([{"query": ["Why?"]}] * 4, batch_size=(2,)).append_transform(Ends())
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=MCAdvantage(grpo_size=1))
+    with pytest.raises(RuntimeError, match="not done"):
+        next(iter(collector(env, 2, replay_buffer=buffer)))
+
+
+def test_module_policy_takes_tensors_by_name():
+    class Counts(torch.nn.Linear):
+        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+            return answer(tensordict)
+
+    policy, trained = Counts(1, 1), torch.nn.Linear(1, 1)
+    collects = collector(conversations(1), 2, policy=policy)
+    collects.update_policy_weights_(dict(trained.state_dict()))
+    assert torch.equal(policy.weight, trained.weight) and collects.policy_version == 1
+    with pytest.raises(ConfigError, match="Give update_policy_weights_ a model"):
+        collects.update_policy_weights_()
+    assert collects.policy_version == 1
+
+
+def test_stuck_environment_of_pool_meets_deadline():
+    class Hangs(Transform):
+        def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+            time.sleep(1.0)
+            return next_tensordict
+
+    pool = AsyncEnvPool([lambda: conversations(1, rows=1).append_transform(Hangs())], backend="threading", stack="lazy")
+    collects = collector(pool, 1, yield_completed_trajectories=True, timeout=0.1)
+    with pytest.raises(DeadlineExceeded, match="an environment of the AsyncEnvPool"):
+        next(iter(collects))
+    time.sleep(1.0)
+    collects.shutdown()
 
 
 @pytest.mark.defect("D33")

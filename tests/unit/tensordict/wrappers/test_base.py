@@ -265,7 +265,7 @@ def test_a_new_version_loses_nothing(wrap: Any):
     assert new.get_new_version().generation.sampling.stop == ("x",)
     assert {**old._given, "pad_output": True} == new._given
     assert new.get_batching_state() == old.get_batching_state()
-    assert new._reader.tokenizer_kwargs == {"add_special_tokens": True}
+    assert new.tokenizer_kwargs == {"add_special_tokens": True}
     assert new.engine is old.engine
     assert new.pad_output
     assert not old.pad_output
