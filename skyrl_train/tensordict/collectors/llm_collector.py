@@ -97,9 +97,13 @@ class LLMCollector(Delivery):
         }
         check_settings(settings)
         self.deliver_to(replay_buffer, queue, max_staleness, timeout)
+        completed, only_last = settings["yield_completed_trajectories"], bool(yield_only_last_steps)
+        settings |= {"yield_completed_trajectories": False, "yield_only_last_steps": False}  # TorchRL's need flat rows
+        settings["dialog_turns_per_batch"] = dialog_turns_per_batch or 1
         super().__init__(
             env, postproc=postproc, async_envs=async_envs, replay_buffer=replay_buffer, verbose=verbose, **settings
         )
+        self.yield_completed_trajectories, self.yield_only_last_steps = completed, only_last
         self.track_traj_ids = False
         self.records_version = bool(track_policy_version)
         self.policy_version_tracker = self._version_tracker(track_policy_version)

@@ -62,6 +62,8 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
     the policy continues that message. An action is (input_mode, "full"), or "response" of the same container, or a
     string "text_response" ("tokens_response" in tokens mode). `step` appends it to form the next prompt.
 
+    A conversation ends if a wrapper's response has no tokens, because the prompt left the model no room.
+
     Modes "text" and "tokens" render the prompt with the tokenizer's own chat template. Without a tokenizer, a text
     prompt consists of the messages' contents, separated by blank lines. Unlike TorchRL's, the specs describe the data,
     so that `check_env_specs` passes, and rows of different lengths need no padding.
@@ -185,7 +187,11 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
                 f"ChatEnv.step found no action: a policy writes ({mode!r}, 'full'), ({mode!r}, 'response') or {old!r}; "
                 f"got the keys {sorted(map(str, root.keys()))}."
             )
-        return TensorDict({}, batch_size=[]).set(self.input_mode, self._container(prompt))
+        sampled = part(root, "tokens", "response")
+        no_room = sampled is not None and not unpadded(root, sampled, response=True).numel()  # see LLMWrapperBase
+        ended = {"done": torch.tensor([no_room]), "terminated": torch.tensor([False])}  # it is truncated
+        following = TensorDict(ended, batch_size=[])
+        return following.set(self.input_mode, self._container(prompt))
 
     def _following(self, root: TensorDictBase) -> Any:
         """Return the prompt that follows the action of one episode, or None without an action."""

@@ -90,7 +90,7 @@ class GroupTransform(Transform):  # type: ignore[misc]
             for prompt, trajectory in list(self._trajectories(tensordict)):
                 self._count(trajectory)
                 if self._is_late(self._version(trajectory)):
-                    self._add(abandoned=1)
+                    self._drop_for_age(1)
                     continue
                 self._queue_append(prompt, trajectory)
                 group = self._queue_list(prompt)
@@ -187,17 +187,26 @@ class GroupTransform(Transform):  # type: ignore[misc]
             for prompt in self._prompts():
                 known = [found for one in self._queue_list(prompt) if (found := self._version(one)) is not None]
                 if min(known, default=version) < version - self.max_staleness:
-                    self._abandon(prompt)
+                    self._drop_for_age(len(self._queue_list(prompt)))
+                    del self.queues[prompt]
         return version < self._stats["newest"] - self.max_staleness  # type: ignore[no-any-return]
 
     def _bound_pending(self) -> None:
         while len(self.queues) * self.group_size > self.max_pending and self.queued_trajectories > self.max_pending:
-            self._abandon(self._prompts()[0])
+            oldest = self._prompts()[0]
+            self._add(abandoned=len(self._queue_list(oldest)))
+            del self.queues[oldest]
             log.warning("more than max_pending=%d trajectories wait; the oldest group was dropped", self.max_pending)
 
-    def _abandon(self, prompt: Hashable) -> None:
-        self._add(abandoned=len(self._queue_list(prompt)))
-        del self.queues[prompt]
+    def _drop_for_age(self, count: int) -> None:
+        if not self._stats["abandoned"]:
+            log.warning(
+                "dropped %d trajectories that are more than max_staleness=%d versions old; get_stats()['abandoned'] "
+                "counts further ones",
+                count,
+                self.max_staleness,
+            )
+        self._add(abandoned=count)
 
     def _prompts(self) -> list[Hashable]:
         """Return the prompts of waiting groups; TorchRL's shared queues hold them in a dict of a manager process."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partialmethod
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -30,6 +32,8 @@ from skyrl_train.tensordict.wrappers.parameters import Generation, common_names,
 from skyrl_train.tensordict.wrappers.requests import numbered, sample_requests
 
 _CONTAINERS = ("text", "masks", "tokens", "log_probs", "history")
+
+log = logging.getLogger(__name__)
 
 
 class _Setting:
@@ -137,7 +141,7 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         self.out_keys = [given[f"{name}_key"] for name in written]
         self.log_prob_keys = [(log_probs_key, "response"), (log_probs_key, "full")]
         if (min_batch_size, max_batch_size) != (None, None) if batching is None else batching:
-            self._dispatcher = Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout)
+            self._dispatcher = Dispatcher(self._answer_batch, min_batch_size, max_batch_size, batching_timeout)
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
@@ -160,6 +164,8 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         **generate_kwargs: Any,
     ) -> TensorDictBase:
         """Sample continuations of the prompts in a tensordict, or compute log-probs of its sequences; blocks meanwhile.
+
+        A prompt that leaves the model no room gets an empty response, with a warning; a ChatEnv then ends its row.
 
         Args:
             tensordict: Input of any batch size.
@@ -208,13 +214,23 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
             scoring = self.engine.score([row.ids for row in rows], generation.sampling.temperature or 1.0)
             return call(scoring, f"{what}.score", self.timeout)
         check_supported(generation.sampling, self.engine.capabilities)
-        copies = [row.copy for row in rows]
+        limit, count = self.engine.capabilities.max_model_len, generation.num_samples or 1
+        fitting = [row for row in rows if not limit or len(row.ids) < limit]
+        if surplus := len(rows) - len(fitting):
+            log.warning("%d prompts leave no room in max_model_len=%d: their responses are empty", surplus, limit)
+        copies = [row.copy for row in fitting]
         generation = replace(generation, sampling=with_stop_token(generation.sampling, self._reader.end_of_turn))
-        requests = sample_requests([row.ids for row in rows], generation, self.engine.capabilities, copies)
-        count = generation.num_samples or 1
-        done = call(self.engine.generate(requests), f"{what}.generate", self.timeout)
-        answers = [Answer(c.token_ids.tolist(), c.full_logprobs.tolist(), c.stop_reason == "stop") for c in done]
-        return [answers[start : start + count] for start in range(0, len(answers), count)]
+        requests = sample_requests([row.ids for row in fitting], generation, self.engine.capabilities, copies)
+        done = call(self.engine.generate(requests), f"{what}.generate", self.timeout) if requests else []
+        answers = iter([Answer(c.token_ids.tolist(), c.full_logprobs.tolist(), c.stop_reason == "stop") for c in done])
+        empty = [Answer([], [], ended=False)] * count
+        return [list(islice(answers, count)) if not limit or len(row.ids) < limit else empty for row in rows]
+
+    def _answer_batch(self, rows: Sequence[EngineInput], key: tuple[Generation, bool]) -> list[Any]:
+        """Answer rows of several threads, which all have computed gradients, or none."""
+        generation, gradients = key
+        with torch.set_grad_enabled(gradients):
+            return self._answer(rows, generation)
 
     def _containers(self, rows: list[EngineInput], generation: Generation, layout: Layout) -> dict[str, Any]:
         if generation.seed is not None:  # here, because a batch also has rows of other calls
@@ -223,7 +239,7 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         if self._dispatcher is None:
             answers = self._answer(rows, generation)
         else:
-            answers = self._dispatcher.submit(rows, generation, self.timeout)
+            answers = self._dispatcher.submit(rows, (generation, torch.is_grad_enabled()), self.timeout)
         if not self.generate:
             return scored(rows, answers, self.tokenizer, layout)
         rows = [row for row, samples in zip(rows, answers, strict=True) for _ in samples]

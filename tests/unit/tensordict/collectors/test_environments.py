@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from torchrl.collectors import Collector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import AsyncEnvPool, EnvBase, SerialEnv, StepCounter
+from torchrl.envs import AsyncEnvPool, EnvBase, ParallelEnv, SerialEnv, StepCounter
 
 from skyrl_train.tensordict import (
     CountdownEnv,
@@ -72,6 +73,34 @@ def test_llm_collector_runs_several_workers(made: Callable[..., EnvBase]):
     rows = buffer.sample()
     assert 8 <= len(buffer) < 8 + 2 and rows["policy_version"].tolist() == [0] * 4
     assert all(row["history"].full.content[-1] == "ok" for row in rows.unbind(0))
+
+
+@pytest.mark.parametrize("made", MAKERS, ids=NAMES)
+def test_completed_trajectories_come_from_serial_environments(made: Callable[..., EnvBase]):
+    env = SerialEnv(2, partial(made, num_envs=2))
+    with LLMCollector(env, policy=wrapper(), dialog_turns_per_batch=4, yield_completed_trajectories=True) as collector:
+        batch = next(iter(collector))
+    assert batch is not None and len(batch) >= 4
+    ends = batch["next", "done"].flatten().tolist()
+    assert ends[-1] and sum(ends) == len(set(batch["collector", "traj_ids"].tolist()))
+
+
+@pytest.mark.on_demand
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["ParallelEnv", "AsyncEnvPool"])
+def test_environments_run_in_other_processes(kind: str):
+    multiprocessing.set_start_method("spawn", force=True)  # as importing torchrl does
+    makers = [partial(GSM8KEnv, dataset=QUESTIONS, num_envs=1, seed=seed) for seed in range(2)]
+    if kind == "ParallelEnv":
+        env, turns = ParallelEnv(2, makers, consolidate=False), 2
+    else:
+        env, turns = AsyncEnvPool(makers, backend="multiprocessing", stack="lazy", exchange="queue"), 1
+    settings: dict[str, Any] = {"dialog_turns_per_batch": turns, "total_dialog_turns": 4}
+    with LLMCollector(env, policy=wrapper(), yield_completed_trajectories=True, **settings) as collector:
+        batches = [batch for batch in collector if batch is not None]
+    assert sum(map(len, batches)) >= 4
+    assert all(batch["next", "done"].all() for batch in batches)
+    assert {row["question"] for batch in batches for row in batch.unbind(0)} <= {row["question"] for row in QUESTIONS}
 
 
 @pytest.mark.parametrize("made", MAKERS, ids=NAMES)

@@ -18,6 +18,7 @@ from torchrl.envs.llm import ChatEnv
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
+from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
@@ -270,13 +271,23 @@ def test_first_prompts_beyond_the_context_are_skipped(pooled: bool, caplog: Any)
         next(iter(collector(conversations(1), 2, policy=ShortPolicy(0))))
 
 
-def test_wrapper_of_a_short_model_ends_conversations():
+def test_wrapper_of_a_short_model_ends_conversations(caplog: pytest.LogCaptureFixture):
     model, tokenizer = tiny_model(), byte_tokenizer()
     model.config.max_position_embeddings = 64
-    settings: dict[str, Any] = {"generate_kwargs": {"max_tokens": 10, "ignore_eos": True}, "input_mode": "tokens"}
+    settings: dict[str, Any] = {"generate_kwargs": {"max_tokens": 10, "ignore_eos": True}}
     with closing(TransformersWrapper(model, tokenizer=tokenizer, **settings)) as wrapper:
+        tokens = wrapper.get_new_version(input_mode="tokens")
         prompt = TensorDict(tokens=TensorDict(prompt=torch.ones(2, 70, dtype=torch.int64)), batch_size=(2,))
-        assert wrapper.fits(prompt) == [False, False]
+        assert tokens.fits(prompt) == [False, False]
+        env = DatasetChatEnv(dataset=[{"query": "a"}, {"query": "b" * 70}], num_envs=2, shuffle=False)
+        rows = env.rollout(9, wrapper, break_when_any_done=False)
+    long = rows[1]["next", "done"].flatten().tolist()
+    assert long[0] and len(rows[1, 0]["tokens"].response) == 0
+    short = rows[0]
+    ends = short["next", "done"].flatten().tolist().index(True)
+    assert ends > 0 and [len(step["tokens"].response) for step in short[:ends].unbind(0)] == [10] * ends
+    assert not short["next", "terminated"].any()
+    assert "leave no room in max_model_len=64" in caplog.text
 
 
 def test_owned_policy_closes_with_the_environment():

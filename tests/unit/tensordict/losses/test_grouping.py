@@ -137,13 +137,14 @@ def test_groups_neither_wait_forever_nor_mix_policies_of_distant_versions():
 
 
 @pytest.mark.defect("D26")
-def test_the_newest_version_decides_whoever_comes_late_and_whoever_came_first():
+def test_newest_version_decides_which_groups_are_dropped(caplog: pytest.LogCaptureFixture):
     transform = MCAdvantage(2)
     assert transform.inv(trajectory("b", 0, version=10)) is None
     assert transform.inv(trajectory("a", 0, version=3)) is None
     assert transform.inv(trajectory("b", 1, version=3)) is None  # too late for a group of version 10
     assert [int(e[0]["policy_version"]) for e in transform.queues["b"]] == [10] and list(transform.queues) == ["b"]
     assert transform.abandoned == 2
+    assert [record.getMessage()[:22] for record in caplog.records] == ["dropped 1 trajectories"]
     transform = MCAdvantage(3)
     for version in (5, 4, 6):  # the oldest is not the first
         assert transform.inv(trajectory("a", 0, version=version)) is None

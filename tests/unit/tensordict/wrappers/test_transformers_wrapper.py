@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -47,6 +48,20 @@ def one_by_one(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     return logs.gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
+
+
+def test_batch_of_threads_keeps_gradient_modes(model: Any):
+    settings: dict[str, Any] = {"min_batch_size": 4, "batching_timeout": 0.2, "inplace": False}
+    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="tokens", generate=False, **settings)
+    given = TensorDict(tokens=Tokens(full=torch.tensor([[1, 2, 3]]), batch_size=(1,)), batch_size=(1,))
+
+    def scored(gradients: bool) -> bool:
+        with torch.set_grad_enabled(gradients):
+            return bool(scorer(given)[0]["log_probs"].full.requires_grad)
+
+    modes = [True, False, True, False]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(scored, modes)) == modes
 
 
 @pytest.mark.defect("D01")
