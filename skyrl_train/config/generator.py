@@ -227,6 +227,9 @@ class GeneratorConfig(OpenSection):
     eval_sampling_params: EvalSamplingConfig = config_field(factory=EvalSamplingConfig)
     eval_n_samples_per_prompt: int = config_field(1, range=AT_LEAST_ONE)
     """Number of responses per prompt in evaluation. They are all equal at evaluation's default temperature, 0."""
+    eval_n_samples_by_data_source: dict[str, int] = config_field(factory=dict, range=AT_LEAST_ONE)
+    """Number of responses per prompt in evaluation for some values of the rows' `data_source`, for example
+    `{aime: 32}`. All other prompts have `eval_n_samples_per_prompt`."""
     zero_reward_on_non_stop: bool = False
     """In training, lower the reward of a response that did not end with a stop token or stop string: to at most 0, and
     to at most the lowest reward of the group's responses that did. No reward is raised."""

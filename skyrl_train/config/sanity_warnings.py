@@ -377,10 +377,15 @@ def find_evaluation_warnings(config: Config) -> Iterator[str]:
     generator, sampling = config.generator, config.generator.eval_sampling_params
     if not config.data.val_data:
         return
-    samples = generator.eval_n_samples_per_prompt
-    if samples > 1 and sampling.temperature == 0:
+    samples = {"eval_n_samples_per_prompt": generator.eval_n_samples_per_prompt}
+    samples |= {
+        f"eval_n_samples_by_data_source.{source}": count
+        for source, count in generator.eval_n_samples_by_data_source.items()
+    }
+    several = [f"generator.{key}={count}" for key, count in samples.items() if count > 1]
+    if several and sampling.temperature == 0:
         yield (
-            f"generator.eval_n_samples_per_prompt={samples} with generator.eval_sampling_params.temperature=0.0: all "
+            f"{several[0]} with generator.eval_sampling_params.temperature=0.0: all "
             "samples of a prompt are equal. Set the number of samples to 1, or the temperature above 0."
         )
     training, evaluation = generator.sampling_params.stop or [], sampling.stop or []

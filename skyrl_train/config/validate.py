@@ -106,6 +106,8 @@ def _unknown_choice_advice(metadata: KeyMetadata, name: str, item: Any, known: l
 
 
 def _items(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

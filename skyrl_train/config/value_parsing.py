@@ -179,14 +179,17 @@ def describe_type(hint: Any) -> str:
         return " or ".join(describe_type(member) for member in union_members(hint))
     if typing.get_origin(hint) is list:
         return f"a list ({describe_type(typing.get_args(hint)[0])} each)"
-    return "a mapping" if typing.get_origin(hint) is dict else "any value"
+    if typing.get_origin(hint) is dict:
+        value_hint = typing.get_args(hint)[1]
+        return "a mapping" if value_hint is Any else f"a mapping ({describe_type(value_hint)} each)"
+    return "any value"
 
 
 def convert_value(value: Any, hint: Any) -> Any:
     """Convert a plain value to a type.
 
     Integers become floats, numbers become text, and a single text becomes a list of one where the type requires it. A
-    value that has the type is returned unchanged, except that lists and tuples become new lists.
+    value that has the type is returned unchanged, except that lists, tuples and mappings are copied.
 
     Args:
         value: A plain value: None, a boolean, a number, text, a list, a tuple or a mapping.
@@ -201,6 +204,8 @@ def convert_value(value: Any, hint: Any) -> Any:
                 return float(value)
             if typing.get_origin(member) is list:
                 return [convert_value(item, typing.get_args(member)[0]) for item in value]
+            if typing.get_origin(member) is dict:
+                return {key: convert_value(item, typing.get_args(member)[1]) for key, item in value.items()}
             return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and str in union_members(hint):
         return str(value)
@@ -246,6 +251,9 @@ def _has_type(value: Any, member: Any) -> bool:
     if typing.get_origin(member) is list:
         item_hint = typing.get_args(member)[0]
         return isinstance(value, (list, tuple)) and all(_is_convertible(item, item_hint) for item in value)
+    if typing.get_origin(member) is dict:
+        value_hint = typing.get_args(member)[1]
+        return isinstance(value, dict) and all(_is_convertible(item, value_hint) for item in value.values())
     return isinstance(value, typing.get_origin(member) or member)
 
 

@@ -29,6 +29,7 @@ from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 from skyrl_train.errors import ConfigError, RunInterrupted
 from skyrl_train.experiment.base import Experiment, Session, raise_root_cause
+from skyrl_train.experiment.data import num_eval_answers
 from skyrl_train.experiment.memory_tuning import as_out_of_memory, fits_in_memory
 from skyrl_train.experiment.run_resources import RolloutResources
 from skyrl_train.learner.learner import BatchSizes
@@ -180,7 +181,8 @@ class ProbeResult:
     prompts: int
     """Number of prompts of a complete step."""
     dataset: PromptDataset
-    eval_prompts: int
+    eval_answers: int
+    """Number of answers that an evaluation samples."""
     responses: list[int]
     """Number of tokens of every response of the last step."""
     timed_tokens: int
@@ -261,7 +263,7 @@ class ProbeExp(Experiment):
             start_s=self._start_s,
             prompts=schedule.prompts,
             dataset=self.train_dataset,
-            eval_prompts=len(self.eval_dataset or ()),
+            eval_answers=num_eval_answers(self.config.generator, self.eval_dataset),
             responses=response_lengths(batch),
             timed_tokens=len(part.input_ids),
             timings=timings,

@@ -60,7 +60,7 @@ def estimated_run(cfg: Config, result: ProbeResult, step: StepEstimate) -> RunEs
         step: The estimate of one training step.
     """
     schedule = build_schedule(cfg.trainer, len(result.dataset))
-    answers = result.eval_prompts * cfg.generator.eval_n_samples_per_prompt
+    answers = result.eval_answers
     evaluation_s = answers * _mean(result, "response/mean_tokens") / max(_tokens_per_s(result), 1e-9)
     return estimate_run(schedule, cfg.trainer, step.step_s, evaluation_s, result.start_s)
 

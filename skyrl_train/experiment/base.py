@@ -84,6 +84,7 @@ class Experiment:
                 self.tokenizer = self.get_tokenizer()
                 self.train_dataset = self.as_prompts(self.get_train_dataset())
                 self.eval_dataset = self.as_prompts(self.get_eval_dataset())
+                self._check_eval_data_sources()
                 self.check_environments()
             stack.pop_all()  # the cluster stays connected until `session` or the run ends
 
@@ -130,6 +131,11 @@ class Experiment:
     def as_prompts(self, dataset: Any) -> Any:
         """Convert the result of `get_train_dataset` or `get_eval_dataset` to a PromptDataset or None."""
         return dataset
+
+    def _check_eval_data_sources(self) -> None:
+        from skyrl_train.experiment.data import check_eval_data_sources
+
+        check_eval_data_sources(self.config, self.eval_dataset)
 
     def check_environments(self) -> None:
         """Check, before anything is started, that the environments of all rows can run and accept their rows.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.generator import ChatTemplateConfig
+from skyrl_train.config.generator import ChatTemplateConfig, GeneratorConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.batch import SFTExample
 from skyrl_train.data.chat import render_prompt, render_sft_sequences, template_rewrites_history
@@ -163,6 +163,28 @@ def build_prompts(
             limit,
         )
     return dataset
+
+
+def check_eval_data_sources(cfg: Config, dataset: PromptDataset | None) -> None:
+    """Check that evaluation prompts have the data sources of generator.eval_n_samples_by_data_source.
+
+    Raises:
+        ConfigError: No prompt has one of them.
+    """
+    sources = {prompt.data_source for prompt in dataset.prompts} if dataset is not None else set()
+    for source, samples in cfg.generator.eval_n_samples_by_data_source.items():
+        if dataset is not None and source not in sources:
+            raise ConfigError(
+                f"generator.eval_n_samples_by_data_source.{source}={samples}: no row of data.val_data has this "
+                f"data_source; choose of {sorted(sources)}."
+            )
+
+
+def num_eval_answers(generator: GeneratorConfig, dataset: PromptDataset | None) -> int:
+    """Return the number of answers that an evaluation of the dataset samples."""
+    samples = generator.eval_n_samples_by_data_source
+    prompts = dataset.prompts if dataset is not None else ()
+    return sum(samples.get(prompt.data_source, generator.eval_n_samples_per_prompt) for prompt in prompts)
 
 
 def build_sft_examples(

@@ -187,6 +187,7 @@ def build_generator(
         step_wise_trajectories=generator.step_wise_trajectories,
         retokenize_chat_history=generator.retokenize_chat_history,
         namespace="evaluation." if evaluation else "",
+        n_samples_by_data_source=generator.eval_n_samples_by_data_source if evaluation else {},
     )
     limit = generator.rate_limit
     sampler = client if runs_groups_independently(cfg, evaluation=evaluation) else BatchedEngineClient(client)

@@ -53,6 +53,8 @@ _COLUMNS: tuple[tuple[str, str, int | None, int], ...] = (
 """Metrics of a step's line: name, label, decimals (None for a percentage) and width of the number."""
 _MIN_PHASE_S = 0.005
 """Shorter phases are left out of a step's line."""
+_STDERR = "_stderr"
+"""Suffix of the name of a metric's standard error."""
 _PHASES = ("generate", "score", "update", "publish", "offload", "evaluate")
 
 
@@ -259,12 +261,22 @@ def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """Return the line of an evaluation: all `eval/<source>/<metric>`, grouped by source; "" if there are none."""
+    """Return the line of an evaluation: all `eval/<source>/<metric>`, grouped by source; "" if there are none.
+
+    A standard error follows its metric: "avg_score 0.500 ±0.02".
+    """
     names = sorted(name.removeprefix("eval/").rpartition("/") for name in metrics if name.startswith("eval/"))
     sources = []
     for source, group in groupby(names, key=lambda parts: parts[0]):
         keys = {metric: "/".join(filter(None, ("eval", source, metric))) for _, _, metric in group}
-        values = ", ".join(f"{metric} {format_number(metrics[key])}" for metric, key in keys.items())
+        errors = {
+            key: f" ±{format_number(metrics[key + _STDERR])}" for key in keys.values() if key + _STDERR in metrics
+        }
+        values = ", ".join(
+            f"{metric} {format_number(metrics[key])}{errors.get(key, '')}"
+            for metric, key in keys.items()
+            if not metric.endswith(_STDERR)
+        )
         sources.append(f"{escape_control_chars(source)}: {values}")
     return "eval " + "; ".join(sources) if sources else ""
 

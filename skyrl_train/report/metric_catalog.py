@@ -279,10 +279,13 @@ METRICS = (
         "other_sources: over sources beyond the first 256, and sources whose names have more than 128 characters",
         "rises",
     ),
+    Metric("eval/{source}/avg_score_stderr", SCORE, "standard error of avg_score over prompts"),
+    Metric("eval/{source}/pass_at_{k}_stderr", FRACTION, "standard error of pass_at_k over prompts"),
     Metric(
-        "eval/{source}/pass_at_{n}",
+        "eval/{source}/pass_at_{k}",
         FRACTION,
-        "fraction of prompts with at least one correct answer among n samples",
+        "probability that at least one of k samples of a prompt is correct, estimated without bias from all samples "
+        "(arXiv:2107.03374)",
         "rises",
     ),
     Metric("eval/{source}/num_failed", COUNT, "episodes that failed and count as reward 0", "0"),

@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -113,6 +113,12 @@ class RolloutSettings:
     """True to render and tokenize the full conversation again before each turn; needs `step_wise_trajectories`."""
     namespace: str = ""
     """Prefix of request ids, for rollouts that run concurrently with others of the same prompts."""
+    n_samples_by_data_source: Mapping[str, int] = field(default_factory=dict)
+    """Number of samples of prompts with these values of `data_source`, instead of `n_samples_per_prompt`."""
+
+    def num_samples(self, prompt: Prompt) -> int:
+        """Return the number of episodes of a prompt."""
+        return self.n_samples_by_data_source.get(prompt.data_source, self.n_samples_per_prompt)
 
 
 class ConversationGenerator:
@@ -158,14 +164,14 @@ class ConversationGenerator:
             position: Its position in the run's order of prompts, which makes seeds differ between epochs.
 
         Returns:
-            The group with `n_samples_per_prompt` trajectories. Episodes that failed have status `failed`.
+            The group with `num_samples(prompt)` trajectories. Episodes that failed have status `failed`.
 
         Raises:
             UnsupportedParameter: The engine does not support a sampling parameter.
             EnginesLost: No engine is left.
         """
         temperature = self._settings.sampling_params.temperature
-        samples, states = self._settings.n_samples_per_prompt, list[_EpisodeState]()
+        samples, states = self._settings.num_samples(prompt), list[_EpisodeState]()
         admitted = 0
         tasks: list[asyncio.Task[None]] = []
         try:

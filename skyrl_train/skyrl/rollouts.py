@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from skyrl_train.config.hydra import to_dict
@@ -40,6 +41,12 @@ class GenerateSettings:
     """True if `generate` is called once per prompt, as in fully asynchronous training."""
     needs_logprobs: bool = False
     """True if the algorithm reads the engine's log-probs."""
+    n_samples_by_data_source: Mapping[str, int] = field(default_factory=dict)
+    """Number of samples of prompts with these values of `data_source`, instead of `n_samples_per_prompt`."""
+
+    def num_samples(self, prompt: Prompt) -> int:
+        """Return the number of episodes of a prompt."""
+        return self.n_samples_by_data_source.get(prompt.data_source, self.n_samples_per_prompt)
 
 
 @dataclass(eq=False, slots=True)
@@ -148,9 +155,13 @@ class GeneratorInterfaceRollouts:
                 pending.group.set_result(group)
 
     async def _groups(self, batch: list[_PendingPrompt]) -> list[TrajectoryGroup]:
-        count, step = self._settings.n_samples_per_prompt, self._step()
-        prompts = [pending.prompt for pending in batch for _ in range(count)]
-        ids = [TrajectoryID(pending.prompt.uid, sample) for pending in batch for sample in range(count)]
+        step, counts = self._step(), [self._settings.num_samples(pending.prompt) for pending in batch]
+        prompts = [pending.prompt for pending, count in zip(batch, counts, strict=True) for _ in range(count)]
+        ids = [
+            TrajectoryID(pending.prompt.uid, sample)
+            for pending, count in zip(batch, counts, strict=True)
+            for sample in range(count)
+        ]
         input_batch, name = self._input(prompts, ids, step), type(self._generator).__name__
         episodes: list[Trajectory] = []
         # Seeds must not depend on what else runs at the same time: an evaluation, or rollouts of other steps.
@@ -178,10 +189,10 @@ class GeneratorInterfaceRollouts:
             for item, episode in zip(items, episodes, strict=True):
                 copy_episode_fields(item, episode)
         self._add_metrics(output.get("rollout_metrics"))
-        starts = range(0, len(items), count)
+        remaining = iter(items)
         return [
-            TrajectoryGroup(pending.prompt, items[start : start + count])
-            for pending, start in zip(batch, starts, strict=True)
+            TrajectoryGroup(pending.prompt, list(islice(remaining, count)))
+            for pending, count in zip(batch, counts, strict=True)
         ]
 
     def _input(self, prompts: list[Prompt], ids: list[TrajectoryID], step: int) -> GeneratorInput:
@@ -220,6 +231,7 @@ def generate_settings(config: Config, *, evaluation: bool, needs_logprobs: bool)
         phase="eval" if evaluation else "train",
         one_prompt_per_call=config.trainer.fully_async.enabled and not evaluation,
         needs_logprobs=needs_logprobs and not evaluation,
+        n_samples_by_data_source=generator.eval_n_samples_by_data_source if evaluation else {},
     )
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of the policy: mean reward and pass@n per data source."""
+"""Evaluation of the policy: mean reward (avg@n) and pass@k per data source, with standard errors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 from urllib.parse import quote
 
@@ -77,9 +80,10 @@ class Evaluator:
             step: The finished step whose weights the engines serve.
 
         Returns:
-            eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/... The metrics of
-            a data source named `all` begin with eval/source_all. Data sources beyond MAX_SOURCES, or with names longer
-            than MAX_SOURCE_LENGTH, are evaluated together as eval/other_sources.
+            eval/<source>/avg_score, pass_at_<k>, their standard errors and num_failed (see `evaluation_metrics`); with
+            several sources also eval/all/... The metrics of a data source named `all` begin with eval/source_all. Data
+            sources beyond MAX_SOURCES, or with names longer than MAX_SOURCE_LENGTH, are evaluated together as
+            eval/other_sources.
 
         Raises:
             RolloutsFailed: More than `max_failed_fraction` of the episodes failed; the metrics would be misleading.
@@ -203,18 +207,39 @@ def check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
 def evaluation_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Compute the metrics of a data source from its groups, of which there is at least one.
 
+    Prompts are the units of the standard errors, because samples of one prompt are not independent. There are none with
+    a single prompt.
+
     Returns:
-        avg_score, the mean reward of all samples; pass_at_<n>, the fraction of prompts with at least one sample whose
-        reward is at least MIN_PASS_REWARD; and num_failed, the number of failed episodes. These have reward 0.
+        avg_score, the mean over prompts of the mean reward of their samples; pass_at_<k>, the probability that at least
+        one of k samples of a prompt passes (`pass_at_k`), for 1, 2, 4, ... and the number of samples; their standard
+        errors, such as avg_score_stderr; and num_failed, the number of failed episodes. These have reward 0.
     """
-    trajectories = [item for group in groups for item in group.trajectories]
-    rewards = [item.reward if item.status == OK else 0.0 for item in trajectories]
-    passed = [
-        any(item.status == OK and item.reward >= MIN_PASS_REWARD for item in group.trajectories) for group in groups
-    ]
-    samples = max(len(group.trajectories) for group in groups)
-    return {
-        "avg_score": sum(rewards) / len(rewards),
-        f"pass_at_{samples}": sum(passed) / len(passed),
-        "num_failed": float(sum(item.status != OK for item in trajectories)),
-    }
+    means, passes = list[float](), list[tuple[int, int]]()
+    for group in groups:
+        rewards = [item.reward if item.status == OK else 0.0 for item in group.trajectories]
+        means.append(math.fsum(rewards) / len(rewards))
+        passes.append((len(rewards), sum(reward >= MIN_PASS_REWARD for reward in rewards)))
+    samples = min(count for count, _ in passes)
+    powers = takewhile(lambda k: k < samples, (2**exponent for exponent in range(samples)))
+    estimates = {"avg_score": means}
+    estimates |= {f"pass_at_{k}": [pass_at_k(*counts, k) for counts in passes] for k in (*powers, samples)}
+    metrics = {"num_failed": float(sum(item.status != OK for group in groups for item in group.trajectories))}
+    for name, values in estimates.items():
+        metrics[name] = math.fsum(values) / len(values)
+        if len(values) > 1:
+            metrics[f"{name}_stderr"] = stdev(values) / math.sqrt(len(values))
+    return metrics
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that at least one of k samples passes (arXiv:2107.03374).
+
+    It is the fraction of all choices of k of the samples that contain one that passed.
+
+    Args:
+        samples: Number of samples, at least k.
+        passed: Number of samples that passed.
+        k: Number of samples in a choice.
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)

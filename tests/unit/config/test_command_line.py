@@ -133,6 +133,14 @@ def test_what_recipes_write_is_accepted(text: str):
         ("trainer.run_name=[a]", "trainer.run_name=['a']: must be text."),
         ("trainer.plugins=[1.5,[]]", "trainer.plugins=[1.5, []]: must be a list (text each)."),
         ("generator.engine_init_kwargs=3", "generator.engine_init_kwargs=3: must be a mapping."),
+        (
+            "generator.eval_n_samples_by_data_source={aime: x}",
+            "generator.eval_n_samples_by_data_source={'aime': 'x'}: must be a mapping (an integer each).",
+        ),
+        (
+            "environment.host_resources={a: x}",
+            "environment.host_resources={'a': 'x'}: must be a mapping (a finite number each).",
+        ),
         ("trainer.policy=3", "trainer.policy=3: must be a section. Set the keys below it: trainer.policy.KEY=VALUE."),
         ("trainer.policy.optimizer_config={lr: x}", "trainer.policy.optimizer_config.lr=x: must be a finite number."),
         ("trainer.epochs=1,2", "trainer.epochs=1,2: must be one value."),

@@ -476,7 +476,7 @@ def test_plugins_do_not_open_other_names():
 def boundary_numbers(key: str) -> Iterator[tuple[float, float]]:
     """Yield (last number inside, first number outside) for each bound of a key's range."""
     allowed, hint = RANGES[key], value_keys()[key].type_hint
-    whole = int in union_members(hint) or hint == list[int]
+    whole = int in union_members(hint) or hint in (list[int], dict[str, int])
 
     def next_to(end: float, towards: float) -> float:
         return int(end + math.copysign(1, towards)) if whole else math.nextafter(end, towards)
@@ -490,7 +490,8 @@ def boundary_numbers(key: str) -> Iterator[tuple[float, float]]:
 
 
 def range_problems(key: str, number: float) -> list[str]:
-    value = [number, number] if isinstance(value_keys()[key].default, list) else number
+    default = value_keys()[key].default
+    value = [number, number] if isinstance(default, list) else {"a": number} if isinstance(default, dict) else number
     value_problems = validate(with_value(key, value))
     return [str(problem) for problem in value_problems if problem.key == key and problem.allowed == str(RANGES[key])]
 
@@ -507,7 +508,7 @@ def test_ranges_are_enforced_at_their_ends():
 
 def holds_its_default(key: str) -> None:
     default = value_keys()[key].default
-    for number in default if isinstance(default, list) else [default]:
+    for number in default if isinstance(default, list | dict) else [default]:
         if isinstance(number, (int, float)):
             assert number in RANGES[key]
         else:

@@ -166,7 +166,7 @@ def probed(cfg: Config, prompts: int, **changes: Any) -> ProbeResult:
         "start_s": 30.0,
         "prompts": cfg.trainer.train_batch_size,
         "dataset": dataset,
-        "eval_prompts": 0,
+        "eval_answers": 0,
         "responses": [10, 20, 30, 32],
         "timed_tokens": 1000,
         "timings": [

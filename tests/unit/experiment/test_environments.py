@@ -14,6 +14,7 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import TextEnv
 from skyrl_train.environments.registry import check_rows, environments
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.experiment.data import check_eval_data_sources, num_eval_answers
 from skyrl_train.experiment.environments import check_environments
 
 
@@ -23,6 +24,14 @@ def rows(*env_classes: str) -> PromptDataset:
     return PromptDataset(
         tuple(Prompt(str(i), [message], name, extras, "source") for i, name in enumerate(env_classes)), 0
     )
+
+
+def test_unknown_data_source_of_samples_is_refused():
+    cfg = load_preset(["generator.eval_n_samples_by_data_source={source: 4, aime: 32}"])
+    with pytest.raises(ConfigError, match=r"by_data_source.aime=32: no row .* choose of \['source'\]"):
+        check_eval_data_sources(cfg, rows("gsm8k"))
+    check_eval_data_sources(cfg, None)
+    assert num_eval_answers(cfg.generator, rows("gsm8k", "gsm8k")) == 8
 
 
 def test_env_class_of_rows_takes_precedence(capsys: pytest.CaptureFixture[str]):

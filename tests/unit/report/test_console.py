@@ -180,6 +180,8 @@ def test_skipped_updates_are_shown_if_nonzero():
 def test_evaluations_are_grouped_by_source_with_slashes():
     metrics = {"eval/b/avg_score": 1.0, "eval/openai/gsm8k/avg_score": 0.5, "eval/b/pass_at_4": 0.0, "x": 1.0}
     assert evaluation_line(metrics) == "eval b: avg_score 1, pass_at_4 0; openai/gsm8k: avg_score 0.500"
+    with_errors = {"eval/x/avg_score": 0.5, "eval/x/avg_score_stderr": 0.0213}
+    assert evaluation_line(with_errors) == "eval x: avg_score 0.500 ±0.0213"
     assert evaluation_line({"reward/mean": 1.0}) == ""
 
 

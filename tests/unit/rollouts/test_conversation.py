@@ -66,6 +66,7 @@ def generate(engine: ScriptedEngine, environments: ToyEnvironments, samples: int
         seed=3,
         max_input_length=options.pop("max_input_length", 100),
         rollout_s=10.0,
+        n_samples_by_data_source=options.pop("by_source", {}),
     )
     client = EngineClient([engine], deadline_s=10.0)
     generator = ConversationGenerator(BatchedEngineClient(client), environments, TOKENIZER, settings)  # type: ignore[arg-type]
@@ -90,6 +91,12 @@ def test_trained_ids_are_the_sampled_ids():
         assert row.env_metrics == {"length": 2.0}
         assert row.temperature == 0.7
     assert all(episode.closed for episode in environments.episodes)
+
+
+def test_data_source_decides_number_of_samples():
+    by_source = {PROMPT.data_source: 2, "other": 7}
+    group = generate(ScriptedEngine(answer), ToyEnvironments([]), samples=3, by_source=by_source)
+    assert [row.sample for row in group.trajectories] == [0, 1]
 
 
 @pytest.mark.defect("unbounded-environment-metrics")

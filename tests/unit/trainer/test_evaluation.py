@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 from collections.abc import Awaitable, Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, RolloutsFailed
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from skyrl_train.trainer.evaluation import MAX_SOURCE_LENGTH, MAX_SOURCES, OTHER_SOURCES, Evaluator
+from skyrl_train.trainer.evaluation import MAX_SOURCE_LENGTH, MAX_SOURCES, OTHER_SOURCES, Evaluator, pass_at_k
 from tests.support.disk_limits import limit_file_size
 from tests.support.trajectories import trajectory_from
 
@@ -49,6 +51,37 @@ def test_metrics_per_source_count_failures_as_zero(tmp_path: Path):
     assert metrics["eval/all/avg_score"] == pytest.approx(0.5)
     dumped = tmp_path / "global_step_7_evals" / "one%2Fx.jsonl"
     assert [json.loads(line)["reward"] for line in dumped.read_text().splitlines()] == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 8])
+def test_pass_at_k_counts_all_choices(samples: int):
+    for passed in range(samples + 1):
+        outcomes = [sample < passed for sample in range(samples)]
+        for k in range(1, samples + 1):
+            choices = list(combinations(outcomes, k))
+            assert pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_evaluation_reports_several_k_with_errors():
+    rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0, None], "c": [0.0] * 4}
+    prompts = [Prompt(uid, [], "x", data_source="math") for uid in rewards]
+    metrics = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=3, dump_folder=None).run(step=0))
+    each = {"avg_score": [0.25, 0.75, 0.0], "pass_at_1": [0.25, 0.75, 0.0], "pass_at_2": [0.5, 1.0, 0.0]}
+    each["pass_at_4"] = [1.0, 1.0, 0.0]
+    expected = {f"eval/math/{name}": statistics.fmean(values) for name, values in each.items()}
+    expected |= {f"eval/math/{name}_stderr": statistics.stdev(values) / 3**0.5 for name, values in each.items()}
+    assert metrics == pytest.approx(expected | {"eval/math/num_failed": 1.0})
+
+
+def test_sources_may_differ_in_samples():
+    rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0, 0.0, 0.0], "b": [1.0]}
+    prompts = [Prompt("a", [], "x", data_source="aime"), Prompt("b", [], "x", data_source="math")]
+    metrics = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=2, dump_folder=None).run(step=0))
+    assert {name for name in metrics if name.startswith("eval/all/pass")} == {
+        "eval/all/pass_at_1",
+        "eval/all/pass_at_1_stderr",
+    }
+    assert metrics["eval/aime/pass_at_4"] == 1.0 and metrics["eval/all/avg_score"] == pytest.approx(0.625)
 
 
 @pytest.mark.defect("dumped-evaluations-show-secrets")
