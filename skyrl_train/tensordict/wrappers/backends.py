@@ -63,6 +63,8 @@ class _MadeWrapper(LLMWrapperBase):
                 f"{type(self).__name__} has no settings {sorted(options)}; keywords of an engine are only "
                 "allowed with a model's path."
             )
+        if tokenizer is None and isinstance(model, EngineView) and settings.get("input_mode") != "tokens":
+            tokenizer = model.tokenizer
         try:
             super().__init__(engine, tokenizer=tokenizer, **settings)
         except BaseException:

@@ -83,6 +83,7 @@ def test_update_reaches_every_replica_and_is_verified(service: AsyncVLLM, group:
 def test_wrapper_samples_from_service_and_names_it_as_model(service: AsyncVLLM):
     policy = vLLMWrapper(service, tokenizer=TOKENIZER, input_mode="text", inplace=False, generate_kwargs={"seed": 1})
     assert policy.model is policy.get_new_version(pad_output=True).model is service
+    assert vLLMWrapper(service).tokenizer.vocab_size == TOKENIZER.vocab_size  # the model's own
     out = policy(TensorDict(text=["hello", "you"], batch_size=(2,)), max_new_tokens=3)
     scorer = policy.get_new_version(generate=False, input_mode="tokens")
     scored = scorer(out.select("tokens", "masks"))
