@@ -13,7 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
 from skyrl_train.engines.base import SAMPLING_PARAM_NAMES, Capabilities, Completion, SampleRequest, SamplingParams
-from skyrl_train.errors import UnsupportedParameter
+from skyrl_train.errors import ConfigError, UnsupportedParameter
 
 _ADVICE = "Pass the model's path to vLLMWrapper, whose log-probs are exact for all parameters."
 
@@ -28,10 +28,16 @@ class LLMEngine:
     """
 
     def __init__(self, llm: LLM):
-        """Read the limits and the kind of log-probs of an LLM."""
+        """Read the limits and the kind of log-probs of an LLM. Raises ConfigError for one that reports logits."""
         self._llm, self._lock = llm, threading.Lock()
         config = llm.llm_engine.model_config
-        self._is_raw = config.logprobs_mode == "raw_logprobs"
+        mode = config.logprobs_mode
+        if mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ConfigError(
+                f"logprobs_mode={mode!r}: this vllm.LLM reports logits in place of log-probs. Make it with "
+                "logprobs_mode='raw_logprobs', the default."
+            )
+        self._is_raw = mode == "raw_logprobs"
         self.capabilities = Capabilities(
             name="vllm.LLM",
             sampling=frozenset(SAMPLING_PARAM_NAMES),

@@ -147,7 +147,10 @@ class Delivery(TorchRLCollector):  # type: ignore[misc]
             raise RuntimeError("start() needs a replay_buffer or a queue to write to. Give the collector one of them.")
         self._check_usable()
         self._stopping.clear()
-        self._collecting = threading.Thread(target=self._run, name="skyrl-collector", daemon=True)
+        # Updates count from here: after this method returns, there may be one before the thread runs.
+        self._collecting = threading.Thread(
+            target=self._run, args=(self._updates(),), name="skyrl-collector", daemon=True
+        )
         self._collecting.start()
 
     def is_running(self) -> bool:
@@ -196,9 +199,9 @@ class Delivery(TorchRLCollector):  # type: ignore[misc]
     def __del__(self) -> None:
         """Close nothing: the environment and the policy may be in use elsewhere, and a thread cannot be awaited."""
 
-    def _run(self) -> None:
+    def _run(self, updates: int) -> None:
         """consumes: turns · produces: delivered batches · waits for: an update · unblocked by: its version, shutdown"""
-        begun, updates = 0, self._updates()
+        begun = 0
         try:
             while not self._stopping.is_set():
                 self._wait_for_update(updates + begun)

@@ -1,1 +1,1 @@
-"""Environments and transforms on tensordicts, with the names and arguments of TorchRL's; torchrl is not needed."""
+"""Environments and transforms on tensordicts, with the names and arguments of TorchRL's, most of them subclasses."""

@@ -259,6 +259,8 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
         with_tokenizer: bool = False,
         **chat: Any,
     ):
+        if num_envs < 1:
+            raise ValueError(f"num_envs={num_envs} must be at least 1.")
         if dataloader_actor_name is not None and not ray_backend:
             raise ValueError("dataloader_actor_name names a Ray actor. Set ray_backend=True, or leave it out.")
         source = functools.partial(

@@ -102,7 +102,8 @@ class RayDataLoadingPrimer(torchrl_transforms.RayDataLoadingPrimer):  # type: ig
     def _create_actor(self, **_: Any) -> Any:
         remote = self._ray.remote(num_cpus=self._num_cpus, num_gpus=self._num_gpus)(DataLoadingPrimer)
         if self._actor_name is not None:
-            remote = remote.options(name=self._actor_name, lifetime="detached")
+            # get_if_exists: of processes that start at the same time, one makes the actor
+            remote = remote.options(name=self._actor_name, lifetime="detached", get_if_exists=True)
         loader = {"dataloader": self._dataloader, "dataloader_factory": self._dataloader_factory}
         return remote.remote(**loader, **self._creation_kwargs)
 

@@ -13,7 +13,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from skyrl_train.data.reasoning import final_answer, reasoning_blocks
-from skyrl_train.tensordict.envs.conversation import last_response, text_of
+from skyrl_train.tensordict.envs.conversation import last_response, value_of
 from skyrl_train.tensordict.ragged import rows_of
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # stops at the next <answer>: linear time
@@ -98,7 +98,7 @@ class AnswerRewards(Transform):  # type: ignore[misc]
 
     def _scored(self, row: TensorDictBase) -> TensorDictBase:
         keys = [*self.in_keys[-1:], *self.ANSWER_KEYS]
-        answer = next((found for key in keys if (found := text_of(row, key)) is not None), None)
+        answer = next((found for key in keys if (found := value_of(row, key)) is not None), None)
         text = response_of(self, row, self.tokenizer)
         if text is None or answer is None:
             missing = "the model's response" if text is None else f"the row's {keys[0]!r}"
@@ -108,7 +108,7 @@ class AnswerRewards(Transform):  # type: ignore[misc]
             )
         text = text.removesuffix(self.eos_token) if self.eos_token else text
         thought, said = self.extract_tags(text)
-        rewards: TensorDictBase = self._single_correctness_reward(*self._expected(answer), said, thought)
+        rewards: TensorDictBase = self._single_correctness_reward(*self._expected(str(answer)), said, thought)
         return rewards
 
     @staticmethod

@@ -8,7 +8,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,7 +274,7 @@ class _CallTransform(ToolTransform):
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
         if self.parser is not None:
-            return [self.to_call(call.tool, call.args) for call in self.parser(text)["calls"]]
+            return [self._checked(call.tool, call.args) for call in self.parser(text)["calls"]]
         return [self._parsed(*match.group(1, 2)) for match in self.pattern.finditer(text)]
 
     def to_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
@@ -292,9 +292,12 @@ class _CallTransform(ToolTransform):
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError):
             return ParsedCall(name, wrong="Failed to parse tool arguments: they are not valid JSON.")
-        if not isinstance(arguments, dict):
-            return ParsedCall(name, wrong="The arguments must be a JSON object.")
-        return self.to_call(name, arguments)
+        return self._checked(name, arguments)
+
+    def _checked(self, name: str, arguments: Any) -> ParsedCall:
+        if isinstance(arguments, dict | None):
+            return self.to_call(name, arguments or {})
+        return ParsedCall(name, wrong="The arguments must be a JSON object.")
 
 
 class SimpleToolTransform(_CallTransform):
@@ -334,7 +337,18 @@ class _Function(Tool):
         self.name, self.function, self.deadline_s = name, function, timeout
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        return str(await asyncio.to_thread(self.function, **arguments))
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            answer.set_running_or_notify_cancel()
+            try:
+                answer.set_result(self.function(**arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # A thread of a pool would keep the process from ending while an abandoned function runs.
+        threading.Thread(target=run, name=f"tool {self.name}", daemon=True).start()
+        return str(await asyncio.wrap_future(answer))
 
 
 class ExecuteToolsInOrder(_CallTransform):

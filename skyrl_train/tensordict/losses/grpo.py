@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,8 +125,10 @@ class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]
             ValueError: For a value that is not allowed, or an actor with generate=True.
         """
         settings = {**locals(), "clip_epsilon": (0.0, 0.0)}
-        low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
-        _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, of at least 0")
+        pair = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
+        good = isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(one, int | float) for one in pair)
+        _check(good and min(pair) >= 0, "clip_epsilon", clip_epsilon, "a number, or two, of at least 0")
+        low, high = pair
         check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
         check_choice("reduction", reduction, REDUCTIONS)
         check_choice("masking_strategy", masking_strategy, MASKS)

@@ -155,20 +155,33 @@ class RayMCAdvantage(TorchRLRayMCAdvantage):  # type: ignore[misc]
         self.__dict__["_limits"] = ours
         super().__init__(grpo_size, *arguments, **settings, **options)
 
+    def get_stats(self) -> dict[str, float | int]:
+        """Return what `MCAdvantage.get_stats` does, of all processes."""
+        stats: dict[str, float | int] = self._ray.get(self._actor.get_stats.remote())
+        return stats
+
+    def flush(self) -> int:
+        """Drop all waiting groups, as `MCAdvantage.flush` does."""
+        dropped: int = self._ray.get(self._actor.flush.remote())
+        return dropped
+
     def _make_actor(self) -> Any:
-        if self._actor_name is not None:
-            try:
-                return self._ray.get_actor(self._actor_name)
-            except ValueError:
-                self._owns_actor = False  # others may use it by its name
         arguments, settings = self._mcadvantage_args
-        actor = self._ray.remote(**self._remote_config)(_Actor)
-        return actor.options(name=self._actor_name).remote(*arguments, **settings, **self._limits)
+        # get_if_exists: of processes that start at the same time, one makes the actor
+        named = {} if self._actor_name is None else {"name": self._actor_name, "get_if_exists": True}
+        actor = self._ray.remote(**self._remote_config)(_Actor).options(**named)
+        return actor.remote(*arguments, **settings, **self._limits)
 
 
 class _Actor(_MCAdvantageRayActor):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **settings: Any):
         self.transform = MCAdvantage(*arguments, **settings)
+
+    def get_stats(self) -> dict[str, float | int]:
+        return self.transform.get_stats()
+
+    def flush(self) -> int:
+        return self.transform.flush()
 
 
 class _FunctionSelector(MCAdvantageSelector):  # type: ignore[misc]

@@ -163,17 +163,20 @@ def _distribution(actor: Any, tensordict: TensorDictBase) -> Any:
 
 
 def _entropy(distribution: Any, samples: int) -> Tensor:
-    """[B, L]; estimated from samples if there is no closed form."""
+    """[B, L]; estimated from samples if there is no closed form, with an unbiased gradient."""
     try:
         return distribution.entropy()  # type: ignore[no-any-return]
     except NotImplementedError:
         pass
     try:
-        return -distribution.log_prob(distribution.sample((samples,))).mean(0)  # type: ignore[no-any-return]
+        logs = distribution.log_prob(distribution.sample((samples,)))
     except NotImplementedError:
         raise ValueError(
             "The policy's distribution has no entropy and cannot be sampled. Use entropy_bonus=False."
         ) from None
+    # -log p, with the gradient -log p grad(log p): the expectation of grad(log p) alone, TorchRL's, is 0
+    fixed = logs.detach()
+    return -(fixed * (1 + logs - fixed)).mean(0)  # type: ignore[no-any-return]
 
 
 def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key, log_probs: Key) -> Tensor:

@@ -49,7 +49,8 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
         """Store the settings; `launch` starts the replicas.
 
         Args:
-            engine_args: vLLM's AsyncEngineArgs, or a mapping of arguments of VLLMEngine and vLLM with "model".
+            engine_args: vLLM's AsyncEngineArgs, or a mapping of arguments of VLLMEngine and vLLM with "model". The
+                dtype "auto" (default) is float32 on a CPU, else bfloat16.
             num_replicas: Number of replicas.
             enable_prefix_caching: Overrides the value of `engine_args`. A weight update clears the cache in any case.
             timeout: Seconds for loading the model, for a call and for a weight update.
@@ -64,7 +65,8 @@ class AsyncVLLM(EngineView, RLvLLMEngine):  # type: ignore[misc]
         if enable_prefix_caching is not None:
             self._options["enable_prefix_caching"] = enable_prefix_caching
         on_cpu = self._options.get("device") == "cpu" or not torch.cuda.is_available()
-        self._options.setdefault("dtype", "float32" if on_cpu else "bfloat16")
+        dtype = str(self._options.get("dtype", "auto")).removeprefix("torch.")  # also the type of the sent weights
+        self._options["dtype"] = ("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype
         self.actors: list[InferenceEngine] = []
         super().__init__(None, self._options["model"], dtype=self._options["dtype"], timeout=timeout)
 

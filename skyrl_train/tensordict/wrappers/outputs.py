@@ -134,8 +134,8 @@ def _texts(rows: Sequence[EngineInput], tokenizer: Any) -> list[str]:
 
 
 def _text_container(shape: tuple[int, ...], **columns: list[str]) -> Text:
-    fields = {name: nested_stack([NonTensorData(one) for one in texts], shape) for name, texts in columns.items()}
-    return Text(**fields, batch_size=shape)
+    """A stack of rows: TorchRL's `Text.to_tokens` stores rows of different lengths only in a stack."""
+    return ragged(Text, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], shape)
 
 
 def _generated_fields(row: EngineInput, answer: Answer) -> tuple[Fields, Fields, Fields]:

@@ -165,6 +165,25 @@ def test_weights_of_another_model_are_rejected(kwargs: dict[str, Any]):
         collector(short(), dialog_turns_per_batch=1).update_policy_weights_(**kwargs)
 
 
+def test_update_before_thread_runs_counts(monkeypatch: pytest.MonkeyPatch):
+    buffer = ReplayBuffer(storage=LazyStackStorage(8))
+    with collector(short(), dialog_turns_per_batch=1, replay_buffer=buffer, max_staleness=0) as llm_collector:
+        begin, run = threading.Event(), llm_collector._run
+
+        def late(*arguments: Any) -> None:
+            begin.wait(DEADLINE_S)
+            run(*arguments)
+
+        monkeypatch.setattr(llm_collector, "_run", late)
+        llm_collector.start()
+        push(llm_collector)
+        begin.set()
+        deadline = time.monotonic() + 5.0
+        while len(buffer) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(buffer) == 2
+
+
 def test_thread_keeps_the_staleness_bound():
     queue: queues.Queue[TensorDictBase] = queues.Queue()
     with collector(short(), dialog_turns_per_batch=1, queue=queue, max_staleness=1) as llm_collector:

@@ -141,6 +141,12 @@ def test_the_mode_of_a_reward_is_the_environments():
     make_gsm8k_env(ROWS, tokenizer=byte_tokenizer()).append_transform(GSM8KRewardParser(input_mode="text"))
 
 
+@pytest.mark.parametrize("answer", [72, torch.tensor(72)])
+def test_answer_column_may_hold_numbers(answer: Any):
+    env = GSM8KEnv(dataset=[{"question": "How many?", "answer": answer}])
+    assert env.step(answered(env.reset(), "<answer>72</answer>"))["next", "success"].all()
+
+
 def test_a_reward_by_any_name_is_that_of_its_step():
     rows = [{"question": "1 + 1 = ?", "answer": "#### 2"}]
     env = GSM8KEnv(dataset=rows, compute_reward=False, max_steps=2)
@@ -161,6 +167,8 @@ def test_a_loader_gives_the_class_its_rows_and_nothing_else():
     assert env.step(root)["next", "success"].flatten().tolist() == [True, False]
     with pytest.raises(TypeError, match="shuffle"):
         GSM8KEnv.from_dataloader([], shuffle=False)
+    with pytest.raises(ValueError, match="num_envs=0"):
+        GSM8KEnv(dataset=ROWS, num_envs=0)
     with pytest.raises(ValueError, match="ray_backend"):
         GSM8KEnv(dataset=[{"question": "1", "answer": "1"}], dataloader_actor_name="rows")
 

@@ -186,8 +186,11 @@ def test_rows_run_functions_of_this_process():
     assert [text.partition(":")[0] for text in second] == ["Tool add failed"] * 2
     assert "valid JSON" in second[0] and "unexpected keyword argument 'c'" in second[1]
     parsed = Talk(SimpleToolTransform({"add": add}, parser=XMLBlockParser()))
-    assert parsed.say('<tool name="add">{"a": 1, "b": 1}</tool><tool name="no">{}</tool>')[0] == [
+    calls = ('{"a": 1, "b": 1}', "[1, 2]", '"12"')
+    answer = "".join(f'<tool name="add">{arguments}</tool>' for arguments in calls)
+    assert parsed.say(answer + '<tool name="no">{}</tool>')[0] == [
         "Tool add executed successfully:\n{'result': 2}",
+        *["Tool add failed:\nThe arguments must be a JSON object."] * 2,
         "Tool no failed:\nThere is no tool 'no'; known tools: add.",
     ]
 
@@ -195,6 +198,8 @@ def test_rows_run_functions_of_this_process():
 def test_function_that_does_not_return_is_abandoned():
     talk = Talk(SimpleToolTransform({"wait": threading.Event().wait}, timeout=0.2))
     assert "timed out after 0.2 s" in talk.say('<tool>wait\n{"timeout": 5}</tool>')[0][0]
+    (thread,) = [one for one in threading.enumerate() if one.name == "tool wait"]
+    assert thread.daemon  # others would have to return before the process can end
 
 
 class Service:

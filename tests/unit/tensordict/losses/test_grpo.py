@@ -17,6 +17,7 @@ from skyrl_train.algorithms.reductions import assign_loss_weights, sequence_mean
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.losses.grpo import CISPO, DAPO, CISPOLoss, GRPOLoss, GRPOLossOutput
+from skyrl_train.tensordict.losses.scoring import _entropy
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from tests.support.edge_case_batches import current_logprobs, edge_case_batch
@@ -264,6 +265,8 @@ def test_the_input_stays_as_it_is_and_2d_batches_are_flattened():
     [
         ({"clip_epsilon": -0.1}, "clip_epsilon=-0.1"),
         ({"clip_epsilon": (0.1, -0.1)}, "clip_epsilon"),
+        ({"clip_epsilon": (0.1, 0.2, 0.3)}, "clip_epsilon=.0.1, 0.2, 0.3"),
+        ({"clip_epsilon": "0.2"}, "clip_epsilon='0.2'"),
         ({"aggregation": "batch_mean"}, "token_mean, prompt_mean, none"),
         ({"reduction": "median"}, "mean, sum, none"),
         ({"masking_strategy": "all"}, "sft, rlhf, generic"),
@@ -275,6 +278,25 @@ def test_the_input_stays_as_it_is_and_2d_batches_are_flattened():
 def test_settings_out_of_range_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         GRPOLoss(TablePolicy(torch.zeros(4)), **settings)
+
+
+def test_sampled_entropy_has_gradient_of_entropy():
+    logits = torch.tensor([[[3.0, 1.0]]]).double().log().requires_grad_()
+
+    class Proportions(torch.distributions.Categorical):
+        """Probabilities 3/4 and 1/4, sampled in exactly these proportions, without an entropy."""
+
+        def sample(self, sample_shape: Any = None) -> Tensor:
+            return torch.tensor([0, 0, 0, 1]).reshape(4, 1, 1)
+
+        def entropy(self) -> Tensor:
+            raise NotImplementedError
+
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    estimate = _entropy(Proportions(logits=logits), 4)
+    torch.testing.assert_close(estimate, expected)
+    found, exact = (torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (estimate, expected))
+    torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize(

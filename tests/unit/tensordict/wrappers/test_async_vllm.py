@@ -110,6 +110,12 @@ def test_pickled_service_reaches_same_engines_without_trainer_group():
     assert (again.model_path, again._closing, again._pusher) == ("m", None, None)
 
 
+@pytest.mark.parametrize(("dtype", "sent"), [("auto", torch.float32), (torch.float16, torch.float16)])
+def test_weights_are_sent_in_dtype_of_vllm(tiny_model_path: str, dtype: Any, sent: torch.dtype):
+    service = AsyncVLLM({"model": tiny_model_path, "dtype": dtype, "device": "cpu"})
+    assert {found for found, _ in service.get_model_metadata().values()} == {sent}
+
+
 def test_wrong_settings_are_refused_before_start(tiny_model_path: str):
     for wrong in (
         {"num_replicas": 0},
@@ -181,6 +187,10 @@ def test_wrapper_accepts_llm_of_user_where_log_probs_are_exact(vllm: Any):
             policy(batch, **wrong)
     with pytest.raises(TypeError, match="max_model_len"):
         vLLMWrapper(LLM(), max_model_len=64)
+    logits: Any = LLM()
+    logits.llm_engine = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="raw_logits", max_model_len=64))
+    with pytest.raises(ConfigError, match="logprobs_mode='raw_logits'"):
+        vLLMWrapper(logits)
 
 
 def test_group_forms_without_blocking_event_loop():

@@ -74,6 +74,13 @@ def test_generated_log_probs_are_the_models_the_first_included(wrapper: Any, mod
         assert row["log_probs"].response[0] < 0
 
 
+def test_text_converts_to_tokens_of_different_lengths(wrapper: Any):
+    out = wrapper(chats())
+    read = out["text"].to_tokens(TOKENIZER)
+    for found, row in zip(read.get("prompt", as_list=True), out.unbind(0), strict=True):
+        assert found.tolist() == row["tokens"].prompt.tolist()
+
+
 @pytest.mark.defect("D19")
 def test_scores_of_engine_and_module_agree_with_a_forward_of_each_alone(wrapper: Any, model: Any):
     rows = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
