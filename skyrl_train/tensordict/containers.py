@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import TensorClass, TensorDict, lazy_stack
+from tensordict import TensorClass, TensorDict
 from torch import Tensor
 from torchrl.modules.llm.policies import (
     ChatHistory as ChatHistory,
@@ -23,6 +23,8 @@ from torchrl.modules.llm.policies import (
     Text as Text,
     Tokens as Tokens,
 )
+
+from skyrl_train.tensordict.ragged import nested_stack
 
 
 class LLMData(TensorClass["nocast"]):  # type: ignore[name-defined]
@@ -37,14 +39,6 @@ class LLMData(TensorClass["nocast"]):  # type: ignore[name-defined]
     log_probs: Tensor | None = None
     text: str | list[str] | None = None
     text_response: str | list[str] | None = None
-
-
-def nested_stack(rows: Sequence[Any], shape: Sequence[int]) -> Any:
-    """Stack rows of any length lazily into `shape`; `rows` are in row-major order."""
-    if not shape:
-        return rows[0]
-    step = len(rows) // shape[0]
-    return lazy_stack([nested_stack(rows[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])])
 
 
 def ragged(kind: type, rows: Sequence[dict[str, Any]], shape: Sequence[int]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from skyrl_train.tensordict.chat_templates import (
     parse_text,
     template_options as template_options,
 )
+from skyrl_train.tensordict.ragged import nested_stack
 
 NO_MESSAGE = "<none>"
 """Role of a padding entry in a stack of conversations."""
@@ -162,7 +163,7 @@ class History(TorchRLHistory):  # type: ignore[misc]
             raise ConfigError(f"return_tensors={return_tensors!r} is not 'pt' or None: ids are torch tensors.")
         if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
             mode = "continue" if continue_final_message else "open" if add_generation_prompt else "closed"
-            return _nested([render_text(tokenizer, chat, options, mode=mode) for chat in chats], shape, list)
+            return nested_stack([render_text(tokenizer, chat, options, mode=mode) for chat in chats], shape, list)
         if truncation:
             raise ConfigError("truncation=True would cut a conversation silently. Shorten the messages instead.")
         if continue_final_message and return_assistant_tokens_mask:
@@ -179,8 +180,8 @@ class History(TorchRLHistory):  # type: ignore[misc]
             rows = [(render_messages(tokenizer, chat, options), []) for chat in chats]
         found = _tensors(rows, tokenizer, padding, return_assistant_tokens_mask)
         if return_dict or return_assistant_tokens_mask:
-            return _nested(found, shape, lazy_stack)
-        return _nested([row["input_ids"].unsqueeze(0) for row in found], shape, list)
+            return nested_stack(found, shape)
+        return nested_stack([row["input_ids"].unsqueeze(0) for row in found], shape, list)
 
     @classmethod
     def from_text(
@@ -241,14 +242,6 @@ def _joined(first: Any, second: Any, dim: int) -> Any:
 def _conversations(history: Any) -> list[Any]:
     """Return the conversations [turns] of a batch of any batch size, in row-major order."""
     return [history] if history.ndim < 2 else [one for row in history.unbind(0) for one in _conversations(row)]
-
-
-def _nested(items: list[Any], shape: Sequence[int], stack: Callable[[list[Any]], Any]) -> Any:
-    """Stack items, which are in row-major order, into `shape`."""
-    if not shape:
-        return items[0]
-    step = len(items) // shape[0]
-    return stack([_nested(items[i * step : (i + 1) * step], shape[1:], stack) for i in range(shape[0])])
 
 
 def _with_mask(tokenizer: Any, messages: list[Any], options: dict[str, Any], header: bool) -> Any:

@@ -9,7 +9,9 @@ Legend: B sequences, L positions of the widest row, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -31,6 +33,14 @@ def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
 def flattened(tensordict: TensorDictBase) -> TensorDictBase:
     """Return the rows of a tensordict of any batch size as a tensordict of batch size [B]."""
     return tensordict if tensordict.ndim == 1 else lazy_stack(rows_of(tensordict))
+
+
+def nested_stack(rows: Sequence[Any], shape: Sequence[int], stack: Callable[[list[Any]], Any] = lazy_stack) -> Any:
+    """Stack rows of any length into `shape`, by default lazily; `rows` are in row-major order."""
+    if not shape:
+        return rows[0]
+    step = len(rows) // shape[0]
+    return stack([nested_stack(rows[i * step : (i + 1) * step], shape[1:], stack) for i in range(shape[0])])
 
 
 def column(tensordict: TensorDictBase, key: Key) -> Column | None:

@@ -18,16 +18,16 @@ class EndsByQuestion(Transform):  # type: ignore[misc]
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         numbers = [str(question)[1:].split("/") for question in tensordict["query"]]
-        over = next_tensordict["step_count"] >= torch.tensor([[int(turns.split()[0])] for _, turns in numbers])
+        over = next_tensordict["step_count"] >= torch.tensor([[int(turns)] for _, turns in numbers])
         reward = torch.tensor([float(number) for number, _ in numbers]).reshape(-1, 1, 1)
         next_tensordict.set("reward", reward)
         next_tensordict.set("terminated", over)
         return next_tensordict.set("done", next_tensordict["done"] | over)
 
 
-def conversations(*turns: int, rows: int = 2, suffixes: dict[int, str] | None = None) -> EnvBase:
+def conversations(*turns: int, rows: int = 2) -> EnvBase:
     """Return an environment with endlessly repeated questions in order, each of so many turns."""
-    questions = [f"q{place}/{count}{(suffixes or {}).get(place, '')}" for place, count in enumerate(turns)]
+    questions = [f"q{place}/{count}" for place, count in enumerate(turns)]
     env = ChatEnv.from_dataloader([{"query": [one]} for one in questions], batch_size=(rows,), group_repeats=True)
     return env.append_transform(StepCounter()).append_transform(EndsByQuestion())
 

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchRLCollector
+from torchrl.data import ReplayBuffer
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.tensordict.wrappers.weight_sync import Source
@@ -20,14 +21,8 @@ from skyrl_train.tensordict.wrappers.weight_sync import Source
 log = logging.getLogger(__name__)
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
-_POLL_S = 0.1
+POLL_S = 0.1
 """Interval at which a waiting thread checks whether it should stop."""
-
-
-class Buffer(Protocol):
-    """A replay buffer."""
-
-    def extend(self, tensordict: TensorDictBase, /) -> Any: ...
 
 
 class Delivery(TorchRLCollector):  # type: ignore[misc]
@@ -48,7 +43,9 @@ class Delivery(TorchRLCollector):  # type: ignore[misc]
 
     postproc: Postproc | None
 
-    def deliver_to(self, replay_buffer: Buffer | None, queue: Any, max_staleness: int | None, timeout: float) -> None:
+    def deliver_to(
+        self, replay_buffer: ReplayBuffer | None, queue: Any, max_staleness: int | None, timeout: float
+    ) -> None:
         """Set where batches go. Raises RuntimeError for both a buffer and a queue, ConfigError for a wrong number."""
         if replay_buffer is not None and queue is not None:
             raise RuntimeError("A collector got both a replay_buffer and a queue. Give only one of them.")
@@ -203,6 +200,7 @@ class Delivery(TorchRLCollector):  # type: ignore[misc]
         """consumes: turns · produces: delivered batches · waits for: an update · unblocked by: its version, shutdown"""
         begun = 0
         try:
+            updates = self._updates()
             while not self._stopping.is_set():
                 self._wait_for_update(updates + begun)
                 self._ahead = updates + begun
@@ -223,7 +221,7 @@ class Delivery(TorchRLCollector):  # type: ignore[misc]
         """Wait until a batch to be trained on after `trained_at` updates may begin, or the thread should stop."""
         deadline = time.monotonic() + self.timeout
         while self.max_staleness is not None and trained_at - self._updates() > self.max_staleness:
-            if self._stopping.wait(_POLL_S / 10):
+            if self._stopping.wait(POLL_S / 10):
                 return
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
@@ -255,7 +253,7 @@ class Delivery(TorchRLCollector):  # type: ignore[misc]
         deadline = time.monotonic() + self.timeout
         while True:
             try:
-                self.queue.put(item, timeout=_POLL_S)
+                self.queue.put(item, timeout=POLL_S)
                 return
             except queues.Full:
                 if self._stopping.is_set():

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
-from torchrl.envs import AsyncEnvPool, Compose, EnvBase, TransformedEnv
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import nn
+from torchrl.data import ReplayBuffer
+from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
-from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc, TorchRLCollector
+from skyrl_train.tensordict.collectors.delivery import POLL_S, Delivery, Postproc, TorchRLCollector
 from skyrl_train.tensordict.collectors.weight_updaters import WeightUpdaterBase
-from skyrl_train.tensordict.envs.versions import PolicyVersion
+from skyrl_train.tensordict.envs.versions import PolicyVersion, write_version
 from skyrl_train.tensordict.ragged import flattened, rows_of
 from skyrl_train.tensordict.wrappers.weight_sync import Source
 
 log = logging.getLogger(__name__)
 
 Policy = Callable[[TensorDictBase], TensorDictBase | None]
-MAX_TOO_LONG = 100
-"""Number of consecutive times that first prompts beyond the model's context are replaced before an error."""
+_OWN_SETTINGS = {"self", "__class__", "weight_updater", "queue", "track_policy_version", "max_staleness", "timeout"}
+"""Local variables of the constructor that TorchRL's does not get."""
 
 
 class LLMCollector(Delivery):
@@ -36,9 +40,6 @@ class LLMCollector(Delivery):
       `dialog_turns_per_batch` turns (None: at least one turn per row). Unfinished ones continue in the next batch. With
       an AsyncEnvPool, every batch is one trajectory, in the order in which they end.
     - yield_only_last_steps: [N], only the last turn of each trajectory; `dialog_turns_per_batch` counts those.
-
-    A conversation that leaves the model no room for another answer is truncated after its last turn, and a first prompt
-    that does is skipped with a warning; this needs a policy with `fits`, as this project's wrappers have it.
 
     Nothing is sampled and no environment is reset before the first batch is requested. Weights change only between two
     turns: every turn is sampled by a single version, which `track_policy_version` records.
@@ -75,7 +76,7 @@ class LLMCollector(Delivery):
         postproc: Postproc | None = None,
         total_dialog_turns: int = -1,
         async_envs: bool | None = None,
-        replay_buffer: Buffer | None = None,
+        replay_buffer: ReplayBuffer | None = None,
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
         weight_updater: WeightUpdaterBase | Callable[..., WeightUpdaterBase] | None = None,
@@ -85,30 +86,18 @@ class LLMCollector(Delivery):
         max_staleness: int | None = None,
         timeout: float = 600.0,
     ):
-        settings: dict[str, Any] = {
-            "policy": policy,
-            "policy_factory": policy_factory,
-            "dialog_turns_per_batch": dialog_turns_per_batch,
-            "total_dialog_turns": total_dialog_turns,
-            "yield_only_last_steps": yield_only_last_steps,
-            "yield_completed_trajectories": yield_completed_trajectories,
-            "flatten_data": flatten_data,
-            "reset_at_each_iter": reset_at_each_iter,
-        }
+        settings: dict[str, Any] = {name: value for name, value in locals().items() if name not in _OWN_SETTINGS}
         check_settings(settings)
         self.deliver_to(replay_buffer, queue, max_staleness, timeout)
         completed, only_last = settings["yield_completed_trajectories"], bool(yield_only_last_steps)
         settings |= {"yield_completed_trajectories": False, "yield_only_last_steps": False}  # TorchRL's need flat rows
         settings["dialog_turns_per_batch"] = dialog_turns_per_batch or 1
-        super().__init__(
-            env, postproc=postproc, async_envs=async_envs, replay_buffer=replay_buffer, verbose=verbose, **settings
-        )
+        super().__init__(**settings)
         self.yield_completed_trajectories, self.yield_only_last_steps = completed, only_last
         self.track_traj_ids = False
         self.records_version = bool(track_policy_version)
         self.policy_version_tracker = self._version_tracker(track_policy_version)
         self._owned = policy is None
-        self._fits: Callable[[TensorDictBase], list[bool]] | None = getattr(self.policy, "fits", None)
         self.dropped_turns = 0
         """Number of turns of trajectories that were too old at the end of their batch."""
         self._sampling = threading.RLock()
@@ -118,10 +107,8 @@ class LLMCollector(Delivery):
         self._acted_at: dict[tuple[int, int], int] = {}
         """Row -> number of updates before its latest turn."""
         self._ended: list[tuple[int, list[TensorDictBase]]] = []
-        self._trajectory_ids: dict[tuple[int, int], int] = {}
+        self._trajectory_ids: dict[tuple[int, int], int] = defaultdict(count().__next__)
         """Row -> number of the trajectory that it runs, which batches have under ("collector", "traj_ids")."""
-        self._begun = 0
-        """Number of trajectories that have begun."""
         self._running = 0
         """Number of environments of an AsyncEnvPool that run a step."""
         self.weight_updater = WeightUpdaterBase.made(weight_updater, self.policy)
@@ -193,10 +180,9 @@ class LLMCollector(Delivery):
     def _steps(self) -> TensorDictBase | None:
         steps: list[TensorDictBase] = []
         while len(steps) < self.frames_per_batch and not self._stopping.is_set():
-            root = self._room(None, self.env.reset()) if self._root is None else self._root
+            root = self.env.reset() if self._root is None else self._root
             step, following = self.env.step_and_maybe_reset(self._act(root))
-            # The next observation is in the record as "next": a policy that writes into its input must not change it.
-            self._root = self._observed(step, following).copy()
+            self._record(step, following)
             steps.append(step)
         if not steps:
             return None
@@ -206,7 +192,7 @@ class LLMCollector(Delivery):
     def _complete_trajectories(self) -> TensorDictBase | None:
         while not (rows := self._complete_rows()) and not self._stopping.is_set():
             if self._root is None:
-                self._root = self._room(None, self.env.reset())
+                self._root = self.env.reset()
             if not self.async_envs:
                 step, following = self.env.step_and_maybe_reset(self._act(self._root))
             else:
@@ -214,9 +200,9 @@ class LLMCollector(Delivery):
                 if self._frames < self.total_frames or not self._running:
                     self._running += self._root.shape[0]
                     self.env.async_step_and_maybe_reset_send(self._act(self._root))
-                step, following = self._received(self.env.async_step_and_maybe_reset_recv, 1)
+                step, following = self._received(1)
                 self._running -= step.shape[0]
-            self._root = self._observed(step, following).copy()
+            self._record(step, following)
             for place, row in zip(self._places(step), rows_of(step), strict=True):
                 self._trajectories.setdefault(place, (self._acted_at[place], []))[1].append(row)
                 if bool(row["next", "done"].any()):
@@ -258,87 +244,40 @@ class LLMCollector(Delivery):
             acted = _merged(root, self.policy(root))
         self._frames += root.numel()
         if self.records_version:
-            size = acted.batch_size
-            value = torch.full(size, version) if isinstance(version, int) else NonTensorData(version).expand(size)
-            acted.set("policy_version", value)
+            write_version(acted, version)
         return acted
 
-    def _observed(self, step: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        """Complete the record of a step; return the next observations, all of which leave the model room."""
+    def _record(self, step: TensorDictBase, following: TensorDictBase) -> None:
+        """Complete the record of a step, and keep the next observations."""
+        # They are in the record as "next", which a policy that writes into its input must not change.
+        self._root = following.copy()
         if self.records_version:
             step.set(("next", "policy_version"), step.get("policy_version"))
         places = self._places(step)
-        for place in places:
-            if place not in self._trajectory_ids:
-                self._trajectory_ids[place], self._begun = self._begun, self._begun + 1
         ids = torch.tensor([self._trajectory_ids[place] for place in places])
         step.set(("collector", "traj_ids"), ids.reshape(step.batch_size))
-        observations = self._room(step, following)
         for place, done in zip(places, step["next", "done"].reshape(len(places), -1).any(-1), strict=True):
             if done:
                 del self._trajectory_ids[place]
-        return observations
-
-    def _room(self, step: TensorDictBase | None, roots: TensorDictBase) -> TensorDictBase:
-        """Begin other episodes in rows whose prompt leaves the model no room, and return their observations, too.
-
-        A conversation is truncated after `step`, its last turn. The first prompt of an episode is skipped.
-        """
-        if self._fits is None:
-            return roots
-        is_new = torch.ones(roots.batch_size, dtype=torch.bool)
-        if step is not None:
-            is_new = step["next", "done"].reshape(*roots.batch_size, -1).any(-1)
-        for _ in range(MAX_TOO_LONG):
-            full = ~torch.tensor(self._fits(flattened(roots))).reshape(roots.batch_size)
-            if not full.any():
-                return roots
-            if step is not None and (full & ~is_new).any():
-                self._mark(step["next"], full & ~is_new)
-            if skipped := int((full & is_new).sum()):
-                log.warning("skipped %d first prompts that are longer than the model's context", skipped)
-            roots, is_new = self._begin(roots, full), is_new | full
-        raise ConfigError(
-            f"{MAX_TOO_LONG} consecutive prompts are longer than the model's context (max_model_len). Filter the "
-            "dataset or raise the limit."
-        )
-
-    def _begin(self, roots: TensorDictBase, places: Tensor) -> TensorDictBase:
-        """Begin new episodes at the `places` ([B] bool)."""
-        if not isinstance(self.env, AsyncEnvPool):
-            self._mark(roots, places)
-            return self.env.maybe_reset(roots)  # type: ignore[no-any-return]
-        envs = list(roots.unbind(0))
-        chosen = [index for index, reset in enumerate(places) if reset.any()]
-        for index in chosen:
-            envs[index].set("_reset", places[index].reshape(envs[index]["done"].shape))
-        self.env.async_reset_send(lazy_stack([envs[index] for index in chosen]))
-        begun = self._received(self.env.async_reset_recv, len(chosen))
-        for index, env in zip(chosen, begun.unbind(0), strict=True):  # both are in the order of the environments
-            envs[index] = env
-        return lazy_stack(envs)
-
-    def _mark(self, tensordict: TensorDictBase, places: Tensor) -> None:
-        """Set done and, where there is one, truncated at the `places` ([B] bool)."""
-        for key in self.env.done_keys:
-            if (key if isinstance(key, str) else key[-1]) in ("done", "truncated"):
-                value = tensordict.get(key)
-                tensordict.set(key, value | places.reshape(*places.shape, *[1] * (value.ndim - places.ndim)))
 
     def _forget(self) -> None:
         """Discard the current episodes: the next turn begins new ones."""
         self._root = None
-        self._trajectories, self._trajectory_ids, self._ended = {}, {}, []
+        self._trajectories, self._ended = {}, []
+        self._trajectory_ids.clear()
         running, self._running = self._running, 0
         if running:
-            self._received(self.env.async_step_and_maybe_reset_recv, running)
+            self._received(running)
 
-    def _received(self, receive: Callable[..., Any], count: int) -> Any:
+    def _received(self, count: int) -> Any:
         """Return what at least `count` environments of a pool send. Raises DeadlineExceeded after `timeout` seconds."""
-        try:
-            return receive(min_get=count, timeout=self.timeout)
-        except TimeoutError:
-            raise DeadlineExceeded("an environment of the AsyncEnvPool", self.timeout) from None
+        deadline = time.monotonic() + self.timeout
+        while True:
+            with suppress(TimeoutError):  # with a longer timeout, a pool waits for all of its environments
+                return self.env.async_step_and_maybe_reset_recv(min_get=count, timeout=0.0)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("an environment of the AsyncEnvPool", self.timeout)
+            time.sleep(POLL_S / 10)
 
     def _updates(self) -> int:
         return len(self.policy_version_tracker.version_history) - 1

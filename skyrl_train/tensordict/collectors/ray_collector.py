@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import cloudpickle
 from tensordict import TensorDictBase
 from torchrl.collectors.llm import RayLLMCollector as TorchRLRayCollector
 
@@ -34,7 +36,8 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
       (`ray.remote`'s), to which `num_cpus` (1) and `num_gpus` (0) are added.
     - timeout: seconds for a batch, and for every other wait.
 
-    Close it: `shutdown` ends everything that it started, including Ray.
+    Close it: `shutdown` ends everything that it started, including Ray. A Ray task may get the collector: batches of
+    its copy arrive in the task, which has no buffer or queue, and it pushes weights to the same actor.
     """
 
     def __init__(
@@ -68,7 +71,6 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         self.total_frames: float = float("inf") if total < 0 else total
         self.requested_frames_per_batch: int = settings["dialog_turns_per_batch"]
         self.sync_iter = sync_iter
-        self._pushes = 0
         options = {"num_cpus": 1, "num_gpus": 0, **(remote_config or {})}
         given = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         options |= {name: value for name, value in given.items() if value is not None}
@@ -83,13 +85,22 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
     dialog_turns_per_batch = TorchRLCollector.dialog_turns_per_batch  # as given; the actor's may be rounded up
     total_dialog_turns = TorchRLCollector.total_dialog_turns
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_cluster", "_stopping", "_collecting", "replay_buffer", "queue")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.deliver_to(None, None, state["max_staleness"], state["timeout"])
+        self.__dict__.update(state)
+        self._cluster = Cluster()  # Ray is the original's
+
     # -- policy and versions ----------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> Version:
         """Version of the policy in the actor. Raises RuntimeError after `shutdown`."""
         self._check_open()
-        version: Version = self._ask("policy_version")
+        version: Version = self._ask("get_policy_version")
         return version
 
     @property
@@ -105,11 +116,11 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
     def increment_version(self) -> None:
         """Record that the policy has new weights; an updater calls it itself."""
         self._check_open()
-        self._pushes = self._ask("increment_version")
+        self._ask("increment_version")
 
     def _push(self, weights: Source | None, worker_ids: Any) -> None:
         tensors = None if weights is None else {name: tensor.cpu() for name, tensor in weights_of(weights).items()}
-        self._pushes = self._ask("update_policy_weights_", tensors, worker_ids=worker_ids)
+        self._ask("update_policy_weights_", tensors, worker_ids=worker_ids)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -125,7 +136,7 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         return batch
 
     def _updates(self) -> int:
-        return self._pushes
+        return int(self._ask("_updates"))
 
     def _interrupt(self) -> None:
         super()._interrupt()
@@ -141,9 +152,11 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
                 self._cluster, target, arguments, options=options, name=name, deadline_s=self.timeout
             )
         except TypeError as error:  # Ray's, with a long text about what cannot be pickled
+            key = next((name for name, value in settings.items() if not _can_be_pickled(value)), "env")
+            kind, instead = type(settings[key]).__name__, "policy_factory" if key == "policy" else key
             raise ConfigError(
-                f"RayLLMCollector: an argument cannot be pickled for the actor ({str(error).splitlines()[0]}). Give "
-                "functions that make it there: env, policy_factory, weight_updater."
+                f"RayLLMCollector: {key} ({kind}) cannot be pickled for the actor ({str(error).splitlines()[0]}). "
+                f"Give {instead}, a function that makes it there."
             ) from error
         call(actor.get_attribute("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)
         return actor
@@ -161,6 +174,12 @@ class RayLLMCollector(Delivery, TorchRLRayCollector):  # type: ignore[misc]
         with ExitStack() as ending:  # runs all of them, even if one raises
             ending.callback(self._cluster.__exit__, None, None, None)
             self._end("shutdown", None, close_env)
+
+
+def _can_be_pickled(value: Any) -> bool:
+    with suppress(Exception):
+        return bool(cloudpickle.dumps(value))
+    return False
 
 
 class _Hosted:
@@ -191,16 +210,8 @@ class _Hosted:
         return asyncio.ensure_future(asyncio.to_thread(self._collector.rollout))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Return a method of the collector that runs in a thread and returns the number of updates so far."""
-
-        async def run(*args: Any, **options: Any) -> int:
-            await asyncio.to_thread(getattr(self._collector, method), *args, **options)
-            return self._collector._updates()
-
-        return run
-
-    def policy_version(self) -> Version:
-        return self._collector.policy_version
+        """Return a method of the collector that runs in a thread."""
+        return functools.partial(asyncio.to_thread, getattr(self._collector, method))
 
     async def stop(self) -> None:
         """End the current batch after its turn."""

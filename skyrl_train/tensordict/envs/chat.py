@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Bounded, Composite, NonTensor
-from torchrl.envs import StepCounter, Transform, TransformedEnv
+from torchrl.envs import Compose, StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import chat as torchrl_chat
 
 from skyrl_train.data.chat import render_prompt, render_text
@@ -18,7 +18,6 @@ from skyrl_train.data.dataset import read_hub_dataset, read_rows
 from skyrl_train.data.messages import Message, continues_last_message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.conversation import (
-    INPUT_MODES,
     full_messages,
     history_of,
     is_continued,
@@ -30,6 +29,7 @@ from skyrl_train.tensordict.envs.conversation import (
 )
 from skyrl_train.tensordict.envs.primer import Batches, DataLoadingPrimer, RayDataLoadingPrimer
 from skyrl_train.tensordict.history import History, rendered_form
+from skyrl_train.tensordict.wrappers.inputs import MODES
 
 QUESTION_KEYS = ("query", "text")
 
@@ -82,8 +82,8 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
         template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ):
-        if input_mode not in INPUT_MODES:
-            raise ValueError(f"input_mode={input_mode!r} is not one of {INPUT_MODES}.")
+        if input_mode not in MODES:
+            raise ValueError(f"input_mode={input_mode!r} is not one of {MODES}.")
         if tokenizer is None and input_mode == "tokens":
             raise ValueError('input_mode="tokens" needs a tokenizer. Pass tokenizer=.')
         if not isinstance(batch_size, int) and batch_size is not None:
@@ -280,7 +280,7 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
             **both,
             **chat,
         )
-        TransformedEnv.__init__(self, env, primer)
+        TransformedEnv.__init__(self, env, Compose(primer))
         if with_tokenizer:
             self.append_transform(_incremental_tokenizer(env))
 
@@ -329,12 +329,6 @@ class DatasetChatEnv(torchrl_chat.DatasetChatEnv):  # type: ignore[misc]
                 "read. Leave them out."
             )
         return cls(dataset=Rows(dataloader), num_envs=num_envs or 1, **settings)
-
-    def reset_dataloader(self) -> Self:
-        """Start again with the first row of the dataset; pending repeats are dropped."""
-        first = self.transform[0] if hasattr(self.transform, "__getitem__") else self.transform
-        first.reset_dataloader()
-        return self
 
 
 class TaskEnv(DatasetChatEnv):

@@ -11,10 +11,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from skyrl_train.data.chat import decode_response, get_message_text, get_reasoning_opening
 from skyrl_train.data.messages import Message, continues_last_message, join_text_parts
 from skyrl_train.data.reasoning import find_trailing_opening
-from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.history import History
-
-INPUT_MODES = ("history", "text", "tokens")
+from skyrl_train.tensordict.wrappers.inputs import lookup
 
 
 def text_of(given: TensorDictBase, key: Any) -> str | None:
@@ -44,8 +42,6 @@ def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
 def value_of(given: TensorDictBase, key: Any) -> Any:
     """Return a row's value under `key` as plain Python data, or None if it is missing."""
     value = given.get(key, None)
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
     return value.tolist() if hasattr(value, "tolist") else getattr(value, "data", value)
 
 
@@ -64,18 +60,9 @@ def is_continued(messages: Sequence[Message], role: str = "assistant") -> bool:
     return continues_last_message(messages, role) and not messages[-1].get("is_complete", True)
 
 
-def conversation(prompt: Sequence[Message]) -> ChatHistory:
-    """Return a row's ChatHistory with only the prompt set."""
-    return ChatHistory(prompt=history_of(prompt), batch_size=[])
-
-
 def part(row: TensorDictBase, mode: str, name: str) -> Any:
     """Return the field `name` (prompt, response or full) of a row's container under `mode`, or None."""
-    container = row.get(mode, None)
-    if container is None or isinstance(container, str | torch.Tensor | NonTensorData):
-        return None
-    found = container.get(name, None)
-    return getattr(found, "data", found) if mode == "text" else found
+    return lookup(row, (mode, name), bare=False)
 
 
 def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[Message] | None:

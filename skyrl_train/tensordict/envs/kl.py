@@ -13,7 +13,8 @@ from torchrl.envs import Compose, Transform
 
 from skyrl_train.tensordict.containers import LogProbs
 from skyrl_train.tensordict.envs.conversation import part
-from skyrl_train.tensordict.envs.rows import add_spec, rows_of, stacked_like
+from skyrl_train.tensordict.envs.rows import add_spec, rows_of
+from skyrl_train.tensordict.ragged import nested_stack
 
 FullKey = tuple[str, str]
 
@@ -61,7 +62,7 @@ class _StepScores(Transform):  # type: ignore[misc]
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         before, following = rows_of(tensordict), rows_of(next_tensordict)
         self._score(before, following)
-        return stacked_like(following, next_tensordict)
+        return nested_stack(following, next_tensordict.batch_size)
 
     def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
         """Write the values of steps, whose observations and actions are `before`, into the rows `following`."""

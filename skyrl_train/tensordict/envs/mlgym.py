@@ -16,7 +16,7 @@ from skyrl_train.environments.base import StepOutput, TextEnv, validate_messages
 from skyrl_train.environments.fenced_blocks import find_fenced_blocks
 from skyrl_train.environments.integrations.openenv import OpenEnvEnv
 from skyrl_train.tensordict.envs.chat import ChatEnv
-from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response, question_of
+from skyrl_train.tensordict.envs.conversation import full_messages, history_of, last_response, question_of
 from skyrl_train.tensordict.envs.rows import reset_rows
 
 WRONG_FORMAT = "Your answer must hold exactly one block of code between ``` and ```; nothing was run."
@@ -77,7 +77,7 @@ class MLGymWrapper(ChatEnv):
             raise
         self._running[place] = episode
         row = TensorDict({}, batch_size=[]) if given is None else given.copy()
-        return row.set("history", conversation(messages))
+        return row.set("history", self._container(history_of(messages)))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = [self._played(place, row) for place, row in enumerate(tensordict.unbind(0))]
@@ -85,6 +85,9 @@ class MLGymWrapper(ChatEnv):
 
     def _played(self, place: int, root: TensorDictBase) -> TensorDictBase:
         row = self._step_row(root)
+        if row["done"]:  # the model had no room for an answer
+            self._end(place)
+            return row.set("reward", torch.tensor([0.0]))
         text = last_response(root, self.tokenizer, self.policy_role)
         if text is None:
             raise ValueError(
@@ -96,7 +99,7 @@ class MLGymWrapper(ChatEnv):
             raise RuntimeError("This episode is over. Reset its row before the next step.")
         output = self._answered(episode, text)
         said = full_messages(root, self.policy_role) or []
-        row.set("history", conversation([*said, *output.observations]))
+        row.set("history", self._container(history_of([*said, *output.observations])))
         for key, value in (("reward", float(output.reward)), ("terminated", output.done), ("done", output.done)):
             row.set(key, torch.tensor([value]))
         if output.done:

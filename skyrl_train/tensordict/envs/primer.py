@@ -28,7 +28,6 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
     """
 
     primers: Composite
-    expand_specs: bool | None
     batch_size: Any
 
     def __init__(self, dataloader: Iterable[Any] | None = None, *, question_key: str | None = None, **settings: Any):
@@ -107,14 +106,11 @@ class RayDataLoadingPrimer(torchrl_transforms.RayDataLoadingPrimer):  # type: ig
         loader = {"dataloader": self._dataloader, "dataloader_factory": self._dataloader_factory}
         return remote.remote(**loader, **self._creation_kwargs)
 
-    @property
-    def primers(self) -> Composite:
-        """The specs of the columns."""
-        return self._ray.get(self._actor._getattr.remote("primers"))
-
-    @primers.setter
-    def primers(self, value: Composite) -> None:
-        self._ray.get(self._actor._set_attr.remote("primers", value))
+    primers = torchrl_transforms.RayDataLoadingPrimer.primers.getter(
+        lambda self: self._ray.get(
+            self._actor._getattr.remote("primers")
+        )  # TorchRL's asks for a method that actors lack
+    )
 
 
 DataLoadingPrimer._RayServiceClass = RayDataLoadingPrimer

@@ -14,6 +14,7 @@ from torchrl.envs import Transform
 
 from skyrl_train.data.reasoning import final_answer, reasoning_blocks
 from skyrl_train.tensordict.envs.conversation import last_response, value_of
+from skyrl_train.tensordict.envs.rows import chat_setting
 from skyrl_train.tensordict.ragged import rows_of
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # stops at the next <answer>: linear time
@@ -39,9 +40,8 @@ def single_thought(text: str) -> str:
 
 def response_of(transform: Transform, row: TensorDictBase, tokenizer: Any = None) -> str | None:
     """Return `last_response` of a row with the tokenizer (unless given) and the role of the transform's environment."""
-    parent = transform.parent
-    role = getattr(parent, "policy_role", None) or "assistant"
-    return last_response(row, tokenizer or getattr(parent, "tokenizer", None), role)
+    role = chat_setting(transform, "policy_role", "assistant")
+    return last_response(row, tokenizer or chat_setting(transform, "tokenizer", None), role)
 
 
 def add_reward(following: TensorDictBase, key: NestedKey, values: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -12,7 +11,6 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
 from skyrl_train.tensordict import ragged
-from skyrl_train.tensordict.containers import nested_stack
 
 
 def chat_setting(transform: Transform, name: str, default: Any) -> Any:
@@ -39,12 +37,6 @@ def reset_rows(tensordict: TensorDictBase | None, size: int) -> list[bool]:
     """Return which of `size` rows a reset begins: those of its mask "_reset", or all without a mask."""
     mask = None if tensordict is None else tensordict.get("_reset", None)
     return [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
-
-
-def stacked_like(rows: Sequence[TensorDictBase], tensordict: TensorDictBase) -> TensorDictBase:
-    """Return a lazy stack of rows in row-major order, with the batch size of `tensordict`."""
-    stacked: TensorDictBase = nested_stack(rows, tensordict.batch_size)
-    return stacked
 
 
 def add_spec(specs: Composite, key: NestedKey, spec: TensorSpec, kind: type) -> None:

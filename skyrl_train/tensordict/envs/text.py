@@ -21,8 +21,9 @@ from skyrl_train.data.chat import decode_response, is_control_token, render_cont
 from skyrl_train.data.messages import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.conversation import full_messages, is_continued, messages_of, unpadded
-from skyrl_train.tensordict.envs.rows import add_spec, chat_setting, rows_of, stacked_like
+from skyrl_train.tensordict.envs.rows import add_spec, chat_setting, rows_of
 from skyrl_train.tensordict.history import rendered_form, template_options
+from skyrl_train.tensordict.ragged import nested_stack
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -101,7 +102,9 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
                 "add_generation_prompt=False is not supported: the next answer follows ('tokens', 'prompt')."
             )
         template = {"chat_template_name": chat_template_name, "chat_template": chat_template}
-        super().__init__(tokenizer, history_key=history_key, tokens_key=tokens_key, **template)
+        key = unravel_key(tokens_key)
+        super().__init__(tokenizer, history_key=history_key, tokens_key=key, **template)
+        self._in_tokens = isinstance(key, tuple) and len(key) == 2 and key[1] == "prompt"
         self.template_kwargs = {
             **template_options(tokenizer, chat_template, chat_template_name),
             **(template_kwargs or {}),
@@ -132,19 +135,19 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
         for row in rows:
             if (history := row.get(self.history_key, None)) is not None:
                 self._set(row, self._rendered(messages_of(history)))
-        return stacked_like(rows, tensordict_reset)
+        return nested_stack(rows, tensordict_reset.batch_size)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = rows_of(next_tensordict)
         for before, row in zip(rows_of(tensordict), rows, strict=True):
             if row.get(self.history_key, None) is not None:
                 self._set(row, self._ids(before, row))
-        return stacked_like(rows, next_tensordict)
+        return nested_stack(rows, next_tensordict.batch_size)
 
     def _ids(self, before: TensorDictBase, after: TensorDictBase) -> list[int]:
         written = messages_of(after.get(self.history_key))
         messages, role = rendered_form(written), self._role()
-        key = unravel_key(self.tokens_key)
+        key = self.tokens_key
         full = before.get((*(key[:-1] if isinstance(key, tuple) else (key,)), "full"), None)
         answered = rendered_form(full_messages(before, role) or [])
         if full is not None and answered and messages[: len(answered)] == answered:
@@ -164,20 +167,16 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
     def _role(self) -> Any:
         return chat_setting(self, "policy_role", "assistant")
 
-    def _in_tokens(self, key: NestedKey) -> bool:
-        """True if the key's container is of class Tokens."""
-        return isinstance(key, tuple) and len(key) == 2 and key[1] == "prompt"
-
     def _set(self, row: TensorDictBase, ids: list[int]) -> None:
-        key = unravel_key(self.tokens_key)
-        if self._in_tokens(key):
+        key = self.tokens_key
+        if self._in_tokens:
             row.set(key[0], Tokens(prompt=torch.tensor(ids), padded=False, batch_size=[]))
         else:
             row.set(key, torch.tensor(ids))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        key, spec = unravel_key(self.tokens_key), _ids_spec(self.tokenizer, observation_spec)
-        if self._in_tokens(key):
+        key, spec = self.tokens_key, _ids_spec(self.tokenizer, observation_spec)
+        if self._in_tokens:
             add_spec(observation_spec, key, spec, Tokens)
             padded = NonTensor(observation_spec.shape, example_data=False)
             add_spec(observation_spec, (key[0], "padded"), padded, Tokens)

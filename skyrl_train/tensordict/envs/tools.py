@@ -14,7 +14,7 @@ from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import Compose, EnvBase
-from torchrl.envs.llm.transforms import JSONCallParser as _JSONCallParser, ToolCall, ToolRegistry
+from torchrl.envs.llm.transforms import JSONCallParser as _JSONCallParser, ToolRegistry
 from torchrl.envs.llm.transforms.tools import LLMToolParser, ParseResult, ToolTransformBase
 from torchrl.services import get_services
 
@@ -27,7 +27,8 @@ from skyrl_train.environments.tools.parsers import MAX_CALLS
 from skyrl_train.environments.tools.python import PythonTool
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, SandboxResult
 from skyrl_train.tensordict.envs.conversation import last_response, part, value_of
-from skyrl_train.tensordict.envs.rows import chat_setting, reset_rows, rows_of, stacked_like
+from skyrl_train.tensordict.envs.rows import chat_setting, reset_rows, rows_of
+from skyrl_train.tensordict.ragged import nested_stack
 
 MAX_WORKERS = 16
 """Maximum number of rows whose tools run concurrently."""
@@ -110,7 +111,7 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
                 first, *rest = prompt.unbind(0)
                 begin, rest = (f"{first.content}\n\n", rest) if first.role == "system" else ("", [first, *rest])
                 _set_prompt(row, [type(prompt)(role="system", content=begin + words), *rest])
-        return stacked_like(rows, tensordict_reset)
+        return nested_stack(rows, tensordict_reset.batch_size)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = rows_of(next_tensordict)
@@ -129,7 +130,7 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
             prompt = part(rows[place], "history", "prompt")
             results = [type(prompt)(role=self.tool_role, content=text) for text in texts]
             _set_prompt(rows[place], [*prompt.unbind(0), *results])
-        return stacked_like(rows, next_tensordict)
+        return nested_stack(rows, next_tensordict.batch_size)
 
     def _answers(self, place: int, before: TensorDictBase, calls: Sequence[ParsedCall]) -> list[str]:
         """Run the calls of one row, and return the texts of their messages."""
@@ -413,13 +414,9 @@ class JSONCallParser(_JSONCallParser):  # type: ignore[misc]
         if not isinstance(given, dict):
             return ParseResult(text=response, calls=[], meta={"count": 0})
         entries = given.get("tools")
-        entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        calls = [
-            ToolCall(entry["tool"], entry.get("args") or {}, entry.get("tag"))
-            for entry in entries
-            if isinstance(entry.get("tool"), str) and isinstance(entry.get("args", {}), dict)
-        ]
-        return ParseResult(text=given.get("message", ""), calls=calls, meta={"count": len(calls)})
+        return super().__call__(
+            {**given, "tools": list(filter(_is_call, entries)) if isinstance(entries, list) else []}
+        )  # type: ignore[no-any-return]
 
 
 class MCPToolTransform(_CallTransform):
@@ -516,6 +513,11 @@ _HOW = """You can call tools. To call one, write its name, a line break, and its
 def _failed(outcome: SandboxResult) -> bool:
     raised = re.search(r"^Traceback \(most recent call last\)", outcome.stderr, re.MULTILINE) is not None
     return bool(outcome.returncode or outcome.timed_out or outcome.killed_by or raised)
+
+
+def _is_call(entry: Any) -> bool:
+    """True if an entry of a JSON answer names a tool and its arguments."""
+    return isinstance(entry, dict) and isinstance(entry.get("tool"), str) and isinstance(entry.get("args", {}), dict)
 
 
 def _outcome(result: ToolResult) -> str:

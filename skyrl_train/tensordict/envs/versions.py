@@ -18,23 +18,22 @@ class PolicyVersion(_PolicyVersion):  # type: ignore[misc]
     Call `increment_version` when the policy's weights change, between a step and the next action.
     """
 
-    acting: Version | None = None
-    """The version that sampled the actions of the next step, if a collector sets it; None: `version`."""
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self._written(next_tensordict, self.version if self.acting is None else self.acting)
+        return write_version(next_tensordict, self.version)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return self._written(tensordict_reset, self.version)
+        return write_version(tensordict_reset, self.version)
 
     def _post_step_mdp_hooks(
         self, tensordict: TensorDictBase, tensordict_: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
         tensordict.set("policy_version", tensordict.get(("next", "policy_version")))
-        return tensordict, self._written(tensordict_, self.version)
+        return tensordict, write_version(tensordict_, self.version)
 
-    def _written(self, tensordict: TensorDictBase, version: Version) -> TensorDictBase:
-        if isinstance(version, int):
-            value = torch.full(tensordict.batch_size, version, dtype=torch.int64, device=tensordict.device)
-            return tensordict.set("policy_version", value)
-        return tensordict.set("policy_version", NonTensorData(version, batch_size=tensordict.batch_size))
+
+def write_version(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
+    """Write a version under "policy_version" of every row, and return the tensordict."""
+    size = tensordict.batch_size
+    if isinstance(version, int):
+        return tensordict.set("policy_version", torch.full(size, version, device=tensordict.device))
+    return tensordict.set("policy_version", NonTensorData(version, batch_size=size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,11 +21,7 @@ from skyrl_train.tensordict.losses.grouping import GroupTransform, Rows
 from skyrl_train.tensordict.ragged import Key
 
 LIMITS = ("version_key", "max_staleness", "max_pending")
-RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
-    "sum": sum,
-    "max": max,
-    "mean": lambda rewards: sum(rewards) / len(rewards),
-}
+RETURNS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "mean": fmean}
 
 Selector = Callable[[Tensor, int], Sequence[int] | None]
 """Function (returns [N], group_size) that returns the indices of the group's trajectories, or None for no group."""

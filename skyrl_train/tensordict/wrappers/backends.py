@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class _Owned:
     """Releases the resources on which the engine runs."""
     shared: tuple[nn.Module, nn.Module] | None = None
     """The user's module and the engine's, which has the same weights."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's keywords."""
     closed: bool = False
 
     def close(self) -> None:
@@ -94,6 +97,9 @@ class _MadeWrapper(LLMWrapperBase):
         if self._owned is not None:
             self._owned.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_owned": None}  # the copy calls the same engine, which remains the original's
+
 
 class TransformersWrapper(_MadeWrapper):
     """A wrapper over transformers in this process, for a model's path or a Hugging Face model.
@@ -147,7 +153,15 @@ class TransformersWrapper(_MadeWrapper):
             raise ConfigError(f"TransformersWrapper takes a model, its path or an engine, got {type(model).__name__}.")
         own = sharing_weights(model)
         device = next(model.parameters()).device
-        return _Owned(TransformersEngine(own, tokenizer, device=device, **options), tokenizer, None, (model, own))
+        engine = TransformersEngine(own, tokenizer, device=device, **options)
+        return _Owned(engine, tokenizer, None, (model, own), options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Describe a copy, which makes an engine of its own over its copy of the model."""
+        if self._owned is None or self._owned.shared is None:
+            return super().__reduce_ex__(protocol)
+        settings = {**self._given, **self._owned.options, "tokenizer": self.tokenizer}
+        return partial(type(self), **settings), (self.model,)
 
     def _answer(self, rows: Sequence[EngineInput], generation: Generation) -> list[Any]:
         if isinstance(self._engine, ModuleScorer):

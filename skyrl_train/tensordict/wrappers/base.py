@@ -197,11 +197,6 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         containers["logits"] = stacked_logits(self._scaled_logits(rows), [len(row.ids) for row in rows], layout)
         return self._place(tensordict, tensordict_out, containers, layout.shape)
 
-    def fits(self, tensordict: TensorDictBase) -> list[bool]:
-        """Return, per row, True if the model's context has room for another token, or its limit is unknown."""
-        rows, limit = rows_of(tensordict), self.engine.capabilities.max_model_len
-        return [not limit or len(row.ids) < limit for row in self._reader.read(rows)]
-
     def _generation(self, given: Mapping[str, Any]) -> Generation:
         if not given:
             return self.generation

@@ -49,11 +49,10 @@ class CategoricalSequential(TensorDictModuleBase):
         if logits is None:
             raise ConfigError(f"The module wrote no {self.logits_key!r}. Name its key with logits_key=.")
         mask = None if self.mask_key is None else column(tensordict, self.mask_key)
+        values, found = _right(logits)
         if isinstance(logits, Tensor):
-            found = (logits != self.padding_value).any(-1) if mask is None else _right(mask)[0].bool()
-            return LLMMaskedCategorical(logits, found)
-        values, lengths = _right(logits)
-        return LLMMaskedCategorical(values, lengths if mask is None else _right(mask)[0].bool())
+            found = (values != self.padding_value).any(-1)
+        return LLMMaskedCategorical(values, found if mask is None else _right(mask)[0].bool())
 
     def log_prob(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> Tensor:
         """Return the log-probs [B, T] (nats) of the action's tokens, 0 at masked positions.

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from skyrl_train.data.chat import decode_response
 from skyrl_train.data.messages import text_content
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
+from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, ragged
+from skyrl_train.tensordict.ragged import nested_stack
 from skyrl_train.tensordict.wrappers.inputs import EngineInput
 
 Fields = Mapping[str, Tensor | tuple[Tensor, Tensor]]

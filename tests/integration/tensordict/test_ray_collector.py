@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.tensordict.collectors.ray_collector import RayLLMCollector
 from skyrl_train.tensordict.envs.gsm8k import GSM8KEnv
+from skyrl_train.tensordict.losses.mc_advantage import RayMCAdvantage
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from tests.support.tensordict_batches import replay_buffer
@@ -108,10 +110,26 @@ def test_batches_arrive_in_the_local_buffer(ray_runtime: None, tiny_model_path: 
         assert gap(row, trained) < 1e-4
         collects.start()
         _until(lambda: len(buffer) >= 6)
-        collects.increment_version()
+        ray.get(ray.remote(RayLLMCollector.increment_version).remote(collects), timeout=DEADLINE_S)
         _until(lambda: len(buffer) >= 8)
     assert not collects.is_running()
     assert len(buffer) == 8  # two batches ahead, and one more for the update
+
+
+@pytest.mark.timeout(300)
+def test_writers_complete_groups_in_one_actor(ray_runtime: None):
+    def trajectory(reward: float) -> TensorDictBase:
+        ends = {"reward": torch.tensor([[reward]]), "done": torch.tensor([[True]])}
+        return lazy_stack([TensorDict({"query": "q", "next": ends, "policy_version": torch.tensor(3)})])
+
+    made = partial(RayMCAdvantage, 2, actor_name="groups", max_staleness=0)
+    first, second = made(), made()
+    assert first.inv(trajectory(0.0)) is None and second.queued_trajectories == 1
+    group = second.inv(trajectory(1.0))
+    assert [round(float(row["advantage"]), 4) for row in group.unbind(0)] == [-0.7071, 0.7071]
+    assert first.queued_trajectories == 0
+    with pytest.raises(ValueError, match="grpo_size=0"):
+        RayMCAdvantage(0)
 
 
 def _until(true: Any) -> None:
@@ -123,8 +141,18 @@ def _until(true: Any) -> None:
 
 def test_unpicklable_arguments_are_rejected(ray_runtime: None):
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="cannot be pickled for the actor"):
+    with pytest.raises(ValueError, match=r"env \(function\) cannot be pickled for the actor"):
         RayLLMCollector(lambda: lock, policy_factory=lambda: lock, dialog_turns_per_batch=1)  # type: ignore[arg-type, return-value]
+
+    class Policy:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, tensordict: TensorDictBase) -> None:
+            pass
+
+    with pytest.raises(ValueError, match=r"policy \(Policy\) cannot be pickled .*Give policy_factory"):
+        RayLLMCollector(partial(GSM8KEnv, dataset=ROWS), policy=Policy(), dialog_turns_per_batch=1)
 
 
 @pytest.mark.parametrize(

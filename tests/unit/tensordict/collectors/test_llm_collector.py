@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import queue as queues
+import threading
 import time
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, SerialEnv, Transform
@@ -96,6 +97,22 @@ def test_module_policy_takes_tensors_by_name():
     assert collects.policy_version == 1
 
 
+def test_slow_environment_of_pool_does_not_delay_others():
+    finish = threading.Event()
+
+    class Waits(Transform):
+        def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+            assert finish.wait(30.0)
+            return next_tensordict
+
+    makers = [lambda: conversations(1, rows=1).append_transform(Waits()), lambda: conversations(3, rows=1)]
+    pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
+    with collector(pool, 1, yield_completed_trajectories=True, timeout=60.0) as collects:
+        lengths = [batch.numel() for batch, _ in zip(collects, range(2), strict=False) if batch is not None]
+        finish.set()
+    assert lengths == [3, 3]
+
+
 def test_stuck_environment_of_pool_meets_deadline():
     class Hangs(Transform):
         def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -161,7 +178,7 @@ def test_environments_may_be_batched_or_asynchronous():
         assert [int(row["query"][-1]) for row in batch.unbind(0)] == [len(batch)] * len(batch)
         assert batch["next", "done"].flatten().tolist() == [False] * (len(batch) - 1) + [True]
         assert batch["policy_version"].tolist() == batch["next", "policy_version"].tolist() == [0] * len(batch)
-    assert 24 <= collects.turns < 24 + 3
+    assert 24 <= collects.turns < 24 + 5
 
 
 def test_replay_buffer_gets_rows():
@@ -224,69 +241,28 @@ def test_copies_weights_into_a_module_policy():
     assert collects.policy_version == 1
 
 
-class ShortPolicy:
-    """A policy of a model with a context for `room` messages and prompts of 20 characters."""
-
-    def __init__(self, room: int):
-        self.room = room
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return answer(tensordict)
-
-    def fits(self, tensordict: TensorDictBase) -> list[bool]:
-        rows = [row["history"].prompt.content for row in tensordict.unbind(0)]
-        return [len(row) <= self.room and len(row[0]) <= 20 for row in rows]
-
-
 @pytest.mark.parametrize("pooled", [False, True])
-def test_context_ends_the_row_not_the_collector(pooled: bool):
-    made = [lambda: conversations(9, rows=1), lambda: conversations(1, rows=1)]
-    env = AsyncEnvPool(made, backend="threading", stack="lazy") if pooled else conversations(9, 1, 1, 1)
-    collects = collector(env, 6, policy=ShortPolicy(3), yield_completed_trajectories=True)
-    rows: list[TensorDictBase] = []
-    for batch in collects:
-        assert batch is not None
-        rows += batch.unbind(0)
-        if sum(row["query"].startswith("q0/9") for row in rows) >= 3:
-            break
-    long = [row for row in rows if row["query"].startswith("q0/9")][:3]
-    assert [row["next", "done"].item() for row in long] == [False, False, True]
-    assert not long[-1]["next", "terminated"].item()
-    assert all(row["next", "terminated"].item() for row in rows if row["query"].endswith("/1"))
-    collects.shutdown()
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_first_prompts_beyond_the_context_are_skipped(pooled: bool, caplog: Any):
+def test_context_ends_the_row_not_the_collector(pooled: bool, caplog: pytest.LogCaptureFixture):
     def made(rows: int = 1) -> Any:
-        return conversations(1, 1, 1, 1, 1, 1, rows=rows, suffixes=dict.fromkeys((0, 3), " and so on and so on"))
+        return DatasetChatEnv(dataset=[{"query": "a"}, {"query": "b" * 70}], num_envs=rows, shuffle=False)
 
-    env = AsyncEnvPool([made, made], backend="threading", stack="lazy") if pooled else made(2)
-    collects = collector(env, 4, policy=ShortPolicy(9), yield_completed_trajectories=True, total_dialog_turns=8)
-    seen = {one for batch in collects for one in questions(batch)}
-    assert {"q1", "q2"} <= seen <= {"q1", "q2", "q4", "q5"}
-    assert "longer than the model's context" in caplog.text
-    collects.shutdown()
-    with pytest.raises(ConfigError, match="max_model_len"):
-        next(iter(collector(conversations(1), 2, policy=ShortPolicy(0))))
-
-
-def test_wrapper_of_a_short_model_ends_conversations(caplog: pytest.LogCaptureFixture):
-    model, tokenizer = tiny_model(), byte_tokenizer()
+    model = tiny_model()
     model.config.max_position_embeddings = 64
     settings: dict[str, Any] = {"generate_kwargs": {"max_tokens": 10, "ignore_eos": True}}
-    with closing(TransformersWrapper(model, tokenizer=tokenizer, **settings)) as wrapper:
-        tokens = wrapper.get_new_version(input_mode="tokens")
-        prompt = TensorDict(tokens=TensorDict(prompt=torch.ones(2, 70, dtype=torch.int64)), batch_size=(2,))
-        assert tokens.fits(prompt) == [False, False]
-        env = DatasetChatEnv(dataset=[{"query": "a"}, {"query": "b" * 70}], num_envs=2, shuffle=False)
-        rows = env.rollout(9, wrapper, break_when_any_done=False)
-    long = rows[1]["next", "done"].flatten().tolist()
-    assert long[0] and len(rows[1, 0]["tokens"].response) == 0
-    short = rows[0]
-    ends = short["next", "done"].flatten().tolist().index(True)
-    assert ends > 0 and [len(step["tokens"].response) for step in short[:ends].unbind(0)] == [10] * ends
-    assert not short["next", "terminated"].any()
+    env = AsyncEnvPool([made, made], backend="threading", stack="lazy") if pooled else made(2)
+    with (
+        closing(TransformersWrapper(model, tokenizer=byte_tokenizer(), **settings)) as wrapper,
+        collector(env, policy=wrapper, yield_completed_trajectories=True, total_dialog_turns=16) as collects,
+    ):
+        trajectories: dict[int, list[TensorDictBase]] = {}
+        for row in (row for batch in collects if batch is not None for row in batch.unbind(0)):
+            trajectories.setdefault(int(row["collector", "traj_ids"]), []).append(row)
+    assert {rows[0]["query"][0] for rows in trajectories.values()} == {"a", "b"}
+    for rows in trajectories.values():
+        *before, last = [len(row["tokens"].response) for row in rows]
+        assert last == 0 and all(before) and bool(before) == (rows[0]["query"] == "a")
+        assert [row["next", "done"].item() for row in rows] == [False] * len(before) + [True]
+        assert not rows[-1]["next", "terminated"].item()
     assert "leave no room in max_model_len=64" in caplog.text
 
 

@@ -11,7 +11,7 @@ from skyrl_train.data.chat import render_prompt
 from skyrl_train.errors import DataError
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.chat import ChatEnv, DatasetChatEnv
-from skyrl_train.tensordict.envs.conversation import conversation, history_of, messages_of
+from skyrl_train.tensordict.envs.conversation import history_of, messages_of
 from skyrl_train.tensordict.history import History
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -207,7 +207,7 @@ class _Tool(Transform):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         for row in next_tensordict.unbind(0):
             said = [*messages_of(row["history"].prompt), {"role": "tool", "content": "4"}]
-            row.set("history", conversation(said))
+            row.set("history", ChatHistory(prompt=history_of(said), batch_size=[]))
         return next_tensordict
 
 

@@ -6,7 +6,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from tensordict import TensorDict
+import torch
+from tensordict import TensorDict, lazy_stack
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.tensordict.envs.conversation import messages_of
@@ -57,6 +58,17 @@ def test_an_episode_that_is_over_takes_no_step():
         root["text_response"] = ["a"]
         with pytest.raises(RuntimeError, match="Reset its row"):
             env.step(root)
+
+
+def test_empty_response_ends_the_episode():
+    with closing(MLGymWrapper(Counting, batch_size=(2,))) as env:
+        root = env.reset()
+        root["text_response"] = ["a", ""]
+        responses = [torch.ones(1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)]
+        root["tokens"] = lazy_stack([TensorDict(response=response) for response in responses])
+        following = env.step(root)["next"]
+        assert following["done"].tolist() == [[False], [True]] and not following["terminated"].any()
+        assert following["reward"].tolist() == [[1.0], [0.0]] and Counting.open == 1
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from torchrl.envs import Transform
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.engines.base import SampleRequest
+from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.envs.chat import ChatEnv
-from skyrl_train.tensordict.envs.conversation import conversation, messages_of
+from skyrl_train.tensordict.envs.conversation import history_of, messages_of
 from skyrl_train.tensordict.envs.gsm8k import GSM8KEnv
 from skyrl_train.tensordict.envs.kl import KLRewardTransform, RetrieveLogProb
 from skyrl_train.tensordict.losses.grpo import GRPOLoss
@@ -54,7 +55,8 @@ class Echo(Transform):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         for row in next_tensordict.unbind(0):
             result = {"role": "tool", "content": "4"}
-            row.set("history", conversation([*messages_of(row["history"].prompt), result]))
+            history = history_of([*messages_of(row["history"].prompt), result])
+            row.set("history", ChatHistory(prompt=history, batch_size=[]))
         return next_tensordict
 
 

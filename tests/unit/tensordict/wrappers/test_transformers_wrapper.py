@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -311,3 +312,23 @@ def test_a_scorers_new_version_may_generate():
     policy = scorer.get_new_version(generate=True)
     assert len(policy(chats())[0]["tokens"].response) <= 2
     policy.close()
+
+
+def test_pickled_wrapper_samples_from_its_own_model():
+    model, kwargs = tiny_model(), {"max_new_tokens": 5, "temperature": 0.0}
+    prompt = TensorDict(text=["abc"], batch_size=(1,))
+    with closing(
+        TransformersWrapper(
+            model, tokenizer=byte_tokenizer(), input_mode="text", generate_kwargs=kwargs, max_num_seqs=2, inplace=False
+        )
+    ) as original:
+        version = original.get_new_version(return_log_probs=False)
+        before = original(prompt)["text"].response
+        pickled = pickle.dumps(version)
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        assert original(prompt)["text"].response != before
+        with closing(pickle.loads(pickled)) as copied:
+            answer = copied(prompt)
+    assert answer["text"].response == before and "log_probs" not in answer.keys()  # noqa: SIM118 - a tensordict
+    assert copied.model is not model
