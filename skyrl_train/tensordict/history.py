@@ -24,7 +24,7 @@ from skyrl_train.tensordict.chat_templates import (
     parse_text,
     template_options as template_options,
 )
-from skyrl_train.tensordict.ragged import nested_stack
+from skyrl_train.tensordict.ragged import nested_stack, rows_of
 
 NO_MESSAGE = "<none>"
 """Role of a padding entry in a stack of conversations."""
@@ -158,7 +158,7 @@ class History(TorchRLHistory):  # type: ignore[misc]
             DataError: The template rejects the messages, or does not write all of their text.
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
-        chats, shape = [rendered_form(one.to_chats()) for one in _conversations(self)], self.batch_size[:-1]
+        chats, shape = [rendered_form(one.to_chats()) for one in rows_of(self, 1)], self.batch_size[:-1]
         if return_tensors not in (None, "pt"):
             raise ConfigError(f"return_tensors={return_tensors!r} is not 'pt' or None: ids are torch tensors.")
         if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
@@ -237,11 +237,6 @@ def _joined(first: Any, second: Any, dim: int) -> Any:
         return lazy_stack([*first.unbind(0), *second.unbind(0)])
     pairs = zip(first.unbind(0), second.unbind(0), strict=True)
     return lazy_stack([_joined(one, other, dim - 1) for one, other in pairs])
-
-
-def _conversations(history: Any) -> list[Any]:
-    """Return the conversations [turns] of a batch of any batch size, in row-major order."""
-    return [history] if history.ndim < 2 else [one for row in history.unbind(0) for one in _conversations(row)]
 
 
 def _with_mask(tokenizer: Any, messages: list[Any], options: dict[str, Any], header: bool) -> Any:

@@ -23,11 +23,11 @@ Column = Tensor | list[Tensor]
 """One entry for all rows: [B, ...], or B tensors of different shapes."""
 
 
-def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """Return the rows (batch size []) of a tensordict of any batch size, in row-major order."""
-    if tensordict.ndim == 0:
+def rows_of(tensordict: TensorDictBase, ndim: int = 0) -> list[TensorDictBase]:
+    """Return the rows of a tensordict of any batch size, in row-major order; a row has at most `ndim` dimensions."""
+    if tensordict.ndim <= ndim:
         return [tensordict]
-    return [row for part in tensordict.unbind(0) for row in rows_of(part)]
+    return [row for part in tensordict.unbind(0) for row in rows_of(part, ndim)]
 
 
 def flattened(tensordict: TensorDictBase) -> TensorDictBase:

@@ -86,8 +86,6 @@ class ChatEnv(torchrl_chat.ChatEnv, metaclass=_ChatEnvMeta):  # type: ignore[mis
             raise ValueError(f"input_mode={input_mode!r} is not one of {MODES}.")
         if tokenizer is None and input_mode == "tokens":
             raise ValueError('input_mode="tokens" needs a tokenizer. Pass tokenizer=.')
-        if not isinstance(batch_size, int) and batch_size is not None:
-            batch_size = torch.Size(batch_size)
         variables = dict(template_kwargs or {})
         super().__init__(
             input_mode=input_mode, batch_size=batch_size, tokenizer=tokenizer, template_kwargs=variables, **settings

@@ -117,8 +117,7 @@ def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
     if messages is not None:
         said = messages and messages[-1]["role"] in (policy_role, "assistant")  # wrappers write the latter
         return get_message_text(messages[-1]) if said else None
-    for key in (("text", "response"), "text_response"):
-        text = part(row, *key) if isinstance(key, tuple) else text_of(row, key)
+    for text in (part(row, "text", "response"), text_of(row, "text_response")):
         if isinstance(text, str):
             return text
     full, prompt = part(row, "text", "full"), part(row, "text", "prompt")

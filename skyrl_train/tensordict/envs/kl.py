@@ -19,19 +19,6 @@ from skyrl_train.tensordict.ragged import nested_stack
 FullKey = tuple[str, str]
 
 
-def _check_scores(model: Any, what: str) -> None:
-    """Raise ValueError for a model that generates, or that returns no log-probs."""
-    if getattr(model, "generate", False) is not False:
-        raise ValueError(
-            f"{what} needs a model made with generate=False, which scores given tokens. Use "
-            "model.get_new_version(generate=False)."
-        )
-    if getattr(model, "return_log_probs", True) is False:
-        raise ValueError(
-            f"{what} needs a model with return_log_probs=True. Use model.get_new_version(return_log_probs=True)."
-        )
-
-
 class _StepScores(Transform):  # type: ignore[misc]
     """A base of transforms that write values of one step's tokens, [L] per row, into "next".
 
@@ -102,7 +89,16 @@ class RetrieveLogProb(_StepScores):
         tokenizer: Any = None,
         padding_side: str = "left",
     ):
-        _check_scores(model, type(self).__name__)
+        if getattr(model, "generate", False) is not False:
+            raise ValueError(
+                f"{type(self).__name__} needs a model made with generate=False, which scores given tokens. Use "
+                "model.get_new_version(generate=False)."
+            )
+        if getattr(model, "return_log_probs", True) is False:
+            raise ValueError(
+                f"{type(self).__name__} needs a model with return_log_probs=True. Use "
+                "model.get_new_version(return_log_probs=True)."
+            )
         mode = getattr(model, "input_mode", "history")
         if assistant_only and mode != "history":
             raise ValueError(
@@ -117,7 +113,8 @@ class RetrieveLogProb(_StepScores):
         self.mode, self.assistant_only, self.detach, self.device = mode, assistant_only, detach, device
 
     def _score(self, before: Sequence[TensorDictBase], following: Sequence[TensorDictBase]) -> None:
-        sampled = all(_has_tokens(row) for row in before)
+        needed = (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
+        sampled = all(part(row, *key) is not None for row in before for key in needed)
         model, mode = (self._of_tokens(), "tokens") if sampled else (self.model, self.mode)
         given = LazyStackedTensorDict(*(row.select(mode, "masks", strict=False).copy() for row in before), stack_dim=0)
         with torch.set_grad_enabled(not self.detach):
@@ -388,12 +385,6 @@ def _counted(row: TensorDictBase, length: int, assistant_only: bool) -> torch.Te
     mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
     mask[: len(prompt)] = False
     return mask
-
-
-def _has_tokens(row: TensorDictBase) -> bool:
-    """True if a row has tokens and both masks."""
-    wanted = (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
-    return all(part(row, *key) is not None for key in wanted)
 
 
 def _attention(row: TensorDictBase) -> torch.Tensor | None:

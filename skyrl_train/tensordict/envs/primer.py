@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torchrl.data import Composite, NonTensor
+from torchrl.data import NonTensor
 from torchrl.envs.llm import transforms as torchrl_transforms
 from torchrl.envs.llm.transforms import as_nested_tensor as as_nested_tensor, as_padded_tensor as as_padded_tensor
 
@@ -26,9 +26,6 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
         question_key: Column whose value is also stored under "query", unless there is a column "query".
         **settings: Arguments of TorchRL's class.
     """
-
-    primers: Composite
-    batch_size: Any
 
     def __init__(self, dataloader: Iterable[Any] | None = None, *, question_key: str | None = None, **settings: Any):
         if (settings.get("repeats") or 0) < 0:
@@ -106,11 +103,9 @@ class RayDataLoadingPrimer(torchrl_transforms.RayDataLoadingPrimer):  # type: ig
         loader = {"dataloader": self._dataloader, "dataloader_factory": self._dataloader_factory}
         return remote.remote(**loader, **self._creation_kwargs)
 
-    primers = torchrl_transforms.RayDataLoadingPrimer.primers.getter(
-        lambda self: self._ray.get(
-            self._actor._getattr.remote("primers")
-        )  # TorchRL's asks for a method that actors lack
-    )
+    @torchrl_transforms.RayDataLoadingPrimer.primers.getter
+    def primers(self) -> Any:
+        return self._ray.get(self._actor._getattr.remote("primers"))  # TorchRL's asks for a method that actors lack
 
 
 DataLoadingPrimer._RayServiceClass = RayDataLoadingPrimer
@@ -163,6 +158,5 @@ def _columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _row(values: Mapping[str, Any]) -> TensorDictBase:
     kept = (torch.Tensor, TensorDictBase)
-    return TensorDict(
-        {key: value if isinstance(value, kept) else NonTensorData(value) for key, value in values.items()}
-    )
+    columns = {key: value if isinstance(value, kept) else NonTensorData(value) for key, value in values.items()}
+    return TensorDict(columns)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from torchrl.envs.llm.transforms import (
     Tokenizer as _Tokenizer,
 )
 
-from skyrl_train.data.chat import decode_response, is_control_token, render_continuation, render_prompt, render_text
+from skyrl_train.data.chat import is_control_token, render_continuation, render_prompt, render_text
 from skyrl_train.data.messages import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.conversation import full_messages, is_continued, messages_of, unpadded
 from skyrl_train.tensordict.envs.rows import add_spec, chat_setting, rows_of
 from skyrl_train.tensordict.history import rendered_form, template_options
 from skyrl_train.tensordict.ragged import nested_stack
+from skyrl_train.tensordict.wrappers.outputs import decoded
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -54,8 +54,7 @@ class Tokenizer(_Tokenizer):  # type: ignore[misc]
                     )
                 continue
             skips = self.skip_special_tokens
-            decode = partial(decode_response, self.tokenizer) if skips else self.tokenizer.decode
-            texts = [NonTensorData(str(decode(ids.flatten().tolist()))) for ids in rows]
+            texts = [NonTensorData(decoded(self.tokenizer, ids.flatten().tolist(), skips)) for ids in rows]
             tensordict.set(text_key, NonTensorStack(*texts) if tensordict.batch_dims else texts[0])
         return tensordict
 
@@ -105,30 +104,23 @@ class IncrementalTokenizer(_IncrementalTokenizer):  # type: ignore[misc]
         key = unravel_key(tokens_key)
         super().__init__(tokenizer, history_key=history_key, tokens_key=key, **template)
         self._in_tokens = isinstance(key, tuple) and len(key) == 2 and key[1] == "prompt"
-        self.template_kwargs = {
-            **template_options(tokenizer, chat_template, chat_template_name),
-            **(template_kwargs or {}),
-        }
-
-    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._move_back()
-        return tensordict
+        options = template_options(tokenizer, chat_template, chat_template_name)
+        self.template_kwargs = {**options, **(template_kwargs or {})}
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._move_back()
-        return tensordict
-
-    def _move_back(self) -> None:
         """Move to the end of the environment's transforms. Compose calls the hooks before a step in reverse order."""
         chain = getattr(self.container, "transform", None)
         if not isinstance(chain, Compose) or self not in (parts := list(chain)):
-            return
+            return tensordict
         place = parts.index(self)
         later = [part for part in parts[place + 1 :] if not isinstance(part, IncrementalTokenizer)]
         if later and not any(self.tokens_key in part.in_keys for part in later):
             chain.pop(place)
             self.reset_parent()
             chain.append(self)
+        return tensordict
+
+    _reset_env_preprocess = _inv_call
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         rows = rows_of(tensordict_reset)

@@ -52,7 +52,7 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
     A call in the answer's reasoning does not count (`reasoning.final_answer`). Every row has its own tools, which are
     closed when the row is reset and when the environment is closed; rows run concurrently. A model's mistakes and a
     tool's exceptions become texts for the model. Rows without a call, and rows that are done, get no message.
-    Subclasses define `make_tools`, `parse_calls` and `format_result`.
+    Subclasses define `make_tools` and `parse_calls`, and may override `format_result`.
 
     Attaching it to an environment of another mode than "history" raises RuntimeError.
     """
@@ -70,9 +70,10 @@ class ToolTransform(ToolTransformBase, ABC):  # type: ignore[misc]
     def parse_calls(self, text: str) -> list[ParsedCall]:
         """Return the tool calls in one answer, first to last. A call that cannot be parsed has `wrong` set."""
 
-    @abstractmethod
     def format_result(self, call: ParsedCall, result: ToolResult) -> str:
         """Return the text of the message that shows the result of a call to the model."""
+        outcome = "executed successfully" if result.error is None else "failed"
+        return f"{call.shown_as} {outcome}:\n{result.text}"
 
     def described(self) -> str | None:
         """Return a description of the tools for the system message, or None for no description."""
@@ -200,9 +201,6 @@ class PythonInterpreter(ToolTransform):
         blocks = extract_blocks(text, PYTHON_LANGUAGES)
         return [ParsedCall(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
 
-    def format_result(self, call: ParsedCall, result: ToolResult) -> str:
-        return f"{call.shown_as} {_outcome(result)}:\n{result.text}"
-
 
 class PythonExecutorService:
     """A service that runs Python code in sandboxes, for the environments of several processes.
@@ -286,7 +284,7 @@ class _CallTransform(ToolTransform):
         return f"{_HOW}\n\n{self.description}" if self.describe else None
 
     def format_result(self, call: ParsedCall, result: ToolResult) -> str:
-        return f"Tool {call.shown_as} {_outcome(result)}:\n{result.text}"
+        return f"Tool {super().format_result(call, result)}"
 
     def _parsed(self, name: str, body: str) -> ParsedCall:
         try:
@@ -414,9 +412,8 @@ class JSONCallParser(_JSONCallParser):  # type: ignore[misc]
         if not isinstance(given, dict):
             return ParseResult(text=response, calls=[], meta={"count": 0})
         entries = given.get("tools")
-        return super().__call__(
-            {**given, "tools": list(filter(_is_call, entries)) if isinstance(entries, list) else []}
-        )  # type: ignore[no-any-return]
+        calls = list(filter(_is_call, entries)) if isinstance(entries, list) else []
+        return super().__call__({**given, "tools": calls})  # type: ignore[no-any-return]
 
 
 class MCPToolTransform(_CallTransform):
@@ -518,10 +515,6 @@ def _failed(outcome: SandboxResult) -> bool:
 def _is_call(entry: Any) -> bool:
     """True if an entry of a JSON answer names a tool and its arguments."""
     return isinstance(entry, dict) and isinstance(entry.get("tool"), str) and isinstance(entry.get("args", {}), dict)
-
-
-def _outcome(result: ToolResult) -> str:
-    return "executed successfully" if result.error is None else "failed"
 
 
 def _surplus(calls: Sequence[ParsedCall]) -> list[str]:

@@ -21,9 +21,6 @@ class PolicyVersion(_PolicyVersion):  # type: ignore[misc]
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return write_version(next_tensordict, self.version)
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return write_version(tensordict_reset, self.version)
-
     def _post_step_mdp_hooks(
         self, tensordict: TensorDictBase, tensordict_: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:

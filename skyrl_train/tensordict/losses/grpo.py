@@ -39,9 +39,9 @@ REFERENCE_SOURCE = (
 )
 
 
-def _total(self: Any) -> Tensor:
+def total_loss(self: Any) -> Any:
     """Return the sum of all loss_*, on which to call `backward`."""
-    return torch.stack([value for name, value in self.items() if name.startswith("loss_")]).sum(0)
+    return sum(value for name, value in self.items() if name.startswith("loss_"))
 
 
 class GRPOLossOutput(torchrl_grpo.GRPOLossOutput):  # type: ignore[misc]
@@ -52,19 +52,19 @@ class GRPOLossOutput(torchrl_grpo.GRPOLossOutput):  # type: ignore[misc]
     aggregation or reduction "none", the loss_* are rectangles [B, L], 0 on tokens that do not count.
     """
 
-    loss = property(_total)
+    loss = property(total_loss)
 
 
 class DAPOLossOutput(torchrl_grpo.DAPOLossOutput):  # type: ignore[misc]
     """The fields of GRPOLossOutput, from DAPO."""
 
-    loss = property(_total)
+    loss = property(total_loss)
 
 
 class CISPOLossOutput(torchrl_grpo.CISPOLossOutput):  # type: ignore[misc]
     """The fields of GRPOLossOutput, from CISPO."""
 
-    loss = property(_total)
+    loss = property(total_loss)
 
 
 class GRPOLoss(torchrl_grpo.GRPOLoss):  # type: ignore[misc]

@@ -9,6 +9,7 @@ in any way, with ("tokens", "full") and an attention mask that identify the toke
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,22 +153,16 @@ def _reader_of(actor: Any, action: Key) -> Any:
 
 def _distribution(actor: Any, tensordict: TensorDictBase) -> Any:
     # TorchRL's `get_dist` masks with the wrong shape; its `_get_generic_dist` is what its own loss calls.
-    for name in ("_get_generic_dist", "get_dist"):
-        ask = getattr(actor, name, None)
-        if ask is not None:
-            try:
-                return ask(tensordict)
-            except NotImplementedError:
-                return None
+    ask = getattr(actor, "_get_generic_dist", None) or getattr(actor, "get_dist", None)
+    with suppress(NotImplementedError):
+        return None if ask is None else ask(tensordict)
     return None
 
 
 def _entropy(distribution: Any, samples: int) -> Tensor:
     """[B, L]; estimated from samples if there is no closed form, with an unbiased gradient."""
-    try:
+    with suppress(NotImplementedError):
         return distribution.entropy()  # type: ignore[no-any-return]
-    except NotImplementedError:
-        pass
     try:
         logs = distribution.log_prob(distribution.sample((samples,)))
     except NotImplementedError:

@@ -15,7 +15,7 @@ from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.reductions import seq_mean_token_sum_norm, sequence_mean, token_mean
 from skyrl_train.algorithms.sft import minor_sft, sft
 from skyrl_train.tensordict.losses.conversations import ConversationLoss, token_counts
-from skyrl_train.tensordict.losses.grpo import constant, mean_over
+from skyrl_train.tensordict.losses.grpo import constant, mean_over, total_loss
 from skyrl_train.tensordict.losses.scoring import Scored, check_choice, read
 from skyrl_train.tensordict.ragged import Key
 
@@ -28,10 +28,7 @@ class SFTLossOutput(torchrl_sft.SFTLossOutput):  # type: ignore[misc]
     `loss_sft` is a scalar, or [B] with reduction "none". `kl_to_ref` is the mean over all tokens that count, in nats.
     """
 
-    @property
-    def loss(self) -> Tensor:
-        """The sum of all loss_*, on which to call `backward`."""
-        return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref  # type: ignore[no-any-return]
+    loss = property(total_loss)
 
 
 class SFTLoss(ConversationLoss, torchrl_sft.SFTLoss):  # type: ignore[misc]

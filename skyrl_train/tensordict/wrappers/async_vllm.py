@@ -218,9 +218,8 @@ class Replicas:
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Return the log-probs of all tokens but the first of each sequence; every replica scores its share."""
         engines = self._client.engines
-        parts = await gather_all(
-            [engine.score(token_ids[i :: len(engines)], temperature) for i, engine in enumerate(engines)]
-        )
+        scoring = [engine.score(token_ids[i :: len(engines)], temperature) for i, engine in enumerate(engines)]
+        parts = await gather_all(scoring)
         return [parts[i % len(engines)][i // len(engines)] for i in range(len(token_ids))]
 
 

@@ -181,7 +181,10 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
             NotImplementedError: For `logits_only` without logits.
         """
         rows = self._reader.read(rows_of(tensordict))
-        generation = self._generation(generate_kwargs)
+        generation = self.generation
+        if generate_kwargs:
+            own = overridden(self._given["generate_kwargs"], generate_kwargs)
+            generation = read_generate_kwargs(own, self._given["num_samples"])
         count = generation.num_samples if self.generate and not logits_only else None
         layout = Layout(
             tuple(tensordict.batch_size) + (() if count is None else (count,)),
@@ -196,11 +199,6 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
         containers = scored(rows, None, self.tokenizer, layout)
         containers["logits"] = stacked_logits(self._scaled_logits(rows), [len(row.ids) for row in rows], layout)
         return self._place(tensordict, tensordict_out, containers, layout.shape)
-
-    def _generation(self, given: Mapping[str, Any]) -> Generation:
-        if not given:
-            return self.generation
-        return read_generate_kwargs(overridden(self._given["generate_kwargs"], given), self._given["num_samples"])
 
     def _answer(self, rows: Sequence[EngineInput], generation: Generation) -> list[Any]:
         """The samples of each row or, when scoring, its log-probs: the only method that calls the engine."""
@@ -239,13 +237,10 @@ class LLMWrapperBase(TorchRLWrapperBase):  # type: ignore[misc]
             return scored(rows, answers, self.tokenizer, layout)
         rows = [row for row, samples in zip(rows, answers, strict=True) for _ in samples]
         flat = [answer for samples in answers for answer in samples]
-        return generated(rows, flat, self.tokenizer, self._ends(flat), layout)
-
-    def _ends(self, answers: Sequence[Answer]) -> frozenset[int]:
-        """Ids that end a turn: the tokenizer's own, and control tokens at which an answer stopped."""
-        last = {answer.ids[-1] for answer in answers if answer.ended and answer.ids}
+        # The tokenizer's own ids end a turn, and so do control tokens at which an answer stopped.
+        last = {answer.ids[-1] for answer in flat if answer.ended and answer.ids}
         controls = {i for i in last if self.tokenizer is not None and is_control_token(self.tokenizer, i)}
-        return get_eos_tokens(self.tokenizer) | controls
+        return generated(rows, flat, self.tokenizer, get_eos_tokens(self.tokenizer) | controls, layout)
 
     def _place(
         self, given: TensorDictBase, out: TensorDictBase | None, containers: dict[str, Any], shape: tuple[int, ...]

@@ -86,7 +86,9 @@ class Dispatcher:
             finally:
                 self._callers -= 1
                 if submission.missing:  # late, failed in an earlier batch, or interrupted: drop the rest
-                    self._withdraw(submission, parameters)
+                    waiting = self._groups.pop(parameters, ())
+                    if others := deque(item for item in waiting if item[0] is not submission):
+                        self._groups[parameters] = others
         if submission.error is not None:
             raise submission.error
         return submission.results
@@ -149,11 +151,6 @@ class Dispatcher:
         if not queue:
             del self._groups[parameters]
         return batch
-
-    def _withdraw(self, submission: _Submission, parameters: Hashable) -> None:
-        left = deque(item for item in self._groups.pop(parameters, ()) if item[0] is not submission)
-        if left:
-            self._groups[parameters] = left
 
     def _lead(self, batch: list[Item], parameters: Hashable) -> None:
         """Run a batch; the lock is held on entry and on exit."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from skyrl_train.cluster.addresses import free_address
-from skyrl_train.data.chat import decode_response, encode_prompt
+from skyrl_train.data.chat import encode_prompt
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.sampling_params import check_supported
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_causal_lm, load_meta_model, load_tokenizer
 from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.tensordict.wrappers.outputs import decoded
 from skyrl_train.tensordict.wrappers.parameters import Generation
 from skyrl_train.tensordict.wrappers.requests import sample_requests
 from skyrl_train.tensordict.wrappers.stateless_group import StatelessGroup, stateless_init_process_group
@@ -112,8 +113,8 @@ class EngineView:
         check_supported(generation.sampling, engine.capabilities)
         requests = sample_requests(rows, generation, engine.capabilities)
         done = call(engine.generate(requests), f"{self.model_path}: generate", timeout or self.timeout)
-        decode = partial(decode_response, self.tokenizer) if generation.skip_special_tokens else self.tokenizer.decode
-        return requests, done, [decode(one.token_ids.tolist()) for one in done]
+        skips = generation.skip_special_tokens
+        return requests, done, [decoded(self.tokenizer, one.token_ids.tolist(), skips) for one in done]
 
     # -- weight updates ---------------------------------------------------------------------------------------------
 

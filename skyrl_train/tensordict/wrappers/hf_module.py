@@ -59,10 +59,8 @@ class ModuleScorer:
 
 def sharing_weights(module: nn.Module) -> Any:
     """Return a copy of a module that shares its tensors, but not its mode, attention, hooks and requires_grad."""
-    shared: dict[int, Any] = {
-        id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()
-    }
-    shared |= {id(each): each for each in module.buffers()}
+    shared: dict[int, Any] = {id(each): each for each in module.buffers()}
+    shared |= {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()}
     return copy.deepcopy(module, shared)
 
 

@@ -115,9 +115,8 @@ class Reader:
         text = self._value(row)
         if not isinstance(text, str):
             raise TypeError(f"{self.key} must hold a string, got {type(text).__name__}.")
-        ids = list(
-            self.tokenizer(text, **{"add_special_tokens": False, **self.settings["tokenizer_kwargs"]})["input_ids"]
-        )
+        options = {"add_special_tokens": False, **self.settings["tokenizer_kwargs"]}
+        ids = list(self.tokenizer(text, **options)["input_ids"])
         return EngineInput(ids, text=text, assistant=self._copied(row, ids))
 
     def _tokens(self, row: TensorDictBase) -> EngineInput:

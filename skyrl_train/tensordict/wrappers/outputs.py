@@ -16,7 +16,6 @@ from skyrl_train.data.chat import decode_response
 from skyrl_train.data.messages import text_content
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, ragged
-from skyrl_train.tensordict.ragged import nested_stack
 from skyrl_train.tensordict.wrappers.inputs import EngineInput
 
 Fields = Mapping[str, Tensor | tuple[Tensor, Tensor]]
@@ -67,7 +66,7 @@ def generated(
     if tokenizer is None:
         return out
     prompts = _texts(rows, tokenizer)
-    texts = [_decoded(tokenizer, answer.ids, at) for answer in answers]
+    texts = [decoded(tokenizer, answer.ids, at.skip_special_tokens) for answer in answers]
     full = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     out["text"] = _text_container(at.shape, prompt=prompts, response=texts, full=full)
     if rows[0].history is not None:
@@ -105,9 +104,8 @@ def scored(
 def stacked_logits(logits: Tensor, lengths: Sequence[int], at: Layout) -> Tensor:
     """Return left-padded logits [B, T, V] in the form of the output: of the batch's shape, or nested rows [L, V]."""
     if not at.padded and len(at.shape) == 1:
-        return torch.nested.as_nested_tensor(
-            [row[len(row) - length :] for row, length in zip(logits, lengths, strict=True)], layout=torch.jagged
-        )
+        rows = [row[len(row) - length :] for row, length in zip(logits, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     return logits.reshape(*at.shape, *logits.shape[1:])
 
 
@@ -174,9 +172,9 @@ def _padded(values: Sequence[Any], fill: Any, name: str) -> Tensor:
     return pad_sequence(list(values), batch_first=True, padding_value=fill, padding_side=side)
 
 
-def _decoded(tokenizer: Any, ids: Sequence[int], at: Layout) -> str:
-    """Graders need the markers of reasoning, also where special tokens are skipped."""
-    return decode_response(tokenizer, ids) if at.skip_special_tokens else str(tokenizer.decode(ids))
+def decoded(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """Return a response's text. Graders need the markers of reasoning, also where special tokens are skipped."""
+    return decode_response(tokenizer, ids) if skip_special_tokens else str(tokenizer.decode(ids))
 
 
 def _histories(
@@ -186,15 +184,15 @@ def _histories(
     found = []
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
-        said = _decoded(tokenizer, ids, at)
+        said = decoded(tokenizer, ids, at.skip_special_tokens)
         turn, kind = _turn("assistant", said, answer.ended), type(row.history)
         before = row.history._tensordict.unbind(0)
         full = [*before, turn]
         if before and (begun := _open_content(before[-1])) is not None:
             full = [*before[:-1], _turn("assistant", begun + said, answer.ended)]
-        histories = {"prompt": row.history, "response": _conversation(kind, [turn]), "full": _conversation(kind, full)}
-        found.append(TensorDict(histories))
-    return ChatHistory.from_tensordict(nested_stack(found, at.shape))
+        response, full = _conversation(kind, [turn]), _conversation(kind, full)
+        found.append({"prompt": row.history, "response": response, "full": full})
+    return ragged(ChatHistory, found, at.shape)
 
 
 def _open_content(turn: Any) -> str | None:

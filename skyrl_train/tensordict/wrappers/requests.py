@@ -40,9 +40,8 @@ def sample_requests(
         ids = parse_token_ids(f"row {place}", row)
         for sample in range(generation.num_samples or 1):
             seed = request_seed(base, text, sample, 0, 0)
-            requests.append(
-                SampleRequest(f"{group}-{sample}", ids, generation.sampling, seed, session=group, group=group)
-            )
+            request_id = f"{group}-{sample}"
+            requests.append(SampleRequest(request_id, ids, generation.sampling, seed, session=group, group=group))
     return requests
 
 

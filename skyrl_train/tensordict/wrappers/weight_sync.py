@@ -48,7 +48,12 @@ class ModelWeights(Mapping[str, Tensor]):
             self.shapes[plain] = parameter.shape
             if held and kind == "weight":
                 adapted = module.get_submodule(layer)
-                _check_adapter(adapted, layer)
+                for option in ("use_dora", "lora_bias", "lora_variant"):
+                    if any((getattr(adapted, option, None) or {}).values()):
+                        raise ConfigError(
+                            f"{layer} has an adapter with {option}, which cannot be merged into the weight. Train "
+                            "without it."
+                        )
                 self._read[plain] = lambda adapted=adapted, weight=parameter: _merged(adapted, weight)  # type: ignore[misc]
             else:
                 self._read[plain] = parameter.detach
@@ -188,15 +193,6 @@ class WeightPusher(WeightSenderMixin):
         """Return the address that the user gave, for local and remote peers alike."""
         host, port = self._address
         return free_address(host) if port is None else (host, port)
-
-
-def _check_adapter(layer: Any, name: str) -> None:
-    for option in ("use_dora", "lora_bias", "lora_variant"):
-        values = getattr(layer, option, None) or {}
-        if any(values.values()):
-            raise ConfigError(
-                f"{name} has an adapter with {option}, which cannot be merged into the weight. Train without it."
-            )
 
 
 @torch.no_grad()
