@@ -16,6 +16,9 @@ from skyrl_train.lazy_imports import lazy_exports, names_for_type_checkers
 
 if TYPE_CHECKING:
     from skyrl_train import register as register  # type: ignore[attr-defined]
+    from skyrl_train.agents.agent_session import AgentSession as AgentSession
+    from skyrl_train.agents.commands import CommandResult as CommandResult
+    from skyrl_train.agents.sandboxes import AgentSandbox as AgentSandbox
     from skyrl_train.api import (
         TrainingResult as TrainingResult,
         check as check,

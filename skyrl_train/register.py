@@ -65,6 +65,23 @@ def rewards(name: str, functions: Sequence[Callable[..., float]], weights: Seque
     environments.register(name)(WeightedRewards(name, functions, weights))
 
 
+def agent(name: str) -> Callable[[T], T]:
+    """Register a coroutine `async def run(session, row)` as environment.skyrl_gym.agent.run=NAME.
+
+    It calls the model at `session.base_url` with any client, for one row of the data: a mapping of the row's columns
+    with `prompt` (messages) and `uid`. It returns the reward, {"reward": ..., "METRIC": ...}, or None if
+    environment.skyrl_gym.agent.reward or a call of `POST /sessions/ID/reward` gives the reward. Raises ConfigError if
+    the name is taken or the function cannot be called in this way.
+    """
+    from skyrl_train.environments.agent_registry import agents, check_agent_function
+
+    def add(function: T) -> T:
+        check_agent_function(name, function)
+        return agents.register(name)(function)  # type: ignore[arg-type,return-value]
+
+    return add
+
+
 def tool(name: str) -> Callable[[T], T]:
     """Register a `Tool` as environment.skyrl_gym.tool_use.tools=[NAME]. It is called with its settings as keywords.
 

@@ -75,6 +75,7 @@ WORKER_NODES = {"vllm": "skyrl_train.engines.vllm.engine:VLLMWorkerNode"}
 """Engines that can span several nodes -> the class that runs on every node except the first."""
 
 ENVIRONMENTS = {
+    "agent": "skyrl_train.environments.tasks.agent:AgentEnv",
     "aime": "skyrl_train.environments.tasks.aime:AIMEEnv",
     "arithmetic": "skyrl_train.environments.tasks.arithmetic:ArithmeticEnv",
     "chat": "skyrl_train.environments.tasks.chat:ChatEnv",
@@ -105,6 +106,12 @@ TOOLS: dict[str, str] = {
     "sql": "skyrl_train.environments.tools.sql:SQLTool",
 }
 """Tools that the tool_use environment can offer to a model."""
+
+TOOL_FORMATS = (
+    *("hermes", "qwen3_coder", "glm", "llama", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "harmony"),
+    *("gemma4", "functiongemma", "lfm2"),
+)
+"""Names of the formats in which models write tool calls. `data.tool_formats.TOOL_FORMATS` holds the formats."""
 
 CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen3_with_thinking", "qwen3_without_thinking")
 """Names of the built-in chat templates. `data.chat_templates.TEMPLATES` holds their texts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.choices import ENVIRONMENTS, TOOLS
+from skyrl_train.config.choices import ENVIRONMENTS, TOOL_FORMATS, TOOLS
 from skyrl_train.config.section import (
     AT_LEAST_ONE,
     FRACTION,
@@ -192,10 +192,12 @@ class ToolUseConfig(Section):
     """Settings of each tool, by the tool's name. A setting that is left out keeps the tool's default."""
     style: str = config_field("xml", choices=("xml", "json", "native"))
     """Format of tool calls. `native` is the tokenizer's own format."""
-    dialect: str = config_field("hermes", choices=("hermes", "llama", "mistral"))
-    """Format in which the prompt describes tool calls with `style=native`. `hermes` is also Qwen's."""
+    dialect: str = config_field("hermes", choices=TOOL_FORMATS)
+    """Format in which the model writes tool calls with `style=native`. `hermes` is also that of Qwen 2.5 and Qwen 3.
+    `hermes`, `llama` and `mistral` are told apart by the calls. Only these can be described (`describe_tools`)."""
     describe_tools: bool = True
-    """Describe the tools and how to call them in the system message."""
+    """Describe the tools and how to call them in the system message. Set it to false if the chat template describes
+    the tools of the rows (column `tools`)."""
     observation_role: str = config_field("user", choices=("user", "tool"))
     """Role of the messages that hold the results of tool calls."""
     tools_required: bool = False
@@ -229,6 +231,73 @@ class MiniSWEConfig(Section):
     traj_dir: str | None = None
     """Folder for one JSON file per episode with its commands and its reward. The reward in the file is null if the
     episode was closed before it was graded. null writes no files."""
+
+
+@dataclass
+class AgentSandboxConfig(Section):
+    """Sandbox in which the commands of the agent environment run."""
+
+    kind: str = "bubblewrap"
+    """`bubblewrap` isolates a command from this machine and its networks, `docker` runs it in a container of `image`,
+    and `none` runs it as the current user on this machine. "module:Class" is your own class of the protocol
+    `AgentSandbox`."""
+    i_know_this_runs_model_code_on_this_machine: bool = False
+    """Confirmation that `kind=none` requires."""
+    image: str | None = None
+    """Container image with `kind=docker`. "{row.image}" takes the image from the row's column `image`."""
+    run_args: list[str] = config_field(factory=list)
+    """Arguments of `docker run` with `kind=docker`, for example limits such as `--memory=4g`."""
+    paths: list[str] = config_field(factory=list)
+    """Folders and files of this machine that are visible with `kind=bubblewrap`, read-only and in addition to /usr, for
+    example a virtual environment."""
+    settings: dict[str, Any] = config_field(factory=dict)
+    """Keyword arguments of your own class. Texts may have the placeholders of `command`."""
+
+
+@dataclass
+class AgentConfig(Section):
+    """Settings of the agent environment, whose episodes are runs of a program that calls a chat API."""
+
+    command: list[str] | None = None
+    """Program and arguments of an agent. `{base_url}`, `{model}`, `{prompt}`, `{uid}` and `{row.COLUMN}` are replaced
+    with the values of an episode. Exactly one of `command` and `run` is set."""
+    run: str | None = None
+    """Coroutine `async def run(session, row)` of an agent: the name that `@register.agent` gave it, or
+    "module:function"."""
+    python: str | None = None
+    """Python interpreter in which `run` is called, for example that of a virtual environment with the agent's packages.
+    null is the interpreter of this package."""
+    env: dict[str, Any] = config_field(factory=dict)
+    """Environment variables of `command`, with the same placeholders. The variables that the SDKs of OpenAI and
+    Anthropic read for a base URL and a key are set unless they are in here."""
+    timeout_s: float = config_field(600.0, range=POSITIVE)
+    """Time limit (seconds) of one run of the agent. After it all of its processes are killed, and its episode has no
+    score."""
+    grader: list[str] | None = None
+    """Command that computes the reward in the agent's working folder, with the same placeholders. The reward is the
+    number in its last line of output, also as `{"reward": number}`. Without it, exit code 0 is 1 and exit code 1 is 0.
+    Other exit codes are failures."""
+    grader_timeout_s: float = config_field(60.0, range=POSITIVE)
+    """Time limit (seconds) of the grader."""
+    reward: str | None = None
+    """Registered reward function or single-turn environment that scores the agent's final message."""
+    max_calls: int = config_field(100, range=AT_LEAST_ONE)
+    """Maximum number of calls of the model in one episode. An episode with more calls has no score."""
+    max_tokens: int | None = config_field(None, range=AT_LEAST_ONE)
+    """Maximum number of tokens that the model samples in one episode. An episode with more tokens has no score. null is
+    no limit."""
+    max_output_bytes: int = config_field(65_536, range=Range(1_024, 64 * 2**20))
+    """Maximum number of bytes of stdout and of stderr that are kept of a command: the last ones."""
+    max_concurrent_commands: int = config_field(64, range=AT_LEAST_ONE)
+    """Maximum number of agents that run at the same time as commands, each with its processes. Coroutines share a few
+    processes and are not limited."""
+    host: str = "127.0.0.1"
+    """Address at which the server of the sessions listens. Agents on other machines need one that they can reach."""
+    port: int = config_field(0, range=Range(0, 65_535))
+    """Port of the server of the sessions. 0 is any free port."""
+    public_url: str | None = None
+    """URL under which agents reach the server of the sessions, such as that of a tunnel. null is its own address."""
+    sandbox: AgentSandboxConfig = config_field(factory=AgentSandboxConfig)
 
 
 @dataclass
@@ -267,6 +336,7 @@ class SkyRLGymConfig(Section):
     mini_swe: MiniSWEConfig = config_field(factory=MiniSWEConfig)
     searchcode: SearchCodeConfig = config_field(factory=SearchCodeConfig)
     tool_use: ToolUseConfig = config_field(factory=ToolUseConfig)
+    agent: AgentConfig = config_field(factory=AgentConfig)
     sandbox: SandboxConfig = config_field(factory=SandboxConfig)
 
 

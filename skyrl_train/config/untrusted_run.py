@@ -80,6 +80,12 @@ def _sensitive_values(config: Config) -> Iterator[tuple[str, Any]]:
     yield f"{_GYM}.verifiers.env_id", gym.verifiers.env_id  # its module is imported
     yield f"{_GYM}.llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url  # it receives OPENAI_API_KEY
     yield f"{_GYM}.openenv.token_variable", gym.openenv.token_variable
+    agent, key = gym.agent, f"{_GYM}.agent"
+    for name in ("command", "run", "python", "env", "grader"):
+        yield f"{key}.{name}", getattr(agent, name)
+    yield f"{key}.sandbox.kind", ":" in agent.sandbox.kind and agent.sandbox.kind  # its module is imported
+    for name in ("image", "run_args", "paths"):
+        yield f"{key}.sandbox.{name}", getattr(agent.sandbox, name)
     if not config.generator.run_engines_locally:  # the servers receive SKYRL_API_KEY
         for name in ("remote_inference_engine_urls", "external_server_urls"):
             yield f"generator.{name}", list(getattr(config.generator, name) or ())

@@ -499,6 +499,10 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         key = "trainer.algorithm.loss_reduction"
         advice = "It averages over sequences, but with step_wise_trajectories an episode has several sequences."
         yield Problem(key, algorithm.loss_reduction, "token_mean with step_wise_trajectories=true", advice)
+    elif algorithm.loss_reduction == "token_mean_legacy" and config.environment.env_class == "agent":
+        key = "trainer.algorithm.loss_reduction"
+        advice = "It averages over sequences, but an episode of an agent may have several sequences."
+        yield Problem(key, algorithm.loss_reduction, "token_mean with environment.env_class=agent", advice)
     if algorithm.use_tis and algorithm.tis_imp_ratio_cap <= 0:
         key, value = "trainer.algorithm.tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap
         yield Problem(key, value, "more than 0 with use_tis=true", "2.0 is typical.")

@@ -11,6 +11,7 @@ writes before it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -23,8 +24,9 @@ from skyrl_train.data.content_check import REASONING_FIELDS, ContentCheck, remov
 from skyrl_train.data.control_tokens import ASSISTANT_PLACEHOLDER, MarkingTemplate, get_marking_template
 from skyrl_train.data.messages import Message, continues_last_message, normalize_message
 from skyrl_train.data.reasoning import CLOSE_MARKER_PATTERN, CLOSE_MARKERS, final_answer, find_trailing_opening
-from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.data.token_arrays import Tokens, to_token_array
 from skyrl_train.data.token_texts import decode_continuation
+from skyrl_train.data.tool_formats import TOOL_FORMATS, ToolFormat, forced_call_prefix, parse_answer
 from skyrl_train.errors import DataError
 
 _OPENING_TOKENS = 64
@@ -98,13 +100,36 @@ def render_prompt(
     Raises:
         DataError: The template rejects the messages, or does not write all of their content.
     """
-    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    chat = Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     if continue_final_message is None:
         continue_final_message = continues_last_message(messages)
     text = chat.render_checked(RenderMode.CONTINUE if continue_final_message else RenderMode.OPEN)
     if prefix is not None and not continue_final_message:
         prefix.record(len(messages), text)
     return chat.encode(text)
+
+
+def adapt_reasoning(
+    tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[Message]:
+    """Return messages whose reasoning is in the field that the template reads. It is dropped if there is none.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: The conversation, with reasoning in the field `reasoning_content`.
+        chat_template_kwargs: Variables of the template, such as `tools`; None to set none.
+    """
+    source = get_marking_template(tokenizer, chat_template_kwargs).source or ""
+    field = next((name for name in REASONING_FIELDS if re.search(rf"""[.'"]{name}\b""", source)), None)
+    adapted = []
+    for message in messages:
+        reasoning = message.get("reasoning_content")
+        if reasoning and field != "reasoning_content":
+            message = {name: value for name, value in message.items() if name != "reasoning_content"}
+            if field is not None:
+                message[field] = reasoning
+        adapted.append(message)
+    return adapted
 
 
 def render_text(
@@ -126,7 +151,7 @@ def render_text(
         DataError: The template rejects the messages, or does not write all of their content.
         ValueError: The mode is unknown.
     """
-    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    chat = Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     return chat.template.controls.unmark(chat.render_checked(RenderMode(mode)))
 
 
@@ -168,7 +193,7 @@ def render_continuation(
             {**message, "content": ASSISTANT_PLACEHOLDER} if index in sampled else message
             for index, message in enumerate(messages)
         ]
-    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    chat = Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     between = chat.after_answer(assistant_indices[-1], prefix)
     return None if between is None else chat.encode(between)
 
@@ -186,7 +211,7 @@ def template_rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str,
     for answer in ("sure", "<think>\nwell\n</think>\n\nsure"):
         turns = ("user", "one"), ("assistant", answer), ("user", "two"), ("assistant", answer), ("user", "three")
         messages = [{"role": role, "content": content} for role, content in turns]
-        chats = [_Chat.from_messages(tokenizer, messages[:count], chat_template_kwargs) for count in (3, 5)]
+        chats = [Chat.from_messages(tokenizer, messages[:count], chat_template_kwargs) for count in (3, 5)]
         if any(chat.after_answer(len(chat.messages) - 2) is None for chat in chats):
             return True
     return False
@@ -232,11 +257,39 @@ def decode_response(tokenizer: Any, ids: ArrayLike) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
 
-def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
+def decode_answer(tokenizer: Any, ids: ArrayLike, tool_format: ToolFormat | None) -> str:
+    """Return the text of a model's turn for `tool_formats.parse_answer`.
+
+    It is the text of `decode_response`, with the markers of tool calls even if they are control tokens.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        ids: Token ids [L] of the turn.
+        tool_format: Format of the tool calls, or None.
+    """
+    tokens, skip_special_tokens = _read_tokens(tokenizer, ids, tool_format.markers if tool_format else ())
+    return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+
+def decode_with_calls(tokenizer: Any, ids: ArrayLike, tool_format: ToolFormat | None) -> tuple[str, str]:
+    """Return the texts of `decode_response` and of `decode_answer`, without decoding twice if they are equal.
+
+    See `decode_answer` for the arguments.
+    """
+    plain = _read_tokens(tokenizer, ids)
+    with_markers = _read_tokens(tokenizer, ids, tool_format.markers) if tool_format else plain
+    response = str(tokenizer.decode(plain[0], skip_special_tokens=plain[1]))
+    if with_markers == plain:
+        return response, response
+    return response, str(tokenizer.decode(with_markers[0], skip_special_tokens=with_markers[1]))
+
+
+def _read_tokens(tokenizer: Any, ids: ArrayLike, kept_markers: Collection[str] = ()) -> tuple[list[int], bool]:
     """Return the tokens of a turn's text, and the argument `skip_special_tokens` to decode them with."""
     tokens, controls = to_token_array(ids), get_marking_template(tokenizer).controls
     dropped = controls.find_control_tokens(tokens)
-    markers = np.isin(tokens, list(controls.reasoning)) if controls.reasoning else np.zeros(len(tokens), bool)
+    kept = [*controls.reasoning, *(id for id, name in controls.names.items() if name in kept_markers)]
+    markers = np.isin(tokens, kept) if kept else np.zeros(len(tokens), bool)
     if not markers.any():
         return tokens[~dropped].tolist(), True
     if tokenizer.unk_token_id is not None:  # it is a special token, but not a control token
@@ -244,14 +297,16 @@ def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
     return tokens[markers | ~dropped].tolist(), False
 
 
-def get_reasoning_opening(tokenizer: Any, prompt: Sequence[int]) -> str:
+def get_reasoning_opening(tokenizer: Any, prompt: Sequence[int] | Tokens) -> str:
     """Return the end of a prompt's text that opens reasoning for the model, including white space; "" if it opens none.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
         prompt: Token ids of the prompt.
     """
-    return find_trailing_opening(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))
+    return find_trailing_opening(
+        str(tokenizer.decode(to_token_array(prompt[-_OPENING_TOKENS:]), skip_special_tokens=False))
+    )
 
 
 def message_content(tokenizer: Any, text: str, reasoning_opening: str = "") -> str:
@@ -299,10 +354,18 @@ def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: ArrayLike) -> str:
     return decode_continuation(tokenizer, tokens, skip_special_tokens=skip_special_tokens)
 
 
-def get_undecoded_tokens(tokenizer: Any) -> Collection[int]:
-    """Return the ids that `decode_response` removes from a text: all control tokens except markers of reasoning."""
+def get_undecoded_tokens(tokenizer: Any, tool_format: ToolFormat | None = None) -> Collection[int]:
+    """Return the ids that `decode_answer` removes from a text: control tokens, except markers of reasoning and calls.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        tool_format: Format of the tool calls; with None these are the ids that `decode_response` removes.
+    """
     controls = get_marking_template(tokenizer).controls
-    return controls.names.keys() - controls.reasoning.keys()
+    removed = controls.names.keys() - controls.reasoning.keys()
+    if tool_format is None:
+        return removed
+    return {id for id in removed if controls.names[id] not in tool_format.markers}
 
 
 def is_control_token(tokenizer: Any, token: int) -> bool:
@@ -323,7 +386,7 @@ def render_messages(
     Raises:
         DataError: The template rejects the messages, or does not write all of their content.
     """
-    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    chat = Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     return chat.encode(chat.render_checked(RenderMode.CLOSED))
 
 
@@ -351,7 +414,7 @@ def render_conversation(
         DataError: The template rejects the messages, does not write all of their content, or rewrites earlier turns of
             a conversation that does not end with an answer.
     """
-    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    chat = Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     parts = chat.append_only()
     if parts is None and messages[-1]["role"] != "assistant":
         chat.render_checked(RenderMode.CLOSED)
@@ -381,7 +444,7 @@ def render_sft_sequences(
     Raises:
         DataError: The template rejects the messages, or does not write all of their content.
     """
-    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    chat = Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     parts = chat.append_only()
     if parts is not None:
         return [_encode_masked(chat, parts)]
@@ -390,14 +453,14 @@ def render_sft_sequences(
     return [_encode_masked(prefix, _last_answer(prefix)) for prefix in chats]
 
 
-def _last_answer(chat: _Chat) -> list[tuple[str, str]]:
+def _last_answer(chat: Chat) -> list[tuple[str, str]]:
     """Return [(context, answer)] of the last message. Raises DataError if a part of their content is missing."""
     context, answer = chat.context_and_answer()
     chat.check(RenderMode.ANSWER, context + answer, [len(chat.messages) - 1])
     return [(context, answer)]
 
 
-def _encode_masked(chat: _Chat, parts: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+def _encode_masked(chat: Chat, parts: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
     """Return the ids of contexts and answers, and the mask of the answers up to the ends of their turns."""
     ids: list[int] = []
     mask: list[bool] = []
@@ -423,7 +486,7 @@ def render_generation_prompt(
     Raises:
         DataError: The template rejects the messages, or renders them differently before an answer.
     """
-    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    chat = Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     before, after = chat.text(len(messages)), chat.text(len(messages), add_generation_prompt=True)
     if not after.startswith(before):
         raise DataError(
@@ -434,7 +497,7 @@ def render_generation_prompt(
 
 
 @dataclass(frozen=True)
-class _Chat:
+class Chat:
     """Messages, and the template that renders them as text with marks in place of control tokens."""
 
     tokenizer: Any
@@ -444,7 +507,8 @@ class _Chat:
     form: MessageFormat
 
     @classmethod
-    def from_messages(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> _Chat:
+    def from_messages(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> Chat:
+        """Return the conversation in normal form, with its template. Raises DataError for messages that are invalid."""
         template = get_marking_template(tokenizer, options)
         normal = [normalize_message(message, index) for index, message in enumerate(messages)]
         return cls(tokenizer, normal, dict(options or {}), template, detect_message_format(tokenizer, template, normal))
@@ -549,6 +613,7 @@ class _Chat:
         return rest[len(answer) :]
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of rendered text with marks."""
         return self.template.controls.encode(self.tokenizer, text)
 
     # -- Answers to train on -----------------------------------------------------------------------------------------
@@ -628,6 +693,22 @@ class _Chat:
 
 
 _NAME, _ARGUMENT = "call" + ASSISTANT_PLACEHOLDER, "argument" + ASSISTANT_PLACEHOLDER
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "x",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}},
+    },
+}
+_PROBE_MESSAGES: list[Message] = [
+    {"role": "user", "content": "x"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "x" * 9, "type": "function", "function": {"name": _NAME, "arguments": {"x": _ARGUMENT}}}],
+    },
+]
 
 
 # -- The format in which a template expects messages -------------------------------------------------------------------
@@ -691,6 +772,67 @@ def detect_message_format(tokenizer: Any, template: MarkingTemplate, messages: S
     return message_format
 
 
+def detect_tool_format(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> ToolFormat | None:
+    """Return the format in which a tokenizer's chat template writes tool calls.
+
+    It is the format whose parser returns the call that the template writes. The result is cached for each template.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        chat_template_kwargs: Variables of the template; None to set none.
+
+    Returns:
+        The format, or None if the template writes no tool calls, or writes them in an unknown format.
+    """
+    options = {**(chat_template_kwargs or {}), "tools": [_PROBE_TOOL]}
+    template = get_marking_template(tokenizer, options)
+    if "tool format" not in template.cache:
+        template.cache["tool format"] = _detect_tool_format(tokenizer, template, options)
+    found: ToolFormat | None = template.cache["tool format"]
+    return found
+
+
+def _detect_tool_format(tokenizer: Any, template: MarkingTemplate, options: dict[str, Any]) -> ToolFormat | None:
+    if template.source is None:
+        return None
+    message_format = detect_message_format(tokenizer, template, _PROBE_MESSAGES)
+    text, prompt, history = (
+        _try_render(tokenizer, template, message_format, messages, options, is_open)
+        for messages, is_open in ((_PROBE_MESSAGES, False), (_PROBE_MESSAGES[:1], True), (_PROBE_MESSAGES[:1], False))
+    )
+    answer = text.removeprefix(next((start for start in (prompt, history) if text.startswith(start)), ""))
+    controls = template.controls
+    found = []
+    for tool_format in TOOL_FORMATS.values():
+        decoded = controls.unmark(answer, {*controls.reasoning.values(), *tool_format.markers})
+        calls = parse_answer(decoded, tool_format, tools=[_PROBE_TOOL]).tool_calls
+        if [(call.name, call.arguments) for call in calls] == [(_NAME, {"x": _ARGUMENT})]:
+            found.append(tool_format)
+    exact = [entry for entry in found if forced_call_prefix(entry, _NAME) in controls.unmark(answer)]
+    return next(iter([*exact, *found]), None)
+
+
+def encode_forced_call(
+    tokenizer: Any, tool_format: ToolFormat, name: str | None = None, reasoning_opening: str = ""
+) -> list[int]:
+    """Return the token ids with which an answer must begin so that it calls a tool.
+
+    Append them to the prompt. Decode them together with the sampled tokens (`decode_answer`) to parse the answer.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        tool_format: Format of the tool calls.
+        name: Name of the tool; None for any tool. Texts of control tokens in it are encoded as plain characters.
+        reasoning_opening: Result of `get_reasoning_opening` for the prompt, whose reasoning is closed.
+
+    Raises:
+        DataError: The tokenizer can only encode the name as control tokens.
+    """
+    controls = get_marking_template(tokenizer).controls
+    prefix = forced_call_prefix(tool_format, None if name is None else ASSISTANT_PLACEHOLDER, reasoning_opening)
+    return controls.encode(tokenizer, controls.mark(prefix).replace(ASSISTANT_PLACEHOLDER, name or ""))
+
+
 def _detect_text_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:
     messages: list[Message] = [{"role": "user", "content": ASSISTANT_PLACEHOLDER}]
     candidates = [MessageFormat(content_as_parts=as_parts) for as_parts in (False, True)]
@@ -702,15 +844,9 @@ def _detect_text_format(tokenizer: Any, template: MarkingTemplate) -> MessageFor
 
 def _detect_call_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:
     as_parts = detect_message_format(tokenizer, template, ()).content_as_parts
-    function = {"name": _NAME, "arguments": {"x": _ARGUMENT}}
-    tool = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": {"type": "object"}}}
-    messages: list[Message] = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "x" * 9, "type": "function", "function": function}]},
-    ]
     candidates = [MessageFormat(as_parts, null, as_text) for as_text in (False, True) for null in (False, True)]
     for candidate in candidates:
-        text = _try_render(tokenizer, template, candidate, messages, {"tools": [tool]})
+        text = _try_render(tokenizer, template, candidate, _PROBE_MESSAGES, {"tools": [_PROBE_TOOL]})
         if _NAME in text and _ARGUMENT in text and "None" not in text:
             return candidate
     return candidates[0]
@@ -722,9 +858,10 @@ def _try_render(
     message_format: MessageFormat,
     messages: list[Message],
     options: dict[str, Any],
+    add_generation_prompt: bool = False,
 ) -> str:
     """Return the rendered text, or "" if the template rejects the format."""
     try:
-        return template.render(tokenizer, message_format.apply(messages), False, options)
+        return template.render(tokenizer, message_format.apply(messages), add_generation_prompt, options)
     except DataError:
         return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -123,9 +123,24 @@ class ControlTokens:
         numbers = {name: id for id, name in self.names.items()}
         return self.pattern.sub(lambda match: _MARK % numbers[match[0]], text)
 
-    def unmark(self, text: str) -> str:
-        """Return a text with the text of the control token in place of each mark."""
-        return _MARKS.sub(lambda match: self.names[int(match[1])], text)
+    def unmark(self, text: str, kept: Collection[str] | None = None) -> str:
+        """Return a text with the text of the control token in place of each mark.
+
+        Args:
+            text: Text with marks.
+            kept: Texts of the control tokens to keep. The others are left out. None keeps all.
+        """
+
+        def name_of(match: re.Match[str]) -> str:
+            name = self.names[int(match[1])]
+            return name if kept is None or name in kept else ""
+
+        return _MARKS.sub(name_of, text)
+
+    @staticmethod
+    def find_marks(text: str) -> list[tuple[int, int]]:
+        """Return (index of its first character, id of its control token) of each mark in a text."""
+        return [(match.start(), int(match[1])) for match in _MARKS.finditer(text)]
 
     def find_control_tokens(self, tokens: Tokens) -> NDArray[np.bool_]:
         """Return a mask [L] of the control tokens among token ids [L]."""

@@ -58,10 +58,11 @@ _OPENING = "|".join(re.escape(entry.open_marker) for entry in REASONING_FORMATS)
 MARKER_PATTERN = re.compile(
     "|".join(re.escape(marker) for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker))
 )
-_HARMONY = re.compile(r"\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=\S+?\s*+)?<\|channel\|>")
+HARMONY_PATTERN = re.compile(r"\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=\S+?\s*+)?<\|channel\|>")
 """Beginning of a turn of gpt-oss. "<|channel|>" elsewhere in a text has no meaning."""
+QUOTES = "`\"'"
 _CHANNEL_NAME = re.compile(r"\s*\w+")
-_ENDS_MESSAGE = re.compile(r"<\|(?:end|return|call|start)\|>")
+ENDS_MESSAGE = re.compile(r"<\|(?:end|return|call|start)\|>")
 _OPENS_AT_END = re.compile(rf"(?:{_OPENING}|<\|channel\|>\w+<\|message\|>)\s*\Z")
 _TOKENS = {marker for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker)} | {"<|channel>"}
 _TOKENS |= {marker for wrapper in ANSWER_WRAPPERS for marker in wrapper}
@@ -80,7 +81,7 @@ def final_answer(text: str) -> str:
     Example:
         final_answer("<think>41? No.</think>\\n\\n#### 42")      # "#### 42"
     """
-    if _HARMONY.match(text):
+    if HARMONY_PATTERN.match(text):
         return _final_message(text)
     markers = list(_iter_markers(text))
     if not markers:
@@ -91,7 +92,7 @@ def final_answer(text: str) -> str:
 
 def reasoning_blocks(text: str) -> list[str]:
     """Return the contents of the closed blocks of reasoning in a model's turn, first to last."""
-    if _HARMONY.match(text):
+    if HARMONY_PATTERN.match(text):
         messages = _iter_harmony_messages(text)
         return [content for channel, content in messages if channel not in (None, HARMONY_FINAL_CHANNEL)]
     blocks, begin = [], 0
@@ -104,9 +105,9 @@ def reasoning_blocks(text: str) -> list[str]:
 
 def find_unclosed_marker(text: str) -> str:
     """Return the marker of the block of reasoning, or of the message of gpt-oss, that a text leaves open; else ""."""
-    if _HARMONY.match(text):
+    if HARMONY_PATTERN.match(text):
         header, separator, content = text.rpartition(HARMONY_CHANNEL)[2].partition(HARMONY_MESSAGE)
-        is_open = separator and not _ENDS_MESSAGE.search(content)
+        is_open = separator and not ENDS_MESSAGE.search(content)
         return HARMONY_CHANNEL + header + HARMONY_MESSAGE if is_open else ""
     markers = list(_iter_markers(text))
     return (markers[-1][2] or "") if markers else ""
@@ -139,7 +140,7 @@ def _iter_markers(text: str) -> Iterator[tuple[int, int, str | None]]:
     """
     open_marker: str | None = None
     for match in MARKER_PATTERN.finditer(text):
-        if open_marker is None and _is_quoted(text, *match.span()):
+        if open_marker is None and is_quoted(text, *match.span()):
             continue
         if open_marker is None:
             open_marker = match[0] if match[0] in CLOSE_MARKERS else None
@@ -150,8 +151,9 @@ def _iter_markers(text: str) -> Iterator[tuple[int, int, str | None]]:
         yield match.start(), match.end(), open_marker
 
 
-def _is_quoted(text: str, start: int, end: int) -> bool:
-    return start > 0 and text[start - 1] in "`\"'" and text[end : end + 1] == text[start - 1]
+def is_quoted(text: str, start: int, end: int) -> bool:
+    """True if the marker between two positions stands between two backticks or quotation marks."""
+    return start > 0 and text[start - 1] in QUOTES and text[end : end + 1] == text[start - 1]
 
 
 def _unwrap_answer(answer: str) -> str:
@@ -166,7 +168,7 @@ def _iter_harmony_messages(text: str) -> Iterator[tuple[str | None, str]]:
     for message in text.split(HARMONY_CHANNEL)[1:]:
         header, separator, content = message.partition(HARMONY_MESSAGE)
         name = _CHANNEL_NAME.match(header)
-        yield (name[0].strip() if separator and name else None), _ENDS_MESSAGE.split(content, maxsplit=1)[0]
+        yield (name[0].strip() if separator and name else None), ENDS_MESSAGE.split(content, maxsplit=1)[0]
 
 
 def _final_message(text: str) -> str:

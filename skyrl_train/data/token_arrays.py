@@ -39,6 +39,11 @@ Tokens = Annotated[NDArray[np.int32], JsonList(core_schema.int_schema(ge=-(2**31
 LogProbs = Annotated[NDArray[np.float32], JsonList(core_schema.nullable_schema(core_schema.float_schema()), np.float32)]
 """Log-probs in nats. HTTP bodies hold null for NaN."""
 
+TokenTable = Annotated[NDArray[np.int32], JsonList(core_schema.list_schema(core_schema.int_schema()), np.int32)]
+"""Token ids, [tokens, k]."""
+LogProbTable = Annotated[NDArray[np.float32], JsonList(core_schema.list_schema(core_schema.float_schema()), np.float32)]
+"""Log-probs in nats, [tokens, k]."""
+
 
 def to_token_array(ids: ArrayLike) -> Tokens:
     """Return token ids as an int32 array. An array of this type is not copied."""

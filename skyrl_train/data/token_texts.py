@@ -121,6 +121,11 @@ class TokenAligner:
             yield indices, run
 
 
+def get_token_parts(tokenizer: Any, tokens: Sequence[int]) -> list[TokenPart]:
+    """Return each token as a text of its own. Bytes that are no complete character have the text `<0xC3>`."""
+    return [TokenPart(_to_readable_text(each.data), each.data) for each in _read_token_bytes(tokenizer, tokens)]
+
+
 class _TokenBytes(NamedTuple):
     data: bytes
     is_partial: bool

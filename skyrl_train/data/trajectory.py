@@ -130,6 +130,8 @@ class Trajectory:
     routing: list[Any] = field(default_factory=list, compare=False)
     """Expert ids of each sequence, numpy [tokens, layers, k], from the first prompt token on, as the engine routed the
     tokens. An array may end before its sequence. Empty if the engine does not return experts."""
+    session: dict[str, Any] | None = None
+    """The calls of a program to a chat API, see `agents.records`; None for episodes of other environments."""
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = to_token_array(self.prompt_ids), to_token_array(self.response_ids)

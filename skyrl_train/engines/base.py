@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import AfterValidator
 
-from skyrl_train.data.token_arrays import LogProbs, Tokens, fields_equal, to_logprob_array, to_token_array
+from skyrl_train.data.token_arrays import (
+    LogProbs,
+    LogProbTable,
+    Tokens,
+    TokenTable,
+    fields_equal,
+    to_logprob_array,
+    to_token_array,
+)
 from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
@@ -54,6 +64,8 @@ class PauseMode(StrEnum):
     """Running requests return to the queue. After `resume` the engine prefills their tokens again."""
 
 
+MAX_TOP_LOGPROBS = 20
+"""Largest `SampleRequest.top_logprobs` of any engine, as in OpenAI's API."""
 PAUSE_MODES = frozenset(mode.value for mode in PauseMode)
 """All modes of `InferenceEngine.pause`."""
 
@@ -67,6 +79,26 @@ class StopReason(StrEnum):
     """The completion reached max_tokens or the model's context length."""
     ABORT = "abort"
     """The caller, the request's deadline or a pause ended the request early."""
+
+
+def parse_json_schema(schema: str | Mapping[str, Any]) -> str:
+    """Return a JSON Schema as JSON text. The empty schema becomes that of any JSON object.
+
+    Args:
+        schema: JSON text or a mapping.
+
+    Raises:
+        ValueError: `schema` is not the JSON text of an object, nor a mapping that can be written as JSON. The message
+            is the rest of a sentence.
+    """
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        parsed = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"must be a JSON object, and is not JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"must be a JSON object, got {text[:60]}.")
+    return text if parsed else '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +130,20 @@ class SampleRequest:
     adapter: str | None = None
     """Name of an adapter loaded with `load_adapter`. None selects the synced weights and the adapter synced with
     them."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to return for each position in `Completion.top_logprobs`; 0 for none."""
+    json_schema: Annotated[str, AfterValidator(parse_json_schema)] | None = None
+    """JSON Schema, as JSON text or a mapping, that the response follows; "{}" for any JSON object, None for any text.
+    Tokens that the schema does not allow are dropped before top_k, so `logprobs` are of what remains and
+    `full_logprobs` of all tokens. The response is incomplete JSON if its stop_reason is not "stop"."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", parse_token_ids(f"request {self.request_id!r}", self.token_ids))
+        if self.json_schema is not None:
+            try:
+                object.__setattr__(self, "json_schema", parse_json_schema(self.json_schema))
+            except ValueError as error:
+                raise UnsupportedParameter(f"request {self.request_id!r}: json_schema {error}") from error
 
     __eq__ = fields_equal
 
@@ -135,6 +178,21 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogProbs:
+    """The k most likely tokens at each of L positions, [L, k], from the most likely one on."""
+
+    token_ids: TokenTable
+    logprobs: LogProbTable
+    """Log-probs of the same distribution as `Completion.full_logprobs`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", to_token_array(self.token_ids))
+        object.__setattr__(self, "logprobs", to_logprob_array(self.logprobs))
+
+    __eq__ = fields_equal
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A sampled continuation. Arrays are [L] for L sampled tokens, including a final end-of-sequence token.
 
@@ -159,6 +217,9 @@ class Completion:
     """numpy array or None: the experts that the prompt's and the sampled tokens were routed to, [tokens, layers, k].
     The last token is missing, because the model has not read it. The layers are all layers, or only those with experts.
     None from engines that do not keep the routing, and over HTTP."""
+    top_logprobs: TopLogProbs | None = None
+    """The most likely tokens at each position, if the request asked for them and has tokens; otherwise None. They are
+    of the distribution of `full_logprobs`, before truncation, so they also rank tokens that could not be sampled."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", to_token_array(self.token_ids))
@@ -199,6 +260,12 @@ class Capabilities:
     """True if a request's seed determines its tokens."""
     score_temperature: bool = True
     """True if `score` supports temperatures other than 1."""
+    partial_tokens: bool = False
+    """True if `partial_tokens` returns the tokens of running requests. Otherwise it returns none."""
+    max_top_logprobs: int = 0
+    """Largest supported `SampleRequest.top_logprobs`."""
+    json_schema: bool = False
+    """True if the engine supports `SampleRequest.json_schema`."""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """Reason why a parameter or feature is not supported, by its name: engine, version and cause."""
 
@@ -260,6 +327,17 @@ class InferenceEngine(Protocol):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests, whose `generate` call returns the tokens sampled so far. Ignore unknown ids."""
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens that running requests have sampled so far, by request id.
+
+        Callers that stream a response call this periodically. Requests without tokens are left out, and so are unknown
+        and finished ones: the completion has their tokens. The tokens of a request only grow, unless a client samples
+        it again from the start because its engine died or a pause aborted it.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
 
     async def pause(self, mode: str = "keep") -> None:
         """Stop sampling until `resume`. `mode` is a PauseMode and decides what happens to running requests.

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard, TypeVar
 from skyrl_train import trace
 from skyrl_train.aio import mark_exception_retrieved, with_timeout
 from skyrl_train.clock import now
-from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
+from skyrl_train.data.token_arrays import Tokens, to_logprob_array, to_token_array
 from skyrl_train.engines.base import (
     Completion,
     EngineHealth,
@@ -45,6 +45,8 @@ MAX_STICKY = 1 << 16
 requests and episodes that were open at the same time."""
 MAX_STEP_S = 300.0
 """Longest step of an engine, in seconds. A step may prefill all running requests and compile kernels on first use."""
+PARTIAL_TOKENS_TIMEOUT_S = 1.0
+"""Seconds that `EngineClient.partial_tokens` waits for an engine. An engine that loads weights answers later."""
 _FATAL_ERRORS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
 _TOKEN_COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens")
 _tickets = count()
@@ -98,6 +100,8 @@ class EngineClient:
         self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
         """Routing table: ("session" or "group", name) -> engine."""
         self._max_routing_entries = MAX_STICKY
+        self._engine_of: dict[str, EngineRecord] = {}
+        """The engine to which each unfinished request was sent last, by request id."""
         self._limiter = _ConcurrencyLimiter(max_calls)
         self._background: set[asyncio.Task[Any]] = set()
         self._restart_task: asyncio.Task[None] | None = None
@@ -291,7 +295,28 @@ class EngineClient:
         finally:
             self._change_open(-len(requests))
             self._limiter.release(call)
+            for request in requests:
+                self._engine_of.pop(request.request_id, None)
         return [call.completions[number] for number in range(len(requests))]
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens that running requests have sampled so far; see `InferenceEngine.partial_tokens`.
+
+        Each engine is asked for its own requests. An engine that fails or does not answer within a second contributes
+        nothing: `generate` raises its error.
+        """
+        ids: dict[EngineRecord, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            if request_id in self._engine_of:
+                ids[self._engine_of[request_id]].append(request_id)
+        parts = await asyncio.gather(*(self._partial_tokens(record, own) for record, own in ids.items()))
+        return {request_id: tokens for part in parts for request_id, tokens in part.items()}
+
+    async def _partial_tokens(self, record: EngineRecord, request_ids: list[str]) -> dict[str, Tokens]:
+        try:
+            return await with_timeout(PARTIAL_TOKENS_TIMEOUT_S, record.engine.partial_tokens(request_ids))
+        except (*_FATAL_ERRORS, TimeoutError):
+            return {}
 
     async def _admit(self, call: _GenerateCall, failed_engines: set[EngineRecord], *, bounded: bool) -> None:
         """Wait until the engines serve requests and, if `bounded`, until an engine has capacity for the call.
@@ -341,7 +366,7 @@ class EngineClient:
         """Send the unfinished requests, store their completions, and return the errors of the engines that failed."""
         parts: dict[EngineRecord, dict[int, SampleRequest]] = defaultdict(dict)
         for number, request in call.missing.items():
-            record = self._route(request, avoid, call.reserved_engine)
+            record = self._engine_of[request.request_id] = self._route(request, avoid, call.reserved_engine)
             parts[record][number] = request
             record.load += _token_load(request)
         results: list[list[Completion] | BaseException]
@@ -1057,6 +1082,10 @@ class BatchedEngineClient:
                 if not calls:
                     del self._waiting[call.episode]
                 self._check_soon()
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens that running requests have sampled so far; see `EngineClient.partial_tokens`."""
+        return await self._client.partial_tokens(request_ids)
 
     def _check_soon(self) -> None:
         """Schedule the check after all callbacks that are ready now, so that no episode about to register is missed."""

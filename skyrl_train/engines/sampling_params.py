@@ -120,6 +120,31 @@ def check_supported(params: SamplingParams, capabilities: Capabilities) -> None:
             )
 
 
+def check_options(request: SampleRequest, capabilities: Capabilities) -> None:
+    """Check that an engine supports `top_logprobs` and `json_schema` of a request.
+
+    Raises:
+        UnsupportedParameter: The engine does not support an option or its value. The message names both.
+    """
+    engine, most = f"Engine {capabilities.name!r}", capabilities.max_top_logprobs
+    if not 0 <= request.top_logprobs <= most:
+        reason = capabilities.refusals.get("top_logprobs", "")
+        raise UnsupportedParameter(
+            f"{engine} does not support top_logprobs={request.top_logprobs}; allowed: 0 to {most}. {reason}".rstrip()
+        )
+    if request.json_schema is None:
+        return
+    if not capabilities.json_schema:
+        reason = capabilities.refusals.get("json_schema", "leave it out.")
+        raise UnsupportedParameter(f"{engine} does not support json_schema: {reason}")
+    for name in ("min_tokens", "ignore_eos"):
+        if value := getattr(request.sampling, name):
+            raise UnsupportedParameter(
+                f"{engine} does not support json_schema together with {name}={value}: the response ends with the JSON. "
+                f"Leave {name} out."
+            )
+
+
 def active_params(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that are on, by name: those that an engine must support.
 
@@ -225,6 +250,8 @@ class RequestValidator:
             UnsupportedParameter: The engine cannot run the request.
         """
         check_supported(request.sampling, self.capabilities)
+        if request.top_logprobs or request.json_schema is not None:
+            check_options(request, self.capabilities)
         self._check_stop_token_ids(request.sampling)
         if request.adapter is not None and request.adapter not in adapters:
             known = ", ".join(sorted(adapters)) or self.capabilities.refusals.get("adapter", "none")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from skyrl_train.data.token_arrays import Tokens
 from skyrl_train.engines.base import Capabilities, PauseMode
 from skyrl_train.engines.lifecycle import EngineState, Lifecycle, RequestDeadlines, await_thread_future
 from skyrl_train.engines.sampling_params import RequestValidator
@@ -151,6 +152,17 @@ class StepLoopEngine(ABC):
             EngineError: The engine is broken or closed.
         """
         await self._run(lambda: self._abort(request_ids), during_steps=True)
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens that running requests have sampled so far; see `InferenceEngine.partial_tokens`.
+
+        This waits for the current step of the engine's thread, but not for steps that were started and are not
+        finished.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
+        return await self._run(lambda: self._partial_tokens(request_ids), during_steps=True)
 
     async def pause(self, mode: str = "keep") -> None:
         """Stop sampling until `resume`, and return when the engine is paused. New requests wait for `resume`.
@@ -344,6 +356,10 @@ class StepLoopEngine(ABC):
     @abstractmethod
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         """End these requests, or all if None, with the tokens sampled so far. Ignore unknown ids."""
+
+    @abstractmethod
+    def _partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens of those of these requests that have sampled some and have not finished."""
 
     @abstractmethod
     def _retract(self) -> None:

@@ -106,6 +106,11 @@ class SampledTokens:
     """Log-probs in nats under the distribution sampled from; 0 for greedy rows."""
     full_logprobs: Tensor
     """Log-probs in nats under softmax(logits / temperature), with temperature 1 for greedy rows."""
+    top_ids: Tensor | None = None
+    """The most likely tokens of each row that asked for some, [rows, K], for the largest number that a row asked for;
+    None if no row did."""
+    top_logprobs: Tensor | None = None
+    """Their log-probs, of the same distribution as `full_logprobs`."""
 
 
 TruncationMask = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -128,6 +133,7 @@ class RowSampler:
         positions: Sequence[int],
         device: torch.device,
         mask: TruncationMask | None = None,
+        top_logprobs: Sequence[int] = (),
     ):
         """Create a sampler for a batch of B rows.
 
@@ -138,8 +144,13 @@ class RowSampler:
             device: Device of the logits.
             mask: Truncation function that does not wait for the device. Without one, truncation synchronizes with the
                 device to find the rows that need more candidates.
+            top_logprobs: Number of most likely tokens to return for each row; empty if no row asks for some.
         """
         self._device = device
+        self._num_top = max(top_logprobs, default=0)
+        self._top_rows: Tensor | None = None
+        if self._num_top and not all(top_logprobs):
+            self._top_rows = to_device(np.flatnonzero(top_logprobs), torch.int64, device)
         signed_seeds = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64).view(np.int64)
         seeds_and_positions = to_device(np.array((signed_seeds, positions)), torch.int64, device)
         self._random = random_uniform_steps(seeds_and_positions[0], seeds_and_positions[1])
@@ -168,7 +179,7 @@ class RowSampler:
         Args:
             logits: [B, V].
             seen: For each row with a repetition penalty, in row order, a bool [V] that marks the tokens to penalize.
-            forbidden: Pairs of row index and token ids that the row must not sample in this step.
+            forbidden: Pairs of row index and tokens that the row must not sample in this step: ids, or bool [V].
         """
         logits = logits.float()
         scaled = self.scale(logits)
@@ -191,8 +202,10 @@ class RowSampler:
         """
         if self._all_greedy:
             ids = target.argmax(-1, keepdim=True)
-            full = scaled.gather(1, ids) - scaled.logsumexp(-1, keepdim=True)
-            return SampledTokens(ids.squeeze(1), torch.zeros_like(full).squeeze(1), full.squeeze(1))
+            full_normalizer = scaled.logsumexp(-1, keepdim=True)
+            full = scaled.gather(1, ids) - full_normalizer
+            top = self._top(scaled, full_normalizer)
+            return SampledTokens(ids.squeeze(1), torch.zeros_like(full).squeeze(1), full.squeeze(1), *top)
         probabilities = target.softmax(-1)
         # The largest logit minus its log-prob equals logsumexp and saves another pass over the logits.
         normalizer = target.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
@@ -206,7 +219,15 @@ class RowSampler:
         logprobs = target.gather(1, ids) - normalizer
         if self._greedy is not None:
             logprobs = logprobs.masked_fill(self._greedy, 0.0)
-        return SampledTokens(ids.squeeze(1), logprobs.squeeze(1), full.squeeze(1))
+        return SampledTokens(ids.squeeze(1), logprobs.squeeze(1), full.squeeze(1), *self._top(scaled, full_normalizer))
+
+    def _top(self, scaled: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
+        if not self._num_top:
+            return ()
+        if self._top_rows is not None:
+            scaled, normalizer = scaled[self._top_rows], normalizer[self._top_rows]
+        values, ids = scaled.topk(min(self._num_top, scaled.shape[1]))
+        return ids, values - normalizer
 
     def _target(
         self, logits: Tensor, scaled: Tensor, seen: Sequence[Tensor], forbidden: Sequence[tuple[int, Tensor]]

@@ -49,10 +49,10 @@ MODULE_PREFIXES = {
 SKYRL_MODULE_PREFIXES = ("skyrl_train.", "examples.", "integrations.", "scripts.")
 """Prefixes of SkyRL's module names here. Any other module is a program of the user."""
 NO_EQUIVALENT = {
-    "harbor": "Harbor runs its tasks on a service of its own. examples.mini_swe_agent.main_mini_swe trains agents with "
-    "a shell.",
-    "terminal_bench": "Terminal-Bench runs its tasks in containers of its own. "
-    "examples.mini_swe_agent.main_mini_swe trains agents with a shell.",
+    "harbor": "Harbor runs its tasks on a service of its own. environment.env_class=agent trains an agent in "
+    "containers (docs/guides/agents.md).",
+    "terminal_bench": "Terminal-Bench runs its tasks in containers of its own. environment.env_class=agent trains an "
+    "agent in containers (docs/guides/agents.md).",
     "flash_rl": "FlashRL samples with 8-bit weights through a patched vLLM. examples.tis_correction.main_tis_dapo "
     "corrects for differences between engine and trainer.",
 }

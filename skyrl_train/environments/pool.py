@@ -21,6 +21,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -130,8 +131,12 @@ class EnvironmentPool(ABC):
     """
 
     loop: asyncio.AbstractEventLoop
+    log_file: Path | None = None
+    """File for the output of environments on this machine; None for stderr."""
 
     def __init__(self) -> None:
+        self.dependents = AsyncExitStack()
+        """Resources of the run that use the pool, and are closed before it."""
         self._next_episode_id = 0
         self._closing = False
         self._fatal: ConfigError | None = None
@@ -143,7 +148,10 @@ class EnvironmentPool(ABC):
         """Start the pool. Raises a SkyRLError, such as ConfigError, if it cannot start."""
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
+        try:
+            await self.dependents.aclose()
+        finally:
+            await self.close()
 
     @abstractmethod
     async def close(self) -> None:
@@ -450,7 +458,7 @@ class WorkerPool(EnvironmentPool):
         self.workers: list[WorkerHandle] = []
         """Workers that accept calls."""
         self._plugins = tuple(plugins)
-        self._log_file = log_file if log_file is not None and log_file.parent.is_dir() else None
+        self.log_file = log_file if log_file is not None and log_file.parent.is_dir() else None
         self._module_path = tuple(module_path)
         self._hello = encode_message(
             {
@@ -555,8 +563,8 @@ class WorkerPool(EnvironmentPool):
         worker.kill()
         if worker in self.workers:
             self.workers.remove(worker)
-        if self._log_file is not None and not self._closing:
-            detail += f" (environments print to {self._log_file})"
+        if self.log_file is not None and not self._closing:
+            detail += f" (environments print to {self.log_file})"
         calls = list(worker.calls)
         worker.calls.clear()
         if calls and calls[0].op == "hello" and not self._closing and self._fatal is None:
@@ -611,7 +619,7 @@ class WorkerPool(EnvironmentPool):
             await self.loop.subprocess_exec(
                 lambda: worker,
                 *(sys.executable, "-P", "-m", "skyrl_train.environments.worker", str(os.getpid())),
-                *([] if self._log_file is None else [str(self._log_file)]),
+                *([] if self.log_file is None else [str(self.log_file)]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=None,

@@ -51,14 +51,16 @@ def fork_supervised(pool_pid: int, log_file: str | None = None) -> None:
     source, sink = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # environments may signal their own group
     # the kernel sends the signal when the thread that started this process ends, which runs the pool's event loop
-    _prctl("PR_SET_PDEATHSIG", signal.SIGTERM)
+    set_process_attribute("PR_SET_PDEATHSIG", signal.SIGTERM)
     if os.getppid() != pool_pid:  # the pool died before the line above
         os._exit(1)
-    _prctl("PR_SET_CHILD_SUBREAPER", 1)  # orphans become children of the supervisor, even in other sessions
+    set_process_attribute(
+        "PR_SET_CHILD_SUBREAPER", 1
+    )  # orphans become children of the supervisor, even in other sessions
     gc.freeze()  # keeps memory pages shared with the worker
     worker = os.fork()
     if worker == 0:
-        _prctl("PR_SET_PDEATHSIG", signal.SIGKILL)
+        set_process_attribute("PR_SET_PDEATHSIG", signal.SIGKILL)
         if os.getppid() != supervisor:  # the supervisor died before the line above
             os._exit(1)
         os.dup2(sink, STDERR)
@@ -80,7 +82,7 @@ def _supervise(worker: int, source: int, log: str | None) -> None:
     while not _has_ended(worker):
         if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
             break
-    _kill_descendants()
+    kill_descendants()
     copier.join(1.0)
     with suppress(ProcessLookupError):  # macOS has no subreapers: orphans are only in the process group
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -94,7 +96,7 @@ def _has_ended(worker: int) -> bool:
     return pid == worker
 
 
-def _kill_descendants() -> None:
+def kill_descendants() -> None:
     """Kill all descendants repeatedly, because one of them may have started another just before it was killed."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     with suppress(ChildProcessError):  # no child is left
@@ -198,7 +200,7 @@ def _write_to_stderr(data: bytes) -> None:
         os.write(STDERR, data[start : start + select.PIPE_BUF])
 
 
-def _prctl(option: str, value: int) -> None:
+def set_process_attribute(option: str, value: int) -> None:
     """Set an attribute of this process on Linux. Do nothing on other systems."""
     numbers = {"PR_SET_PDEATHSIG": 1, "PR_SET_CHILD_SUBREAPER": 36}
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Serialization of the user's environments and tools for the processes in which environments run.
+"""Serialization of the user's environments, tools and agents for the processes in which environments run.
 
 Environment processes import the modules of `trainer.plugins` again. Classes and functions that the program itself
 registered (in its main file or a notebook) cannot be imported there, so they are sent by value.
@@ -11,18 +11,19 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from skyrl_train.environments.agent_registry import agents
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tools.registry import tools
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 
-_KINDS: Mapping[str, Registry[Any]] = {"environment": environments, "tool": tools}
+_KINDS: Mapping[str, Registry[Any]] = {"environment": environments, "tool": tools, "agent": agents}
 MAX_PICKLE_BYTES = 4 * 2**20
 """Maximum size of one pickled class or function with the globals it refers to. Every environment process loads it."""
 
 
 def serialize_user_registrations() -> list[dict[str, str]]:
-    """Return all registered environments and tools that are not built in, for `load_user_registrations`.
+    """Return all registered environments, tools and agents that are not built in, for `load_user_registrations`.
 
     Returns:
         One JSON-serializable entry for each item. An item that cannot be sent has the "reason" in its entry.
@@ -31,19 +32,20 @@ def serialize_user_registrations() -> list[dict[str, str]]:
 
 
 def serialization_problem(kind: str, name: str) -> str | None:
-    """Return why a user's environment or tool cannot be sent to environment processes, or None if it can.
+    """Return why a user's environment, tool or agent cannot be sent to environment processes, or None if it can.
 
     Args:
-        kind: "environment" or "tool".
+        kind: "environment", "tool" or "agent".
         name: Name under which the item is registered. A name that is built in or unknown has no problem.
     """
     return _packed(kind, name).get("reason") if name in _KINDS[kind].user_items() else None
 
 
 def load_user_registrations(packed: list[dict[str, str]]) -> None:
-    """Register environments and tools that another process serialized, and keep those that plugins registered here.
+    """Register environments, tools and agents that another process serialized.
 
-    An item that cannot be loaded is registered too, as a factory that raises ConfigError.
+    Those that plugins registered here are kept. An item that cannot be loaded is registered as a factory that raises
+    ConfigError.
 
     Args:
         packed: Result of `serialize_user_registrations`.

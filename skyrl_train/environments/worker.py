@@ -95,9 +95,9 @@ class _EpisodeServer:
         """Run a call and return its encoded reply. Any exception, including SystemExit, becomes an error reply."""
         try:
             reply = getattr(self, call.pop("op"))(**call)
-            if problem := find_non_json_value(reply, _to_jsonable):
+            if problem := find_non_json_value(reply, to_jsonable):
                 raise EnvironmentFailure("bad_step_output", f"the value that it returned contains {problem}")
-            return encode_message(reply, default=_to_jsonable)
+            return encode_message(reply, default=to_jsonable)
         except BaseException as error:
             return encode_message(_error_reply(error))
 
@@ -144,7 +144,7 @@ class _EpisodeServer:
         return {}
 
 
-def _to_jsonable(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """Convert a value like `json_default`, or to its repr. Metadata is informational and must not fail an episode."""
     try:
         return json_default(value)
@@ -166,13 +166,13 @@ def _error_reply(error: BaseException) -> dict[str, Any]:
         elif isinstance(error, ConfigError):
             kind, detail = "ConfigError", str(error)[:MAX_CONFIG_ERROR_CHARS]
         else:
-            detail = _format_exception(error)
+            detail = format_exception(error)
     except BaseException as unreadable:
         detail = f"its message cannot be read: {type(unreadable).__name__}"
     return {"error": kind[: MAX_KIND_CHARS + 1], "detail": detail, "fatal": fatal}
 
 
-def _format_exception(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """Return an exception's message and source line: the innermost line of the user's code, if there is one.
 
     Otherwise the line is the innermost one outside of libraries, which is in a built-in environment.

@@ -29,13 +29,13 @@ from skyrl_train.terminal import print_stderr
 from skyrl_train.trainer.run_folder import check_same_run
 
 if TYPE_CHECKING:
+    from skyrl_train.agents.generator import Generator
     from skyrl_train.data.dataset import PromptDataset
     from skyrl_train.engines.client import EngineClient
     from skyrl_train.environments.pool import EnvironmentPool
     from skyrl_train.experiment.run_resources import RolloutResources
     from skyrl_train.learner.learner import Learner
     from skyrl_train.report.trackers import Trackers
-    from skyrl_train.rollouts.conversation import ConversationGenerator
     from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
 T = TypeVar("T")
@@ -162,9 +162,7 @@ class Experiment:
 
         return build_client(engines, self.config.generator, self.config.trainer.timeouts)
 
-    def build_generator(
-        self, client: EngineClient, environments: EnvironmentPool, *, evaluation: bool
-    ) -> ConversationGenerator:
+    def build_generator(self, client: EngineClient, environments: EnvironmentPool, *, evaluation: bool) -> Generator:
         """Return the generator that turns a prompt into a group of trajectories.
 
         The result must have the method `async rollout(prompt, position)`.

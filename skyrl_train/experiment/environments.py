@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.config.hydra import to_dict
+from skyrl_train.config.problems import Problem, raise_problems
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.environments import registry
+from skyrl_train.environments.tasks.agent import LISTENER, NAME as AGENT, check_columns
+from skyrl_train.environments.user_registrations import serialization_problem
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiment.plugins import check_environments_picklable
 from skyrl_train.terminal import print_stderr
@@ -63,9 +68,11 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     if not cfg.environment.hosts:  # on hosts each process checks: they may have what this machine lacks
         registry.check_environments(counts, environment_settings(cfg))
     for name in counts:
-        rows = (
+        rows = [
             (prompt.where or f"row {prompt.uid}", prompt.env_extras) for prompt in prompts if prompt.env_class == name
-        )
+        ]
+        if name == AGENT:
+            _check_agent(cfg, rows)
         try:
             registry.check_rows(name, rows)
         except DataError:
@@ -73,6 +80,35 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
         except ConfigError:
             if not cfg.environment.hosts:
                 raise
+
+
+def _check_agent(cfg: Config, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Check what the agent environment needs in addition to the checks of every environment."""
+    settings = environment_settings(cfg)[AGENT]
+    if cfg.environment.hosts:
+        advice = (
+            "Rows of the environment agent run on the driver's node. Set it to 0, or let the agents run elsewhere in a "
+            "sandbox of your own class (environment.skyrl_gym.agent.sandbox.kind=module:Class)."
+        )
+        raise_problems([Problem("environment.hosts", cfg.environment.hosts, "0 with rows of env_class agent", advice)])
+    if (
+        settings["run"]
+        and not settings["python"]
+        and not cfg.trainer.plugins
+        and (reason := serialization_problem(AGENT, settings["run"]))
+    ):
+        advice = f"It runs in separate processes and cannot be sent to them ({reason})."
+        allowed = "registered by a module of trainer.plugins"
+        raise_problems([Problem("environment.skyrl_gym.agent.run", settings["run"], allowed, advice)])
+    check_columns(settings, rows)
+    if settings["reward"]:
+        registry.check_environments([settings["reward"]], environment_settings(cfg))
+    LISTENER.check_address(settings["host"], settings["port"])
+
+
+def coroutine_workers(cfg: Config) -> int:
+    """Return the maximum number of processes for agents that are coroutines: one per core, as each runs many."""
+    return max(1, min(cfg.environment.skyrl_gym.max_env_workers, os.cpu_count() or 1))
 
 
 def pool_settings(cfg: Config, log: Path | None = None) -> dict[str, Any]:

@@ -459,7 +459,7 @@ async def start_environments(cfg: Config, cluster: Cluster, folder: Path) -> Asy
     try:
         yield hosts
     finally:
-        await hosts.close()
+        await hosts.__aexit__()
 
 
 def build_host_pool(cfg: Config, cluster: Cluster, log: Path) -> HostPool:

@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from skyrl_train.agents.generator import AgentGenerator, EnvironmentDispatcher, Generator
+from skyrl_train.agents.runner import AgentRunner
+from skyrl_train.agents.server import SessionServer
+from skyrl_train.agents.session import SessionSettings
 from skyrl_train.config.predicates import max_staleness_steps, runs_groups_independently, sleep_level
 from skyrl_train.config.redaction import redact
 from skyrl_train.config.schema import Config, DataConfig, TrainerConfig
@@ -16,9 +20,11 @@ from skyrl_train.data.token_texts import get_vocabulary_texts
 from skyrl_train.engines.client import BatchedEngineClient, EngineClient
 from skyrl_train.engines.sampling_params import parse_sampling_params, with_stop_token
 from skyrl_train.environments.pool import EnvironmentPool
+from skyrl_train.environments.tasks.agent import NAME as AGENT
 from skyrl_train.experiment.algorithm import build_advantage_step, build_correction_steps, comparison_scope
 from skyrl_train.experiment.data import chat_template_text
 from skyrl_train.experiment.engines import engine_count_fixed_reason
+from skyrl_train.experiment.environments import coroutine_workers, environment_settings
 from skyrl_train.experiment.publisher import build_publisher
 from skyrl_train.experiment.run_resources import RolloutResources, RunResources, env_try_overrides
 from skyrl_train.learner.reward_worker import RewardModel
@@ -61,8 +67,8 @@ def build_trainer(
     running: RolloutResources,
     *,
     tokenizer: Any,
-    train_generator: ConversationGenerator,
-    eval_generator: ConversationGenerator,
+    train_generator: Generator,
+    eval_generator: Generator,
     train_dataset: PromptDataset,
     eval_dataset: PromptDataset | None,
     schedule: StepSchedule | None = None,
@@ -156,8 +162,11 @@ def build_sft_trainer(base: RunResources, *, tokenizer: Any, sft_examples: Seque
 
 def build_generator(
     cfg: Config, tokenizer: Any, client: Any, environments: EnvironmentPool, *, evaluation: bool
-) -> ConversationGenerator:
+) -> Generator:
     """Return the generator of rollouts for training or for evaluation.
+
+    If the agent environment is configured, its rows go to an `AgentGenerator` and all others to a
+    `ConversationGenerator`.
 
     In synchronous training the first turns of a step are sent to the engines as one batch, in the order of the data. So
     an engine's batches, and with them the last bits of every number, do not depend on timing. With generator.batched
@@ -189,22 +198,76 @@ def build_generator(
         namespace="evaluation." if evaluation else "",
         n_samples_by_data_source=generator.eval_n_samples_by_data_source if evaluation else {},
     )
-    limit = generator.rate_limit
+    limiter = _limiter(cfg, client)
     sampler = client if runs_groups_independently(cfg, evaluation=evaluation) else BatchedEngineClient(client)
-    return ConversationGenerator(
+    conversations = ConversationGenerator(
         sampler,
         environments,
         tokenizer,
         settings,
         later_turn_client=sampler if generator.batched and generator.max_turns > 1 else client,
-        limiter=_limiters.setdefault(client, EpisodeLimiter(limit.trajectories_per_second, limit.max_concurrency))
-        if limit.enabled
-        else None,
+        limiter=limiter,
     )
+    agent = cfg.environment.skyrl_gym.agent
+    if not agent.command and not agent.run:
+        return conversations
+    sessions = SessionSettings(
+        sampling_params=settings.sampling_params,
+        seed=settings.seed,
+        max_input_length=settings.max_input_length,
+        rollout_s=settings.rollout_s,
+        max_calls=agent.max_calls,
+        max_sampled_tokens=agent.max_tokens,
+        chat_template_kwargs=settings.chat_template_kwargs,
+        namespace=settings.namespace,
+    )
+    agents = AgentGenerator(
+        _agent_runner(cfg, tokenizer, client, environments),
+        sessions,
+        client=client,
+        n_samples_per_prompt=settings.n_samples_per_prompt,
+        limiter=limiter,
+    )
+    return EnvironmentDispatcher(conversations, {AGENT: agents})
 
 
 _limiters: WeakKeyDictionary[Any, EpisodeLimiter] = WeakKeyDictionary()
 """Rate limiter of each client: training rollouts and a concurrent evaluation share one limit."""
+_agent_runners: WeakKeyDictionary[Any, AgentRunner] = WeakKeyDictionary()
+"""Runner of agents of each client, which training rollouts and a concurrent evaluation share."""
+
+
+def _limiter(cfg: Config, client: Any) -> EpisodeLimiter | None:
+    limit = cfg.generator.rate_limit
+    if not limit.enabled:
+        return None
+    return _limiters.setdefault(client, EpisodeLimiter(limit.trajectories_per_second, limit.max_concurrency))
+
+
+def _agent_runner(cfg: Config, tokenizer: Any, client: Any, environments: EnvironmentPool) -> AgentRunner:
+    """Return the runner of a client's agents, which is closed before the environments are."""
+    runner = _agent_runners.get(client)
+    if runner is None:
+        settings, model = environment_settings(cfg)[AGENT], cfg.generator.served_model_name or cfg.generator.model_name
+        server = SessionServer(
+            client,
+            tokenizer,
+            model_name=model,
+            host=settings["host"],
+            port=settings["port"],
+            public_url=settings["public_url"],
+        )
+        runner = _agent_runners[client] = AgentRunner(
+            settings,
+            server,
+            model_name=model,
+            environments=environments,
+            max_workers=coroutine_workers(cfg),
+            plugins=tuple(cfg.trainer.plugins),
+            log_file=environments.log_file,
+        )
+        environments.dependents.push_async_callback(runner.close)
+    return runner
 
 
 def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:
@@ -297,7 +360,7 @@ def build_first_rollout_logger() -> FirstRolloutLogger:
 def build_evaluator(
     cfg: Config,
     running: RolloutResources,
-    generator: ConversationGenerator,
+    generator: Generator,
     dataset: PromptDataset,
     first_rollout_logger: FirstRolloutLogger | None = None,
 ) -> Evaluator:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.report.rollout_files import shorten_texts
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_reader import RunReader, open_runs, overview
 from skyrl_train.report.untrusted_files import to_json_value
@@ -254,24 +255,15 @@ def _versions(views: RolloutViews, rows: Sequence[dict[str, Any]], max_bytes: fl
                 _without_duplicate_text(views.rollout_details(row, tokens=number in tokens_of))
                 for number, row in enumerate(rows)
             ]
-    yield [_shorten_texts(_without_duplicate_text(views.rollout_details(row, tokens=False))) for row in rows]
+    yield [
+        shorten_texts(_without_duplicate_text(views.rollout_details(row, tokens=False)), _MAX_TEXT_CHARS)
+        for row in rows
+    ]
 
 
 def _without_duplicate_text(rollout: dict[str, Any]) -> dict[str, Any]:
     """Return a rollout without the response's text if its messages contain that text."""
     return {name: value for name, value in rollout.items() if name != "text" or not rollout["messages"]}
-
-
-def _shorten_texts(value: Any) -> Any:
-    """Return a JSON value in which the middle of every long text is left out."""
-    if isinstance(value, dict):
-        return {key: _shorten_texts(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_shorten_texts(item) for item in value]
-    if isinstance(value, str) and len(value) > _MAX_TEXT_CHARS:
-        half = _MAX_TEXT_CHARS // 2
-        return f"{value[:half]}\n[... {len(value) - 2 * half:,} characters are not in this report ...]\n{value[-half:]}"
-    return value
 
 
 def _size(value: Any) -> int:

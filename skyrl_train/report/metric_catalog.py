@@ -91,6 +91,31 @@ METRICS = (
         "set by the environment",
         "number that the environment reports, mean over episodes",
     ),
+    Metric("agent/calls", COUNT, "mean number of answers that a program got from the model in an episode"),
+    Metric(
+        "agent/branches",
+        COUNT,
+        "mean number of calls of an episode that did not continue an earlier call: the program changed the history or "
+        "began another conversation",
+    ),
+    Metric(
+        "agent/read_tokens",
+        TOKENS,
+        "mean number of tokens of an episode that the model read, without those that an earlier call had read",
+        "no jumps: many are read again if the history changes",
+    ),
+    Metric(
+        "agent/retokenized_messages",
+        COUNT,
+        "answers in the histories of programs whose sampled tokens could not be reused",
+        "0",
+    ),
+    Metric("agent/malformed_calls", COUNT, "tool calls of the model that could not be parsed", "falls towards 0"),
+    Metric(
+        "agent/overridden_parameters",
+        COUNT,
+        "sampling parameters of programs that were ignored, because the run sets them",
+    ),
     Metric("rollouts/tokens", TOKENS, "number of sampled tokens in all responses of the step"),
     Metric("rollouts/trajectories", COUNT, "episodes of the step"),
     Metric("rollouts/failed", COUNT, "episodes that failed and are masked", "0"),

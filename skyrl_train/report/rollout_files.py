@@ -78,6 +78,7 @@ COLUMNS = pa.schema(
         ("messages", pa.string()),
         ("text", pa.string()),
         ("env_extras", pa.string()),
+        ("session", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("response_tokens", pa.int32()),
         ("prompt_ids", pa.list_(pa.int32())),
@@ -264,7 +265,10 @@ DELTA_COLUMNS = ("old_logprobs", "ref_logprobs")
 _SUFFIX = "_from_rollout"
 _MIN_REFERENCE_CHARS = 16
 """Minimum length of a message that is stored as a reference to the text."""
-_COMPRESSION_LEVELS = {"text": 9, "messages": 3, "env_extras": 3, "response_ids": 6}
+MAX_SESSION_CHARS = 4_000_000
+"""Approximate maximum length of the record of a session."""
+_MIN_SHORTENED_CHARS = 100
+_COMPRESSION_LEVELS = {"text": 9, "messages": 3, "env_extras": 3, "session": 3, "response_ids": 6}
 """Columns -> zstd levels above 1, where they save more than they cost."""
 _DICTIONARY_COLUMNS = (
     "uid",
@@ -378,6 +382,39 @@ def pack_messages(messages: Sequence[Any], text: str, known: Sequence[str] = ())
         items.append(dump_json({**message, "content": ""}))
     array = f"[{', '.join(items)}]"
     return f'{{"messages": {array}, "text": {json.dumps(references)}}}' if references else array
+
+
+def pack_session(session: Mapping[str, Any]) -> str:
+    """Return the record of a session as JSON of about MAX_SESSION_CHARS at most.
+
+    Sessions that rewrite a long history in every call can have a multiple of this. Their texts are shortened, as little
+    as possible. If that is not enough, their messages are left out, too.
+    """
+    text = dump_json(session)
+    max_chars = MAX_SESSION_CHARS // 100
+    while len(text) > MAX_SESSION_CHARS and max_chars >= _MIN_SHORTENED_CHARS:
+        text = dump_json(shorten_texts(session, max_chars))
+        max_chars //= 4
+    if len(text) > MAX_SESSION_CHARS:
+        calls = [{**call, "messages": _omitted(len(call["messages"]))} for call in session["calls"]]
+        text = dump_json(shorten_texts({**session, "calls": calls}, _MIN_SHORTENED_CHARS))
+    return text
+
+
+def _omitted(num_messages: int) -> list[dict[str, Any]]:
+    return [{"role": "omitted", "content": f"[... {num_messages:,} messages are left out ...]"}] if num_messages else []
+
+
+def shorten_texts(value: Any, max_chars: int) -> Any:
+    """Return a plain value in which the middle of every text longer than `max_chars` is left out."""
+    if isinstance(value, Mapping):
+        return {key: shorten_texts(item, max_chars) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shorten_texts(item, max_chars) for item in value]
+    if isinstance(value, str) and len(value) > max_chars:
+        half = max_chars // 2
+        return f"{value[:half]}\n[... {len(value) - 2 * half:,} characters are left out ...]\n{value[-half:]}"
+    return value
 
 
 def dump_json(value: Any) -> str:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from skyrl_train.config.redaction import find_secret_pieces
 from skyrl_train.errors import DataError
 from skyrl_train.report.rollout_files import HIDDEN_TOKEN, RolloutReader, step_file
+from skyrl_train.report.session_views import objects_in, session_view
 from skyrl_train.report.untrusted_files import from_json
 
 ORDERS = ("step", "-step", "reward", "-reward", "tokens", "-tokens")
@@ -218,7 +219,7 @@ class RolloutViews:
         return self.rollout_details(table.slice(0, 1).to_pylist()[0])
 
     def rollout_details(self, row: Mapping[str, Any], tokens: bool = True) -> dict[str, Any]:
-        """Return all details of a rollout as a JSON object: scalars, messages, turns, metrics and tokens.
+        """Return all details of a rollout as a JSON object: scalars, messages, turns, metrics, session and tokens.
 
         Args:
             row: A row of `RolloutReader.table` with all columns.
@@ -239,13 +240,14 @@ class RolloutViews:
             "source": row["data_source"],
             "reward": row["reward"] if row["status"] == "ok" else None,
             "preview": (row["text"] or "")[:PREVIEW],
-            "messages": _messages(from_json(row["messages"], [])),
+            "messages": objects_in(from_json(row["messages"], [])),
             "text": row["text"] or "",
             "turns": [
-                {**turn, "tool_calls": _messages(from_json(turn["tool_calls"], []))} for turn in row["turns"] or []
+                {**turn, "tool_calls": objects_in(from_json(turn["tool_calls"], []))} for turn in row["turns"] or []
             ],
             "env_metrics": _mapping(from_json(row["env_metrics"], {})),
             "env_extras": _mapping(from_json(row["env_extras"], {})),
+            "session": session_view(from_json(row["session"], None), row["trained"] or [], row["advantages"] or []),
             "tokens": self._tokens(row) if tokens else None,
         }
 
@@ -298,11 +300,6 @@ def _shortest_floats(values: Sequence[float] | None) -> list[float | None]:
     return [float(str(value)) for value in np.asarray(values or [], np.float32)]
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages in a list; [] for any other value that a file may hold."""
-    return [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
-
-
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -310,7 +307,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _prompt_messages(messages: Any) -> list[Any]:
     """Return the messages before the first one of the assistant."""
     prompt = []
-    for message in _messages(messages):
+    for message in objects_in(messages):
         if message.get("role") == "assistant":
             break
         prompt.append(message)

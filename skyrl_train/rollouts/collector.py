@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import FAILED, MIN_PASS_REWARD, OK, Trajectory, TrajectoryGroup
+from skyrl_train.environments.tasks.agent import NAME as AGENT
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.conversation import FailureKind
@@ -475,7 +476,7 @@ def _describe_failure(item: Trajectory, overrides: Sequence[str]) -> str:
     """Describe the failure of an episode and its row, with a command to reproduce it if its environment failed."""
     prompt, problem = item.prompt, f"{item.error}: {item.detail}" if item.detail else str(item.error)
     description = f"{escape_control_chars(problem)} (row {prompt.uid}, environment {prompt.env_class})"
-    if item.error is None or item.error in [*FailureKind] or not prompt.source:
+    if item.error is None or item.error in [*FailureKind] or not prompt.source or prompt.env_class == AGENT:
         return f"{description}."
     command = ["skyrl-train", "env", "try", prompt.env_class, "--data", prompt.source, "--row", str(prompt.source_row)]
     return f"{description}. Try it: `{escape_control_chars(shlex.join([*command, *overrides]))}`."

@@ -1,8 +1,7 @@
 """Episodes: conversations between an environment and an engine, recorded as tokens.
 
 `ConversationGenerator.rollout` generates the group of a prompt. `TrajectoryBuilder` records an episode's tokens exactly
-as the model read and sampled them, `EpisodeLimiter` limits the number of concurrent episodes, and `TokenizerExecutor`
-keeps the tokenizer from blocking the event loop.
+as the model read and sampled them, and `EpisodeLimiter` limits the number of concurrent episodes.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ import copy
 import logging
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from skyrl_train.aio import EventLoopThrottle, mark_exception_retrieved
+from skyrl_train.aio import EventLoopThrottle
 from skyrl_train.clock import now
 from skyrl_train.data.chat import (
     RenderedPrefix,
-    decode_response,
+    decode_with_calls,
+    detect_tool_format,
     encode_text,
     get_message_text,
     get_reasoning_opening,
@@ -47,11 +43,12 @@ from skyrl_train.data.messages import (
 )
 from skyrl_train.data.reasoning import find_unclosed_marker
 from skyrl_train.data.token_arrays import Tokens, append_array, to_logprob_array, to_token_array
+from skyrl_train.data.tokenizer_executor import tokenizer_executor
 from skyrl_train.data.trajectory import OK, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import BatchedEngineClient, EngineClient
 from skyrl_train.engines.sampling_params import request_seed
-from skyrl_train.environments.base import BAD_ROW, StepOutput
+from skyrl_train.environments.base import BAD_ROW
 from skyrl_train.environments.pool import EnvironmentPool, Episode
 from skyrl_train.errors import (
     DataError,
@@ -151,8 +148,7 @@ class ConversationGenerator:
         self._tokenizer_executor = tokenizer_executor(tokenizer)
         self._settings = settings
         self._limiter = limiter or EpisodeLimiter()
-        self._metric_names = MetricNameLimit(MAX_METRICS, MAX_METRIC_LENGTH)
-        self._warned_of_metric = False
+        self._metrics = EnvironmentMetrics()
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         """Generate and score the group of a prompt.
@@ -270,8 +266,10 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.builder.append_sample(completion)
-        text = await self._tokenizer_executor.run(len(completion.token_ids), decode_response, completion.token_ids)
-        text = state.reasoning_opening + text  # shows readers of the text that it begins inside of reasoning
+        decoded, action = await self._tokenizer_executor.run(
+            len(completion.token_ids), _decode_turn, completion.token_ids, state.template_kwargs
+        )
+        text = state.reasoning_opening + decoded  # shows readers of the text that it begins inside of reasoning
         state.reasoning_openings.append(state.reasoning_opening)
         if state.assistant_indices:
             item.messages.append({"role": "assistant", "content": text})
@@ -289,30 +287,13 @@ class ConversationGenerator:
         del completion  # frees it before the environment's step, which may take long
         started_at = now()
         try:
-            output = await state.session.step(text)
+            output = await state.session.step(text.removesuffix(decoded) + action)
         finally:
             state.builder.update_last_turn(environment_s=now() - started_at)
         state.builder.update_last_turn(reward=output.reward, tool_calls=tuple(output.tool_calls))
-        item.env_metrics |= self._metrics(output, item.prompt.env_class)
+        item.env_metrics |= self._metrics.select(output.metadata, item.prompt.env_class)
         item.messages += output.observations
         return not output.done and len(item.turns) < state.max_turns
-
-    def _metrics(self, output: StepOutput, env_class: str) -> dict[str, float]:
-        """Return the numbers in a step's metadata that become metrics; warn once about a name beyond the limits."""
-        numbers = _finite_numbers(output.metadata)
-        metrics = {name: value for name, value in numbers.items() if self._metric_names.admits(name)}
-        if len(metrics) < len(numbers) and not self._warned_of_metric:
-            self._warned_of_metric = True
-            rejected = next(name for name in numbers if name not in metrics)
-            log.warning(
-                "environment %s: the metric %s is not recorded. A run records at most %d different names of metrics of "
-                "environments, with at most %d characters. Use fixed names in `metadata`, and text for ids.",
-                env_class,
-                escape_control_chars(f"{rejected:.{MAX_METRIC_LENGTH}}"),
-                MAX_METRICS,
-                MAX_METRIC_LENGTH,
-            )
-        return metrics
 
     async def _append_next_prompt(self, state: _EpisodeState) -> bool:
         """Append the tokens before the model's next turn. Return False if the conversation becomes too long."""
@@ -485,7 +466,42 @@ def _as_rendered(tokenizer: Any, state: _EpisodeState) -> list[Message]:
     return messages
 
 
-def _finite_numbers(metadata: dict[str, object]) -> dict[str, float]:
+def _decode_turn(tokenizer: Any, ids: Tokens, template_kwargs: dict[str, Any]) -> tuple[str, str]:
+    """Return the text of a turn without control tokens, and the same text with those that mark tool calls."""
+    return decode_with_calls(tokenizer, ids, detect_tool_format(tokenizer, template_kwargs))
+
+
+class EnvironmentMetrics:
+    """The metrics that environments report, of which a run records a limited number of names."""
+
+    def __init__(self) -> None:
+        self._names = MetricNameLimit(MAX_METRICS, MAX_METRIC_LENGTH)
+        self._has_warned = False
+
+    def select(self, metadata: Mapping[str, object], env_class: str) -> dict[str, float]:
+        """Return the numbers in a step's metadata that become metrics; warn once about a name beyond the limits.
+
+        Args:
+            metadata: The metadata.
+            env_class: Name of the environment, for the warning.
+        """
+        numbers = _finite_numbers(metadata)
+        metrics = {name: value for name, value in numbers.items() if self._names.admits(name)}
+        if len(metrics) < len(numbers) and not self._has_warned:
+            self._has_warned = True
+            rejected = next(name for name in numbers if name not in metrics)
+            log.warning(
+                "environment %s: the metric %s is not recorded. A run records at most %d different names of metrics of "
+                "environments, with at most %d characters. Use fixed names in `metadata`, and text for ids.",
+                env_class,
+                escape_control_chars(f"{rejected:.{MAX_METRIC_LENGTH}}"),
+                MAX_METRICS,
+                MAX_METRIC_LENGTH,
+            )
+        return metrics
+
+
+def _finite_numbers(metadata: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers in an environment's metadata that can be averaged: finite ones within the range of float."""
     numbers = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
     return {key: float(value) for key, value in numbers.items() if abs(value) <= sys.float_info.max}
@@ -638,107 +654,3 @@ class EpisodeLimiter:
         """Report that this many admitted episodes have ended."""
         self._running -= episodes
         self._released.set()
-
-
-# -- tokenizer calls of many conversations -----------------------------------------------------------------------------
-
-T = TypeVar("T")
-_PendingCall = tuple[int, Callable[[Any], Any], "asyncio.Future[Any]"]
-"""(size, function of the tokenizer, future of its result)"""
-MIN_THREAD_CHARS = 1 << 14
-"""Characters or tokens from which a call runs in the thread, as it would block the event loop for milliseconds."""
-_CHARS_PER_ITERATION, _CALL_OVERHEAD_CHARS = 1 << 16, 1 << 10
-"""Characters per iteration of the event loop, and the overhead of a call in characters: about 10 ms per iteration."""
-_EXECUTORS: WeakKeyDictionary[Any, TokenizerExecutor] = WeakKeyDictionary()
-
-
-def tokenizer_executor(tokenizer: Any) -> TokenizerExecutor:
-    """Return the executor of a tokenizer. Equal calls return the same executor."""
-    executor = _EXECUTORS.get(tokenizer)
-    if executor is None:
-        executor = _EXECUTORS[tokenizer] = TokenizerExecutor(tokenizer)
-    return executor
-
-
-class TokenizerExecutor:
-    """Runs tokenizer calls of many conversations without blocking the event loop for long.
-
-    Calls on short texts run on the event loop in the order of submission, a bounded number of characters per iteration.
-    A thread would release and take the interpreter lock in many short slices, and so delay the event loop.
-
-    Calls on texts of at least MIN_THREAD_CHARS characters run in one thread, on a copy of the tokenizer, because other
-    code may change padding or truncation of the original at any time. The copy is renewed when the chat template or
-    the tokens have changed.
-    """
-
-    def __init__(self, tokenizer: Any):
-        """Create the executor of a tokenizer, to which it keeps only a weak reference. Use `tokenizer_executor`."""
-        self._original = ref(tokenizer)
-        self._pending: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[_PendingCall]] = WeakKeyDictionary()
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
-        self._thread_copy, self._copied_state = _try_copy(tokenizer), _state(tokenizer)
-
-    async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        """Call `function(tokenizer, *args)` without blocking the event loop, and return its result or raise its error.
-
-        StopIteration becomes a RuntimeError.
-
-        Args:
-            size: Number of characters or tokens that the call processes. From MIN_THREAD_CHARS on, the function runs in
-                another thread on a copy of the tokenizer, otherwise on the event loop.
-            function: The function.
-            *args: Its other arguments.
-        """
-        # The future must not be a variable of this frame: it keeps the error, whose traceback keeps this frame.
-        return await self._submit(size, partial(_call, function, args))  # type: ignore[no-any-return]
-
-    def _submit(self, size: int, call: Callable[[Any], Any]) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        if size >= MIN_THREAD_CHARS:
-            return loop.run_in_executor(self._thread, call, self._current_copy())
-        pending = self._pending.setdefault(loop, deque())
-        if not pending:
-            loop.call_soon(self._run_pending, loop)
-        result = mark_exception_retrieved(loop.create_future())
-        pending.append((_CALL_OVERHEAD_CHARS + size, call, result))
-        return result
-
-    def _run_pending(self, loop: asyncio.AbstractEventLoop) -> None:
-        pending, processed, tokenizer = self._pending[loop], 0, self._original()
-        while pending and processed < _CHARS_PER_ITERATION:
-            size, call, result = pending.popleft()
-            if not result.done():  # it is done if the caller was canceled
-                processed += size
-                try:
-                    result.set_result(call(tokenizer))
-                except BaseException as error:
-                    result.set_exception(error)
-            del call, result  # an error's traceback keeps this frame, which would keep the error
-        if pending:
-            loop.call_soon(self._run_pending, loop)
-
-    def _current_copy(self) -> Any:
-        """Return the thread's copy of the tokenizer, renewed if the tokenizer has changed."""
-        original = self._original()
-        if original is not None and (state := _state(original)) != self._copied_state:
-            self._thread_copy, self._copied_state = _try_copy(original), state
-        return self._thread_copy
-
-
-def _try_copy(tokenizer: Any) -> Any:
-    try:
-        return copy.deepcopy(tokenizer)
-    except Exception:  # a custom tokenizer may have a lock or a file
-        return tokenizer
-
-
-def _state(tokenizer: Any) -> Any:
-    return getattr(tokenizer, "chat_template", None), len(tokenizer), dict(tokenizer.special_tokens_map)
-
-
-def _call(function: Callable[..., T], args: Any, tokenizer: Any) -> T:
-    """Call the function. Replaces StopIteration, which a future does not accept."""
-    try:
-        return function(tokenizer, *args)
-    except StopIteration as error:
-        raise RuntimeError(f"StopIteration: {error}") from error

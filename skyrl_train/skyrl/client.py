@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from numpy.typing import ArrayLike
@@ -14,7 +15,9 @@ from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.data.messages import continues_last_message
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, parse_token_ids
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.json_body import InvalidBodyError, read_json
+from skyrl_train.engines.http.chat_sampler import ChatSampler, Generate as GenerateFunction
+from skyrl_train.engines.http.dialects import chat_completions
+from skyrl_train.engines.http.json_body import InvalidBodyError, check_unknown_members, read_json, write_json
 from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.protocol import Limits
 from skyrl_train.engines.sampling_params import parse_sampling_params, request_seed, with_stop_token
@@ -128,7 +131,7 @@ class InferenceEngineClient:
         Raises:
             EngineError: No engine could answer.
         """
-        return await self._openai("chat", request_payload)
+        return await self._respond(request_payload, self._complete_chat)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
         """Answer one of OpenAI's text completion requests.
@@ -142,34 +145,59 @@ class InferenceEngineClient:
         Raises:
             EngineError: No engine could answer.
         """
-        return await self._openai("text", request_payload)
+        return await self._respond(request_payload, self._complete_text)
 
-    async def _openai(self, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        generator = self._config.generator
-        translator = Translator(
-            self.tokenizer,
-            limits=Limits(),
-            default_max_tokens=generator.sampling_params.max_generate_length,
-            deadline_s=self._config.trainer.timeouts.rollout_s,
-            chat_template_kwargs=dict(generator.chat_template_kwargs),
-        )
+    async def _respond(
+        self, payload: Mapping[str, Any], complete: Callable[[Any, GenerateFunction], Awaitable[Any]]
+    ) -> dict[str, Any]:
         body = dict(payload.get("json") or {})
         session = body.pop("session_id", None)
         if body.get("stream"):
             return _error("stream=true: streaming is not supported here. Remove `stream` from the body.", "stream")
         body.setdefault("model", self.model_name)
+
+        async def generate(requests: Sequence[SampleRequest]) -> list[Completion]:
+            if body.get("seed") is None:
+                requests = [self._with_seed(request, session) for request in requests]
+            return await self._client.generate(requests)
+
         try:
-            call = getattr(translator, kind)(read_json(json.dumps(body).encode()), None)
-            requests = [
-                self._request(request.token_ids, request.sampling, session) if body.get("seed") is None else request
-                for request in call.requests
-            ]
-            completions: list[Completion] = await self._client.generate(requests)
-            return translator.to_response(call, completions)
+            response: dict[str, Any] = json.loads(write_json(await complete(body, generate)))
+            return response
         except InvalidBodyError as error:
             return _error(str(error), error.param)
         except (ConfigError, DataError, UnsupportedParameter) as error:
             return _error(str(error), None)
+
+    def _with_seed(self, request: SampleRequest, session: str | None) -> SampleRequest:
+        """Return a request with the seed of its position in the session."""
+        seeded = self._request(request.token_ids, request.sampling, session)
+        return replace(seeded, top_logprobs=request.top_logprobs, json_schema=request.json_schema)
+
+    async def _complete_chat(self, body: Any, generate: GenerateFunction) -> Any:
+        parsed = read_json(json.dumps(body).encode(), keep_nulls=True)
+        check_unknown_members(chat_completions.ChatCompletionRequest, parsed)
+        call = chat_completions.parse(parsed)
+        generator = self._config.generator
+        sampler = ChatSampler(
+            self.tokenizer,
+            generate,
+            limits=Limits(),
+            defaults=SamplingParams(max_tokens=generator.sampling_params.max_generate_length),
+            deadline_s=self._config.trainer.timeouts.rollout_s,
+            chat_template_kwargs=dict(generator.chat_template_kwargs),
+        )
+        return call.respond(await sampler.sample(call.request))
+
+    async def _complete_text(self, body: Any, generate: GenerateFunction) -> Any:
+        translator = Translator(
+            self.tokenizer,
+            limits=Limits(),
+            default_max_tokens=self._config.generator.sampling_params.max_generate_length,
+            deadline_s=self._config.trainer.timeouts.rollout_s,
+        )
+        call = translator.text(read_json(json.dumps(body).encode()), None)
+        return translator.to_response(call, await generate(call.requests))
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix caches of all engines."""

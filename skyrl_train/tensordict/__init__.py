@@ -128,6 +128,7 @@ if TYPE_CHECKING:
         ExecuteToolsInOrder as ExecuteToolsInOrder,
         JSONCallParser as JSONCallParser,
         MCPToolTransform as MCPToolTransform,
+        NativeCallParser as NativeCallParser,
         PythonExecutorService as PythonExecutorService,
         PythonInterpreter as PythonInterpreter,
         SimpleToolTransform as SimpleToolTransform,

@@ -12,14 +12,16 @@ import numpy as np
 
 from skyrl_train.data.token_arrays import Tokens, to_token_array
 from skyrl_train.engines.base import (
+    MAX_TOP_LOGPROBS,
     Capabilities,
     Completion,
     EngineHealth,
     SampleRequest,
     SamplingParams,
+    TopLogProbs,
     VersionSpan,
 )
-from skyrl_train.engines.sampling_params import check_supported
+from skyrl_train.engines.sampling_params import check_options, check_supported
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
@@ -31,11 +33,44 @@ ALL_CAPABILITIES = Capabilities(
     sampling=frozenset(field.name for field in fields(SamplingParams)),
     weight_routes=frozenset({"in_process"}),
     pause_modes=frozenset({"keep", "abort", "wait"}),
+    partial_tokens=True,
+    max_top_logprobs=MAX_TOP_LOGPROBS,
+    json_schema=True,
 )
+
+
+class _RunningRequest:
+    """A request whose answer arrives evenly over its delay, and is computed when it is first needed."""
+
+    def __init__(self, request: SampleRequest, answer: AnswerFunction, delay_s: float):
+        self.request = request
+        self.delay_s = delay_s
+        self.aborted = asyncio.Event()
+        self.started_s = time.monotonic()
+        self._answer = answer
+        self._ids: Tokens | None = None
+
+    def sampled(self) -> Tokens:
+        """Return the tokens that have arrived by now."""
+        fraction = min(1.0, (time.monotonic() - self.started_s) / self.delay_s) if self.delay_s else 1.0
+        return self.answer()[: int(fraction * len(self.answer()))]
+
+    def answer(self) -> Tokens:
+        """Return the whole answer."""
+        if self._ids is None:
+            self._ids = to_token_array(list(self._answer(self.request))[: self.request.sampling.max_tokens])
+        return self._ids
+
+    def sampled_at_abort(self) -> Tokens:
+        """Return the tokens that somebody may have seen: none if `sampled` was never called."""
+        return self.sampled() if self._ids is not None else to_token_array([])
 
 
 class ScriptedEngine:
     """An InferenceEngine without a model. Every log-prob is -1 nat, and every method records its call in `calls`.
+
+    The k most likely tokens after a sampled token t are t, t + 1, and so on, with -1, -2, ... nats. A `json_schema` is
+    accepted and left to the answer function.
 
     A method whose name is a key of `failures` raises that exception. After `close`, all methods except `close` raise
     EngineError.
@@ -74,7 +109,7 @@ class ScriptedEngine:
         self.delay_s = delay_s
         self._may_run = asyncio.Event()
         self._may_run.set()
-        self._aborted: dict[str, asyncio.Event] = {}
+        self._running: dict[str, _RunningRequest] = {}
         self._generated_tokens = 0
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -89,33 +124,38 @@ class ScriptedEngine:
         self.batches.append(list(requests))
         for request in requests:
             check_supported(request.sampling, self.capabilities)
-        self._aborted |= {request.request_id: asyncio.Event() for request in requests}
+            check_options(request, self.capabilities)
+        delays = [self.delay_s(request) if callable(self.delay_s) else self.delay_s for request in requests]
+        running = [_RunningRequest(r, self._answer, delay) for r, delay in zip(requests, delays, strict=True)]
+        self._running |= {entry.request.request_id: entry for entry in running}
         try:
-            return list(await asyncio.gather(*(self._complete(request) for request in requests)))
+            return list(await asyncio.gather(*map(self._complete, running)))
         finally:
             for request in requests:
-                self._aborted.pop(request.request_id, None)
+                self._running.pop(request.request_id, None)
 
-    async def _complete(self, request: SampleRequest) -> Completion:
-        aborted = self._aborted[request.request_id]
-        delay = self.delay_s(request) if callable(self.delay_s) else self.delay_s
-        start_s = time.monotonic()
-        work = asyncio.ensure_future(self._work(delay))
-        stop = asyncio.ensure_future(aborted.wait())
+    async def _complete(self, running: _RunningRequest) -> Completion:
+        request = running.request
+        work = asyncio.ensure_future(self._work(running.delay_s))
+        stop = asyncio.ensure_future(running.aborted.wait())
         try:
             await asyncio.wait({work, stop}, timeout=request.deadline_s, return_when=asyncio.FIRST_COMPLETED)
             finished = work.done()
         finally:
             work.cancel()
             stop.cancel()
-        ids = list(self._answer(request))[: request.sampling.max_tokens] if finished else []
+        ids = running.answer() if finished else running.sampled_at_abort()
         reason = "abort" if not finished else "length" if len(ids) == request.sampling.max_tokens else "stop"
         self._generated_tokens += len(ids)
         logprobs = np.full(len(ids), -1.0, np.float32)
-        spans = [VersionSpan(0, len(ids), self.version)] if ids else []
-        running_s = time.monotonic() - start_s
+        spans = [VersionSpan(0, len(ids), self.version)] if len(ids) else []
+        running_s = time.monotonic() - running.started_s
+        top = None
+        if request.top_logprobs and len(ids):
+            ranks = np.arange(request.top_logprobs)  # the sampled token is the most likely one
+            top = TopLogProbs(ids[:, None] + ranks, np.tile(-1.0 - ranks, (len(ids), 1)))
         return Completion(
-            request.request_id, to_token_array(ids), logprobs, logprobs, reason, spans, running_s=running_s
+            request.request_id, ids, logprobs, logprobs, reason, spans, running_s=running_s, top_logprobs=top
         )
 
     async def _work(self, delay: float) -> None:
@@ -133,18 +173,25 @@ class ScriptedEngine:
         return [[-1.0] * (len(ids) - 1) for ids in token_ids]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with an empty response and stop_reason "abort". Unknown ids are ignored."""
+        """End requests with stop_reason "abort", and no tokens unless `partial_tokens` returned some. Unknown ids are
+        ignored."""
         self._note("abort")
         for request_id in request_ids:
-            if request_id in self._aborted:
-                self._aborted[request_id].set()
+            if request_id in self._running:
+                self._running[request_id].aborted.set()
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens of running requests, whose number grows evenly over their delay."""
+        self._note("partial_tokens")
+        running = [self._running[request_id] for request_id in request_ids if request_id in self._running]
+        return {entry.request.request_id: ids for entry in running if len(ids := entry.sampled())}
 
     async def pause(self, mode: str = "keep") -> None:
         """Hold requests back until `resume`. "abort" ends running requests, and "wait" waits for them first."""
         self._note("pause")
         if mode == "abort":
-            await self.abort(list(self._aborted))
-        while mode == "wait" and self._aborted:
+            await self.abort(list(self._running))
+        while mode == "wait" and self._running:
             await asyncio.sleep(0.001)
         self._may_run.clear()
 
@@ -209,7 +256,7 @@ class ScriptedEngine:
         return EngineHealth(
             name=self.name,
             version=self.version,
-            running=len(self._aborted),
+            running=len(self._running),
             paused=not self._may_run.is_set(),
             asleep=self.asleep,
             partially_loaded=self.partially_loaded,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from statistics import stdev
@@ -19,10 +19,10 @@ TABLE_ROWS, TABLE_CHARACTERS = 32, 65_536
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
-    """Add the metrics reward/*, response/*, episode/*, environment/*, rollouts/* and timing/response_s of a step.
+    """Add the metrics of rewards, responses, episodes, environments, programs and rollouts of a step.
 
-    All except rollouts/tokens and rollouts/trajectories cover only trajectories with status ok. A group that dynamic
-    sampling repeats counts once.
+    All except agent/*, rollouts/tokens and rollouts/trajectories cover only trajectories with status ok. A group that
+    dynamic sampling repeats counts once.
 
     Args:
         groups: The groups that the step trains on.
@@ -34,6 +34,9 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
     succeeded = [item for item in trajectories if item.status == OK]
     metrics.count("rollouts/tokens", sum(item.sampled_tokens for item in trajectories))
     metrics.count("rollouts/trajectories", len(trajectories))
+    for item in trajectories:
+        if item.session is not None:
+            _add_session_metrics(item.session["statistics"], metrics)
     for item in succeeded:
         metrics.add("reward/mean", item.reward)
         if item.raw_reward is not None:
@@ -59,6 +62,13 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
             metrics.add(
                 f"reward/pass_at_{len(group.trajectories)}", any(item.outcome >= MIN_PASS_REWARD for item in valid)
             )
+
+
+def _add_session_metrics(statistics: Mapping[str, int], metrics: Metrics) -> None:
+    for name in ("calls", "branches", "read_tokens"):
+        metrics.add(f"agent/{name}", statistics[name])
+    for name in ("retokenized_messages", "malformed_calls", "overridden_parameters"):
+        metrics.count(f"agent/{name}", statistics[name])
 
 
 def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:

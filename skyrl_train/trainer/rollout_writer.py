@@ -33,6 +33,7 @@ from skyrl_train.report.rollout_files import (
     RolloutReader,
     dump_json,
     pack_messages,
+    pack_session,
     step_file,
     vocabulary_file,
     write_rollouts,
@@ -271,7 +272,7 @@ def _table(
     vocabulary: Callable[[], Mapping[int, str]],
 ) -> pa.Table:
     items = [item for _, item in numbered]
-    texts = [[item.text, item.messages or item.prompt.messages] for item in items]
+    texts = [[item.text, item.messages or item.prompt.messages, item.session] for item in items]
     unsafe = [row for row, text in enumerate(texts) if contains_secret(text)]
     token_texts = vocabulary() if unsafe else {}
     hidden = {row: _secret_mask([*items[row].prompt_ids, *items[row].response_ids], token_texts) for row in unsafe}
@@ -338,10 +339,13 @@ def _scalars(items: Sequence[Trajectory]) -> dict[str, list[Any]]:
     }
 
 
-def _texts(items: Sequence[Trajectory]) -> dict[str, list[str]]:
+def _texts(items: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Return the text columns, without the contents of credential variables, which a tool may have printed."""
     redacted = redact(
-        [(item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics) for item in items]
+        [
+            (item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics, item.session)
+            for item in items
+        ]
     )
     texts = [_clean(text) for text, *_ in redacted]
     extras: dict[int, str] = {}  # by prompt, because its samples share them
@@ -351,8 +355,9 @@ def _texts(items: Sequence[Trajectory]) -> dict[str, list[str]]:
     return {
         "text": texts,
         "detail": [_clean(detail) for _, detail, *_ in redacted],
-        "messages": list(_pack_conversations([messages for *_, messages, _ in redacted], texts)),
-        "env_metrics": [dump_json(metrics) for *_, metrics in redacted],
+        "messages": list(_pack_conversations([messages for _, _, messages, _, _ in redacted], texts)),
+        "env_metrics": [dump_json(metrics) for *_, metrics, _ in redacted],
+        "session": [None if session is None else pack_session(session) for *_, session in redacted],
         "env_extras": [extras[id(item.prompt)] for item in items],
     }
 

@@ -179,6 +179,26 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "python scripts/recordings/record.py$": (files_and_options, untested("takes an hour; with a name it is run")),
     r"python my_(rewards|tools)\.py": (covered_by("tests/integration/environments/test_guide_pages.py"),),
     "python make_rows.py": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
+    r"python -m examples\.agents\.train": (
+        files_and_options,
+        covered_by("tests/integration/runs/test_agents_example.py"),
+    ),
+    "uv (venv|pip install --python) agents-venv": (
+        same_program_as("tests/integration/runs/test_agents_example.py", "with a folder of its own"),
+    ),
+    "uv (venv|pip install) .*/mini-swe-agent": (
+        same_program_as("tests/integration/agents/test_mini_swe_agent.py", "with a folder of its own"),
+    ),
+    "skyrl-train train .*--config-name mini_swe_agent": (
+        check_config_keys,
+        same_program_as("tests/integration/agents/test_mini_swe_agent.py", "only the preset's agent and grader"),
+    ),
+    "uv (venv|pip install) .*verifiers-venv": (
+        same_program_as("tests/integration/agents/test_verifiers_tasks.py", "with a folder of its own"),
+    ),
+    r"\S+/verifiers-venv/bin/python' examples/verifiers/run_task\.py": (
+        untested("tests/integration/agents/test_verifiers_tasks.py runs the program in an environment of its own"),
+    ),
     "python examples/quickstart/tool.py": (files_and_options, covered_by("tests/integration/quickstart/test_tool.py")),
     "python examples/quickstart/quickstart.py": (
         files_and_options,
@@ -292,6 +312,7 @@ SNIPPETS = {
     "docs/torchrl/examples.md": "tests/unit/tensordict/envs/test_examples_page.py",
     "docs/torchrl/from_torchrl.md": "tests/unit/tensordict/test_from_torchrl_page.py",
     "docs/torchrl/losses.md": "tests/unit/tensordict/losses/test_page.py",
+    "docs/guides/agents.md": "tests/unit/agents/test_agents_page.py",
     "docs/guides/tools.md": "tests/unit/environments/tools/test_pages.py",
     "docs/guides/web_tools.md": "tests/unit/environments/tools/test_pages.py",
     "docs/guides/your_environment.md": "tests/integration/quickstart/test_your_environment.py",

@@ -20,7 +20,7 @@ LAYERS = (
     "config",
     "cluster storage data",
     "algorithms environments report models strategies weight_sync",
-    "engines rollouts learner trainer",
+    "engines rollouts learner trainer agents",
     "experiment",
     "skyrl entrypoints tensordict api register "
     "generators inference_engines utils dataset training_batch fully_async_trainer",

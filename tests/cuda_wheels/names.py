@@ -28,6 +28,9 @@ VLLM = {
         vllm.SamplingParams(..., max_tokens=_, temperature=_, top_p=_, top_k=_, min_p=_, repetition_penalty=_)
         vllm.SamplingParams(..., min_tokens=_, stop=_, stop_token_ids=_, ignore_eos=_, seed=_, logprobs=_)
         vllm.SamplingParams(..., output_kind=_, flat_logprobs=_, detokenize=_, skip_special_tokens=_)
+        vllm.SamplingParams(..., structured_outputs=_)
+        vllm.sampling_params.StructuredOutputsParams(json=_)
+        vllm.EngineArgs(..., max_logprobs=_, structured_outputs_config=_)
         vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase(hf_config, hf_text_config)
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase.get_num_experts(self)
@@ -57,6 +60,11 @@ VLLM = {
         vllm.v1.engine.core.EngineCore.set_weight_version(self, weight_version)
         vllm.v1.engine.core.EngineCore.reset_prefix_cache(self, reset_running_requests=_)
         vllm.v1.engine.core.EngineCore.scheduler
+        vllm.v1.engine.core.EngineCore.structured_output_manager
+        vllm.v1.structured_output.StructuredOutputManager.backend
+        vllm.config.VllmConfig.structured_outputs_config
+        vllm.v1.engine.output_processor.RequestState.detokenizer
+        vllm.v1.engine.detokenizer.IncrementalDetokenizer.output_token_ids
         vllm.v1.engine.core.EngineCore.batch_queue
         vllm.v1.engine.core.EngineCore.model_executor
         vllm.v1.executor.abstract.Executor.sleeping_tags
@@ -108,6 +116,13 @@ VLLM = {
         vllm.v1.engine.logprobs.LogprobsProcessor.update_from_output(self, output)
         vllm.v1.engine.EngineCoreOutput.new_logprobs
         vllm.v1.outputs.LogprobsLists.logprobs
+        vllm.v1.outputs.LogprobsLists.logprob_token_ids
+    """,
+    "engines/vllm/grammars.py": """
+        vllm.v1.structured_output.backend_guidance.GuidanceBackend(vllm_config, tokenizer, vocab_size)
+        vllm.v1.structured_output.backend_guidance.GuidanceBackend.is_tokenizer_supported(tokenizer)
+        vllm.v1.structured_output.backend_guidance.GuidanceBackend._build_ll_tokenizer(tokenizer, vocab_size)
+        vllm.utils.mistral.is_mistral_tokenizer(obj)
     """,
     "engines/vllm/adapters.py": """
         vllm.lora.request.LoRARequest(lora_name, lora_int_id, lora_path, load_inplace=_)
@@ -154,6 +169,7 @@ VLLM = {
         vllm.v1.worker.gpu_model_runner.GPUModelRunner.input_batch
         vllm.v1.worker.gpu_model_runner.GPUModelRunner.speculative_config
         vllm.v1.worker.gpu_model_runner.GPUModelRunner.device
+        vllm.v1.worker.gpu_model_runner.apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits)
         vllm.v1.worker.gpu_input_batch.InputBatch.logitsprocs
         vllm.v1.sample.logits_processor.LogitsProcessors.argmax_invariant
         vllm.v1.sample.logits_processor.LogitsProcessors.non_argmax_invariant
@@ -242,6 +258,10 @@ SGLANG = {
         sglang.srt.managers.tokenizer_manager.TokenizerManager.load_lora_adapter(self, obj)
         sglang.srt.managers.tokenizer_manager.TokenizerManager.unload_lora_adapter(self, obj)
         sglang.srt.managers.tokenizer_manager.TokenizerManager.rid_to_state
+        sglang.srt.managers.tokenizer_manager.ReqState.dispatched
+        sglang.srt.managers.tokenizer_manager.ReqState.output_ids
+        sglang.srt.managers.io_struct.SetInternalStateReq(server_args=_)
+        sglang.srt.managers.io_struct.GenerateReqInput(..., top_logprobs_num=_)
         "update_weight_version" in sglang.srt.managers.tokenizer_control_mixin._COMMUNICATOR_SPECS
     """,
     "engines/sglang/weight_store.py": """
@@ -272,6 +292,7 @@ SGLANG = {
         sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs(self)
         sglang.srt.managers.scheduler.Scheduler.ingest_requests(self)
         sglang.srt.managers.scheduler.Scheduler.on_idle(self)
+        sglang.srt.managers.scheduler.Scheduler.set_internal_state(self, recv_req)
         sglang.srt.managers.scheduler.Scheduler.cur_batch_for_debug
         sglang.srt.managers.scheduler.Scheduler.enable_overlap
         sglang.srt.managers.scheduler.Scheduler.waiting_queue
@@ -297,6 +318,7 @@ SGLANG = {
         sglang.srt.managers.schedule_batch.Req.cache_salt
         sglang.srt.managers.schedule_batch.Req.rid
         sglang.srt.managers.schedule_batch.Req.to_finish
+        sglang.srt.managers.schedule_batch.Req.stream
         sglang.srt.managers.schedule_batch.Req.finished(self)
         sglang.srt.managers.schedule_batch.Req.finished_reason
         sglang.srt.managers.schedule_batch.Req.return_logprob
@@ -317,6 +339,9 @@ SGLANG = {
         sglang.srt.layers.logits_processor.LogitsProcessorOutput.next_token_logits
         sglang.srt.layers.logits_processor.LogitsProcessorOutput.next_token_logprobs
         sglang.srt.layers.logits_processor.LogitsProcessorOutput.sampling_mask_output
+        sglang.srt.layers.logits_processor.LogitsProcessorOutput.next_token_top_logprobs_val
+        sglang.srt.layers.logits_processor.LogitsProcessorOutput.next_token_top_logprobs_idx
+        sglang.srt.managers.schedule_batch.Req.logprob
         sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch(self, batch, vocab_size)
         sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_merge_batch(self, other)
         sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_filter_batch(

@@ -114,12 +114,16 @@ class EngineHarness:
         group: str = "",
         deadline_s: float | None = None,
         adapter: str | None = None,
+        top_logprobs: int = 0,
+        json_schema: str | None = None,
         **sampling: Any,
     ) -> SampleRequest:
         """Return a request with a unique id, by default for 16 tokens and with ignore_eos."""
         params = SamplingParams(**({"max_tokens": 16, "ignore_eos": True} | sampling))
         request_id = f"{name or 'request'}-{next(self._names)}"
-        return SampleRequest(request_id, to_token_array(prompt), params, seed, "", group, deadline_s, adapter)
+        return SampleRequest(
+            request_id, to_token_array(prompt), params, seed, "", group, deadline_s, adapter, top_logprobs, json_schema
+        )
 
     def generate(self, *requests: SampleRequest) -> list[Completion]:
         return self.run(self.engine.generate(requests))

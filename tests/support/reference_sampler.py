@@ -61,6 +61,15 @@ class Reference:
         return ([0.0] * len(full) if sampling.temperature == 0 else truncated), full
 
     @torch.no_grad()
+    def distributions(
+        self, prompt: Sequence[int] | Tokens, sampled: Sequence[int] | Tokens, temperature: float
+    ) -> np.ndarray:
+        """Return the log-probs of all tokens at each position of `sampled`, before truncation: [L, V]."""
+        ids = [*np.asarray(prompt).tolist(), *np.asarray(sampled).tolist()]
+        logits = self._logits(ids)[len(prompt) - 1 : -1]
+        return (logits / (temperature or 1.0)).log_softmax(-1).numpy()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
     def full_logprobs_after(
         self, old: Reference, prompt: Sequence[int] | Tokens, sampled: Sequence[int] | Tokens, change: int
     ) -> list[float]:

@@ -120,6 +120,39 @@ export interface Tokens {
   rewards?: Column;
 }
 
+/** A call of a program to a chat API. */
+export interface Call {
+  /** Index of the call whose tokens it continues; null if it read all tokens anew. */
+  parent: number | null;
+  /** Index of the call whose messages and answer its messages begin with; null if there is none. */
+  previous: number | null;
+  /** The messages after those. */
+  messages: Message[];
+  content: string;
+  reasoning: string;
+  /** Tool calls of the answer: id, name and arguments. */
+  tool_calls: Message[];
+  /** What was wrong with tool calls that could not be parsed. */
+  errors: string[];
+  /** Response tokens that it sampled. */
+  start: number;
+  stop: number;
+  stop_reason: string;
+  prompt_tokens: number;
+  retokenized_messages: number;
+  /** Number of its tokens in the loss. */
+  trained_tokens: number;
+  /** Smallest and largest advantage of these tokens; null if unknown. */
+  advantage: [number, number] | null;
+}
+
+export interface Session {
+  /** In the order in which the program made them. */
+  calls: Call[];
+  /** Counters by name. */
+  statistics: Record<string, number>;
+}
+
 export interface Sample extends Omit<Row, "tokens" | "turns"> {
   prompt_tokens: number;
   response_tokens: number;
@@ -134,6 +167,8 @@ export interface Sample extends Omit<Row, "tokens" | "turns"> {
   /** Text of the response; missing in a report if there are messages. */
   text?: string;
   turns: Turn[];
+  /** The calls of a program, if the sample is one of environment `agent`. */
+  session?: Session | null;
   /** null for some samples of a report, to limit its size. */
   tokens: Tokens | null;
 }

@@ -16,6 +16,7 @@ export const KEYS: Binding[] = [
   { key: "j", what: "next sample", run: () => void onRollouts(() => moveSelection(1)) },
   { key: "k", what: "previous sample", run: () => void onRollouts(() => moveSelection(-1)) },
   { key: "c", what: "show the sample as a conversation", run: () => show("conversation") },
+  { key: "s", what: "show the calls of the sample's session", run: () => show("session") },
   { key: "t", what: "show the sample as tokens", run: () => show("tokens") },
   { key: "g", what: "show the samples of its group side by side", run: () => show("group") },
   { key: "m", what: "render Markdown, or show texts as they are", run: toggleMarkdown },
@@ -28,6 +29,7 @@ export const KEYS: Binding[] = [
 export const HELP: Pick<Binding, "key" | "what">[] = [
   ...KEYS,
   { key: "← →", what: "previous or next token, after a click in the token view" },
+  { key: "↑ ↓", what: "previous or next call, in the view of a session" },
 ];
 
 /** Fields whose keys are text or choices. Others, such as checkboxes, leave shortcuts on. */

@@ -35,7 +35,7 @@ const DEFAULT_VIEW = {
   uid: "",
   group: "",
   sample: "",
-  how: "conversation", // or tokens, group
+  how: "conversation", // or session, tokens, group
   markdown: "on", // or off: texts as the model wrote them
   shade: "logprob", // or gap, advantage
   /** Index of the selected token. */

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import SchemaValidator, to_json
 
 MAX_MEMBERS = 4096
@@ -36,6 +36,22 @@ class Body:
     )
 
 
+class LenientBody:
+    """The base class of dataclasses that are bodies of chat APIs, or parts of them.
+
+    Unknown members are ignored, because clients return parts of answers with members of their own. A member that is
+    null takes its default. `check_unknown_members` handles the members of the body itself.
+    """
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return _drop_null_members(value) if isinstance(value, dict) else value
+
+
 class InvalidBodyError(Exception):
     """An error in received data. `param` is the path of the invalid member, or empty for the whole body."""
 
@@ -54,8 +70,12 @@ class InvalidBodyError(Exception):
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes, *, keep_nulls: bool = False) -> Any:
     """Parse UTF-8 JSON, and drop the members of objects that are null.
+
+    Args:
+        body: The JSON text.
+        keep_nulls: True keeps these members.
 
     Raises:
         InvalidBodyError: The body is not UTF-8 or not JSON, contains NaN, infinity or a number that overflows, is
@@ -67,7 +87,7 @@ def read_json(body: bytes) -> Any:
             body.decode("utf-8"),
             parse_constant=_reject_constant,
             parse_float=_parse_finite,
-            object_hook=_drop_null_members,
+            object_hook=_check_size if keep_nulls else _drop_null_members,
         )
     except UnicodeDecodeError as error:
         raise InvalidBodyError("", f"is not UTF-8: byte {error.start} is {body[error.start]:#04x}.") from error
@@ -88,9 +108,14 @@ def _parse_finite(text: str) -> float:
     return number
 
 
-def _drop_null_members(members: dict[str, Any]) -> dict[str, Any]:
+def _check_size(members: dict[str, Any]) -> dict[str, Any]:
     if len(members) > MAX_MEMBERS:
         raise InvalidBodyError("", f"holds an object of {len(members)} members; at most {MAX_MEMBERS} are allowed.")
+    return members
+
+
+def _drop_null_members(members: dict[str, Any]) -> dict[str, Any]:
+    _check_size(members)
     if None not in members.values():
         return members
     return {name: value for name, value in members.items() if value is not None}
@@ -153,6 +178,29 @@ def parse_body(kind: Any, body: Any) -> Any:
         return _validator(kind).validate_json(body) if is_json else _validator(kind).validate_python(body)
     except ValidationError as error:
         raise _to_invalid_body_error(error, kind, read_json(body) if is_json else body) from error
+
+
+_MAX_NAMES_TO_COMPARE = 64
+
+
+def check_unknown_members(kind: Any, body: Any) -> list[str]:
+    """Return the members of a body that are ignored because no parameter has their name.
+
+    Args:
+        kind: A subclass of LenientBody.
+        body: Parsed JSON.
+
+    Raises:
+        InvalidBodyError: A member's name is close to that of a parameter, so that it is probably misspelled.
+    """
+    if not isinstance(body, dict):
+        return []
+    known = kind.__dataclass_fields__
+    unknown = [name for name, value in body.items() if name not in known and value is not None]
+    for name in unknown[:_MAX_NAMES_TO_COMPARE]:
+        if close := difflib.get_close_matches(name[:100], known, n=1, cutoff=0.85):
+            raise InvalidBodyError(join_path("", name), f"is not a known member. Did you mean {close[0]!r}?")
+    return unknown
 
 
 _EXPECTED = {

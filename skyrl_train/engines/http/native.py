@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.aio import mark_exception_retrieved
-from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
+from skyrl_train.data.token_arrays import Tokens, to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import (
     PAUSE_MODES,
@@ -243,6 +243,10 @@ class NativeEngine:
         Their `generate` calls return the tokens sampled so far.
         """
         await self._abort_entries([self._entries[id] for id in request_ids if id in self._entries])
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return nothing: requests to the server do not stream, so their tokens arrive together."""
+        return {}
 
     async def _run(self, entry: _NativeRequest) -> Completion:
         """Run a request once fewer than `max_num_seqs` others are running."""
@@ -597,6 +601,9 @@ class NativeEngine:
             "score.temperature": f"{kind} returns log-probs of prompts at temperature 1 only.",
             "pause.keep": f"a server of {kind} does not respond while it is paused, so its weights cannot be verified.",
             "partial_weights": f"a server of {kind} loads complete checkpoints only.",
+            "partial_tokens": f"a server of {kind} is asked for complete responses only.",
+            "top_logprobs": f"a server of {kind} is asked for the log-probs of sampled tokens only.",
+            "json_schema": f"a server of {kind} returns log-probs after its mask only, which training cannot use.",
             "adapter": f"adapters of a server of {kind} are not managed by this client.",
             "broadcast": f"the weights of a server of {kind} pass through this process, which has no accelerator.",
             **self._server.refusals,

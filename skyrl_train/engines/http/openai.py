@@ -1,33 +1,28 @@
-"""Translation of OpenAI's chat and text completions to SampleRequests, and of Completions to responses."""
+"""Translation of OpenAI's text completions to SampleRequests, and of Completions to responses."""
 
 from __future__ import annotations
 
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
 from skyrl_train.data.chat import (
     decode_completion,
-    decode_response,
     encode_prompt,
-    get_reasoning_opening,
     get_undecoded_tokens,
-    message_content,
-    render_prompt,
 )
-from skyrl_train.data.control_tokens import find_end_of_turn_token
-from skyrl_train.data.messages import Message, continues_last_message
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.token_texts import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, StopReason
+from skyrl_train.engines.http.chat_sampler import cut_at_stop
 from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body
-from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from skyrl_train.engines.http.openai_protocol import CompletionRequest
 from skyrl_train.engines.http.protocol import Limits, check_ids, check_range, parse_sampling
-from skyrl_train.engines.sampling_params import request_seed, with_stop_token
+from skyrl_train.engines.sampling_params import request_seed
 from skyrl_train.errors import EngineError
 
 _SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
@@ -40,16 +35,11 @@ class CompletionCall:
     id: str
     created: int
     """Unix time of the call."""
-    body: ChatCompletionRequest | CompletionRequest
+    body: CompletionRequest
     prompts: list[list[int]]
     """Token ids of each prompt."""
     requests: list[SampleRequest]
     """`n` requests for each prompt, in order."""
-
-    @property
-    def chat(self) -> bool:
-        """True for a chat completion, False for a text completion."""
-        return isinstance(self.body, ChatCompletionRequest)
 
     @property
     def usage(self) -> bool:
@@ -59,12 +49,12 @@ class CompletionCall:
     @property
     def has_logprobs(self) -> bool:
         """True if the response contains log-probs."""
-        return self.body.logprobs if isinstance(self.body, ChatCompletionRequest) else self.body.logprobs is not None
+        return self.body.logprobs is not None
 
     @property
     def has_prompt_logprobs(self) -> bool:
         """True if the response also contains the log-probs of the prompts' tokens."""
-        return isinstance(self.body, CompletionRequest) and self.body.echo and self.has_logprobs
+        return self.body.echo and self.has_logprobs
 
 
 class Translator:
@@ -77,7 +67,6 @@ class Translator:
         limits: Limits,
         default_max_tokens: int,
         deadline_s: float,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
         """Create a translator.
 
@@ -86,7 +75,6 @@ class Translator:
             limits: Limits of a call.
             default_max_tokens: max_tokens of calls without it.
             deadline_s: Deadline of every request.
-            chat_template_kwargs: Keyword arguments of the chat template.
         """
         self._tokenizer = tokenizer
         self._aligner = TokenAligner(tokenizer)
@@ -95,44 +83,8 @@ class Translator:
         """Characters of the longest token, which bounds the number of tokens of a text from below."""
         self._default_max_tokens = default_max_tokens
         self._deadline_s = deadline_s
-        self._chat_template_kwargs = dict(chat_template_kwargs or {})
-        self._end_of_turn = find_end_of_turn_token(tokenizer, self._chat_template_kwargs)
 
     # -- requests ----------------------------------------------------------------------------------------------------
-
-    def chat(self, raw: Any, adapter: str | None) -> CompletionCall:
-        """Convert the body of a chat completion to requests.
-
-        Args:
-            raw: Parsed JSON.
-            adapter: Name of the adapter to use, or None.
-
-        Raises:
-            InvalidBodyError: A parameter is invalid or exceeds the limits.
-            DataError: The chat template rejects the messages.
-        """
-        body: ChatCompletionRequest = parse_body(ChatCompletionRequest, raw)
-        if not body.messages:
-            raise InvalidBodyError("messages", "must contain at least one message.")
-        messages = [_message(message) for message in body.messages]
-        if body.continue_final_message and not continues_last_message(messages):
-            raise InvalidBodyError("continue_final_message", "requires that the last message is the assistant's.")
-        if body.add_generation_prompt is body.continue_final_message:
-            raise InvalidBodyError(
-                "add_generation_prompt", "must be the opposite of continue_final_message; leave it out."
-            )
-        characters = sum(len(text) for message in messages for text in message.values())
-        self._check_size(body, 1, characters, "messages")
-        prompt = render_prompt(
-            self._tokenizer,
-            messages,
-            self._chat_template_kwargs,
-            continue_final_message=body.continue_final_message,
-        )
-        lengths = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
-        if len(lengths) > 1:
-            raise InvalidBodyError("max_completion_tokens", "and max_tokens differ; give one of them.")
-        return self._completion_call("chatcmpl", body, [prompt], next(iter(lengths), None), adapter)
 
     def text(self, raw: Any, adapter: str | None) -> CompletionCall:
         """Convert the body of a text completion to requests. Control tokens that the text spells are encoded as such.
@@ -153,19 +105,17 @@ class Translator:
             raise InvalidBodyError("echo", "with logprobs is not supported for adapters; leave out one of them.")
         raw_prompts = _prompts(body)
         characters = max((len(prompt) for prompt in raw_prompts if isinstance(prompt, str)), default=0)
-        self._check_size(body, len(raw_prompts), characters, "prompt")
+        self._check_size(body, len(raw_prompts), characters)
         prompts = [
             encode_prompt(self._tokenizer, prompt, add_special_tokens=body.add_special_tokens)
             if isinstance(prompt, str)
             else prompt
             for prompt in raw_prompts
         ]
-        return self._completion_call("cmpl", body, prompts, body.max_tokens, adapter)
+        return self._completion_call(body, prompts, adapter)
 
-    def _check_size(
-        self, body: ChatCompletionRequest | CompletionRequest, prompts: int, characters: int, param: str
-    ) -> None:
-        """Reject a call that is certainly too large before a template or the tokenizer spends time on it."""
+    def _check_size(self, body: CompletionRequest, prompts: int, characters: int) -> None:
+        """Reject a call that is certainly too large before the tokenizer spends time on it."""
         limits = self._limits
         check_range(body.n, limits.samples, "n", "samples")
         check_range(prompts * body.n, limits.requests, "prompt", "prompts times n")
@@ -174,31 +124,23 @@ class Translator:
             f"characters (at most {limits.prompt_tokens} tokens per prompt and {self._max_token_chars} characters per "
             "token)"
         )
-        check_range(characters, max_characters, param, unit, min_value=0)
+        check_range(characters, max_characters, "prompt", unit, min_value=0)
 
     def _completion_call(
-        self,
-        kind: str,
-        body: ChatCompletionRequest | CompletionRequest,
-        prompts: list[list[int]],
-        max_tokens: int | None,
-        adapter: str | None,
+        self, body: CompletionRequest, prompts: list[list[int]], adapter: str | None
     ) -> CompletionCall:
         limits = self._limits
-        param = "messages" if kind == "chatcmpl" else "prompt"
         for prompt in prompts:
-            check_ids(prompt, param, limits)
+            check_ids(prompt, "prompt", limits)
         total_tokens = sum(map(len, prompts)) * body.n
-        check_range(total_tokens, limits.prompt_tokens_in_all, param, "prompt tokens times n, over all prompts")
+        check_range(total_tokens, limits.prompt_tokens_in_all, "prompt", "prompt tokens times n, over all prompts")
         check_range(body.seed or 0, 2**63 - 1, "seed", "as a seed", min_value=-(2**63))
         if body.stream_options is not None and not body.stream:
             raise InvalidBodyError("stream_options", "requires stream=true.")
         settings: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
-        settings["max_tokens"] = self._default_max_tokens if max_tokens is None else max_tokens
+        settings["max_tokens"] = self._default_max_tokens if body.max_tokens is None else body.max_tokens
         sampling = parse_sampling(settings, "", limits)
-        if kind == "chatcmpl":
-            sampling = with_stop_token(sampling, self._end_of_turn)
-        id = f"{kind}-{uuid.uuid4().hex}"
+        id = f"cmpl-{uuid.uuid4().hex}"
         requests = [
             SampleRequest(
                 request_id=f"{id}.{index}.{sample}",
@@ -231,13 +173,9 @@ class Translator:
             EngineError: A completion was aborted.
         """
         choices = [self._choice(call, index, completion) for index, completion in enumerate(completions)]
-        if isinstance(call.body, CompletionRequest) and call.body.echo:
+        if call.body.echo:
             self._prepend_prompts(call, choices, prompt_logprobs)
-        kind = "chat.completion" if call.chat else "text_completion"
-        response = _head(call, kind) | {"choices": choices, "usage": _usage(call, completions)}
-        if call.body.return_token_ids and call.chat:
-            response["prompt_token_ids"] = call.prompts[0]
-        return response
+        return _head(call) | {"choices": choices, "usage": _usage(call, completions)}
 
     def chunks(
         self, call: CompletionCall, completions: Sequence[Completion], prompt_logprobs: Sequence[Sequence[float]] = ()
@@ -255,16 +193,10 @@ class Translator:
         Raises:
             EngineError: A completion was aborted.
         """
-        head = _head(call, "chat.completion.chunk" if call.chat else "text_completion")
+        head = _head(call)
         for choice in self.to_response(call, completions, prompt_logprobs)["choices"]:
-            reason = choice["finish_reason"]
-            content = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
-            end: dict[str, Any] = {"index": choice["index"], "logprobs": None, "finish_reason": reason}
-            if call.chat:
-                content["delta"], end["delta"] = choice["message"], {}
-            else:
-                end["text"] = ""
-            yield head | {"choices": [content]}
+            yield head | {"choices": [choice | {"finish_reason": None}]}
+            end = {"index": choice["index"], "text": "", "logprobs": None, "finish_reason": choice["finish_reason"]}
             yield head | {"choices": [end]}
         if call.usage:
             yield head | {"choices": [], "usage": _usage(call, completions)}
@@ -277,54 +209,41 @@ class Translator:
                 f"tokens: its deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
         text, parts = self._text(call, request, completion)
-        choice: dict[str, Any] = {"index": index, "finish_reason": completion.stop_reason, "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
-        if call.has_logprobs:
-            logprobs = _logprobs(request, completion)
-            choice["logprobs"] = _chat_logprobs(parts, logprobs) if call.chat else _text_logprobs(parts, logprobs)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "finish_reason": completion.stop_reason,
+            "logprobs": _text_logprobs(parts, _logprobs(request, completion)) if call.has_logprobs else None,
+        }
         if call.body.return_token_ids:
             choice["token_ids"] = completion.token_ids.tolist()
             choice["weight_versions"] = [[span.start, span.stop, span.version] for span in completion.versions]
-            if not call.chat:
-                choice["prompt_token_ids"] = request.token_ids.tolist()
+            choice["prompt_token_ids"] = request.token_ids.tolist()
         return choice
 
     def _text(
         self, call: CompletionCall, request: SampleRequest, completion: Completion
-    ) -> tuple[str, list[TokenPart]]:
+    ) -> tuple[str, Sequence[TokenPart]]:
         """Return a completion's text before its stop string, and the text parts of its tokens if log-probs are
         needed."""
         ids = completion.token_ids
-        is_message = isinstance(call.body, ChatCompletionRequest) and not call.body.continue_final_message
 
         def decode(length: int) -> str:
-            if is_message:
-                return decode_response(self._tokenizer, ids[:length])
             return decode_completion(self._tokenizer, ids[:length], request.token_ids)
 
         text = decode(len(ids))
-        parts = []
+        parts: Sequence[TokenPart] = []
         if call.has_logprobs:
             parts = self._aligner.align(text, ids.tolist(), get_undecoded_tokens(self._tokenizer))
         stop = completion.stop_text
         if stop is not None and stop in request.sampling.stop:  # the last token completes the stop string
-            before = decode(len(ids) - 1).rstrip("\ufffd")
-            at = text.find(stop, max(0, len(before) - len(stop) + 1))
-            if at >= 0:
-                text, parts = text[:at], _between(parts, 0, at)
-        if is_message:  # a message excludes reasoning between control tokens; a continued message has begun elsewhere
-            opened = get_reasoning_opening(self._tokenizer, request.token_ids.tolist())
-            content = message_content(self._tokenizer, text, opened)
-            if content != text:
-                start = max(0, text.rfind(content))
-                text, parts = content, _between(parts, start, start + len(content))
+            text, parts = cut_at_stop(text, parts, stop, decode(len(ids) - 1))
         return text, parts
 
     def _prepend_prompts(
         self, call: CompletionCall, choices: Sequence[dict[str, Any]], prompt_logprobs: Sequence[Sequence[float]]
     ) -> None:
         """Put each prompt before the texts of its choices, and its tokens before their tokens."""
-        assert isinstance(call.body, CompletionRequest)
         for index, (raw_prompt, ids) in enumerate(zip(_prompts(call.body), call.prompts, strict=True)):
             if isinstance(raw_prompt, str):
                 text = raw_prompt
@@ -356,14 +275,6 @@ def _logprobs(request: SampleRequest, completion: Completion) -> list[float]:
     return (completion.full_logprobs if greedy else completion.logprobs).tolist()
 
 
-def _chat_logprobs(parts: Sequence[TokenPart], logprobs: Sequence[float]) -> dict[str, Any]:
-    content = [
-        {"token": part.text, "logprob": logprob, "bytes": list(part.data), "top_logprobs": []}
-        for part, logprob in zip(parts, logprobs, strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
 def _text_logprobs(parts: Sequence[TokenPart], logprobs: Sequence[float | None]) -> dict[str, Any]:
     tokens = [part.text for part in parts]
     return {
@@ -374,37 +285,12 @@ def _text_logprobs(parts: Sequence[TokenPart], logprobs: Sequence[float | None])
     }
 
 
-def _between(parts: Sequence[TokenPart], start: int, stop: int) -> list[TokenPart]:
-    """Restrict each part to the characters [start, stop) of the joined text; tokens outside get empty parts."""
-    restricted = []
-    at = 0
-    for part in parts:
-        end = at + len(part.text)
-        first, last = max(start - at, 0), stop - at
-        if at >= stop or end < start or (end == start and part.text):  # bytes without text belong to the next character
-            part = TokenPart("", b"")
-        elif first or end > stop:
-            bytes_before, bytes_after = len(part.text[:first].encode()), len(part.text[last:].encode())
-            part = TokenPart(part.text[first:last], part.data[bytes_before : len(part.data) - bytes_after])
-        restricted.append(part)
-        at = end
-    return restricted
-
-
-def _message(message: ChatMessage) -> Message:
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    rendered: Message = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    extras = {"name": message.name, "tool_call_id": message.tool_call_id}
-    return rendered | {name: value for name, value in extras.items() if value is not None}
-
-
 def _seed(seed: int | None, prompt: int, sample: int) -> int:
     return secrets.randbits(64) if seed is None else request_seed(seed, str(prompt), sample, 0, 0)
 
 
-def _head(call: CompletionCall, kind: str) -> dict[str, Any]:
-    return {"id": call.id, "object": kind, "created": call.created, "model": call.body.model}
+def _head(call: CompletionCall) -> dict[str, Any]:
+    return {"id": call.id, "object": "text_completion", "created": call.created, "model": call.body.model}
 
 
 def _usage(call: CompletionCall, completions: Sequence[Completion]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The request and response bodies of OpenAI's chat and text completions. The OpenAPI document is built from them.
+"""The request and response bodies of OpenAI's text completions, and what the bodies of other dialects share with them.
 
 A parameter is supported, rejected by name unless its value changes nothing (`Unsupported`), or accepted without effect
 (`Ignored`).
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
-from skyrl_train.engines.http.json_body import FEW, Body
+from skyrl_train.engines.http.json_body import FEW, Body, LenientBody
 
 
 class Unsupported:
@@ -40,7 +40,7 @@ Ignored = Annotated[Any, Field(description="Accepted without effect.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamOptions(Body):
+class StreamOptions(LenientBody):
     """Options of a streamed response."""
 
     include_usage: bool = False
@@ -48,33 +48,17 @@ class StreamOptions(Body):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextPart(Body):
-    """A text part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatMessage(Body):
-    """A message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-
-def _drop_empty_lists(message: Any) -> Any:
-    """Drop empty lists, such as tool_calls, that clients copy from earlier responses."""
-    return {name: value for name, value in message.items() if value != []} if isinstance(message, dict) else message
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CommonCompletionRequest(Body):
-    """The parameters that chat and text completions share."""
+class CompletionRequest(Body):
+    """The body of POST /v1/completions."""
 
     model: str
+    prompt: str | list[int] | list[str] | Annotated[list[list[int]], FEW]
+    logprobs: int | None = None
+    """0 returns the log-probs of the sampled tokens. Larger numbers are not supported."""
+    echo: bool = False
+    """True to put the prompt before the text, and its tokens before the sampled tokens."""
+    add_special_tokens: bool = True
+    """True to put BOS before a text prompt if the tokenizer does so and the prompt does not begin with it."""
     n: int = 1
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -118,69 +102,32 @@ class _CommonCompletionRequest(Body):
     prompt_cache_retention: Ignored = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatCompletionRequest(_CommonCompletionRequest):
-    """The body of POST /v1/chat/completions."""
-
-    messages: Annotated[list[Annotated[ChatMessage, BeforeValidator(_drop_empty_lists)]], FEW]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    # Extensions of OpenAI's parameters, under vLLM's names.
-    continue_final_message: bool = False
-    """True to continue the last message, which must be the assistant's."""
-    add_generation_prompt: bool | None = None
-    """Must be the opposite of continue_final_message, or null."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionRequest(_CommonCompletionRequest):
-    """The body of POST /v1/completions."""
-
-    prompt: str | list[int] | list[str] | Annotated[list[list[int]], FEW]
-    logprobs: int | None = None
-    """0 returns the log-probs of the sampled tokens. Larger numbers are not supported."""
-    echo: bool = False
-    """True to put the prompt before the text, and its tokens before the sampled tokens."""
-    add_special_tokens: bool = True
-    """True to put BOS before a text prompt if the tokenizer does so and the prompt does not begin with it."""
-
-
 # -- responses -------------------------------------------------------------------------------------------------------
 
 
-class _ResponseModel(BaseModel):
+class ResponseModel(BaseModel):
     """The base class of descriptions of responses. Tests compare the endpoint's responses with them."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class UsageInfo(_ResponseModel):
+class PromptTokensDetails(ResponseModel):
+    """Details of the number of prompt tokens."""
+
+    cached_tokens: int
+    """Tokens that a session already held."""
+
+
+class UsageInfo(ResponseModel):
     """The token counts of a completion."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class TokenLogprob(_ResponseModel):
-    """The log-prob of one token of a chat completion."""
-
-    token: str
-    """The token's part of the text; empty for a token without text."""
-    logprob: float | None
-    """Log-prob in nats; null if it is not finite."""
-    bytes: list[int]
-    top_logprobs: list[Any]
-
-
-class ChatLogprobs(_ResponseModel):
-    """The log-probs of a chat completion."""
-
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class TextLogprobs(_ResponseModel):
+class TextLogprobs(ResponseModel):
     """The log-probs of a text completion."""
 
     tokens: list[str]
@@ -190,52 +137,22 @@ class TextLogprobs(_ResponseModel):
     text_offset: list[int]
 
 
-class ResponseMessage(_ResponseModel):
-    """The message of a chat completion."""
+class TextChoice(ResponseModel):
+    """One sample of a text completion."""
 
-    role: Literal["assistant"]
-    content: str
-
-
-class _Choice(_ResponseModel):
     index: int
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] = []
     """Sampled tokens, with return_token_ids."""
     weight_versions: list[tuple[int, int, int]] = []
     """[start, stop, version]: tokens [start, stop) were sampled with this version; with return_token_ids."""
-
-
-class ChatChoice(_Choice):
-    """One sample of a chat completion."""
-
-    message: ResponseMessage
-    logprobs: ChatLogprobs | None
-
-
-class TextChoice(_Choice):
-    """One sample of a text completion."""
-
     text: str
     logprobs: TextLogprobs | None
     prompt_token_ids: list[int] = []
     """Tokens of the prompt, with return_token_ids."""
 
 
-class ChatCompletionResponse(_ResponseModel):
-    """The response of POST /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageInfo
-    prompt_token_ids: list[int] = []
-    """Tokens of the prompt, with return_token_ids."""
-
-
-class CompletionResponse(_ResponseModel):
+class CompletionResponse(ResponseModel):
     """The response of POST /v1/completions."""
 
     id: str
@@ -246,7 +163,7 @@ class CompletionResponse(_ResponseModel):
     usage: UsageInfo
 
 
-class ErrorInfo(_ResponseModel):
+class ErrorInfo(ResponseModel):
     """The description of an error."""
 
     message: str
@@ -257,7 +174,7 @@ class ErrorInfo(_ResponseModel):
     detail: list[Any] = []
 
 
-class ErrorResponse(_ResponseModel):
+class ErrorResponse(ResponseModel):
     """The response of every route if the call fails."""
 
     error: ErrorInfo

@@ -8,13 +8,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 import skyrl_train
-from skyrl_train.engines.http.openai_protocol import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    CompletionRequest,
-    CompletionResponse,
-    ErrorResponse,
+from skyrl_train.engines.http.dialects.chat_completions import ChatCompletionRequest, ChatCompletionResponse
+from skyrl_train.engines.http.dialects.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesResponse,
+    TokenCount,
 )
+from skyrl_train.engines.http.dialects.responses import ResponsesRequest, ResponsesResponse
+from skyrl_train.engines.http.openai_protocol import CompletionRequest, CompletionResponse, ErrorResponse
 from skyrl_train.engines.http.protocol import REMOTE_METHODS, Limits, NoArguments, ReceiveWeights
 from skyrl_train.engines.sampling_params import SAMPLING_RULES
 
@@ -22,6 +24,14 @@ _OBJECT = {"type": "object"}
 _OPAQUE = (NoArguments, ReceiveWeights)
 """Bodies that the document does not describe. The first has no members. The second names the memory of a process, which
 only a trainer of this package can offer."""
+_TEXT_ROUTES: tuple[tuple[str, str, Any, Any, bool], ...] = (
+    ("/v1/chat/completions", "OpenAI's Chat Completions.", ChatCompletionRequest, ChatCompletionResponse, True),
+    ("/v1/completions", "OpenAI's completions.", CompletionRequest, CompletionResponse, True),
+    ("/v1/responses", "OpenAI's Responses.", ResponsesRequest, ResponsesResponse, True),
+    ("/v1/messages", "Anthropic's Messages.", MessagesRequest, MessagesResponse, True),
+    ("/v1/messages/count_tokens", "Count the tokens of a prompt.", CountTokensRequest, TokenCount, False),
+)
+"""Routes of texts: path, summary, bodies of request and response, and True if the response may be a stream."""
 
 
 @cache
@@ -37,10 +47,7 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
     kinds: dict[Any, Any] = {ErrorResponse: ErrorResponse} | {call.method: call.result for call in calls}
     kinds |= {kind: kind for kind in (call.arguments for call in calls) if kind not in _OPAQUE}
     if text:
-        kinds |= {
-            kind: kind
-            for kind in (ChatCompletionRequest, CompletionRequest, ChatCompletionResponse, CompletionResponse)
-        }
+        kinds |= {kind: kind for _, _, body, response, _ in _TEXT_ROUTES for kind in (body, response)}
     schemas_by_key_and_mode, definitions = TypeAdapter.json_schemas(
         [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()],
         ref_template="#/components/schemas/{model}",
@@ -49,7 +56,7 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
     schemas: dict[str, Any] = definitions["$defs"]
     for schema in schemas.values():
         _allow_null(schema)
-    for kind in (ChatCompletionRequest, CompletionRequest) if text else ():
+    for kind in [body for _, _, body, _, _ in _TEXT_ROUTES] if text else ():
         _add_bounds(schemas[kind.__name__]["properties"], limits)
 
     def operation(summary: str, response: Any, body: type | None = None, media: str = "application/json") -> Any:
@@ -84,11 +91,17 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
         summary = f"Call `{call.method}` of the engine; see docs/reference/http_api.md."
         paths[call.route] = {call.verb.lower(): operation(summary, response, body)}
     if text:
-        chat = operation("OpenAI's chat completions.", by_key[ChatCompletionResponse], ChatCompletionRequest)
-        plain = operation("OpenAI's completions.", by_key[CompletionResponse], CompletionRequest)
-        for route, post in (("/v1/chat/completions", chat), ("/v1/completions", plain)):
-            post["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        for route, summary, body, kind, streams in _TEXT_ROUTES:
+            post = operation(summary, by_key[kind], body)
+            if streams:
+                post["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
             paths[route] = {"post": post}
+        id = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        paths["/v1/responses/{response_id}"] = {
+            "parameters": [id],
+            "get": operation("Return a stored response.", by_key[ResponsesResponse]),
+            "delete": operation("Remove a stored response.", _OBJECT),
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "skyrl-train inference engines", "version": skyrl_train.__version__},
@@ -111,8 +124,10 @@ def _allow_null(schema: dict[str, Any]) -> None:
 def _add_bounds(members: dict[str, Any], limits: Limits) -> None:
     """Add the bounds that `parse_sampling` and `check_range` check after a body was parsed."""
     for name, (allowed, _) in SAMPLING_RULES.items():
-        members[name].setdefault("description", f"{allowed[:1].upper()}{allowed[1:]}.")
-    for name, max_value in (("n", limits.samples), ("max_tokens", limits.max_tokens)):
-        for option in members[name]["anyOf"]:
+        if name in members:
+            members[name].setdefault("description", f"{allowed[:1].upper()}{allowed[1:]}.")
+    max_tokens = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    for name, max_value in (("n", limits.samples), *((name, limits.max_tokens) for name in max_tokens)):
+        for option in members[name].get("anyOf", [members[name]]) if name in members else ():
             if option.get("type") == "integer":
                 option |= {"minimum": 1, "maximum": max_value}

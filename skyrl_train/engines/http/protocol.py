@@ -50,8 +50,8 @@ class Limits:
 
     body_bytes: int = 8 << 20
     requests: int = 4096
-    """Maximum number of requests of /generate, sequences of /score, ids of /abort, and prompts times n of a
-    completion."""
+    """Maximum number of requests of /generate, sequences of /score, ids of /abort and /partial_tokens, and prompts
+    times n of a completion."""
     samples: int = 128
     """Maximum `n` of a chat or text completion."""
     max_tokens: int = 1 << 17
@@ -153,6 +153,17 @@ class Abort(MethodArguments):
     request_ids: list[str]
 
     def checked(self, limits: Limits) -> Abort:
+        check_range(len(self.request_ids), limits.requests, "request_ids", "ids in one call", min_value=0)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class PartialTokens(MethodArguments):
+    """The arguments of `InferenceEngine.partial_tokens`."""
+
+    request_ids: list[str]
+
+    def checked(self, limits: Limits) -> PartialTokens:
         check_range(len(self.request_ids), limits.requests, "request_ids", "ids in one call", min_value=0)
         return self
 
@@ -318,6 +329,7 @@ REMOTE_METHODS = {
         RemoteMethod("generate", Generate, list[Completion], control=False),
         RemoteMethod("score", Score, list[NullableFloats], control=False),
         RemoteMethod("abort", Abort),
+        RemoteMethod("partial_tokens", PartialTokens, dict[str, Tokens]),
         RemoteMethod("pause", Pause),
         RemoteMethod("resume"),
         RemoteMethod("sleep", Sleep, int),

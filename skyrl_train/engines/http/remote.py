@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_train.aio import gather_all
+from skyrl_train.data.token_arrays import Tokens
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import ProgressWatchdog
 from skyrl_train.engines.http.connection import Connection
@@ -136,6 +137,18 @@ class RemoteEngine:
             DeadlineExceeded: The server did not answer in time.
         """
         await gather_all(self._call("abort", part) for part in self._split(list(request_ids)))
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens that running requests have sampled so far; see `InferenceEngine.partial_tokens`.
+
+        Raises:
+            EngineError: The server cannot be reached, or its engine raised this error.
+            DeadlineExceeded: The server did not answer in time.
+        """
+        if not self.capabilities.partial_tokens:  # a server of an earlier version has no such route
+            return {}
+        parts = await gather_all(self._call("partial_tokens", part) for part in self._split(list(request_ids)))
+        return {request_id: tokens for part in parts for request_id, tokens in part.items()}
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 

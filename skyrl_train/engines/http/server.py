@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import logging
 import os
 import secrets
@@ -17,18 +16,29 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from aiohttp import HttpVersion11, hdrs, web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from skyrl_train.aio import deadline
 from skyrl_train.clock import now
-from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest, SamplingParams
 from skyrl_train.engines.client import PROGRESS_COUNTERS, EngineClient, ProgressWatchdog
-from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, read_json, write_json
+from skyrl_train.engines.http.chat_request import ChatAnswer, ChatRequest, OnProgress
+from skyrl_train.engines.http.chat_routes import add_chat_routes
+from skyrl_train.engines.http.chat_sampler import ChatSampler
+from skyrl_train.engines.http.exchange import (
+    ApiError,
+    describe_any_error,
+    describe_http_error,
+    error_response,
+    has_token,
+    read_body,
+)
+from skyrl_train.engines.http.json_body import parse_body, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.openapi import build_openapi_document
 from skyrl_train.engines.http.protocol import (
@@ -43,11 +53,10 @@ from skyrl_train.engines.http.protocol import (
     Result,
     ServerInfo,
     UnloadAdapter,
-    encode_error,
 )
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError
-from skyrl_train.http_server import HttpServer, error_body, send, transfer_timeout_s, write_deadline
-from skyrl_train.listeners import Listener, is_authorized
+from skyrl_train.http_server import HttpServer, send, write_deadline
+from skyrl_train.listeners import Listener
 from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -58,14 +67,6 @@ _CLIENT_CLOSED_REQUEST = 499
 ENDPOINT_LISTENER = Listener("The HTTP endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class _HttpError(Exception):
-    """An error response of the endpoint itself, and not of an engine."""
-
-    def __init__(self, status: int, message: str, code: str, param: str | None = None):
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
 
 
 class HttpEndpoint:
@@ -132,13 +133,24 @@ class HttpEndpoint:
         """Prefix of callers' sessions, so that they cannot use the sessions of the run."""
         self._drain_s = drain_s
         self._translator: Translator | None = None
+        self._sampler: ChatSampler | None = None
         if tokenizer is not None:
+            limits = replace(self._limits, prompt_tokens=min(self._limits.prompt_tokens, _max_prompt_tokens(engine)))
             self._translator = Translator(
                 copy.deepcopy(tokenizer),  # tokenizers are not thread-safe, and this one is used in another thread
-                limits=replace(self._limits, prompt_tokens=min(self._limits.prompt_tokens, _max_prompt_tokens(engine))),
+                limits=limits,
                 default_max_tokens=default_max_tokens,
                 deadline_s=deadline_s,
+            )
+            self._sampler = ChatSampler(
+                tokenizer,
+                partial(self._sample, are_ids_unique=True),
+                limits=limits,
+                defaults=SamplingParams(max_tokens=default_max_tokens),
+                deadline_s=deadline_s,
                 chat_template_kwargs=chat_template_kwargs,
+                partial_tokens=getattr(engine, "partial_tokens", None),
+                capabilities=next(iter(_capabilities(engine)), None),
             )
         self._adapters: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "http-endpoint")
@@ -150,10 +162,8 @@ class HttpEndpoint:
         app.router.add_get("/health", self._health, expect_handler=self._expect)
         app.router.add_get("/metrics", self._metrics_page, expect_handler=self._expect)
         app.router.add_get("/openapi.json", self._document, expect_handler=self._expect)
-        app.router.add_get("/v1/models", self._list_models, expect_handler=self._expect)
-        app.router.add_get("/v1/models/{model:.+}", self._show_model, expect_handler=self._expect)
-        app.router.add_post("/v1/chat/completions", self._openai("chat"), expect_handler=self._expect)
-        app.router.add_post("/v1/completions", self._openai("text"), expect_handler=self._expect)
+        app.router.add_post("/v1/completions", self._complete_text, expect_handler=self._expect)
+        add_chat_routes(app, "", lambda _: self, max_body_bytes=self._limits.body_bytes, expect_handler=self._expect)
         for call in [call for call in REMOTE_METHODS.values() if self._control or not call.control]:
             app.router.add_route(call.verb, call.route, self._handler(call), expect_handler=self._expect)
         app.router.add_route("*", "/{path:(?s:.*)}", self._unknown, expect_handler=self._expect)
@@ -206,31 +216,14 @@ class HttpEndpoint:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the token before anything else, call the handler, and convert all errors to one format."""
         try:
-            self._check_token(request)
+            if not has_token(request, self.token):
+                text = "Send the header 'Authorization: Bearer <token>' with this server's token."
+                raise ApiError(401, text, "no_token")
             return await handler(request)
-        except _HttpError as error:
-            return _error(error.status, error_body(error.status, str(error), error.code, error.param))
-        except InvalidBodyError as error:
-            return _error(400, error_body(400, str(error), "invalid_value", error.param or None))
-        except SkyRLError as error:
-            return _error(*encode_error(error))
         except web.HTTPException as error:
-            return self._http_error(request, error)
-        except (web.RequestPayloadError, HttpProcessingError):
-            return _error(400, error_body(400, "The body ended early or is not valid HTTP.", "invalid_body"))
-        except Exception:
-            log.exception("%s %s failed", request.method, request.path)
-            return _error(500, error_body(500, "Internal server error; see the server's log.", "internal_error"))
-
-    def _http_error(self, request: web.Request, error: web.HTTPException) -> web.Response:
-        """Return the response for aiohttp's own errors, such as 404, 405 and 413."""
-        known = {
-            404: ("not_found", f"There is no route {request.path[:100]!r}; see /openapi.json."),
-            405: ("method_not_allowed", f"{request.path[:100]!r} does not support {request.method[:20]}."),
-            413: ("body_too_large", f"The body has more than {self._limits.body_bytes} bytes."),
-        }
-        code, text = known.get(error.status, ("refused", error.reason or "refused"))
-        return _error(error.status, error_body(error.status, text, code))
+            return error_response(request, describe_http_error(request, error, self._limits.body_bytes))
+        except Exception as error:
+            return error_response(request, describe_any_error(request, error))
 
     async def _unknown(self, request: web.Request) -> NoReturn:
         """Raise the error of an unknown route or method.
@@ -244,44 +237,15 @@ class HttpEndpoint:
     async def _expect(self, request: web.Request) -> None:
         """Respond to "Expect: 100-continue" only for callers with the token; ignore other expectations."""
         expects_continue = request.headers[hdrs.EXPECT].lower() == "100-continue" and request.version == HttpVersion11
-        if expects_continue and self._has_token(request):
+        if expects_continue and has_token(request, self.token):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # the response itself has not started
-
-    def _has_token(self, request: web.Request) -> bool:
-        return is_authorized(request.headers.get(hdrs.AUTHORIZATION, ""), self.token)
-
-    def _check_token(self, request: web.Request) -> None:
-        if not self._has_token(request):
-            raise _HttpError(
-                401, "Send the header 'Authorization: Bearer <token>' with this server's token.", "no_token"
-            )
-
-    async def _body(self, request: web.Request) -> Any:
-        """Return the parsed body; an empty body is an empty object."""
-        length = request.content_length
-        if length == 0 or not request.can_read_body:
-            return {}
-        if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
-            raise _HttpError(415, "Compressed bodies are not supported; send the body as is.", "unsupported_encoding")
-        if request.content_type != "application/json":
-            raise _HttpError(415, "Content-Type must be application/json.", "unsupported_media_type")
-        if length is not None and length > self._limits.body_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, length)
-        seconds = transfer_timeout_s(self._limits.body_bytes if length is None else length)
-        try:
-            async with asyncio.timeout(seconds):
-                body = await request.read()
-        except TimeoutError:
-            text = f"The body did not arrive within {seconds:g} s."
-            raise _HttpError(408, text, "body_too_slow") from None
-        return read_json(body)
 
     # -- the token-level protocol ------------------------------------------------------------------------------------
 
     def _handler(self, call: RemoteMethod) -> Handler:
         async def handle(request: web.Request) -> web.Response:
-            body = await self._body(request) if call.verb == "POST" else {}
+            body = await read_body(request, self._limits.body_bytes) if call.verb == "POST" else {}
             # In a run this is the trainer's event loop, and checking thousands of requests takes a long time.
             arguments = await asyncio.to_thread(lambda: parse_body(call.arguments, body).checked(self._limits))
             if call.method == "capabilities":
@@ -292,7 +256,7 @@ class HttpEndpoint:
                 limit = arguments.timeout_s if isinstance(arguments, ConnectWeights) else self._deadline_s
                 result = await self._call_engine(call.method, arguments.values(), limit + DEADLINE_MARGIN_S)
                 self._record_adapter(arguments)
-            return _json(write_json(Result(result)))
+            return web.Response(body=write_json(Result(result)), content_type="application/json")
 
         return handle
 
@@ -300,11 +264,11 @@ class HttpEndpoint:
         async with deadline(method, deadline_s):
             return await self._attribute(method)(*values)
 
-    async def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    async def _sample(self, requests: Sequence[SampleRequest], *, are_ids_unique: bool = False) -> list[Completion]:
         """Sample completions in request order. Each request has its own deadline, limited by the server's deadline."""
         if not requests:
             return []
-        prefix = "" if self._control else f"{secrets.token_hex(8)}."
+        prefix = "" if self._control or are_ids_unique else f"{secrets.token_hex(8)}."
         engine_requests = [self._with_unique_ids(request, prefix) for request in requests]
         prompts = {request.group or request.request_id: len(request.token_ids) for request in requests}
         self._metrics.count_prompt_tokens(sum(prompts.values()))
@@ -350,7 +314,7 @@ class HttpEndpoint:
         attribute = getattr(self._engine, name, None)
         if attribute is None:
             kind = type(self._engine).__name__
-            raise _HttpError(
+            raise ApiError(
                 501, f"This server serves {kind}, which has no {name}; serve a single engine for that.", "not_supported"
             )
         return attribute
@@ -362,65 +326,65 @@ class HttpEndpoint:
         elif isinstance(arguments, UnloadAdapter):
             self._adapters.discard(arguments.name)
 
-    # -- OpenAI's routes ---------------------------------------------------------------------------------------------
+    # -- texts -------------------------------------------------------------------------------------------------------
 
-    def _openai(self, kind: str) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            translator = self._translator
-            if translator is None:
-                raise _HttpError(501, "This server has no tokenizer: use /generate with token ids.", "not_supported")
-            body = await self._body(request)
-            call: CompletionCall = await self._run_in_thread(getattr(translator, kind), body, self._adapter(body))
-            scores: list[list[float]] = []
-            if call.has_prompt_logprobs:
-                scores = await self._call_engine("score", [call.prompts], self._deadline_s + DEADLINE_MARGIN_S)
-            completions = await self._sample(call.requests)
-            if not call.body.stream:
-                return _json(
-                    await self._run_in_thread(lambda: write_json(translator.to_response(call, completions, scores)))
-                )
-            chunks = await self._run_in_thread(
-                lambda: list(map(write_json, translator.chunks(call, completions, scores)))
-            )
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            async with write_deadline(request, sum(map(len, chunks))):
-                await response.prepare(request)
-                for chunk in chunks:
-                    await response.write(b"data: " + chunk + b"\n\n")
-                await response.write(b"data: [DONE]\n\n")
-            return response
+    async def sample(self, request: ChatRequest, *, on_progress: OnProgress | None = None) -> list[ChatAnswer]:
+        """Return the answers to a chat request; see `ChatSampler.sample`."""
+        return await self._get_sampler().sample(request, on_progress=on_progress)
 
-        return handle
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a chat request's prompt."""
+        return await self._get_sampler().count_tokens(request)
+
+    def list_models(self) -> list[str]:
+        """Return the allowed values of `model` in requests: the model and the loaded adapters."""
+        return [self.model_name, *sorted(self._adapters)]
+
+    def find_adapter(self, model: str) -> str | None:
+        """Return the adapter that `model` names, or None for the model itself.
+
+        Raises:
+            ApiError: The model is unknown.
+        """
+        if model not in self.list_models():
+            names = ", ".join(map(repr, self.list_models()))
+            problem = f"model={model[:100]!r} is not served here. Choose one of: {names}."
+            raise ApiError(404, problem, "model_not_found", "model")
+        return None if model == self.model_name else model
+
+    def _get_sampler(self) -> ChatSampler:
+        if self._sampler is None:
+            raise _no_tokenizer()
+        return self._sampler
+
+    async def _complete_text(self, request: web.Request) -> web.StreamResponse:
+        translator = self._translator
+        if translator is None:
+            raise _no_tokenizer()
+        body = await read_body(request, self._limits.body_bytes)
+        name = body.get("model") if isinstance(body, dict) else None
+        adapter = self.find_adapter(name) if isinstance(name, str) else None  # the check of the body rejects others
+        call: CompletionCall = await self._run_in_thread(translator.text, body, adapter)
+        scores: list[list[float]] = []
+        if call.has_prompt_logprobs:
+            scores = await self._call_engine("score", [call.prompts], self._deadline_s + DEADLINE_MARGIN_S)
+        completions = await self._sample(call.requests)
+        if not call.body.stream:
+            data = await self._run_in_thread(lambda: write_json(translator.to_response(call, completions, scores)))
+            return web.Response(body=data, content_type="application/json")
+        chunks = await self._run_in_thread(lambda: list(map(write_json, translator.chunks(call, completions, scores))))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        async with write_deadline(request, sum(map(len, chunks))):
+            await response.prepare(request)
+            for chunk in chunks:
+                await response.write(b"data: " + chunk + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run `work` in the endpoint's thread, because tokenizing megabytes takes seconds."""
         async with deadline("converting text to tokens or tokens to text", self._deadline_s):
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args))
-
-    def _adapter(self, body: Any) -> str | None:
-        """Return the adapter that `model` names, or None for the model itself. Raise a 404 for an unknown name."""
-        name = body.get("model") if isinstance(body, dict) else None
-        if not isinstance(name, str):
-            return None  # the check of the body rejects it
-        self._check_model(name)
-        return None if name == self.model_name else name
-
-    def _check_model(self, name: str) -> None:
-        if name not in self._model_names():
-            names = ", ".join(map(repr, self._model_names()))
-            problem = f"model={name[:100]!r} is not served here. Choose one of: {names}."
-            raise _HttpError(404, problem, "model_not_found", "model")
-
-    def _model_names(self) -> list[str]:
-        return [self.model_name, *sorted(self._adapters)]
-
-    async def _list_models(self, request: web.Request) -> web.Response:
-        return _json(write_json({"object": "list", "data": [_model(name) for name in self._model_names()]}))
-
-    async def _show_model(self, request: web.Request) -> web.Response:
-        name = request.match_info["model"]
-        self._check_model(name)
-        return _json(write_json(_model(name)))
 
     async def _document(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -437,24 +401,15 @@ class HttpEndpoint:
     async def _metrics_page(self, request: web.Request) -> web.Response:
         """Respond with the metrics in Prometheus' text format."""
         engine: dict[str, int] = {}
-        with suppress(SkyRLError, _HttpError):  # the endpoint's own metrics are useful when engines do not respond
+        with suppress(SkyRLError, ApiError):  # the endpoint's own metrics are useful when engines do not respond
             async with deadline("health of the engines", METRICS_TIMEOUT_S):
                 health = await self._health_of_all()
             engine = {"running": health.running, "waiting": health.queued}
         return web.Response(body=self._metrics.text(**engine), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
 
-def _json(body: bytes, status: int = 200) -> web.Response:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
-
-
-def _error(status: int, body: dict[str, Any]) -> web.Response:
-    return _json(json.dumps(body).encode(), status)  # error messages may contain text that UTF-8 cannot encode
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "skyrl-train"}
+def _no_tokenizer() -> ApiError:
+    return ApiError(501, "This server has no tokenizer: use /generate with token ids.", "not_supported")
 
 
 def _route(request: web.Request) -> str:
@@ -463,9 +418,15 @@ def _route(request: web.Request) -> str:
     return "unknown" if resource is None or resource.canonical == "/{path}" else resource.canonical
 
 
+def _capabilities(engine: Any) -> list[Capabilities]:
+    """Return the capabilities of all engines that report them."""
+    engines = engine.engines if isinstance(engine, EngineClient) else [engine]
+    return [each.capabilities for each in engines if isinstance(each.capabilities, Capabilities)]
+
+
 def _max_prompt_tokens(engine: Any) -> int:
     """Return the longest prompt that any of the engines accepts, in tokens; no limit if an engine does not report
     it."""
     engines = engine.engines if isinstance(engine, EngineClient) else [engine]
-    lengths = [each.capabilities.max_model_len for each in engines if isinstance(each.capabilities, Capabilities)]
+    lengths = [each.max_model_len for each in _capabilities(engine)]
     return max(lengths) if lengths and len(lengths) == len(engines) and all(lengths) else sys.maxsize

@@ -25,7 +25,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.aio import mark_exception_retrieved
+from skyrl_train.data.token_arrays import Tokens
 from skyrl_train.engines.base import (
+    MAX_TOP_LOGPROBS,
     PAUSE_MODES,
     SAMPLING_PARAM_NAMES,
     Capabilities,
@@ -33,6 +35,7 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
+from skyrl_train.engines.json_constraint import MISSING, JsonGrammars, is_available
 from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.engines.sampling_params import RequestValidator
 from skyrl_train.engines.sglang.arguments import engine_arguments
@@ -124,11 +127,13 @@ class SGLangEngine:
         )
         self._pending_tasks: set[asyncio.Task[Any]] = set()
         self._weights_executor = ThreadPoolExecutor(1, f"weights-{name}")
-        self._processes = self._start(arguments, tokenizer, threads)
+        stop_tokens = get_stop_tokens(tokenizer, *load_stop_configs(model))
+        self._grammars = JsonGrammars(name, tokenizer, config.vocab_size, stop_tokens)
+        self._processes = self._start(arguments, tokenizer, stop_tokens, threads)
         self._requests = RequestManager(
             self._processes.manager,
             tokenizer,
-            get_stop_tokens(tokenizer, *load_stop_configs(model)),
+            stop_tokens,
             self.lifecycle,
             max_model_len=max_len,
             on_cpu=device == "cpu",
@@ -160,6 +165,8 @@ class SGLangEngine:
         """
         for request in requests:
             self._checks.check_request(request, self._requests.adapters)
+            if request.json_schema is not None:
+                await asyncio.to_thread(self._grammars.check, request.json_schema)
         return await self._run_on_loop(self._requests.generate(requests)) if requests else []
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
@@ -185,6 +192,17 @@ class SGLangEngine:
             EngineError: The engine is broken or closed.
         """
         await self._run_on_loop(self._requests.abort(request_ids))
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        """Return the tokens that running requests have sampled so far; see `InferenceEngine.partial_tokens`.
+
+        SGLang's process sends a request's tokens in pieces of fifty until the first call that names the request, and
+        from then on after every step.
+
+        Raises:
+            EngineError: The engine is broken or closed.
+        """
+        return await self._run_on_loop(self._requests.partial_tokens(request_ids))
 
     # -- pausing and memory ------------------------------------------------------------------------------------------
 
@@ -403,11 +421,15 @@ class SGLangEngine:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _start(
-        self, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, threads: int | None
+        self,
+        arguments: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        stop_tokens: frozenset[int],
+        threads: int | None,
     ) -> SGLangProcesses:
         """Start SGLang, and check that its KV cache is large enough for max_model_len."""
         try:
-            processes = SGLangProcesses(arguments, tokenizer, threads, name=self.name)
+            processes = SGLangProcesses(arguments, tokenizer, stop_tokens, threads, name=self.name)
         except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"Engine {self.name!r}: {_installed()} did not start (the log above has more from its process): {error}"
@@ -447,6 +469,7 @@ def _installed() -> str:
 def _capabilities(name: str, *, on_cpu: bool, lora: bool) -> Capabilities:
     sglang = _installed()
     refusals = {
+        **({} if is_available() else {"json_schema": MISSING}),
         "score.temperature": f"{sglang} returns log-probs of prompts at temperature 1 only.",
         "pipeline_parallel_size": f"{sglang} cannot pause with pipeline parallelism; use tensor parallelism.",
         "data_parallel_size": f"{sglang} accepts weights only without data parallelism; raise num_inference_engines.",
@@ -462,5 +485,8 @@ def _capabilities(name: str, *, on_cpu: bool, lora: bool) -> Capabilities:
         lora=lora and not on_cpu,
         pause_modes=PAUSE_MODES,
         score_temperature=False,
+        partial_tokens=True,
+        max_top_logprobs=MAX_TOP_LOGPROBS,
+        json_schema=is_available(),
         refusals=refusals,
     )

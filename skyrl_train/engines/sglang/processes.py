@@ -50,13 +50,20 @@ class SGLangProcesses:
     """SGLang's front end, which runs on a thread with an event loop, and SGLang's processes."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, threads: int | None, *, name: str
+        self,
+        arguments: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        stop_tokens: frozenset[int],
+        threads: int | None,
+        *,
+        name: str,
     ):
         """Start SGLang and wait until the model is loaded. SGLang's exceptions propagate.
 
         Args:
             arguments: Arguments of SGLang's ServerArgs.
             tokenizer: The model's tokenizer.
+            stop_tokens: The model's end-of-sequence tokens.
             threads: CPU threads of each process; None for torch's default.
             name: The engine's name, for the name of the thread.
         """
@@ -69,7 +76,7 @@ class SGLangProcesses:
         self._files: _TempFiles
         self._closing = False
         ready: Future[None] = Future()
-        start = partial(self._run, dict(arguments), tokenizer, threads, ready)
+        start = partial(self._run, dict(arguments), (tokenizer, stop_tokens, threads), ready)
         # The processes end with the thread that started them, so it must live as long as they do.
         self._thread = threading.Thread(target=start, name=f"engine-{name}", daemon=True)
         self._thread.start()
@@ -114,8 +121,7 @@ class SGLangProcesses:
     def _run(
         self,
         arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        threads: int | None,
+        settings: tuple[PreTrainedTokenizerBase, frozenset[int], int | None],
         ready: Future[None],
     ) -> None:
         with _start_lock:
@@ -124,7 +130,7 @@ class SGLangProcesses:
             self._files = _TempFiles()
             try:
                 with _isolated_process_state(arguments["device"] == "cpu", self._files.folder):
-                    self._engine = _launch(arguments, tokenizer, threads, self.loop)
+                    self._engine = _launch(arguments, settings, self.loop)
                 self._files.write_instance_id(self._engine.port_args.instance_id)
             except BaseException as error:
                 _kill(set(multiprocessing.active_children()) - before)
@@ -214,8 +220,7 @@ def _remove(folder: Path) -> None:
 
 def _launch(
     arguments: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    threads: int | None,
+    settings: tuple[PreTrainedTokenizerBase, frozenset[int], int | None],
     loop: asyncio.AbstractEventLoop,
 ) -> Any:
     """Start SGLang's Engine on this thread, with the scheduler of scheduler.py and without a detokenizer."""
@@ -225,7 +230,7 @@ def _launch(
     from skyrl_train.engines.sglang.scheduler import SchedulerSettings, run_scheduler
 
     class FrontEnd(Engine):
-        run_scheduler_process_func = staticmethod(partial(run_scheduler, SchedulerSettings(tokenizer, threads)))
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, SchedulerSettings(*settings)))
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **ignored: Any) -> tuple[list[Any], list[str]]:

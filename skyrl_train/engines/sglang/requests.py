@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.aio import mark_exception_retrieved
-from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
+from skyrl_train.data.token_arrays import Tokens, to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
-from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
+from skyrl_train.engines.base import Completion, SampleRequest, TopLogProbs, VersionSpan
 from skyrl_train.engines.lifecycle import (
     ABORT_RETRY_INTERVAL_S,
     Lifecycle,
@@ -38,6 +38,8 @@ class _SGLangRequest:
         """SGLang's id of the request. No id is a prefix of another, because SGLang aborts by prefix."""
         self.done: asyncio.Future[Completion] = loop.create_future()
         self.aborted = False
+        self.is_streamed = False
+        """True if SGLang's process sends the request's tokens after every step."""
 
 
 class RequestManager:
@@ -145,6 +147,28 @@ class RequestManager:
                 self._abort_once(active)
             await asyncio.wait([entry.done for entry in active], timeout=ABORT_RETRY_INTERVAL_S)
 
+    async def partial_tokens(self, request_ids: Iterable[str]) -> dict[str, Tokens]:
+        """Return the tokens of running requests that SGLang's process has sent, by request id."""
+        tokens: dict[str, Tokens] = {}
+        for request_id in request_ids:
+            entry = self._entries.get(request_id)
+            state = self._manager.rid_to_state.get(entry.rid) if entry is not None else None
+            if entry is None or state is None or not state.dispatched:
+                continue
+            if not entry.is_streamed:
+                entry.is_streamed = True
+                self._stream(entry)
+            if state.output_ids:
+                tokens[request_id] = to_token_array(state.output_ids)
+        return tokens
+
+    def _stream(self, entry: _SGLangRequest) -> None:
+        from sglang.srt.managers.io_struct import SetInternalStateReq
+
+        from skyrl_train.engines.sglang.scheduler import STREAM
+
+        self._manager._dispatch_to_scheduler(SetInternalStateReq(server_args={f"{STREAM}{entry.rid}": 1}))
+
     def fail_all(self) -> None:
         """Fail all requests with the error that ended the engine, and complete pending pauses."""
         self._waiting = []
@@ -200,7 +224,7 @@ class RequestManager:
 
         request = entry.request
         max_tokens = min(request.sampling.max_tokens, self._max_model_len - len(request.token_ids))
-        modified = has_modified_distribution(request.sampling)
+        modified = has_modified_distribution(request)
         output = await self._generate_one(
             GenerateReqInput(
                 rid=entry.rid,
@@ -209,6 +233,7 @@ class RequestManager:
                 return_logprob=True,
                 logprob_start_len=-1,
                 return_sampling_mask=modified,
+                top_logprobs_num=request.top_logprobs,
                 lora_path=None if request.adapter is None else self.adapters[request.adapter],
             )
         )
@@ -246,6 +271,7 @@ class RequestManager:
             stop_reason=finish_reason["type"],
             versions=[span for span in spans if span.stop > span.start],
             stop_text=token_text(self._tokenizer, matched) if isinstance(matched, int) else matched,
+            top_logprobs=_top_logprobs(meta["output_top_logprobs"]) if request.top_logprobs and ids else None,
         )
 
     def _abort_once(self, entries: Iterable[_SGLangRequest]) -> None:
@@ -452,3 +478,8 @@ class RequestManager:
 
 def _empty_completion(request: SampleRequest) -> Completion:
     return Completion(request.request_id, to_token_array([]), to_logprob_array([]), to_logprob_array([]), "abort", [])
+
+
+def _top_logprobs(positions: Sequence[Sequence[tuple[float, int, Any]]]) -> TopLogProbs:
+    ids = [[token for _, token, _ in position] for position in positions]
+    return TopLogProbs(to_token_array(ids), to_logprob_array([[value for value, *_ in row] for row in positions]))

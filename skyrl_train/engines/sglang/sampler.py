@@ -20,15 +20,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.json_constraint import JsonConstraint, JsonGrammars
 from skyrl_train.engines.token_sampler import RowSampler, StopStrings, mask_by_sorting, to_device
 
 BACKEND = "pytorch"
 """Name of SGLang's `sampling_backend` that is replaced."""
 
 
-def has_modified_distribution(params: SamplingParams) -> bool:
+def has_modified_distribution(request: SampleRequest) -> bool:
     """True if tokens are sampled from another distribution than softmax(logits / temperature). Greedy is False."""
-    truncated = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    params = request.sampling
+    truncated = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or request.json_schema is not None
     return params.temperature > 0 and (truncated or params.repetition_penalty != 1 or params.min_tokens > 0)
 
 
@@ -53,6 +55,7 @@ def to_sglang_params(request: SampleRequest, max_tokens: int, eos: frozenset[int
             "stop": list(params.stop),
             "stop_token_ids": sorted(stop_ids),
             "seed": request.seed % 2**63 - (request.seed % 2**64 >= 2**63) * 2**63,
+            "json_schema": request.json_schema,
         },
     }
 
@@ -72,6 +75,7 @@ class RequestParams:
         self.seed = custom_params["seed"] % 2**64
         self.stop_ids = frozenset(custom_params["stop_token_ids"])
         self.stops = StopStrings(tokenizer, self.params.stop) if self.params.stop else None
+        self.json_schema: str | None = custom_params["json_schema"]
 
 
 def get_request_params(req: Req) -> RequestParams | None:
@@ -95,11 +99,17 @@ class _BatchEntry:
         self.generated = len(req.output_ids)
         """Number of tokens sampled so far, including those that SGLang has not processed yet."""
         self.returns_both = bool(req.return_sampling_mask)
+        self.num_top: int = req.logprob.top_logprobs_num if req.return_logprob else 0
+        self.constraint: JsonConstraint | None = None
         self.min_tokens_forbidden: Tensor | None = None
         self.seen: Tensor | None = None
         if request is not None and self.params.min_tokens and request.stop_ids:
             stop_ids = [token for token in sorted(request.stop_ids) if token < vocab_size]
             self.min_tokens_forbidden = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+        if request is not None and request.json_schema is not None:
+            self.constraint = _get_grammars(vocab_size).start(request.json_schema)
+            for token in req.output_ids:  # sampled before a retraction
+                self.constraint.accept(int(token))
         if self.params.repetition_penalty != 1:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.seen[torch.tensor([*req.origin_input_ids, *req.output_ids], device=device)] = True
@@ -113,7 +123,9 @@ class _Batch:
         params, seeds = [row.params for row in rows], [row.seed for row in rows]
         # On an accelerator `mask_by_sorting` does not synchronize, so SGLang prepares the next step during this one.
         mask = None if device.type == "cpu" else mask_by_sorting
-        self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device, mask)
+        tops = [row.num_top for row in rows] if any(row.num_top for row in rows) else ()
+        self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device, mask, tops)
+        self._constrained = [(index, row.constraint) for index, row in enumerate(rows) if row.constraint is not None]
         self._penalized = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
         self._below_min_tokens = [
             (index, row.min_tokens_forbidden) for index, row in enumerate(rows) if row.min_tokens_forbidden is not None
@@ -133,13 +145,23 @@ class _Batch:
         """
         rows = self.rows
         forbidden = [(i, ids) for i, ids in self._below_min_tokens if rows[i].generated < rows[i].params.min_tokens]
+        forbidden += [(index, constraint.forbidden().to(logits.device)) for index, constraint in self._constrained]
         seen = [seen for _, seen in self._penalized]
         sampled = self._sampler(logits, seen, forbidden)
+        for index, constraint in self._constrained:  # the next mask needs the token, so this waits for the device
+            constraint.accept(int(sampled.ids[index]))
         for index, row_seen in self._penalized:
             row_seen.index_fill_(0, sampled.ids[index : index + 1], True)
         for row in rows:
             row.generated += 1
         output.next_token_logprobs = sampled.full_logprobs
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            ids, logprobs = iter(sampled.top_ids), iter(sampled.top_logprobs)
+            none = logits.new_empty(0)
+            output.next_token_top_logprobs_idx = [next(ids)[: row.num_top] if row.num_top else none for row in rows]
+            output.next_token_top_logprobs_val = [
+                next(logprobs)[: row.num_top] if row.num_top else none for row in rows
+            ]
         if self._both is not None:
             output.sampling_mask_output = _as_mask(sampled.ids[self._both], sampled.logprobs[self._both])
         return sampled.ids
@@ -193,6 +215,17 @@ def _on_filter_batch(info: SamplingBatchInfo, keep: Sequence[int], keep_on_devic
 
 
 _tokenizer: PreTrainedTokenizerBase | None = None
+_stop_tokens: frozenset[int] = frozenset()
+_grammars: JsonGrammars | None = None
+
+
+def _get_grammars(vocab_size: int) -> JsonGrammars:
+    global _grammars
+    if _grammars is None:
+        _grammars = JsonGrammars("sglang", _tokenizer, vocab_size, _stop_tokens)
+    return _grammars
+
+
 _sglang_update_finish_state = Req.update_finish_state
 
 
@@ -214,14 +247,15 @@ def _update_finish_state(req: Req, new_tokens: int = 1) -> None:
         req.finished_reason = FINISH_LENGTH(length=count)
 
 
-def install_sampler(tokenizer: PreTrainedTokenizerBase | None) -> None:
+def install_sampler(tokenizer: PreTrainedTokenizerBase | None, stop_tokens: frozenset[int] = frozenset()) -> None:
     """Replace SGLang's sampling and stopping rules in this process with those that all engines here share.
 
     Args:
-        tokenizer: Decodes tokens for stop strings; None if no request has any.
+        tokenizer: The model's tokenizer; None if no request has stop strings or a schema.
+        stop_tokens: The model's end-of-sequence tokens, which may follow complete JSON.
     """
-    global _tokenizer
-    _tokenizer = tokenizer
+    global _tokenizer, _stop_tokens
+    _tokenizer, _stop_tokens = tokenizer, stop_tokens
     sglang_sampler.register_sampler_backend(BACKEND, _Sampler)
     SamplingBatchInfo.adjusted_from_schedule_batch = _on_create_batch
     SamplingBatchInfo.adjusted_merge_batch = _on_merge_batch

@@ -2,6 +2,7 @@
 
 - A request that is aborted while the scheduler is paused, or after a retraction, ends immediately, with its tokens.
 - Sequences can be scored while requests are paused.
+- The tokens of chosen requests are sent to the front end after every step.
 - The prefix cache can be reset while requests run. Other requests no longer find their keys and values.
 - A scheduler that waits or is paused sleeps, and one that fails ends only its own process.
 """
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 from sglang.srt.managers import scheduler as sglang_scheduler
-from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput, SetInternalStateReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 from tqdm import tqdm
@@ -29,6 +30,9 @@ from skyrl_train.engines.sglang import sampler
 
 SCORE = "score-"
 """Prefix of the ids of scoring requests, which run even while other requests are paused."""
+
+STREAM = "stream-"
+"""Prefix of the keys of a SetInternalStateReq that name requests whose tokens are to be sent after every step."""
 
 
 class Scheduler(sglang_scheduler.Scheduler):
@@ -132,6 +136,22 @@ class Scheduler(sglang_scheduler.Scheduler):
         req.finished_reason, req.to_finish = req.to_finish or FINISH_ABORT(), None
         self.output_streamer.stream_output([req], req.return_logprob)
 
+    # -- streaming ---------------------------------------------------------------------------------------------------
+
+    def set_internal_state(self, recv_req: SetInternalStateReq) -> Any:
+        """Send the tokens of the named requests after every step from now on. SGLang would do this for all or none."""
+        rids = {key.removeprefix(STREAM) for key in recv_req.server_args if key.startswith(STREAM)}
+        if not rids:
+            return super().set_internal_state(recv_req)
+        saved = self._saved_state or (None, None, None, ())
+        batches = [self.running_batch, self.last_batch, *saved[:2]]
+        chunked = [req for req in (self.chunked_req, saved[2]) if req is not None]
+        running = [req for batch in batches if batch is not None for req in batch.reqs]
+        for req in (*running, *chunked, *self.waiting_queue, *saved[3]):
+            if req.rid in rids:
+                req.stream = True
+        return None
+
     # -- scoring while paused ----------------------------------------------------------------------------------------
 
     def ingest_requests(self) -> list[Any]:
@@ -198,6 +218,8 @@ class SchedulerSettings:
     """Settings that are passed to every scheduler process."""
 
     tokenizer: PreTrainedTokenizerBase
+    stop_tokens: frozenset[int]
+    """The model's end-of-sequence tokens."""
     threads: int | None
     """Number of CPU threads; None for torch's default."""
 
@@ -214,7 +236,7 @@ def run_scheduler(settings: SchedulerSettings, *args: Any, **kwargs: Any) -> Non
         torch.set_num_threads(settings.threads)
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is a file in /dev/shm, which outlives a killed process.
     _protect_parent()
-    sampler.install_sampler(settings.tokenizer)
+    sampler.install_sampler(settings.tokenizer, settings.stop_tokens)
     sglang_scheduler.Scheduler = Scheduler
     sglang_scheduler.run_scheduler_process(*args, **kwargs)
     _end_this_process(0)  # A regular interpreter shutdown would take seconds.

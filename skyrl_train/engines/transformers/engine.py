@@ -9,6 +9,7 @@
 - cache.py             keys and values; samples of one prompt share the prompt's
 - adapters.py          LoRA adapters, applied to some rows of a batch
 - ../token_sampler.py  tokens and log-probs from logits
+- ../json_constraint.py  tokens that a JSON schema allows
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.data.token_arrays import Tokens
+from skyrl_train.engines import json_constraint
 from skyrl_train.engines.base import (
+    MAX_TOP_LOGPROBS,
     PAUSE_MODES,
     SAMPLING_PARAM_NAMES,
     Capabilities,
@@ -30,6 +34,7 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
+from skyrl_train.engines.json_constraint import JsonGrammars
 from skyrl_train.engines.lifecycle import await_thread_future, tags_freed_at_level
 from skyrl_train.engines.sampling_params import RequestValidator
 from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine, check_device, poll_device_error
@@ -104,14 +109,19 @@ class TransformersEngine(StepLoopEngine):
         """The model and its adapters. Only the engine's thread computes with them."""
         max_positions, served = self.served.max_positions, self.served.model
         max_model_len = min(max_model_len or max_positions, max_positions)
+        stop_tokens = get_stop_tokens(tokenizer, served.generation_config, served.config, get_checkpoint_config(served))
+        self._grammars: JsonGrammars | None = None
+        if tokenizer is not None and json_constraint.is_available():
+            self._grammars = JsonGrammars(name, tokenizer, self.served.vocab_size, stop_tokens)
         self._scheduler = Scheduler(
             self.served,
             tokenizer,
-            get_stop_tokens(tokenizer, served.generation_config, served.config, get_checkpoint_config(served)),
+            stop_tokens,
             self._deadlines,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             name=name,
+            grammars=self._grammars,
         )
         self.device_monitor = DeviceMonitor(
             self.lifecycle, partial(check_device, device), partial(poll_device_error, device)
@@ -138,6 +148,8 @@ class TransformersEngine(StepLoopEngine):
         """
         for request in requests:
             self._checks.check_request(request, self.served.adapters.names)
+            if request.json_schema is not None and self._grammars is not None:
+                await asyncio.to_thread(self._grammars.check, request.json_schema)
         if not requests:
             return []
         call = GenerateCall(requests)
@@ -220,6 +232,9 @@ class TransformersEngine(StepLoopEngine):
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         self._scheduler.abort(request_ids)
 
+    def _partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        return self._scheduler.partial_tokens(request_ids)
+
     def _retract(self) -> None:
         self._scheduler.retract()
 
@@ -253,6 +268,10 @@ class TransformersEngine(StepLoopEngine):
 
 
 def _capabilities(name: str, max_model_len: int, *, has_tokenizer: bool) -> Capabilities:
+    refusals = {} if json_constraint.is_available() else {"json_schema": json_constraint.MISSING}
+    if not has_tokenizer:
+        refusals["stop"] = f"engine {name!r} has no tokenizer, which stop strings require."
+        refusals["json_schema"] = f"engine {name!r} has no tokenizer, which schemas require."
     return Capabilities(
         name=name,
         sampling=SAMPLING_PARAM_NAMES if has_tokenizer else SAMPLING_PARAM_NAMES - {"stop"},
@@ -262,5 +281,8 @@ def _capabilities(name: str, max_model_len: int, *, has_tokenizer: bool) -> Capa
         synced_adapter_rank=1 << 16,
         pause_modes=PAUSE_MODES,
         keeps_fingerprints=True,
-        refusals={} if has_tokenizer else {"stop": f"engine {name!r} has no tokenizer, which stop strings require."},
+        partial_tokens=True,
+        max_top_logprobs=MAX_TOP_LOGPROBS,
+        json_schema=has_tokenizer and json_constraint.is_available(),
+        refusals=refusals,
     )

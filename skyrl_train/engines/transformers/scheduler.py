@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.data.token_arrays import LogProbs, Tokens, to_int_tuple, to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
-from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
+from skyrl_train.engines.base import Completion, SampleRequest, TopLogProbs, VersionSpan
+from skyrl_train.engines.json_constraint import JsonConstraint, JsonGrammars
 from skyrl_train.engines.lifecycle import RequestDeadlines
 from skyrl_train.engines.sampling_params import check_logprobs, check_unique_request_ids
 from skyrl_train.engines.token_sampler import RowSampler, StopStrings
@@ -85,6 +87,10 @@ class TrackedRequest:
     routing: list[np.ndarray] = field(default_factory=list)
     """The experts of consecutive tokens from the prompt's first one on, int16 [tokens, layers, k]; empty if the engine
     does not record them."""
+    constraint: JsonConstraint | None = None
+    """The state of the request's `json_schema`."""
+    top_logprobs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Token ids and log-probs of the most likely tokens at each position, each [k], if the request asks for them."""
     completion: Completion | None = None
 
     @property
@@ -136,9 +142,26 @@ class TrackedRequest:
         ]
         request_id = self.request.request_id
         routing = np.concatenate(self.routing) if self.routing else None
-        self.completion = Completion(request_id, ids, logprobs, full, reason, spans, self.stop_text, running_s, routing)
+        self.completion = Completion(
+            request_id,
+            ids,
+            logprobs,
+            full,
+            reason,
+            spans,
+            self.stop_text,
+            running_s,
+            routing,
+            self._take_top_logprobs(),
+        )
         if self.buffer_row >= 0:
             buffer.free(self.buffer_row)
+
+    def _take_top_logprobs(self) -> TopLogProbs | None:
+        if not self.top_logprobs:
+            return None
+        ids, logprobs = zip(*self.top_logprobs, strict=True)
+        return TopLogProbs(to_token_array(ids), to_logprob_array(logprobs))
 
 
 class SampledTokenBuffer:
@@ -178,7 +201,11 @@ class SampledTokenBuffer:
     def read(self, row: int, count: int) -> tuple[Tokens, LogProbs, LogProbs]:
         """Return copies of a request's first `count` tokens, log-probs and full log-probs, each [count]."""
         logprobs, full = (values[row, :count].copy() for values in self._logprobs)
-        return self._ids[row, :count].astype(np.int32), logprobs, full
+        return self.read_ids(row, count), logprobs, full
+
+    def read_ids(self, row: int, count: int) -> Tokens:
+        """Return a copy of a request's first `count` tokens."""
+        return self._ids[row, :count].astype(np.int32)
 
     def get_ids(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Return the token ids at (rows[i], columns[i]), int64 [B].
@@ -211,6 +238,7 @@ class Scheduler:
         max_num_seqs: int,
         max_model_len: int,
         name: str,
+        grammars: JsonGrammars | None,
     ):
         """Create a scheduler without requests.
 
@@ -222,7 +250,9 @@ class Scheduler:
             max_num_seqs: Maximum number of running requests.
             max_model_len: Maximum length of a prompt with its response, in tokens.
             name: The engine's name, for error messages.
+            grammars: Grammars of `SampleRequest.json_schema`; None if no request has one.
         """
+        self._grammars = grammars
         self._model_runner = model_runner
         self._tokenizer = tokenizer
         self._eos = frozenset(token for token in eos if token < model_runner.vocab_size)
@@ -287,6 +317,8 @@ class Scheduler:
         if params.repetition_penalty != 1:
             row.seen = torch.zeros(self._model_runner.vocab_size, dtype=torch.bool, device=self._model_runner.device)
             row.seen[list(row.key.token_ids)] = True
+        if row.request.json_schema is not None and self._grammars is not None:
+            row.constraint = self._grammars.start(row.request.json_schema)
 
     # -- requests that end for other reasons than the model's output -------------------------------------------------
 
@@ -298,6 +330,16 @@ class Scheduler:
         """
         ids = None if request_ids is None else set(request_ids)
         self._abort_if(lambda row: ids is None or row.request.request_id in ids)
+
+    def partial_tokens(self, request_ids: Iterable[str]) -> dict[str, Tokens]:
+        """Return the tokens of those of these requests that are running or retracted, by request id."""
+        ids = set(request_ids)
+        retracted = takewhile(lambda row: row.generated, self._queue)  # they are at the head of the queue
+        return {
+            row.request.request_id: self._token_buffer.read_ids(row.buffer_row, row.generated)
+            for row in (*self._rows, *retracted)
+            if row.request.request_id in ids
+        }
 
     def retract(self) -> None:
         """Put running requests back at the head of the queue.
@@ -506,6 +548,8 @@ class Scheduler:
             stopped[index] |= self._completes_stop_string(batch, index, int(ids[index]))
         for index in batch.penalized:
             batch.rows[index].seen[ids[index]] = True  # type: ignore[index]
+        for row, index in batch.constrained:
+            row.accept(int(ids[index]))
         done = full | stopped
         for index in np.flatnonzero(done):
             row = batch.rows[index]
@@ -533,7 +577,16 @@ class _Batch:
         self.rows = rows
         generated = [row.generated for row in rows]
         params = [row.request.sampling for row in rows]
-        self._sampler = RowSampler(params, [row.request.seed for row in rows], generated, model_runner.device)
+        tops = [row.request.top_logprobs for row in rows]
+        self._top_rows = [row for row in rows if row.request.top_logprobs]
+        self._sampler = RowSampler(
+            params,
+            [row.request.seed for row in rows],
+            generated,
+            model_runner.device,
+            top_logprobs=tops if self._top_rows else (),
+        )
+        self.constrained = [(row.constraint, index) for index, row in enumerate(rows) if row.constraint is not None]
         self.buffer_rows = np.array([row.buffer_row for row in rows])
         self.generated = np.array(generated)
         self.reprefilled = np.array([row.num_reprefilled for row in rows])
@@ -560,8 +613,14 @@ class _Batch:
             for index in self._below_min_tokens
             if self.generated[index] < self.rows[index].request.sampling.min_tokens
         ]
+        forbidden += [(index, constraint.forbidden().to(logits.device)) for constraint, index in self.constrained]
         seen = [self.rows[index].seen for index in self.penalized]
         sampled = self._sampler(logits, seen, forbidden)  # type: ignore[arg-type]
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            tops = zip(self._top_rows, sampled.top_ids.cpu().numpy(), sampled.top_logprobs.cpu().numpy(), strict=True)
+            for row, top_ids, top_logprobs in tops:
+                count = row.request.top_logprobs
+                row.top_logprobs.append((top_ids[:count], top_logprobs[:count]))
         # Copying all columns at once takes one transfer from the device. float64 represents every id exactly.
         columns = torch.stack((sampled.ids.double(), sampled.logprobs.double(), sampled.full_logprobs.double()))
         ids, *logprobs = columns.cpu().numpy()

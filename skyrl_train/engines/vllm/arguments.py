@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import vllm
 from vllm import EngineArgs, SamplingParams, envs
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from skyrl_train.cluster.addresses import BIND_ADDRESS, choose_interface
-from skyrl_train.engines.base import PAUSE_MODES, SAMPLING_PARAM_NAMES, Capabilities, SampleRequest
+from skyrl_train.engines.base import MAX_TOP_LOGPROBS, PAUSE_MODES, SAMPLING_PARAM_NAMES, Capabilities, SampleRequest
 from skyrl_train.engines.vllm.composites import check_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, to_composite_overrides
@@ -27,6 +27,10 @@ from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
 
 SEED = "seed"
 """Key of a request's seed in `extra_args`. With vLLM's own field for it, vLLM creates a generator for each request."""
+TOP_LOGPROBS = "top_logprobs"
+"""Key of a request's number of most likely tokens in `extra_args`."""
+GRAMMAR_BACKEND = "guidance"
+"""vLLM's name of the back end of JSON schemas: the one that rejects keywords that it does not support."""
 _CPU_MLA_DIM = 576
 """The dimension for which vLLM's CPU kernel of latent attention is compiled: that of DeepSeek-V2 and V3."""
 _CPU_CACHE_BYTES = 4 << 30
@@ -59,6 +63,8 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: di
         "enable_expert_parallel": overrides.pop("expert_parallel_size", 1) > 1,
         "enable_lora": max_lora_rank > 0,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1 + MAX_TOP_LOGPROBS,
+        "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
         "worker_extension_cls": "skyrl_train.engines.vllm.worker.WorkerExtension",
         "async_scheduling": not on_cpu,  # On a CPU a step has ended when it returns, and vLLM turns this off itself.
         "disable_log_stats": True,
@@ -237,8 +243,9 @@ def sampling_params(request: SampleRequest, stop_tokens: Sequence[int] = ()) -> 
         stop=list(sampling.stop),
         stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else stop_tokens)],
         ignore_eos=sampling.ignore_eos,
-        extra_args={SEED: request.seed % 2**64},
-        logprobs=1,
+        extra_args={SEED: request.seed % 2**64, TOP_LOGPROBS: request.top_logprobs},
+        logprobs=1 + request.top_logprobs,  # for the columns of DualLogprobSampler
+        structured_outputs=None if request.json_schema is None else StructuredOutputsParams(json=request.json_schema),
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
@@ -278,5 +285,8 @@ def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, nodes: int = 1)
         partial_weights=False,
         keeps_fingerprints=False,
         score_temperature=False,
+        partial_tokens=True,
+        max_top_logprobs=MAX_TOP_LOGPROBS,
+        json_schema=True,
         refusals=refusals,
     )

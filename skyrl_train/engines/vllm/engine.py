@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import torch
 
-from skyrl_train.data.token_arrays import Tokens, to_int_tuple
+from skyrl_train.data.token_arrays import Tokens, to_int_tuple, to_token_array
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.lifecycle import MEMORY_TAGS, await_thread_future, tags_freed_at_level
@@ -57,6 +57,7 @@ from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import (
+    GRAMMAR_BACKEND,
     configure_threads,
     create_engine,
     engine_arguments,
@@ -158,6 +159,8 @@ class VLLMEngine(StepLoopEngine):
             self._checks.check_request(request, self._adapters.loaded)
         if not requests:
             return []
+        if any(request.json_schema is not None for request in requests):
+            await self._run(self._prepare_grammars, during_steps=True)
         # Requests are built here to save time between steps. `_admit_waiting` rebuilds those whose salt has changed.
         call = VLLMCall(requests, self._build)
         try:
@@ -249,6 +252,13 @@ class VLLMEngine(StepLoopEngine):
             self._run_guarded(self._step)
         scheduler.set_pause_state(PauseState.UNPAUSED)
 
+    def _partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        states = self.llm_engine.output_processor.request_states
+        entries = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        found = {entry.id: states.get(entry.core_request.request_id) for entry in entries}
+        tokens = {id: state.detokenizer.output_token_ids for id, state in found.items() if state and state.detokenizer}
+        return {request_id: to_token_array(ids) for request_id, ids in tokens.items() if ids}
+
     def _retract(self) -> None:
         self._core.reset_prefix_cache(reset_running_requests=True)
 
@@ -289,6 +299,14 @@ class VLLMEngine(StepLoopEngine):
 
     def _all_entries(self) -> list[VLLMRequest]:
         return [*self._requests.values(), *self._waiting]
+
+    def _prepare_grammars(self) -> None:
+        manager, config = self._core.structured_output_manager, self._core.vllm_config
+        if manager.backend is None and config.structured_outputs_config.backend == GRAMMAR_BACKEND:
+            from skyrl_train.engines.vllm.grammars import create_grammar_backend
+
+            tokenizer, size = self.llm_engine.renderer.tokenizer, self._checks.vocab_size
+            manager.backend = create_grammar_backend(self.name, config, tokenizer, size, self._stop_token_ids)
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
         self.lifecycle.check_serving()
@@ -365,7 +383,9 @@ class VLLMEngine(StepLoopEngine):
         self.llm_engine.output_processor.add_request(request, None, queue=sink)  # type: ignore[arg-type]
         params, state = request.sampling_params, self.llm_engine.output_processor.request_states[request.request_id]
         if params is not None and params.prompt_logprobs is None:
-            state.logprobs_processor = SampledLogProbs()
+            state.logprobs_processor = SampledLogProbs(
+                sink.request.top_logprobs if isinstance(sink, VLLMRequest) else 0
+            )
         if params is not None and params.stop and params.min_tokens:
             # vLLM looks for stop strings from token min_tokens + 1 on, the other engines from token min_tokens on.
             state.detokenizer.min_tokens -= 1

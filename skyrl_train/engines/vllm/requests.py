@@ -11,7 +11,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from skyrl_train.data.token_arrays import to_token_array
-from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
+from skyrl_train.engines.base import Completion, SampleRequest, TopLogProbs, VersionSpan
 from skyrl_train.engines.sampling_params import check_logprobs
 
 
@@ -75,8 +75,9 @@ class VLLMRequest:
         """
         assert self.output is not None
         sampled = self.output.outputs[0]
-        columns: Any = sampled.logprobs
-        behavior, full = np.frombuffer(columns or b"", np.float32).reshape(-1, 2)[: len(sampled.token_ids)].T.copy()
+        columns: Any = sampled.logprobs or SampledLogProbs()
+        count = len(sampled.token_ids)
+        behavior, full = np.frombuffer(columns.both, np.float32).reshape(-1, 2)[:count].T.copy()
         check_logprobs(engine, behavior, full)
         stop_text = None
         if sampled.finish_reason == "stop":
@@ -91,6 +92,7 @@ class VLLMRequest:
             versions=[VersionSpan(span.start, span.end, int(span.version)) for span in sampled.weight_versions or ()],
             stop_text=stop_text,
             running_s=self.running_s,
+            top_logprobs=columns.top_logprobs(count),
         )
 
 
@@ -103,14 +105,34 @@ class SampledLogProbs:
 
     prompt_logprobs = prompt_token_id_logprobs = cumulative_logprob = None
 
-    def __init__(self) -> None:
-        self.logprobs = bytearray()
-        """float32 [tokens, 2]: the two columns of DualLogprobSampler."""
+    def __init__(self, num_top: int = 0):
+        """Create a collector for a request that asks for `num_top` of the most likely tokens at each position."""
+        self.both = bytearray()
+        """float32 [tokens, 2]: the first two columns of DualLogprobSampler."""
+        self._num_top = num_top
+        self._top_ids: list[np.ndarray] = []
+        self._top_logprobs: list[np.ndarray] = []
+
+    @property
+    def logprobs(self) -> SampledLogProbs:
+        """This object, which vLLM passes on as the log-probs of the final output."""
+        return self
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         """Append the log-probs of a step. vLLM calls this."""
-        if output.new_logprobs is not None:
-            self.logprobs += output.new_logprobs.logprobs.tobytes()
+        if (new := output.new_logprobs) is None:
+            return
+        columns = new.logprobs
+        self.both += columns.tobytes() if columns.shape[1] == 2 else columns[:, :2].tobytes()
+        if self._num_top:
+            self._top_ids.append(new.logprob_token_ids[:, 2 : 2 + self._num_top].copy())
+            self._top_logprobs.append(columns[:, 2 : 2 + self._num_top].copy())
+
+    def top_logprobs(self, count: int) -> TopLogProbs | None:
+        """Return the most likely tokens at the first `count` positions, or None if there are none."""
+        if not self._top_ids:
+            return None
+        return TopLogProbs(np.concatenate(self._top_ids)[:count], np.concatenate(self._top_logprobs)[:count])
 
 
 class ScoreSink:

@@ -25,9 +25,10 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
 
 from skyrl_train.engines.token_sampler import RowSampler, RowSamplingParams, SampledTokens
-from skyrl_train.engines.vllm.arguments import SEED
+from skyrl_train.engines.vllm.arguments import SEED, TOP_LOGPROBS
 from skyrl_train.errors import ConfigError
 
 
@@ -65,6 +66,19 @@ def replace_sampler(runner: Any, engine: str) -> None:
     # vLLM's argument `logits_processors` would make it wait for the tokens of every step.
     processors.append(tracker)
     runner.sampler = DualLogprobSampler(tracker)
+    _keep_unmasked_logits(runner)
+
+
+def _keep_unmasked_logits(runner: Any) -> None:
+    """Pass the logits of each step to the runner's sampler before vLLM masks the tokens that schemas do not allow."""
+    apply_mask = gpu_model_runner.apply_grammar_bitmask
+
+    def apply(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: Tensor) -> None:
+        if input_batch is runner.input_batch:
+            runner.sampler.unmasked = logits.clone()
+        apply_mask(scheduler_output, grammar_output, input_batch, logits)
+
+    gpu_model_runner.apply_grammar_bitmask = apply
 
 
 class BatchTracker(LogitsProcessor):
@@ -81,8 +95,8 @@ class BatchTracker(LogitsProcessor):
     def __init__(self, device: torch.device):
         """Create a tracker of an empty batch on `device`."""
         self._device = device
-        self._rows: dict[int, tuple[RowSamplingParams, int, Sequence[int]]] = {}
-        """Sampling parameters, seed and tokens so far of each row in use."""
+        self._rows: dict[int, tuple[RowSamplingParams, int, int, Sequence[int]]] = {}
+        """Sampling parameters, seed, number of most likely tokens and tokens so far of each row in use."""
         self._generated: list[int] = []
 
     def is_argmax_invariant(self) -> bool:
@@ -96,26 +110,33 @@ class BatchTracker(LogitsProcessor):
         """Update the rows, and create a new sampler if they changed. vLLM calls this before every step."""
         process_dict_updates(self._rows, batch_update, _row)
         rows = [self._rows[index] for index in range(len(self._rows))]
-        generated = [len(output) for _, _, output in rows]
+        generated = [len(output) for *_, output in rows]
         # A row in a chunked prefill does not sample, so its position in the random stream does not advance.
         if batch_update is not None or generated != [count + 1 for count in self._generated]:
-            params, seeds, _ = zip(*rows, strict=True) if rows else ((), (), ())
+            params, seeds, tops, _ = zip(*rows, strict=True) if rows else ((), (), (), ())
             mask = None if self._device.type == "cpu" else apply_top_k_top_p
-            self.sampler = RowSampler(params, seeds, generated, self._device, mask)
+            # Rows that ask for no tokens get some, too, because vLLM returns the same columns for all rows.
+            tops = (max(tops),) * len(tops) if any(tops) else ()
+            self.sampler = RowSampler(params, seeds, generated, self._device, mask, tops)
         self._generated = generated
 
 
-def _row(params: Any, prompt: Any, output: Sequence[int]) -> tuple[RowSamplingParams, int, Sequence[int]]:
-    return RowSamplingParams.of(params), (params.extra_args or {}).get(SEED, 0), output
+def _row(params: Any, prompt: Any, output: Sequence[int]) -> tuple[RowSamplingParams, int, int, Sequence[int]]:
+    extra = params.extra_args or {}
+    return RowSamplingParams.of(params), extra.get(SEED, 0), extra.get(TOP_LOGPROBS, 0), output
 
 
 class DualLogprobSampler(Sampler):
     """A sampler that returns two log-probs of each sampled token, in the two columns that `logprobs=1` provides.
 
-    The first column is the log-prob in the distribution sampled from, after penalties, temperature, top-k, top-p and
-    min-p (0 if greedy). The second column is the log-prob of the temperature-scaled logits alone (temperature 1 if
-    greedy).
+    The first column is the log-prob in the distribution sampled from, after the JSON schema, penalties, temperature,
+    top-k, top-p and min-p (0 if greedy). The second column is the log-prob of the temperature-scaled logits alone
+    (temperature 1 if greedy). Further columns, if a request asks for them, are the most likely tokens in the
+    distribution of the second.
     """
+
+    unmasked: Tensor | None = None
+    """The logits of the next step before the mask of JSON schemas, [B, V]; None if no row has a schema."""
 
     def __init__(self, tracker: BatchTracker):
         """Create a sampler of the rows that `tracker` knows."""
@@ -136,6 +157,8 @@ class DualLogprobSampler(Sampler):
         """
         sampler, logits = self._tracker.sampler, logits.float()
         scaled = target = sampler.scale(logits)
+        if self.unmasked is not None:
+            scaled, self.unmasked = sampler.scale(self.unmasked.float()), None
         if _changes_logits(sampling_metadata):
             processed = self.apply_logits_processors(logits.clone(), sampling_metadata, predict_bonus_token=False)
             target = sampler.scale(processed)
@@ -147,6 +170,9 @@ class DualLogprobSampler(Sampler):
 def _both_logprobs(sampled: SampledTokens) -> LogprobsTensors:
     ids = sampled.ids.unsqueeze(1).expand(-1, 2).to(torch.int32)
     columns = torch.stack((sampled.logprobs, sampled.full_logprobs), dim=1)
+    if sampled.top_ids is not None and sampled.top_logprobs is not None:
+        ids = torch.cat((ids, sampled.top_ids.to(torch.int32)), dim=1)
+        columns = torch.cat((columns, sampled.top_logprobs), dim=1)
     return LogprobsTensors(ids, columns, torch.zeros_like(sampled.ids))
 
 

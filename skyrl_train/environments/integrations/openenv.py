@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import uuid
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,7 +53,7 @@ class OpenEnvEnv(TextEnv):
         self.max_turns = int(self.extras.get("max_turns") or 0)
         self.turns = 0
         self._server = _connection(self.env_config)
-        self._runner = asyncio.Runner()
+        self._loop = _LoopThread()
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,14 +89,16 @@ class OpenEnvEnv(TextEnv):
         return StepOutput([] if ended else self._to_messages(answer), reward, ended, _metadata(answer))
 
     def close(self) -> None:
-        with self._runner:
-            self._runner.run(_with_deadline(self._server.timeout, self._server.close()))
+        try:
+            self._loop.run(_with_deadline(self._server.timeout, self._server.close()))
+        finally:
+            self._loop.close()
 
     def _call(self, request: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         import aiohttp
 
         try:
-            return self._runner.run(_with_deadline(self._server.timeout, request))
+            return self._loop.run(_with_deadline(self._server.timeout, request))
         except TimeoutError as error:
             raise EnvironmentFailure(
                 "timeout", f"no response of the server within {self._server.timeout:g} s"
@@ -116,6 +119,26 @@ class OpenEnvEnv(TextEnv):
             return []
         text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
         return [{"role": "user", "content": text}]
+
+
+class _LoopThread:
+    """An event loop in a thread. It also runs between calls, when a server expects responses to its pings."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop.run_forever, name="openenv", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
 
 
 async def _with_deadline(seconds: float, request: Coroutine[Any, Any, T]) -> T:
@@ -225,23 +248,39 @@ class _HttpConnection(_Connection):
 
 
 class _WebSocketConnection(_Connection):
-    """A connection over a WebSocket, with messages `{"type", "data"}` in both directions."""
+    """A connection over a WebSocket, with messages `{"type", "data"}` in both directions.
+
+    It receives all the time, because aiohttp responds to pings only while it receives. A server ends a session that
+    does not respond, and a turn of the model can take longer than a server waits.
+    """
 
     _socket: aiohttp.ClientWebSocketResponse | None = None
+    _receiver: asyncio.Task[None] | None = None
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
         self._socket = await self.client().ws_connect(self.url, max_msg_size=self.max_response_bytes, heartbeat=None)
+        self._replies: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(maxsize=1)
+        self._receiver = asyncio.create_task(self._receive(self._socket))
         return await self._ask({"type": "reset", "data": arguments})
 
     async def step(self, text: str) -> dict[str, Any]:
         return await self._ask({"type": "step", "data": self.action(text)})
+
+    async def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        import aiohttp
+
+        while True:
+            reply = await socket.receive()
+            await self._replies.put(reply)
+            if reply.type is not aiohttp.WSMsgType.TEXT:
+                return
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         import aiohttp
 
         assert self._socket is not None
         await self._socket.send_json(message)
-        reply = await self._socket.receive()
+        reply = await self._replies.get()
         if reply.type is not aiohttp.WSMsgType.TEXT:
             if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
                 raise EnvironmentFailure("too_large", f"a response of more than {self.max_response_bytes} bytes")
@@ -256,4 +295,6 @@ class _WebSocketConnection(_Connection):
         if self._socket is not None and not self._socket.closed:
             await self._socket.send_json({"type": "close"})
             await self._socket.close()
+        if self._receiver is not None:
+            self._receiver.cancel()
         await super().close()

@@ -322,6 +322,11 @@ def _repository(column: Any) -> dict[str, str]:
     """Parse a row's repository. Raise ValueError if it does not map relative paths to text, or is too large."""
     files = _parsed(column)
     is_valid = isinstance(files, Mapping) and files and all(isinstance(text, str) for text in files.values())
+    if column is None:
+        raise ValueError(
+            "the row has no column repository. If its repository is a container image, as in SWE-bench and SWE-Gym, "
+            "run an agent in it: env_class=agent with environment.skyrl_gym.agent.sandbox.kind=docker"
+        )
     if not is_valid or not all(map(_is_relative_path, files)):
         raise ValueError(
             f'the row needs repository={{"relative path": "text", ...}} with at least one file, got {column!r:.80}'

@@ -12,7 +12,7 @@ from skyrl_train.data.messages import Message, ToolCallRecord
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import parse_numeric_ground_truth, score
 from skyrl_train.environments.tools.base import ToolBox, ToolResult, tool_call_record
-from skyrl_train.environments.tools.parsers import ParseError, ToolCall, parse_calls, render_tools, tool_tags
+from skyrl_train.environments.tools.parsers import DIALECTS, ParseError, ToolCall, parse_calls, render_tools, tool_tags
 from skyrl_train.environments.tools.registry import check_tool, make_tool, tools
 from skyrl_train.errors import ConfigError
 
@@ -62,10 +62,16 @@ class ToolUseEnv(TextEnv):
         """Check the settings of the environment and of each of its tools.
 
         Raises:
-            ConfigError: A setting is unknown, `tool_settings` names a tool that is not in `tools`, or a tool cannot be
-                used.
+            ConfigError: A setting is unknown, `tool_settings` names a tool that is not in `tools`, a tool cannot be
+                used, or the tools are to be described in a dialect that has no description.
         """
         settings, sandbox = _settings(env_config)
+        if settings.style == "native" and settings.describe_tools and settings.dialect not in DIALECTS:
+            raise ConfigError(
+                f"environment.skyrl_gym.tool_use.dialect={settings.dialect!r} has no description for the prompt; only "
+                f"{', '.join(DIALECTS)} have one. Set tool_use.describe_tools=false, and add a column `tools` to the "
+                "rows, which the model's chat template describes."
+            )
         if unused := sorted(settings.tool_settings.keys() - set(settings.tools)):
             raise ConfigError(
                 f"environment.skyrl_gym.tool_use.tool_settings has settings for {unused[0]!r}, which is not one of "
@@ -84,7 +90,7 @@ class ToolUseEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        calls = parse_calls(action, self.settings.style, self.tags)
+        calls = parse_calls(action, self.settings.style, self.tags, dialect=self.settings.dialect, schemas=self.schemas)
         if not calls:
             is_eligible = self.num_succeeded > 0 or not self.settings.tools_required
             reward = score(action, self.ground_truth) if is_eligible else 0.0

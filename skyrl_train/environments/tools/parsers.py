@@ -6,8 +6,7 @@ Three styles:
             <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
     json    {"name": "python", "arguments": {...}}    in a ```json fence; without one, from the first line outside
             other fences that begins with an object or a list of objects
-    native  the tokenizer's own format: Hermes and Qwen (<tool_call>), Llama 3 (the whole message is
-            {"name": ..., "parameters": {...}}), Mistral ([TOOL_CALLS] [{"name": ..., "arguments": {...}}])
+    native  the model's own format, one of `data.tool_formats.TOOL_FORMATS`
 
 Calls are parsed only outside the model's reasoning (`reasoning.final_answer`). A malformed call becomes a `ParseError`,
 which the environment shows to the model; everything else is plain text. The text is untrusted: parsing takes time
@@ -17,45 +16,40 @@ linear in its length, and no text makes it raise.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
+from skyrl_train.data.tool_call_syntax import calls_in_json
+from skyrl_train.data.tool_formats import (
+    TOOL_FORMATS,
+    ParseError as ParseError,
+    ToolCall as ToolCall,
+    find_calls,
+)
 from skyrl_train.environments.fenced_blocks import find_fenced_blocks, text_outside
 
 MAX_CALLS = 16
 """Maximum number of calls in one message; a further call is a ParseError and ends parsing."""
 STYLES = ("xml", "json", "native")
 DIALECTS = ("hermes", "llama", "mistral")
+"""Formats of native calls that `render_tools` describes. The text shows which of them a message has."""
 CALL_FENCES = ("", "json", "tool_call", "tool_code")
 """Languages of the code fences that may contain calls; fences of other languages contain code."""
 OBJECT_LINE = re.compile(r"^[ \t]*(?=\{\s*[\"']|\[\s*\{)", re.MULTILINE)
 """Start of a line that begins with an object or a list of objects; "[1]" and "{x}" are prose."""
-NOT_BETWEEN_CALLS = re.compile(r"[^\s;,]")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A parsed tool call; the tool may not exist, and its arguments are not validated yet."""
-
-    name: str
-    arguments: dict[str, Any]
-    raw: str
-    """The text from which the call was parsed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParseError:
-    """A malformed call: its text `raw`, and a sentence for the model that says what is wrong with it."""
-
-    reason: str
-    raw: str
-
-
-def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) -> list[ToolCall | ParseError]:
+def parse_calls(
+    text: str,
+    style: str,
+    tags: Mapping[str, str] | None = None,
+    *,
+    dialect: str = "hermes",
+    schemas: Sequence[Mapping[str, Any]] | None = None,
+) -> list[ToolCall | ParseError]:
     """Return the calls of one message, first to last, with a ParseError in the place of each malformed call.
 
     Args:
@@ -63,32 +57,33 @@ def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) ->
         style: "xml", "json" or "native".
         tags: Only for style "xml": mapping from a tag to the argument that gets the tag's text; see `tool_tags`. None:
             only <tool_call> is read.
+        dialect: Only for style "native": name of a format in `TOOL_FORMATS`. Each of "hermes", "llama" and "mistral"
+            stands for all three.
+        schemas: Only for style "native": the tools in OpenAI's format. Formats in which every argument is a text
+            convert arguments by their schemas.
 
     Returns:
         At most 16 items, which `ToolBox.run` runs. If the message has more, one ParseError follows them.
 
     Raises:
-        ValueError: `style` is unknown.
+        ValueError: `style` or `dialect` is unknown.
 
     Example:
         sk.parse_calls("<lookup>Bern</lookup>", "xml", {"lookup": "city"})
         # [ToolCall(name='lookup', arguments={'city': 'Bern'}, raw='<lookup>Bern</lookup>')]
     """
-    text = final_answer(text)
+    parsed: Iterable[ToolCall | ParseError]
     if style == "xml":
-        parsed = _tagged(text, {**(tags or {}), "tool_call": ""})
+        parsed = _tagged(final_answer(text), {**(tags or {}), "tool_call": ""})
     elif style == "json":
-        parsed = _json_calls(text)
+        parsed = _json_calls(final_answer(text))
     elif style == "native":
-        parsed = _native(text)
+        parsed = _native(text, dialect, schemas)
     else:
         raise ValueError(f"style={style!r} is not a known style; choose one of {STYLES}.")
-    calls: list[ToolCall | ParseError] = []
-    for item in parsed:
-        if len(calls) == MAX_CALLS:
-            calls.append(ParseError(f"More than {MAX_CALLS} tool calls in one message.", ""))
-            break
-        calls.append(item)
+    calls = list(islice(parsed, MAX_CALLS + 1))
+    if len(calls) > MAX_CALLS:
+        calls[MAX_CALLS] = ParseError(f"More than {MAX_CALLS} tool calls in one message.", "")
     return calls
 
 
@@ -118,7 +113,7 @@ def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseErro
         if argument := tags[opened[1]]:
             yield ToolCall(opened[1], {argument: body.strip("\r\n")}, raw)
         else:
-            yield from _calls_in(body, raw)
+            yield from calls_in_json(body, raw)
 
 
 def _json_calls(text: str) -> Iterator[ToolCall | ParseError]:
@@ -126,81 +121,23 @@ def _json_calls(text: str) -> Iterator[ToolCall | ParseError]:
     has_calls, fenced = False, find_fenced_blocks(text)
     for fence in fenced:
         if fence.language in CALL_FENCES:
-            for call in _calls_in(fence.body, fence.body, strict=False):
+            for call in calls_in_json(fence.body, fence.body, is_strict=False):
                 has_calls = True
                 yield call
     rest = "" if has_calls else text_outside(text, fenced)
     if opened := OBJECT_LINE.search(rest):
-        yield from _calls_in(rest[opened.end() :], rest[opened.end() :], strict=False)
+        yield from calls_in_json(rest[opened.end() :], rest[opened.end() :], is_strict=False)
 
 
-def _native(text: str) -> Iterator[ToolCall | ParseError]:
-    if "<tool_call>" in text:
-        yield from _tagged(text, {"tool_call": ""})
-        return
-    _, marker, mistral = text.partition("[TOOL_CALLS]")
-    if marker:
-        for body in mistral.split("[TOOL_CALLS]"):
-            name, separator, arguments = body.partition("[ARGS]")
-            if separator:  # the later format: [TOOL_CALLS]python[ARGS]{"code": "..."}
-                value, error = _loads(arguments)
-                yield error or _call({"name": name.strip(), "arguments": value}, body)
-            else:
-                yield from _calls_in(body, body)
-        return
-    whole = text.strip().removeprefix("<|python_tag|>").lstrip()
-    if whole.startswith(("{", "[")):  # this also covers Mistral if decoding dropped its special token
-        yield from _calls_in(whole, whole, strict=False)
+def _native(text: str, dialect: str, schemas: Sequence[Mapping[str, Any]] | None) -> list[ToolCall | ParseError]:
+    if dialect not in TOOL_FORMATS:
+        raise ValueError(f"dialect={dialect!r} is not a known format; choose one of {tuple(TOOL_FORMATS)}.")
+    if dialect != "harmony":  # there, calls are messages like the answer
+        text = final_answer(text)
+    if dialect in DIALECTS:
+        dialect = "hermes" if "<tool_call>" in text else "mistral" if "[TOOL_CALLS]" in text else "llama"
+    return find_calls(text, TOOL_FORMATS[dialect], schemas)
 
-
-def _calls_in(body: str, raw: str, strict: bool = True) -> Iterator[ToolCall | ParseError]:
-    """Yield the calls in consecutive objects and lists. Unless `strict`, an object without "name" is plain text."""
-    decoder, at = _DECODER, 0
-    while opened := NOT_BETWEEN_CALLS.search(body, at):
-        try:
-            value, at = decoder.raw_decode(body, opened.start())
-        except (ValueError, RecursionError) as error:
-            if strict or (at == 0 and '"name"' in body):
-                yield ParseError(_not_json(error), raw)
-            return
-        for item in value if isinstance(value, list) else [value]:
-            if strict or (isinstance(item, dict) and "name" in item):
-                yield _call(item, raw)
-    if strict and at == 0:
-        yield ParseError("The tool call is empty.", raw)
-
-
-def _call(item: Any, raw: str) -> ToolCall | ParseError:
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
-        return ParseError('A tool call must be {"name": "...", "arguments": {...}}.', raw)
-    arguments = item.get("arguments", item.get("parameters", {}))
-    if isinstance(arguments, str):  # as in OpenAI's API
-        arguments, error = _loads(arguments)
-        if error:
-            return error
-    if not isinstance(arguments, dict):
-        return ParseError(f"The arguments of {item['name']!r:.100} must be a JSON object.", raw)
-    return ToolCall(item["name"], arguments, raw)
-
-
-def _loads(text: str) -> tuple[Any, ParseError | None]:
-    try:
-        return _DECODER.decode(text), None
-    except (ValueError, RecursionError) as error:
-        return None, ParseError(_not_json(error), text)
-
-
-def _not_json(error: Exception) -> str:
-    return f"The tool call is not valid JSON: {error if isinstance(error, ValueError) else 'nested too deep'}."
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text:.40} is not a finite number")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 # ------------------------------------------------------------------------------------------------- prompts
 

@@ -306,7 +306,7 @@ class _SandboxProcess:
                 for fd, owner in ((self._status, at_end), (status, stack), (held, stack), (self._release, at_end)):
                     owner.callback(os.close, fd)
                 arguments, fds = _bubblewrap(files, command, limits, status, held, stack)
-                options: dict[str, Any] = {"cwd": "/", "env": {}, **_unprivileged_user()}
+                options: dict[str, Any] = {"cwd": "/", "env": {}, **unprivileged_user()}
             else:
                 folder = at_end.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
                 arguments, fds = _local(folder, files, command, limits), ()
@@ -546,7 +546,7 @@ def _memory_file(content: bytes, stack: ExitStack) -> int:
     return fd
 
 
-def _unprivileged_user() -> dict[str, Any]:
+def unprivileged_user() -> dict[str, Any]:
     """Return Popen options that turn root into a user that owns nothing.
 
     Every call draws another user, because the kernel counts processes per user.

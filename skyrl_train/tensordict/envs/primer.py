@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torchrl.data import NonTensor
+from torchrl.data import Composite, NonTensor
 from torchrl.envs.llm import transforms as torchrl_transforms
 from torchrl.envs.llm.transforms import as_nested_tensor as as_nested_tensor, as_padded_tensor as as_padded_tensor
 
@@ -26,6 +26,9 @@ class DataLoadingPrimer(torchrl_transforms.DataLoadingPrimer):  # type: ignore[m
         question_key: Column whose value is also stored under "query", unless there is a column "query".
         **settings: Arguments of TorchRL's class.
     """
+
+    primers: Composite
+    batch_size: Any
 
     def __init__(self, dataloader: Iterable[Any] | None = None, *, question_key: str | None = None, **settings: Any):
         if (settings.get("repeats") or 0) < 0:
@@ -105,6 +108,7 @@ class RayDataLoadingPrimer(torchrl_transforms.RayDataLoadingPrimer):  # type: ig
 
     @torchrl_transforms.RayDataLoadingPrimer.primers.getter
     def primers(self) -> Any:
+        """Return the specs of the rows."""
         return self._ray.get(self._actor._getattr.remote("primers"))  # TorchRL's asks for a method that actors lack
 
 

@@ -14,11 +14,18 @@ from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import Compose, EnvBase
-from torchrl.envs.llm.transforms import JSONCallParser as _JSONCallParser, ToolRegistry
+from torchrl.envs.llm.transforms import JSONCallParser as _JSONCallParser, ToolCall, ToolRegistry
 from torchrl.envs.llm.transforms.tools import LLMToolParser, ParseResult, ToolTransformBase
 from torchrl.services import get_services
 
 from skyrl_train.data.reasoning import final_answer
+from skyrl_train.data.tool_formats import (
+    TOOL_FORMATS,
+    ParseError,
+    ToolCall as NativeCall,
+    find_calls,
+    parse_answer,
+)
 from skyrl_train.environments.fenced_blocks import PYTHON_LANGUAGES, extract_blocks
 from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult, sanitize, truncate_middle
 from skyrl_train.environments.tools.browser import BrowserTool
@@ -272,6 +279,13 @@ class _CallTransform(ToolTransform):
         self.parser = parser
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
+        if isinstance(self.parser, NativeCallParser):
+            return [
+                ParsedCall("call", wrong=item.reason)
+                if isinstance(item, ParseError)
+                else self.to_call(item.name, item.arguments)
+                for item in self.parser.find_calls(text)
+            ]
         if self.parser is not None:
             return [self._checked(call.tool, call.args) for call in self.parser(text)["calls"]]
         return [self._parsed(*match.group(1, 2)) for match in self.pattern.finditer(text)]
@@ -305,7 +319,7 @@ class SimpleToolTransform(_CallTransform):
     Args:
         tools: Functions by name; a call's arguments are keyword arguments, and `str` of the result is shown.
         tool_schemas: Accepted without effect, as in TorchRL: describe the tools in the system prompt.
-        parser: A parser such as `XMLBlockParser`; by default calls are blocks like
+        parser: A parser such as `XMLBlockParser` or `NativeCallParser`; by default calls are blocks like
             <tool>name, a line break, {json}</tool>.
         tool_call_pattern: A pattern with two groups, the name and the arguments, instead of that of blocks.
         tool_name: Role of the messages.
@@ -356,7 +370,7 @@ class ExecuteToolsInOrder(_CallTransform):
     Args:
         registry: The services, which run in this process without a sandbox. A service gets a call's arguments as
             keyword arguments and returns a mapping, which is shown as JSON.
-        parser: Parser of the calls, such as `XMLBlockParser` or `JSONCallParser`.
+        parser: Parser of the calls, such as `XMLBlockParser`, `JSONCallParser` or `NativeCallParser`.
         stop_on_error: True to leave out the calls after one that fails.
         pass_state_to_tools: Also pass `_state`: the row's columns, such as its question, as plain values.
     """
@@ -414,6 +428,34 @@ class JSONCallParser(_JSONCallParser):  # type: ignore[misc]
         entries = given.get("tools")
         calls = list(filter(_is_call, entries)) if isinstance(entries, list) else []
         return super().__call__({**given, "tools": calls})  # type: ignore[no-any-return]
+
+
+class NativeCallParser:
+    """A parser of calls in a model's own format, such as <tool_call>{"name": "add", "arguments": {...}}</tool_call>.
+
+    Args:
+        dialect: Name of the format: one of `data.tool_formats.TOOL_FORMATS`, except "harmony", whose calls are not in
+            the final answer.
+        schemas: The tools in OpenAI's format. Formats in which every argument is a text convert arguments by them.
+
+    Raises:
+        ValueError: The dialect is unknown, or "harmony".
+    """
+
+    def __init__(self, dialect: str = "hermes", schemas: Sequence[Mapping[str, Any]] = ()):
+        dialects = [name for name in TOOL_FORMATS if name != "harmony"]
+        if dialect not in dialects:
+            raise ValueError(f"dialect={dialect!r} is not supported; choose one of {dialects}.")
+        self.tool_format, self.schemas = TOOL_FORMATS[dialect], schemas
+
+    def find_calls(self, text: str) -> list[NativeCall | ParseError]:
+        """Return the calls of an answer, first to last, with a ParseError in the place of each malformed call."""
+        return find_calls(text, self.tool_format, self.schemas)
+
+    def __call__(self, response: str | dict[str, Any]) -> ParseResult:
+        answer = parse_answer(response if isinstance(response, str) else "", self.tool_format, tools=self.schemas)
+        calls = [ToolCall(call.name, call.arguments, None) for call in answer.tool_calls]
+        return ParseResult(text=answer.content, calls=calls, meta={"count": len(calls)})
 
 
 class MCPToolTransform(_CallTransform):

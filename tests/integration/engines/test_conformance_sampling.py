@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_train.engines.sampling_params import parse_sampling_params
@@ -112,6 +114,41 @@ def test_batch_mixes_all_sampling_parameters(bench: EngineHarness, reference: Re
         assert_logprobs(reference, request, completion)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_top_logprobs_match_reference(bench: EngineHarness, reference: Reference, temperature: float):
+    if not bench.capabilities.max_top_logprobs:
+        with pytest.raises(UnsupportedParameter, match="top_logprobs"):
+            bench.generate(bench.request(PROMPTS[0], top_logprobs=1))
+        assert bench.refusal_reason("top_logprobs")
+        return
+    counts = [0, 3, 20, 0, 1]
+    requests = [
+        bench.request(PROMPTS[n % 3], seed=n, temperature=temperature, top_p=0.5, top_logprobs=count, max_tokens=8 + n)
+        for n, count in enumerate(counts)
+    ]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert_logprobs(reference, request, completion)
+        top = completion.top_logprobs
+        if not request.top_logprobs:
+            assert top is None
+            continue
+        assert top is not None
+        assert top.token_ids.shape == top.logprobs.shape == (len(completion.token_ids), request.top_logprobs)
+        ids = completion.token_ids.tolist()
+        full = reference.distributions(request.token_ids, ids, temperature)
+        for token, own, found, nats, expected in zip(
+            ids, completion.full_logprobs, top.token_ids, top.logprobs, full, strict=True
+        ):
+            assert largest_difference(nats, expected[found]) <= TOLERANCE
+            assert largest_difference(nats, sorted(expected, reverse=True)[: len(nats)]) <= TOLERANCE
+            assert token not in found or nats[found == token] == own
+
+
+def test_more_top_logprobs_than_supported_are_rejected(bench: EngineHarness):
+    with pytest.raises(UnsupportedParameter, match="top_logprobs=21"):
+        bench.generate(bench.request(PROMPTS[0], top_logprobs=21))
+
+
 def test_scores_match_reference(bench: EngineHarness, reference: Reference):
     sequences = [list(range(3, 43)), [9, 2], [200, 100, 50, 25, 12], [7]]
     for temperature in (1.0, 0.7):
@@ -123,6 +160,90 @@ def test_scores_match_reference(bench: EngineHarness, reference: Reference):
         scores = bench.run(bench.engine.score(sequences, temperature))
         for actual, expected in zip(scores, reference.score(sequences, temperature), strict=True):
             assert largest_difference(actual, expected) <= TOLERANCE
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+OBJECT = json.dumps(
+    {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 23]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+)
+
+
+def lacks_json(bench: EngineHarness) -> bool:
+    if bench.capabilities.json_schema:
+        return False
+    with pytest.raises(UnsupportedParameter, match="json_schema"):
+        bench.generate(bench.request(PROMPTS[0], ignore_eos=False, json_schema=OBJECT))
+    assert bench.refusal_reason("json_schema")
+    return True
+
+
+def test_response_is_json_of_its_schema(bench: EngineHarness, reference: Reference):
+    if lacks_json(bench):
+        return
+    requests = [
+        bench.request(PROMPTS[0], seed=n, ignore_eos=False, max_tokens=150, json_schema=OBJECT) for n in range(6)
+    ]
+    completions = bench.generate(*requests, bench.request(PROMPTS[0]))
+    stopped = [completion.token_ids for completion in completions if completion.stop_reason == "stop"]
+    texts = [str(TOKENIZER.decode(ids, skip_special_tokens=True)) for ids in stopped]
+    assert len(texts) >= 3  # others may consist of blanks, because the model is random
+    for text in texts:
+        parsed = json.loads(text)
+        assert parsed.keys() == {"ok", "n"} and isinstance(parsed["ok"], bool) and parsed["n"] in (1, 23)
+    assert_logprobs(reference, bench.request(PROMPTS[0]), completions[-1])
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 2}], ids=str)
+def test_schema_truncates_the_distribution(bench: EngineHarness, reference: Reference, sampling: dict[str, Any]):
+    if lacks_json(bench):
+        return
+    llguidance = pytest.importorskip("llguidance")
+    hf = pytest.importorskip("llguidance.hf")
+    vocabulary = hf.from_tokenizer(TOKENIZER, n_vocab=320, eos_token=spell(END_OF_SEQUENCE + END_OF_TURN))
+    schema = json.dumps({"enum": ["ab", "ac", 12, True]})
+    requests = [
+        bench.request(prompt, seed=seed, ignore_eos=False, json_schema=schema, **sampling)
+        for prompt in PROMPTS
+        for seed in range(3)
+    ]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert completion.stop_reason == "stop"
+        temperature, ids = request.sampling.temperature, completion.token_ids.tolist()
+        assert TOKENIZER.decode(ids, skip_special_tokens=True) in ('"ab"', '"ac"', "12", "true")
+        matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(schema))
+        full = reference.distributions(request.token_ids, ids, temperature)
+        for n, token in enumerate(ids):
+            assert abs(completion.full_logprobs[n] - full[n][token]) <= TOLERANCE
+            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:320] == 1
+            kept = np.where(allowed, full[n].astype(np.float64), -np.inf)
+            if request.sampling.top_k:
+                kept[kept < np.sort(kept)[-request.sampling.top_k]] = -np.inf
+            expected = kept[token] - np.logaddexp.reduce(kept) if temperature else 0.0
+            assert abs(completion.logprobs[n] - expected) <= TOLERANCE
+            assert allowed[token]
+            matcher.consume_token(token)
+
+
+@pytest.mark.parametrize(
+    ("schema", "sampling", "message"),
+    [
+        ('{"type": "objectt"}', {}, "objectt"),
+        ('{"type": "array", "uniqueItems": true}', {}, "uniqueItems"),
+        ("{}", {"min_tokens": 3}, "min_tokens=3"),
+        ("{}", {"ignore_eos": True}, "ignore_eos=True"),
+    ],
+)
+def test_invalid_schemas_are_rejected(bench: EngineHarness, schema: str, sampling: dict[str, Any], message: str):
+    if lacks_json(bench):
+        return
+    with pytest.raises(UnsupportedParameter, match=message):
+        bench.generate(bench.request(PROMPTS[0], json_schema=schema, **{"ignore_eos": False, **sampling}))
 
 
 # -- groups and seeds -------------------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from tests.support.engine_harness import (
     LONGEST,
     MAX_NUM_SEQS,
     PROMPT,
+    TOLERANCE,
     EngineHarness,
     assert_logprobs,
     assert_spans,
+    largest_difference,
     long_requests,
 )
 from tests.support.reference_sampler import Reference
@@ -294,6 +296,87 @@ def test_cached_prompt_is_prefilled_again_after_sync(bench: EngineHarness, refer
             (completion,) = bench.generate(request)
             assert completion.token_ids.tolist() == reference.greedy(LONG_PROMPT, 16)
             assert_logprobs(reference, request, completion)
+
+
+# -- tokens of running requests ---------------------------------------------------------------------------------------
+
+
+def test_partial_tokens_grow_into_the_completion(bench: EngineHarness, reference: Reference):
+    watched, other = long_requests(bench, 2)
+
+    async def run() -> tuple[Completion, list[dict[str, list[int]]]]:
+        task, seen = bench.start(watched, other), []
+        while not task.done():
+            tokens = await bench.engine.partial_tokens([watched.request_id, "unknown"])
+            seen.append({request_id: ids.tolist() for request_id, ids in tokens.items()})
+            await asyncio.sleep(0.005)
+        assert await bench.engine.partial_tokens([watched.request_id, other.request_id]) == {}
+        return (await task)[0], seen
+
+    completion, seen = bench.run(run())
+    if not bench.capabilities.partial_tokens:
+        assert not any(seen)
+        assert bench.refusal_reason("partial_tokens")
+        return
+    assert {request_id for tokens in seen for request_id in tokens} == {watched.request_id}
+    streamed = [tokens[watched.request_id] for tokens in seen if tokens]
+    lengths = [len(ids) for ids in streamed]
+    assert all(lengths) and lengths == sorted(lengths)
+    assert len(set(lengths)) >= 20  # SGLang's process would send pieces of 50 tokens by itself
+    assert all(completion.token_ids[: len(ids)].tolist() == ids for ids in streamed)
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract", "abort"])
+def test_partial_tokens_survive_every_pause(bench: EngineHarness, reference: Reference, mode: str):
+    if not bench.capabilities.partial_tokens or mode not in bench.capabilities.pause_modes:
+        return
+    (request,) = long_requests(bench, 1)
+
+    async def tokens() -> list[int]:
+        found = await bench.engine.partial_tokens([request.request_id])
+        return found[request.request_id].tolist() if found else []
+
+    async def run() -> tuple[list[list[int]], Completion]:
+        task, seen = bench.start(request), [await tokens()]
+        while not seen[0]:
+            seen = [await tokens()]
+        await bench.engine.pause(mode)
+        seen += [await tokens(), await tokens()]
+        await bench.engine.resume()
+        seen.append(await tokens())
+        return seen, (await task)[0]
+
+    seen, completion = bench.run(run())
+    if mode == "abort":
+        assert seen[1:] == [[]] * 3 and completion.stop_reason == "abort"
+        seen = seen[:1]
+    assert [len(ids) for ids in seen] == sorted(len(ids) for ids in seen) and seen[1:2] == seen[2:3]
+    assert all(completion.token_ids[: len(ids)].tolist() == ids for ids in seen)
+
+
+def test_json_and_top_logprobs_continue_after_retraction(bench: EngineHarness, reference: Reference):
+    if not bench.capabilities.json_schema:
+        return
+    schema = '{"type": "array", "items": {"enum": [10, 20, 30]}, "minItems": 30, "maxItems": 30}'
+    disturbed, plain = (
+        bench.request(PROMPT, seed=5, max_tokens=150, ignore_eos=False, top_k=2, top_logprobs=2, json_schema=schema)
+        for _ in range(2)
+    )
+
+    async def run() -> list[Completion]:
+        task = bench.start(disturbed)
+        while len((await bench.engine.partial_tokens([disturbed.request_id])).get(disturbed.request_id, ())) < 10:
+            await asyncio.sleep(0.001)
+        await bench.engine.pause("retract")
+        await bench.engine.resume()
+        return await task
+
+    ((completion,), (expected,)) = bench.run(run()), bench.generate(plain)
+    assert completion.token_ids.tolist() == expected.token_ids.tolist()
+    assert largest_difference(completion.logprobs, expected.logprobs) <= TOLERANCE
+    assert completion.top_logprobs is not None and expected.top_logprobs is not None
+    assert completion.top_logprobs.token_ids.shape == (len(completion.token_ids), 2)
+    assert largest_difference(completion.top_logprobs.logprobs, expected.top_logprobs.logprobs) <= TOLERANCE
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------

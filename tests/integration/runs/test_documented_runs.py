@@ -72,6 +72,7 @@ NOT_HERE = {
     r"skyrl-train train '?trainer\.logger=\[tensorboard,mlflow\]": (
         "mlflow needs a separate environment: test_tracker_libraries.py trains with it"
     ),
+    "skyrl-train train .*--config-name mini_swe_agent": "test_mini_swe_agent.py runs its agent, which it installs",
     r"python -m integrations\.verifiers": "verifiers pins other versions of shared dependencies",
     r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:": "test_storage.py runs it",
 }

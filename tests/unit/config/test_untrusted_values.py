@@ -290,6 +290,19 @@ def test_copied_run_hydra_section_imports_nothing(
             "environment: {skyrl_gym: {llm_as_a_judge: {base_url: 'http://evil'}}}",
             "environment.skyrl_gym.llm_as_a_judge.base_url",
         ),
+        ("environment: {skyrl_gym: {agent: {command: [evil]}}}", "environment.skyrl_gym.agent.command"),
+        ("environment: {skyrl_gym: {agent: {run: 'evil:run'}}}", "environment.skyrl_gym.agent.run"),
+        ("environment: {skyrl_gym: {agent: {python: /evil}}}", "environment.skyrl_gym.agent.python"),
+        ("environment: {skyrl_gym: {agent: {grader: [evil]}}}", "environment.skyrl_gym.agent.grader"),
+        ("environment: {skyrl_gym: {agent: {env: {A: evil}}}}", "environment.skyrl_gym.agent.env"),
+        (
+            "environment: {skyrl_gym: {agent: {sandbox: {kind: 'evil:Box'}}}}",
+            "environment.skyrl_gym.agent.sandbox.kind",
+        ),
+        (
+            "environment: {skyrl_gym: {agent: {sandbox: {kind: docker, image: evil}}}}",
+            "environment.skyrl_gym.agent.sandbox.image",
+        ),
         ("environment: {skyrl_gym: {openenv: {token_variable: A}}}", "environment.skyrl_gym.openenv.token_variable"),
         (
             "environment: {skyrl_gym: {tool_use: {tool_settings: {mcp: null, browser: {executable: evil}}}}}",

@@ -188,6 +188,11 @@ def test_multi_node_engine_kwargs_are_rejected(name: str):
             "does not read rewards",
         ),
         (["trainer.algorithm.sft.loss_type=minor_sft"], "trainer.algorithm.loss_reduction", "one value per sequence"),
+        (
+            ["environment.env_class=agent", "trainer.algorithm.loss_reduction=token_mean_legacy"],
+            "trainer.algorithm.loss_reduction",
+            "an episode of an agent may have several sequences",
+        ),
         (["trainer.algorithm.use_tis=true"], "trainer.algorithm.tis_imp_ratio_cap", "more than 0 with use_tis=true"),
         (
             [

@@ -183,6 +183,41 @@ def test_replacement_engine_gets_requests():
     assert client.dead_engines == {}
 
 
+def test_partial_tokens_come_from_the_engines_with_requests():
+    engines = [ScriptedEngine(lambda request: range(100), name=f"e{n}", delay_s=0.3) for n in range(2)]
+
+    async def run():
+        client = EngineClient(engines, deadline_s=30)
+        call = asyncio.ensure_future(client.generate([_request(name) for name in "abc"]))
+        await asyncio.sleep(0.1)
+        first = await client.partial_tokens(["a", "b", "unknown"])
+        engines[0].failures["partial_tokens"] = EngineError("no")
+        second = await client.partial_tokens(["a", "b", "c"])
+        await call
+        return first, second, await client.partial_tokens(["a", "b", "c"])
+
+    first, second, last = asyncio.run(run())
+    assert first.keys() == {"a", "b"} and last == {}
+    assert second.keys() == set(_request_ids(engines[1]))
+
+
+def test_partial_tokens_skip_an_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_train.engines.client.PARTIAL_TOKENS_TIMEOUT_S", 0.05)
+    engines = [ScriptedEngine(name=f"e{n}", delay_s=0.5) for n in range(2)]
+    engines[0].partial_tokens = _never  # type: ignore[method-assign,assignment]
+
+    async def run():
+        client = EngineClient(engines, deadline_s=30)
+        call = asyncio.ensure_future(client.generate([_request("a"), _request("b")]))
+        await asyncio.sleep(0.3)
+        found = await client.partial_tokens(["a", "b"])
+        await call
+        return found, client.dead_engines
+
+    found, dead = asyncio.run(run())
+    assert found.keys() == set(_request_ids(engines[1])) and not dead
+
+
 def test_unsupported_request_kills_no_engine():
     engines = _engines(2, capabilities=replace(ALL_CAPABILITIES, sampling=frozenset()))
     client = EngineClient(engines, deadline_s=5)

@@ -10,8 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from skyrl_train.engines.base import SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.openai import Translator
+from skyrl_train.engines.http.chat_request import ChatRequest
+from skyrl_train.engines.http.chat_sampler import ChatSampler
 from skyrl_train.engines.http.protocol import Limits
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import EngineError
@@ -79,13 +81,15 @@ def test_messages_exclude_reasoning_between_special_tokens(continues: bool):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     text = "41?</think>42" if continues else "<think>41?</think>42"
     engine = ScriptedEngine(lambda request: tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False))
-    translator = Translator(tokenizer, limits=Limits(), default_max_tokens=99, deadline_s=9.0)
+    sampler = ChatSampler(
+        tokenizer, engine.generate, limits=Limits(), defaults=SamplingParams(max_tokens=99), deadline_s=9.0
+    )
     messages = [{"role": "user", "content": "6 * 7?"}]
     if continues:  # the client's part of the message and the response must join to the complete message
         messages.append({"role": "assistant", "content": "<think>\n"})
-    call = translator.chat({"model": "m", "messages": messages, "continue_final_message": continues}, None)
-    answer = translator.to_response(call, asyncio.run(engine.generate(call.requests)))
-    assert answer["choices"][0]["message"]["content"] == (text if continues else "42")
+    (answer,) = asyncio.run(sampler.sample(ChatRequest(messages=messages, continue_final_message=continues)))
+    parts = (text, "") if continues else ("42", "41?")
+    assert (answer.answer.content, answer.answer.reasoning) == parts
 
 
 def test_chats_end_at_template_end_of_turn():

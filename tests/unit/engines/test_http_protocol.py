@@ -15,10 +15,12 @@ from hypothesis import given, strategies as st
 from pydantic_core import PydanticSerializationError
 
 from skyrl_train.data.token_arrays import to_token_array
-from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
+from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, TopLogProbs, VersionSpan
+from skyrl_train.engines.http.dialects import chat_completions
+from skyrl_train.engines.http.dialects.chat_completions import ChatCompletionRequest
 from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, read_json, write_json
 from skyrl_train.engines.http.openai import Translator
-from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, TextPart
+from skyrl_train.engines.http.openai_protocol import CompletionRequest
 from skyrl_train.engines.http.protocol import (
     REMOTE_METHODS,
     BeginWeights,
@@ -47,7 +49,7 @@ from tests.support.trajectories import completion_from
 LIMITS = Limits()
 TYPES: list[Any] = [call.arguments for call in REMOTE_METHODS.values()]
 TYPES += [SampleRequest, SamplingParams, Manifest, TensorSpec, Bucket, SharedHandle]
-TYPES += [ChatCompletionRequest, CompletionRequest, ChatMessage, TextPart]
+TYPES += [ChatCompletionRequest, CompletionRequest]
 WORDS = [*dict.fromkeys(field.name for kind in TYPES for field in fields(kind))]
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
@@ -92,13 +94,13 @@ def test_any_json_is_arguments_or_invalid(method: str, body: Any):
 @given(st.sampled_from(["chat", "text"]), ANY_JSON)
 def test_any_json_is_completion_request_or_invalid(kind: str, body: Any):
     with suppress(InvalidBodyError, DataError):
-        getattr(_TRANSLATOR, kind)(body, None)
+        chat_completions.parse(body) if kind == "chat" else _TRANSLATOR.text(body, None)
 
 
 _TRANSLATOR = _translator()
 _GOOD_CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 _GOOD_CALLS: dict[str, Any] = {
-    "generate": {"requests": [_json(_request())]},
+    "generate": {"requests": [_json(_request(top_logprobs=2, json_schema="{}"))]},
     "score": {"token_ids": [[1, 2]]},
     "connect_weights": {"route": "ipc", "address": "", "rank": 1, "world_size": 2, "timeout_s": 5},
     "begin_weights": {"manifest": _json(Manifest(1, (TensorSpec("w", (2, 2), "float32", -5),)))},
@@ -131,7 +133,7 @@ def test_modified_call_is_call_or_invalid(method: str, data: Any):
 def test_chat_with_extra_member_is_chat_or_invalid(data: Any):
     body = _GOOD_CHAT | {data.draw(st.sampled_from(WORDS)): data.draw(ANY_JSON)}
     with suppress(InvalidBodyError, DataError):
-        _TRANSLATOR.chat(body, None)
+        chat_completions.parse(body)
 
 
 @given(st.binary(max_size=40))
@@ -148,7 +150,7 @@ def test_non_json_and_non_finite_numbers_are_invalid(text: str):
 
 def test_lone_surrogate_is_rejected():
     with pytest.raises(InvalidBodyError, match=r"content.*surrogate"):
-        _TRANSLATOR.chat(read_json(rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}'), None)
+        chat_completions.parse(read_json(rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}'))
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=8), st.integers(0, 2**64 - 1))
@@ -158,12 +160,25 @@ def test_written_json_is_read_back_bitwise(numbers: list[float], seed: int):
         sampling=SamplingParams(max_tokens=9, temperature=0.7, stop=("\n", "é"), stop_token_ids=(5,)),
         session="s",
         deadline_s=1.5,
+        top_logprobs=2,
+        json_schema='{"enum": [null, "é"]}',
     )
     ids = list(range(len(numbers)))
     completion = completion_from("r0", ids, numbers, numbers, "stop", [VersionSpan(0, len(ids), 3)], "\n")
+    if ids:
+        columns = np.array([numbers, numbers], np.float32).T
+        completion = replace(completion, top_logprobs=TopLogProbs(np.array([ids, ids]).T, columns))
     for value, kind in ((request, SampleRequest), (completion, Completion)):
         assert _result(kind, value) == value
     assert _arguments("generate", _json(Generate([request]))).requests == [request]
+
+
+def test_requests_of_earlier_versions_are_read():
+    body = {"request_id": "r0", "token_ids": [1, 2, 3], "sampling": {"max_tokens": 4}, "seed": 7}
+    assert _arguments("generate", {"requests": [body]}).requests == [_request()]
+    answer = {"request_id": "r0", "token_ids": [5], "logprobs": [-1.0], "full_logprobs": [-1.0], "stop_reason": "stop"}
+    completion = Completion("r0", np.array([5]), np.array([-1.0]), np.array([-1.0]), "stop", [])
+    assert _result(Completion, answer | {"versions": []}) == completion
 
 
 def test_weight_sync_messages_are_read_back():
@@ -213,6 +228,10 @@ def test_tensors_cannot_be_sent():
         ({"sampling": {"max_tokens": 4, "stop": ["x"] * 17}}, "requests[0].sampling.stop"),
         ({"sampling": {"max_tokens": 4, "stop": "x"}}, "requests[0].sampling.stop"),
         ({"sampling": {"max_tokens": 4, "top_q": 1}}, "requests[0].sampling.top_q"),
+        ({"json_schema": "{"}, "requests[0].json_schema"),
+        ({"json_schema": "[]"}, "requests[0].json_schema"),
+        ({"json_schema": {}}, "requests[0].json_schema"),
+        ({"top_logprobs": 1.5}, "requests[0].top_logprobs"),
         ({"extra": 1}, "requests[0].extra"),
     ],
 )
@@ -267,14 +286,12 @@ def test_malformed_error_body_is_engine_error(body: Any):
     assert type(decode_error(500, body, "remote")) is EngineError
 
 
-def test_chat_content_has_no_reasoning_between_special_tokens():
+def test_completion_text_keeps_special_reasoning_tokens():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     translator = Translator(tokenizer, limits=LIMITS, default_max_tokens=16, deadline_s=5)
     ids = np.array(tokenizer.encode("[THINK]a[/THINK]b", add_special_tokens=False), np.int32)
     zeros = np.zeros(len(ids), np.float32)
     done = Completion("0", ids, zeros, zeros, "stop", [])
-    chat = translator.chat({"model": "m", "messages": [{"role": "user", "content": "?"}]}, None)
-    assert translator.to_response(chat, [done])["choices"][0]["message"]["content"] == "b"
     text = translator.text({"model": "m", "prompt": "?"}, None)
     assert translator.to_response(text, [done])["choices"][0]["text"] == "[THINK]a[/THINK]b"

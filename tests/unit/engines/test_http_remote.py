@@ -84,6 +84,31 @@ def test_every_method_reaches_the_engine():
     assert "close" not in engine.calls
 
 
+def test_partial_tokens_arrive_from_the_server():
+    engine = ScriptedEngine(lambda request: range(100), delay_s=0.3)
+
+    async def test(remote: RemoteEngine) -> None:
+        call = asyncio.ensure_future(remote.generate([_request("a", sampling=SamplingParams(max_tokens=100))]))
+        while not (found := await remote.partial_tokens(["a", "b"])):
+            await asyncio.sleep(0.01)
+        (completion,) = await call
+        assert found.keys() == {"a"} and found["a"].dtype == completion.token_ids.dtype
+        assert 0 < len(found["a"]) < 100
+        assert completion.token_ids[: len(found["a"])].tolist() == found["a"].tolist()
+
+    run_with_remote_engine(test, engine)
+
+
+def test_engine_without_partial_tokens_is_not_asked():
+    engine = ScriptedEngine(capabilities=replace(ALL_CAPABILITIES, partial_tokens=False))
+
+    async def test(remote: RemoteEngine) -> None:
+        assert await remote.partial_tokens(["a"]) == {}
+
+    run_with_remote_engine(test, engine)
+    assert "partial_tokens" not in engine.calls
+
+
 @pytest.mark.defect("reconnected-engine-stays-paused")
 def test_connecting_resumes_paused_engine():
     engine = ScriptedEngine()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.engines.base import SAMPLING_PARAM_NAMES, Capabilities, SamplingParams
-from skyrl_train.engines.sampling_params import active_params, check_supported, parse_sampling_params, request_seed
+from skyrl_train.engines.base import SAMPLING_PARAM_NAMES, Capabilities, SampleRequest, SamplingParams
+from skyrl_train.engines.sampling_params import (
+    active_params,
+    check_options,
+    check_supported,
+    parse_sampling_params,
+    request_seed,
+)
 from skyrl_train.errors import ConfigError, UnsupportedParameter
 
 
@@ -126,6 +134,32 @@ def test_engine_rejects_value_out_of_range(options, match):
     check_supported(SamplingParams(4, temperature=0, repetition_penalty=2), complete)
     with pytest.raises(UnsupportedParameter, match=match):
         check_supported(SamplingParams(4, **options), complete)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"top_logprobs": -1}, "top_logprobs=-1; allowed: 0 to 5. No more."),
+        ({"top_logprobs": 6}, "top_logprobs=6; allowed: 0 to 5. No more."),
+        ({"json_schema": "{}"}, "'some' does not support json_schema: no grammar."),
+    ],
+)
+def test_unsupported_options_are_rejected_with_a_reason(options, match):
+    refusals = {"top_logprobs": "No more.", "json_schema": "no grammar."}
+    some = Capabilities("some", max_top_logprobs=5, refusals=refusals)
+    request = SampleRequest("r", np.array([1]), SamplingParams(4), 0)
+    check_options(replace(request, top_logprobs=5), some)
+    with pytest.raises(UnsupportedParameter, match=match):
+        check_options(replace(request, **options), some)
+
+
+def test_schema_is_a_mapping_or_its_json():
+    request = SampleRequest("r", np.array([1]), SamplingParams(4), 0)
+    schema: Any = {"enum": [None]}
+    assert replace(request, json_schema=schema).json_schema == '{"enum": [null]}'
+    assert replace(request, json_schema="{ }").json_schema == '{"type": "object"}'
+    with pytest.raises(UnsupportedParameter, match="request 'r': json_schema must be a JSON object, got 3"):
+        replace(request, json_schema="3")
 
 
 def test_seeds_are_pinned():

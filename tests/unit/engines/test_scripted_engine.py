@@ -55,3 +55,34 @@ def test_paused_requests_wait_and_closed_engine_rejects():
             await engine.generate([REQUEST])
 
     asyncio.run(run())
+
+
+def test_partial_tokens_arrive_over_the_delay():
+    async def run():
+        engine = ScriptedEngine(lambda request: range(100), delay_s=0.2)
+        request = replace(REQUEST, sampling=SamplingParams(max_tokens=100))
+        call = asyncio.ensure_future(engine.generate([request]))
+        seen = []
+        while not call.done():
+            seen.append((await engine.partial_tokens(["r", "other"])).get("r", ()))
+            await asyncio.sleep(0.01)
+        assert await engine.partial_tokens(["r"]) == {}
+        return [list(ids) for ids in seen]
+
+    seen = asyncio.run(run())
+    assert all(ids == list(range(len(ids))) for ids in seen)
+    assert len({len(ids) for ids in seen}) > 5
+
+
+def test_aborted_request_returns_the_tokens_seen():
+    async def run():
+        engine = ScriptedEngine(lambda request: range(100), delay_s=0.2)
+        call = asyncio.ensure_future(engine.generate([replace(REQUEST, sampling=SamplingParams(max_tokens=100))]))
+        while not (seen := await engine.partial_tokens(["r"])):
+            await asyncio.sleep(0.01)
+        await engine.abort(["r"])
+        return seen["r"].tolist(), (await call)[0]
+
+    seen, completion = asyncio.run(run())
+    assert completion.stop_reason == "abort"
+    assert completion.token_ids[: len(seen)].tolist() == seen

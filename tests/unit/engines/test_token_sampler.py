@@ -318,3 +318,17 @@ def test_non_finite_logits_give_non_finite_logprob(value: float, count: int):
     found = RowSampler([SamplingParams(max_tokens=1)], [0], [0], CPU)(torch.full((1, count), value))
     assert 0 <= int(found.ids) < count
     assert not torch.isfinite(found.logprobs).any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_top_tokens_are_those_of_the_full_distribution(temperature: float):
+    torch.manual_seed(4)
+    logits = torch.randn(4, 50)
+    params = [SamplingParams(max_tokens=1, temperature=temperature, top_k=2)] * 4
+    plain = RowSampler(params, range(4), [0] * 4, CPU)(logits)
+    sampled = RowSampler(params, range(4), [0] * 4, CPU, top_logprobs=[0, 3, 0, 5])(logits)
+    assert plain.top_ids is None and torch.equal(plain.ids, sampled.ids)
+    assert torch.equal(plain.full_logprobs, sampled.full_logprobs)
+    expected = (logits / (temperature or 1.0)).log_softmax(-1)[[1, 3]].topk(5)
+    assert sampled.top_ids is not None and torch.equal(sampled.top_ids, expected.indices)
+    torch.testing.assert_close(sampled.top_logprobs, expected.values, atol=1e-5, rtol=0)

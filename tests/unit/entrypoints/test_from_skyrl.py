@@ -126,9 +126,9 @@ def test_modules_are_those_that_are_here(theirs: str, ours: str):
 @pytest.mark.parametrize(
     ("module", "advice"),
     [
-        ("examples.harbor.entrypoints.main_harbor", "a service of its own. examples.mini_swe_agent"),
+        ("examples.harbor.entrypoints.main_harbor", "a service of its own. environment.env_class=agent"),
         ("examples.train_integrations.harbor.entrypoints.main_harbor_generate", "a service of its own."),
-        ("examples.terminal_bench.entrypoints.main_tbench", "containers of its own. examples.mini_swe_agent"),
+        ("examples.terminal_bench.entrypoints.main_tbench", "containers of its own. environment.env_class=agent"),
         ("examples.flash_rl.main_dapo_flashrl", "a patched vLLM. examples.tis_correction.main_tis_dapo"),
     ],
 )

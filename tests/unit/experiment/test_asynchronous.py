@@ -21,6 +21,7 @@ from skyrl_train.experiment.algorithm import build_policy_objective_spec
 from skyrl_train.experiment.publisher import pause_mode
 from skyrl_train.experiment.trainer import build_generator, build_group_filter_settings
 from skyrl_train.rollouts.collector import DynamicSampling
+from skyrl_train.rollouts.conversation import ConversationGenerator
 from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -89,6 +90,7 @@ def test_evaluation_shares_rate_limit_with_training():
         build_generator(cfg, byte_tokenizer(), client, None, evaluation=evaluation)  # type: ignore[arg-type]
         for evaluation in (False, True)
     )
+    assert isinstance(training, ConversationGenerator) and isinstance(evaluation, ConversationGenerator)
     assert training._limiter is evaluation._limiter is not None
 
 

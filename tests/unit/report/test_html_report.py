@@ -122,7 +122,7 @@ def test_small_report_stays_below_its_limit(tmp_path: Path, tokens: int, budget:
     assert len(shown) >= min_rollouts
     if tokens == 30_000:
         assert all(rollout["tokens"] is None for rollout in shown)
-        assert any("characters are not in this report" in rollout["messages"][-1]["content"] for rollout in shown)
+        assert any("characters are left out" in rollout["messages"][-1]["content"] for rollout in shown)
 
 
 def test_more_runs_than_fit_are_refused(tmp_path: Path):

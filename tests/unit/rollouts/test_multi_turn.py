@@ -21,6 +21,7 @@ from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
+from tests.support.tool_templates import FAMILIES
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -125,6 +126,18 @@ def test_tool_calls_are_recorded_in_turns(settings: dict[str, Any]):
     ]
     assert all(0.02 <= (turn.environment_s or 0.0) < 10 for turn in item.turns)
     assert [turn.tool_calls for turn in plain.turns] == [(), ()]
+
+
+def test_environment_reads_markers_of_tool_calls():
+    tokenizer = FAMILIES["mistral_args"].tokenizer()
+    call = tokenizer.encode('[TOOL_CALLS]add[ARGS]{"a": 1}', add_special_tokens=False)
+    environments = ToyEnvironments(until(2))
+    group, engine = play(lambda request: [*call, END], environments, tokenizer=tokenizer)
+    (item,) = group.trajectories
+    assert environments.episodes[0].texts == ['[TOOL_CALLS]add[ARGS]{"a": 1}'] * 2
+    assert item.messages[1] == {"role": "assistant", "content": 'add{"a": 1}'}  # a message has no control tokens
+    first, second = contexts(engine)
+    assert second[: len(first) + len(call)] == first + call
 
 
 def test_failed_step_has_its_time():

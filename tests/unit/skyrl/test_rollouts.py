@@ -228,7 +228,7 @@ def test_client_accepts_parameters_of_both_engines():
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert engines.requests[-1].session.endswith("episode 1")
         error = await client.chat_completion({"json": body | {"tools": [{}]}})
-        assert error["error"]["param"] == "tools"
+        assert error["error"]["param"] == "tools[0].type"
         with pytest.raises(ValueError, match="either `prompts` or `prompt_token_ids`"):
             await client.generate({})
         with pytest.raises(AttributeError, match=r"no 'wake_up'\. Instead: remove the call"):

@@ -132,6 +132,25 @@ def test_token_view_hides_what_the_file_does_not(tmp_path: Path, monkeypatch: py
     assert tokens["texts"] == ["It", " is", "<secret>", "<secret>", "."] and tokens["ids"] == [5, 6, -1, -1, 2]
 
 
+def test_sessions_are_written_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789abcdef")
+    groups = groups_of_all_kinds()
+    call = {
+        "parent": None,
+        "messages": [{"role": "tool", "content": "key: sk-0123456789abcdef"}],
+        "start": 0,
+        "stop": 2,
+    }
+    groups[0].trajectories[0].session = {"calls": [call], "statistics": {"calls": 1}}
+    write(RolloutWriter(tmp_path), 5, groups, scored_batch(groups))
+    one, two, *_ = rows_of(tmp_path)
+    assert json.loads(one["session"])["calls"][0]["messages"][0]["content"] == "key: <MY_API_KEY>"
+    assert two["session"] is None and json.loads(one["session"])["statistics"] == {"calls": 1}
+    views = RolloutViews(tmp_path)
+    details = views.rollout(5, one["uid"], one["sample"], None)
+    assert details["session"]["calls"][0]["stop"] == 2
+
+
 def test_only_first_groups_are_written(tmp_path: Path):
     groups = groups_of_all_kinds(more=2)
     batch = scored_batch(groups)

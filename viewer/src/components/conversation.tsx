@@ -69,14 +69,14 @@ export function MessageCard({
       ))}
       <TextBlock value={contentOf(message)} markdown={known !== "tool" && known !== "other"} dimmed={dimmed} />
       {toolCallsOf(message, turn).map((call, index) => (
-        <Call key={index} call={call} />
+        <ToolCallCard key={index} call={call} />
       ))}
       {turn && <TurnFacts turn={turn} />}
     </li>
   );
 }
 
-function Call({ call }: { call: ToolCall }) {
+export function ToolCallCard({ call }: { call: ToolCall }) {
   return (
     <div class="tool-call">
       <span class="muted">call to</span>{" "}
@@ -101,7 +101,7 @@ function Call({ call }: { call: ToolCall }) {
   );
 }
 
-function TurnFacts({ turn }: { turn: Turn }) {
+export function TurnFacts({ turn }: { turn: Turn }) {
   const versions =
     turn.min_version === turn.max_version ? `${turn.min_version}` : `${turn.min_version} to ${turn.max_version}`;
   return (

@@ -2,10 +2,11 @@ import type { ComponentChildren } from "preact";
 import { type Sample, sampledTokens } from "../data";
 import { count, short } from "../format";
 import { toggleMarkdown } from "../keyboard";
-import { updateView, view } from "../view";
+import { asView, updateView, view } from "../view";
 import { Conversation } from "./conversation";
 import { GroupView } from "./group";
 import { Reward } from "./list";
+import { SessionView } from "./session";
 import { SafeText, TextBlock } from "./text";
 import { TokenView } from "./tokens";
 
@@ -14,17 +15,27 @@ const NO_TOKENS = (
     The report omits the tokens of this sample to limit its size. skyrl-train watch shows the tokens of all.
   </p>
 );
-const SAMPLE_VIEWS: Record<string, { name: string; render: (sample: Sample) => ComponentChildren }> = {
+interface SampleViewOption {
+  name: string;
+  render: (sample: Sample) => ComponentChildren;
+}
+const SAMPLE_VIEWS: Record<string, SampleViewOption> = {
   conversation: { name: "Conversation", render: (sample) => <Conversation sample={sample} /> },
+  session: {
+    name: "Session",
+    render: (sample) =>
+      sample.session && <SessionView key={JSON.stringify(asView(sample))} sample={sample} session={sample.session} />,
+  },
   tokens: {
     name: "Tokens",
-    render: (sample) => (sample.tokens ? <TokenView tokens={sample.tokens} turns={sample.turns} /> : NO_TOKENS),
+    render: (sample) => (sample.tokens ? <TokenView sample={sample} tokens={sample.tokens} /> : NO_TOKENS),
   },
   group: { name: "Group", render: () => <GroupView /> },
 };
 
 export function SampleView({ sample }: { sample: Sample }) {
-  const how = Object.hasOwn(SAMPLE_VIEWS, view.value.how) ? view.value.how : "conversation";
+  const views = Object.entries(SAMPLE_VIEWS).filter(([name]) => name !== "session" || sample.session);
+  const how = views.some(([name]) => name === view.value.how) ? view.value.how : "conversation";
   return (
     <>
       <h2 class="sample-title">
@@ -33,7 +44,7 @@ export function SampleView({ sample }: { sample: Sample }) {
       <Facts sample={sample} />
       <div class="toolbar">
         <nav class="segmented" aria-label="Views of the sample">
-          {Object.entries(SAMPLE_VIEWS).map(([name, sampleView]) => (
+          {views.map(([name, sampleView]) => (
             <button
               key={name}
               type="button"

@@ -1,7 +1,7 @@
 import { Fragment } from "preact";
 import { memo } from "preact/compat";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import type { Column, Tokens, Turn } from "../data";
+import type { Column, Sample, Tokens } from "../data";
 import { count, exact, rough, short } from "../format";
 import { SHADES, type Shade, shadeOf } from "../tokenShading";
 import { updateView, view } from "../view";
@@ -11,9 +11,10 @@ import { SafeText } from "./text";
 const MAX_TOKENS_RENDERED = 4000;
 
 /** The tokens of a sample, shaded by a value. Tokens in the loss are underlined. */
-export function TokenView({ tokens, turns }: { tokens: Tokens; turns: Turn[] }) {
+export function TokenView({ sample, tokens }: { sample: Sample; tokens: Tokens }) {
   const name = Object.hasOwn(SHADES, view.value.shade) ? view.value.shade : "logprob";
   const shade = useMemo(() => shadeOf(tokens, name), [tokens, name]);
+  const marks = useMemo(() => marksOf(sample, tokens), [sample, tokens]);
   const chosen = view.value.token === "" ? null : Number(view.value.token);
   const [pointed, point] = useState<number | null>(null);
   const [limit, setLimit] = useState(MAX_TOKENS_RENDERED);
@@ -55,7 +56,7 @@ export function TokenView({ tokens, turns }: { tokens: Tokens; turns: Turn[] }) 
         }}
         onKeyDown={step}
       >
-        <TokenSpans tokens={tokens} turns={turns} shade={shade} shown={shown} />
+        <TokenSpans tokens={tokens} marks={marks} shade={shade} shown={shown} />
       </div>
       {shown < tokens.ids.length && (
         <button type="button" class="more" onClick={() => setLimit(shown + MAX_TOKENS_RENDERED)}>
@@ -139,6 +140,12 @@ function TokenFacts({ tokens, index }: { tokens: Tokens; index: number | null })
   );
 }
 
+/** Index of a token -> what begins with it: a turn, or a call of a session, whose sequences have another order. */
+function marksOf({ turns, session }: Sample, tokens: Tokens): Map<number, string> {
+  const [kind, spans] = session ? ["call", session.calls] : ["turn", turns];
+  return new Map(spans.map(({ start }, index) => [tokens.prompt + start, `${kind} ${index + 1}`]));
+}
+
 /** The text of a token with signs for white space. */
 function TokenText({ value }: { value: string }) {
   return <SafeText value={value.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥")} />;
@@ -146,17 +153,16 @@ function TokenText({ value }: { value: string }) {
 
 /** The spans of all tokens, memoized because there are thousands of them. */
 const TokenSpans = memo(
-  ({ tokens, turns, shade, shown }: { tokens: Tokens; turns: Turn[]; shade: Shade; shown: number }) => {
-    const begins = new Map(turns.map((turn, index) => [tokens.prompt + turn.start, index + 1]));
+  ({ tokens, marks, shade, shown }: { tokens: Tokens; marks: Map<number, string>; shade: Shade; shown: number }) => {
     const restarts = new Set(tokens.restarts?.map(({ start }) => start));
     return tokens.ids.slice(0, shown).map((_, index) => {
-      const turn = begins.get(index);
+      const mark = marks.get(index);
       const strength = shade.strength[index] ?? 0;
       const kind = `${tokens.trained[index] ? "trained" : "untrained"} ${strength < 0 ? "negative" : "positive"}`;
       return (
         <Fragment key={index}>
           {restarts.has(index) && <b class="marker">new prompt</b>}
-          {turn !== undefined && <b class="marker">turn {turn}</b>}
+          {mark !== undefined && <b class="marker">{mark}</b>}
           <span
             class={`token ${kind}`}
             data-token={index}

@@ -45,6 +45,16 @@ class Clock(sk.Tool):
         raise sk.ToolError("the clock stands still")
 
 
+@sk.register.agent("caller")
+async def caller(session: sk.AgentSession, row: dict[str, Any]) -> float:
+    return float(session.base_url.endswith("/v1"))
+
+
+async def listing(sandbox: sk.AgentSandbox) -> sk.CommandResult:
+    """The files of an agent, as a sandbox of one's own would show them."""
+    return await sandbox.exec(["ls"], env={}, timeout_s=5.0, max_output_bytes=1024)
+
+
 @sk.register.environment("two_turns")
 class TwoTurns(sk.BaseTextEnv):
     def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -17,6 +17,8 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 QUESTION = [{"role": "user", "content": "play"}]
 TOKEN = "a secret of the tests"
+PING_S = 0.5
+"""Seconds between the pings of a session. It ends after half as long without a response."""
 
 
 class Server:
@@ -110,7 +112,7 @@ class Server:
         return web.Response()
 
     async def session(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(heartbeat=PING_S)
         await socket.prepare(request)
         episode = str(id(socket))
         async for frame in socket:
@@ -144,7 +146,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.close()
 
 
-def play(url: str, texts: list[str], extras: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
+def play(
+    url: str, texts: list[str], extras: dict[str, Any] | None = None, *, pause_s: float = 0.0, **settings: Any
+) -> list[Any]:
     """Play an episode; return the first messages, then the output of every step or the kind of its failure."""
     config = {"base_url": url, "token_variable": "TEST_ENV_TOKEN", "observation_key": "text"} | settings
 
@@ -155,6 +159,7 @@ def play(url: str, texts: list[str], extras: dict[str, Any] | None = None, **set
                 episode = await pool.start("openenv", Prompt("0", QUESTION, "openenv", extras or {}))
                 outputs.append(episode.messages)
                 for text in texts:
+                    await asyncio.sleep(pause_s)
                     outputs.append(await episode.step(text))
             except EnvironmentFailure as failure:
                 outputs.append(failure.kind)
@@ -172,6 +177,11 @@ def test_episode_runs_over_network(server: Server, address: str):
     assert (last.reward, last.done, last.observations, last.metadata) == (2.5, True, [], {"heard": 2})
     assert server.resets[0]["seed"] == 7
     assert [*server.episodes.values()] == [["one", "done"]]
+
+
+def test_session_survives_a_long_turn(server: Server):
+    *_, last = play(f"ws://127.0.0.1:{server.port}/ws", ["done"], pause_s=2 * PING_S)
+    assert (getattr(last, "reward", last)) == 2.5
 
 
 def test_last_turn_ends_episode(server: Server):

@@ -273,7 +273,7 @@ def test_trajectories_are_saved_in_configured_folder(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"repository": None}, "the row needs repository"),
+        ({"repository": None}, "the row has no column repository. If its repository is a container image"),
         ({"repository": {"../x": ""}}, "the row needs repository"),
         ({"repository": "{"}, "the row needs repository"),
         ({"repository": {str(number): "" for number in range(501)}}, "501 files and 0 bytes; at most 500 files"),

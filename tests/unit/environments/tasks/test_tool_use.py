@@ -239,3 +239,29 @@ def test_sandboxed_tool_runs_in_worker_pool():
     assert "[no output]" in outputs[0].observations[0]["content"]
     assert outputs[1].observations[0]["content"] == "<tool_response>\n42\n</tool_response>"
     assert (outputs[2].done, outputs[2].reward) == (True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=add>\n<parameter=a>\n40\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"a": 40, "b": 2}',
+        ),
+    ],
+)
+def test_native_dialects_are_parsed(episode: Any, dialect: str, text: str):
+    environment = episode(style="native", dialect=dialect, describe_tools=False)
+    assert "42" in step(environment, text).observations[0]["content"]
+
+
+def test_dialect_without_description_is_rejected():
+    with pytest.raises(ConfigError, match=r"dialect='glm' has no description .* Set tool_use.describe_tools=false"):
+        ToolUseEnv.check({"tools": ["add"], "style": "native", "dialect": "glm"})
+    ToolUseEnv.check({"tools": ["add"], "style": "native", "dialect": "glm", "describe_tools": False})

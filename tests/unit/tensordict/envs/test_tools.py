@@ -29,6 +29,7 @@ from skyrl_train.tensordict import (
     ExecuteToolsInOrder,
     JSONCallParser,
     MCPToolTransform,
+    NativeCallParser,
     PythonExecutorService,
     PythonInterpreter,
     SimpleToolTransform,
@@ -193,6 +194,20 @@ def test_rows_run_functions_of_this_process():
         *["Tool add failed:\nThe arguments must be a JSON object."] * 2,
         "Tool no failed:\nThere is no tool 'no'; known tools: add.",
     ]
+
+
+def test_native_calls_run_and_errors_are_shown():
+    talk = Talk(SimpleToolTransform({"add": add}, parser=NativeCallParser("hermes")))
+    (shown,) = talk.say('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><tool_call>{</tool_call>')
+    assert shown[0] == "Tool add executed successfully:\n{'result': 5}"
+    assert shown[1].startswith("Tool call failed:\nThe tool call is not valid JSON")
+    schema = {"function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    parsed = NativeCallParser("glm", [schema])(
+        "<tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>!"
+    )
+    assert parsed["text"] == "!" and [(call.tool, call.args) for call in parsed["calls"]] == [("add", {"a": 2})]
+    with pytest.raises(ValueError, match="dialect='harmony' is not supported"):
+        NativeCallParser("harmony")
 
 
 def test_function_that_does_not_return_is_abandoned():

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.data.tokenizer_executor import MIN_THREAD_CHARS, TokenizerExecutor, tokenizer_executor
 from skyrl_train.errors import DataError
-from skyrl_train.rollouts.conversation import MIN_THREAD_CHARS, TokenizerExecutor, tokenizer_executor
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 

@@ -1,0 +1,68 @@
+"""The parent process of an agent's command, which kills everything that the command started.
+
+It reads {"argv", "cwd", "env"} as JSON from stdin, runs the command, and exits with its exit code when all descendants
+are dead. It kills them when the command ends, on SIGTERM, or when the driver dies. Only a separate process can do this
+for processes that left their process group, or whose driver was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from skyrl_train.environments.process_supervisor import kill_descendants, set_process_attribute
+
+NOT_STARTED = 127
+"""Exit code of a command that could not be started, as in a shell."""
+
+
+def main() -> None:
+    """Run the command. The argument is the process id of the driver."""
+    driver = int(sys.argv[1])
+    signals = {signal.SIGTERM, signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal may not wake sigwait
+    set_process_attribute("PR_SET_PDEATHSIG", signal.SIGTERM)
+    if os.getppid() != driver:
+        os._exit(1)
+    set_process_attribute("PR_SET_CHILD_SUBREAPER", 1)
+    task = json.loads(sys.stdin.buffer.read())
+    supervisor, command = os.getpid(), os.fork()
+    if command == 0:
+        set_process_attribute("PR_SET_PDEATHSIG", signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _execute(task["argv"], task["cwd"], task["env"])
+    code = _wait(command, signals)
+    kill_descendants()
+    os._exit(code)
+
+
+def _execute(argv: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
+    try:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.chdir(cwd)
+        os.execvpe(argv[0], argv, env)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror or error}\n".encode())
+        os._exit(NOT_STARTED)
+
+
+def _wait(command: int, signals: set[signal.Signals]) -> int:
+    """Reap children until the command has ended, and return its exit code; 143 after SIGTERM."""
+    while True:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == command:
+                code = os.waitstatus_to_exitcode(ended[1])
+                return 128 - code if code < 0 else code
+        if signal.sigwait(signals) == signal.SIGTERM:
+            return 128 + signal.SIGTERM
+
+
+if __name__ == "__main__":
+    main()

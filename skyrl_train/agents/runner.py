@@ -1,0 +1,235 @@
+"""Runs of agents: a command in a sandbox or a coroutine in a worker process, with the reward of each run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.agents.agent_session import AgentSession
+from skyrl_train.agents.commands import CommandResult
+from skyrl_train.agents.coroutine_worker import CRASHED
+from skyrl_train.agents.coroutines import TIMEOUT, CoroutinePool
+from skyrl_train.agents.rewards import AgentReward, describe_exit, grade, parse_reward
+from skyrl_train.agents.sandboxes import SANDBOX_FAILURE, AgentSandbox, make_sandbox
+from skyrl_train.agents.server import SessionServer
+from skyrl_train.agents.session import Session
+from skyrl_train.aio import finish_despite_cancellation
+from skyrl_train.data.messages import Message, Prompt
+from skyrl_train.environments.base import BAD_ROW
+from skyrl_train.environments.placeholders import PlaceholderValues, expand, prompt_text
+from skyrl_train.environments.pool import EnvironmentPool
+from skyrl_train.environments.tasks.agent import LISTENER, AgentEnv
+from skyrl_train.errors import ConfigError, EnvironmentFailure, SkyRLError
+
+log = logging.getLogger(__name__)
+
+API_KEY = "session"
+"""Key for clients that require one. The session's URL is the secret."""
+CONVERSATION = "conversation"
+"""Key of the agent's messages in the extras that a reward function reads."""
+
+
+class AgentRunner:
+    """Runs the agent that the settings name, once per session. Training and evaluation share it.
+
+    It starts nothing before the first run. Close it at the end.
+
+    Args:
+        settings: The section `environment.skyrl_gym.agent`.
+        server: Server of the sessions, which this starts and stops.
+        model_name: Name of the model for clients.
+        environments: Runs registered reward functions.
+        max_workers: Maximum number of worker processes for coroutines.
+        plugins: Modules that the workers import.
+        log_file: File for the output of coroutines; None for stderr.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        server: SessionServer,
+        *,
+        model_name: str,
+        environments: EnvironmentPool,
+        max_workers: int = 1,
+        plugins: tuple[str, ...] = (),
+        log_file: Path | None = None,
+    ):
+        self.server = server
+        self._settings = settings
+        self._model_name = model_name
+        self._environments = environments
+        self._commands = asyncio.Semaphore(settings["max_concurrent_commands"])
+        self._pool = (
+            CoroutinePool(
+                settings["run"],
+                max_workers=max_workers,
+                python=settings["python"],
+                plugins=plugins,
+                log_file=log_file,
+            )
+            if settings["run"]
+            else None
+        )
+        self._stack = AsyncExitStack()
+        self._start: asyncio.Task[None] | None = None
+
+    async def started(self) -> None:
+        """Start the server, unless it is started.
+
+        Raises:
+            ConfigError: The server cannot listen at its address.
+        """
+        if self._start is None:
+            self._start = asyncio.create_task(self._enter())
+        await asyncio.shield(self._start)
+
+    async def _enter(self) -> None:
+        try:
+            await self._stack.enter_async_context(self.server)
+        except OSError as error:
+            raise LISTENER.address_error(self._settings["host"], self._settings["port"], error) from error
+
+    async def close(self) -> None:
+        """End all workers and the server."""
+        if self._pool is not None:
+            await self._pool.close()
+        if self._start is not None:
+            await asyncio.wait([self._start])
+        await self._stack.aclose()
+
+    async def run(self, session: Session, prompt: Prompt) -> AgentReward | None:
+        """Run the agent and its grader, and close the session between them.
+
+        Returns:
+            The reward that the coroutine returned or the grader gave; None if there is neither.
+
+        Raises:
+            EnvironmentFailure: The agent or the grader failed. Nothing that they started is left.
+            ConfigError: The agent or its sandbox cannot be used at all.
+        """
+        if self._pool is not None:
+            return await self._run_coroutine(self._pool, session, prompt)
+        async with self._commands:
+            try:
+                values = self._values(session, prompt)
+                sandbox = make_sandbox(self._settings["sandbox"], values)
+                files = AgentEnv.parse_row(prompt.env_extras)
+            except ConfigError:
+                raise
+            except (KeyError, ValueError) as error:  # rows of files are checked when they are loaded
+                raise EnvironmentFailure(BAD_ROW, f"{type(error).__name__}: {error}") from error
+            try:
+                return await self._run_command(sandbox, session, values, files)
+            except SkyRLError:
+                raise
+            except Exception as error:  # also of a user's sandbox
+                raise EnvironmentFailure(SANDBOX_FAILURE, f"{type(error).__name__}: {error}") from error
+            finally:
+                await finish_despite_cancellation(_stop(sandbox))
+
+    async def _run_coroutine(self, pool: CoroutinePool, session: Session, prompt: Prompt) -> AgentReward | None:
+        row = {**prompt.env_extras, "prompt": prompt.messages, "uid": prompt.uid}
+        result = await pool.run(
+            AgentSession(session.base_url, API_KEY, self._model_name), row, self._settings["timeout_s"]
+        )
+        return None if result is None else parse_reward(result, "the value that the agent returned")
+
+    async def _run_command(
+        self,
+        sandbox: AgentSandbox,
+        session: Session,
+        values: PlaceholderValues,
+        files: Mapping[str, Mapping[str, str]],
+    ) -> AgentReward | None:
+        settings = self._settings
+        await sandbox.start()
+        await _upload(sandbox, files["files"])
+        variables = _session_variables(session) | _to_text(expand(settings["env"], values))
+        result = await self._exec(sandbox, settings["command"], values, variables, settings["timeout_s"])
+        await self.server.close(session)
+        if result.timed_out:
+            raise EnvironmentFailure(TIMEOUT, f"it did not end within {settings['timeout_s']:g} s")
+        if result.returncode:
+            raise EnvironmentFailure(CRASHED, describe_exit(result))
+        if not settings["grader"]:
+            return None
+        await _upload(sandbox, files["grader_files"])
+        timeout_s = settings["grader_timeout_s"]
+        variables = _to_text(expand(settings["env"], values))
+        return grade(await self._exec(sandbox, settings["grader"], values, variables, timeout_s), timeout_s)
+
+    async def _exec(
+        self,
+        sandbox: AgentSandbox,
+        command: list[str],
+        values: PlaceholderValues,
+        variables: Mapping[str, str],
+        timeout_s: float,
+    ) -> CommandResult:
+        argv = expand(list(command), values)
+        return await sandbox.exec(
+            argv, env=variables, timeout_s=timeout_s, max_output_bytes=self._settings["max_output_bytes"]
+        )
+
+    def _values(self, session: Session, prompt: Prompt) -> PlaceholderValues:
+        return PlaceholderValues(session.base_url, self._model_name, prompt_text(prompt), prompt.uid, prompt.env_extras)
+
+    async def score(self, prompt: Prompt, messages: list[Message]) -> AgentReward | None:
+        """Return the reward of the registered reward function; None if the settings name none.
+
+        Args:
+            prompt: The row.
+            messages: The agent's messages. The function reads the text of the last one as the response, and all of them
+                as `extras["conversation"]`.
+
+        Raises:
+            EnvironmentFailure: The function failed.
+        """
+        name = self._settings["reward"]
+        if not name:
+            return None
+        extras = {**prompt.env_extras, CONVERSATION: messages}
+        response = str(messages[-1].get("content") or "") if messages else ""
+        episode = await self._environments.start(name, replace(prompt, env_class=name, env_extras=extras))
+        try:
+            output = await episode.step(response)
+        finally:
+            await episode.close()
+        if not output.done:
+            raise EnvironmentFailure(
+                "bad_step_output", f"environment {name} did not end after the agent's final message"
+            )
+        return AgentReward(output.reward, output.metadata)
+
+
+def _session_variables(session: Session) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": session.base_url,
+        "OPENAI_API_BASE": session.base_url,
+        "OPENAI_API_KEY": API_KEY,
+        "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+        "ANTHROPIC_API_KEY": API_KEY,
+    }
+
+
+def _to_text(variables: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else str(value) for name, value in variables.items()}
+
+
+async def _upload(sandbox: AgentSandbox, files: Mapping[str, str]) -> None:
+    if files:
+        await sandbox.upload({os.path.normpath(path): text.encode() for path, text in files.items()})
+
+
+async def _stop(sandbox: AgentSandbox) -> None:
+    try:
+        await sandbox.stop()
+    except Exception as error:  # of a user's class; the episode has its result already
+        log.warning("A sandbox of an agent could not be stopped: %s: %s", type(error).__name__, error)
