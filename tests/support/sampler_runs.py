@@ -159,7 +159,8 @@ class SGLangBatch(Batch):
     def join(self, index: int) -> None:
         custom = self._module.to_sglang_params(REQUESTS[index], 99, frozenset())["custom_params"]
         ids, params = array("i", [1, 2, 3]), SimpleNamespace(custom_params=custom)
-        req = SimpleNamespace(sampling_params=params, origin_input_ids=ids, output_ids=[], return_sampling_mask=True)
+        given = {"sampling_params": params, "return_sampling_mask": True, "return_logprob": False}
+        req = SimpleNamespace(origin_input_ids=ids, output_ids=[], **given)
         info: Any = SimpleNamespace(device="cpu")
         self._module._on_create_batch(info, SimpleNamespace(reqs=[req]), VOCABULARY)
         if self._indices:

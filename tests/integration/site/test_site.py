@@ -196,7 +196,7 @@ def test_other_pages_have_no_key_filter(page: Page, address: str):
     assert page.locator(".key-filter").count() == 0
 
 
-LONG = {"reference/error_messages"}
+LONG = {"reference/error_messages", "reference/http_api"}
 """Pages that are allowed to be longer than 12,000 px."""
 
 
